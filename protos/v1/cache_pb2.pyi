@@ -1,0 +1,224 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from . import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OffloadPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OFFLOAD_POLICY_UNSPECIFIED: _ClassVar[OffloadPolicy]
+    OFFLOAD_POLICY_BLOCK_LEVEL: _ClassVar[OffloadPolicy]
+    OFFLOAD_POLICY_REQUEST_LEVEL: _ClassVar[OffloadPolicy]
+
+class LookupMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOOKUP_MODE_UNSPECIFIED: _ClassVar[LookupMode]
+    LOOKUP_MODE_PREFIX: _ClassVar[LookupMode]
+    LOOKUP_MODE_EACH: _ClassVar[LookupMode]
+OFFLOAD_POLICY_UNSPECIFIED: OffloadPolicy
+OFFLOAD_POLICY_BLOCK_LEVEL: OffloadPolicy
+OFFLOAD_POLICY_REQUEST_LEVEL: OffloadPolicy
+LOOKUP_MODE_UNSPECIFIED: LookupMode
+LOOKUP_MODE_PREFIX: LookupMode
+LOOKUP_MODE_EACH: LookupMode
+
+class BeginRequestRequest(_message.Message):
+    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_PARAMS_JSON_FIELD_NUMBER: _ClassVar[int]
+    LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    request_id: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    mode: LookupMode
+    prompt_tokens: int
+    kv_transfer_params_json: str
+    lease_duration: _duration_pb2.Duration
+    wait: _duration_pb2.Duration
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class TierVote(_message.Message):
+    __slots__ = ("tier", "policy", "why")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    policy: OffloadPolicy
+    why: str
+    def __init__(self, tier: _Optional[str] = ..., policy: _Optional[_Union[OffloadPolicy, str]] = ..., why: _Optional[str] = ...) -> None: ...
+
+class BeginRequestResponse(_message.Message):
+    __slots__ = ("policy", "votes", "lookup")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    VOTES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    policy: OffloadPolicy
+    votes: _containers.RepeatedCompositeFieldContainer[TierVote]
+    lookup: LookupResponse
+    def __init__(self, policy: _Optional[_Union[OffloadPolicy, str]] = ..., votes: _Optional[_Iterable[_Union[TierVote, _Mapping]]] = ..., lookup: _Optional[_Union[LookupResponse, _Mapping]] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("session", "request_id", "keys", "mode", "lease_duration", "wait", "want_slots")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    WANT_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    request_id: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    mode: LookupMode
+    lease_duration: _duration_pb2.Duration
+    wait: _duration_pb2.Duration
+    want_slots: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_slots: bool = ...) -> None: ...
+
+class LookupResponse(_message.Message):
+    __slots__ = ("statuses", "prefix_hits", "sources", "lease_id", "slot_offsets")
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    statuses: bytes
+    prefix_hits: int
+    sources: bytes
+    lease_id: int
+    slot_offsets: bytes
+    def __init__(self, statuses: _Optional[bytes] = ..., prefix_hits: _Optional[int] = ..., sources: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., slot_offsets: _Optional[bytes] = ...) -> None: ...
+
+class PrepareLoadRequest(_message.Message):
+    __slots__ = ("session", "lease_id", "items")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    lease_id: int
+    items: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., items: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PrepareLoadResponse(_message.Message):
+    __slots__ = ("slot_offsets",)
+    SLOT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    slot_offsets: bytes
+    def __init__(self, slot_offsets: _Optional[bytes] = ...) -> None: ...
+
+class CompleteLoadRequest(_message.Message):
+    __slots__ = ("session", "lease_id", "release")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    lease_id: int
+    release: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., release: bool = ...) -> None: ...
+
+class CompleteLoadResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseLeaseRequest(_message.Message):
+    __slots__ = ("session", "lease_ids")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseLeaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TouchRequest(_message.Message):
+    __slots__ = ("session", "lease_ids", "lease_duration")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    lease_duration: _duration_pb2.Duration
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_ids: _Optional[_Iterable[int]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class TouchResponse(_message.Message):
+    __slots__ = ("missing_lease_ids",)
+    MISSING_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    missing_lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, missing_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PrepareStoreRequest(_message.Message):
+    __slots__ = ("session", "request_id", "keys")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    request_id: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PrepareStoreResponse(_message.Message):
+    __slots__ = ("store_id", "statuses", "slot_offsets")
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
+    SLOT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    store_id: int
+    statuses: bytes
+    slot_offsets: bytes
+    def __init__(self, store_id: _Optional[int] = ..., statuses: _Optional[bytes] = ..., slot_offsets: _Optional[bytes] = ...) -> None: ...
+
+class CompleteStoreRequest(_message.Message):
+    __slots__ = ("session", "store_id", "failed_items", "abort")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
+    FAILED_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    store_id: int
+    failed_items: _containers.RepeatedScalarFieldContainer[int]
+    abort: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., store_id: _Optional[int] = ..., failed_items: _Optional[_Iterable[int]] = ..., abort: bool = ...) -> None: ...
+
+class CompleteStoreResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushRequest(_message.Message):
+    __slots__ = ("session", "keys", "wait")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    wait: _duration_pb2.Duration
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., keys: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class FlushResponse(_message.Message):
+    __slots__ = ("statuses",)
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
+    statuses: bytes
+    def __init__(self, statuses: _Optional[bytes] = ...) -> None: ...
+
+class FinishRequestRequest(_message.Message):
+    __slots__ = ("session", "request_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    request_id: str
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class FinishRequestResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,166 @@
+"""The contract of a secondary tier.
+
+A tier says where its bytes are and moves batches of blocks; it does not decide. What is stored, promoted and evicted, and
+when, is decided by the core (`manager.TierManager`), which keeps its own catalog of every tier. A tier therefore needs no
+locks of its own beyond what its storage engine wants, and no policy.
+
+Every tier passes the shared contract suite, `tests/contracts/secondary_tier.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NewType
+
+__all__ = [
+    "BlockBytes",
+    "Entry",
+    "NamespaceId",
+    "OffloadPolicy",
+    "Outcome",
+    "RequestInfo",
+    "SecondaryTier",
+    "TierError",
+    "TierOpenError",
+    "Vote",
+]
+
+NamespaceId = NewType("NamespaceId", bytes)
+"""Digest of everything that must agree for blocks to be shared; 16 bytes."""
+
+
+class TierError(Exception):
+    """A tier cannot do what it was asked to do; the message is for people."""
+
+
+class TierOpenError(TierError):
+    """A tier cannot be opened: its directory is in use, not writable, or of a newer format."""
+
+
+class OffloadPolicy(enum.IntEnum):
+    """How a request is offloaded. Numbers as in `kvtier.v1.OffloadPolicy`."""
+
+    BLOCK_LEVEL = 1
+    """Only newly computed blocks."""
+    REQUEST_LEVEL = 2
+    """Every block of the request, prefix hits included."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """A request, as far as a tier may base its vote on it."""
+
+    request_id: str
+    namespace: NamespaceId
+    prompt_tokens: int = 0
+    kv_transfer_params: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """A tier's answer to a new request: how it wants it offloaded, and why (for people)."""
+
+    policy: OffloadPolicy
+    why: str
+
+
+class Outcome(enum.Enum):
+    """What became of one block of a job."""
+
+    DONE = "done"
+    """Stored (and as durable as the tier declares) or loaded (and its checksum verified)."""
+    MISSING = "missing"
+    """A load found nothing under this key."""
+    CORRUPT = "corrupt"
+    """A load found bytes that are not what was stored. The tier no longer holds the block."""
+    NO_SPACE = "no_space"
+    """The storage is full in spite of the capacity the core kept to (the disk is shared, say)."""
+    FAILED = "failed"
+    """The storage reported an error; `SecondaryTier.trouble` says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """One block and where its bytes are: one contiguous view of the host region per rank, in rank order.
+
+    For a store the views are what to write; for a load they are what to fill, sizes included: a tier that holds
+    parts of other sizes reports `Outcome.CORRUPT`.
+    """
+
+    namespace: NamespaceId
+    key: bytes
+    parts: tuple[memoryview, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all parts together."""
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A block that a tier holds: its name and the bytes of all its parts together."""
+
+    namespace: NamespaceId
+    key: bytes
+    nbytes: int
+
+
+class SecondaryTier(ABC):
+    """A place for blocks under the CPU tier.
+
+    `store`, `load` and `remove` are called on worker threads of the server: never more than one `store` or `remove`
+    at a time, any number of `load`s beside it. The core never asks for a block to be loaded, stored or removed while
+    another of these runs on the same block. They do not raise for what can happen to data (full, damaged, missing):
+    that is an `Outcome`. An exception is taken as `Outcome.FAILED` for every block of the job. The other
+    methods are called on the event loop, and return without doing I/O.
+    """
+
+    type: ClassVar[str]
+    """The name that the configuration chooses this tier by."""
+
+    durable: ClassVar[bool]
+    """Whether blocks survive a restart of the server."""
+
+    def __init__(self, name: str, capacity_bytes: int) -> None:
+        """`capacity_bytes` is what the core lets the blocks here add up to (`Entry.nbytes`)."""
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self.trouble: str | None = None
+        """What is wrong, for people; None when all is well. Set by the tier, read by health and metrics."""
+
+    @abstractmethod
+    def on_new_request(self, request: RequestInfo) -> Vote:
+        """Votes on how a request is offloaded. Called once per request, before its first lookup."""
+
+    def on_request_finished(self, request_id: str) -> None:  # noqa: B027 - nothing is a sound default
+        """Takes note that no more stores come for this request. Called exactly once."""
+
+    @abstractmethod
+    def entries(self) -> Iterator[Entry]:
+        """Yields what the tier holds from an earlier life, oldest first. Called once, before everything else."""
+
+    @abstractmethod
+    def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Writes blocks, replacing what was there under the same keys. Returns an outcome per block, in order.
+
+        A block that is reported `DONE` is complete: no crash from now on may leave a part of it.
+        """
+
+    @abstractmethod
+    def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Fills the parts of blocks, verifying checksums. Returns an outcome per block, in order.
+
+        The parts of a block that is not `DONE` may hold anything afterwards.
+        """
+
+    @abstractmethod
+    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        """Forgets blocks; unknown ones are ignored."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flushes and lets go of everything. Called once, last, when no job runs."""

@@ -1,0 +1,61 @@
+"""Generates `protos/v1/` from `protos/kvtier/v1/*.proto`; run with an interpreter that has grpcio-tools.
+
+    python tools/generate_protos.py [--out DIR]
+
+The stubs come from a grpcio-tools that is old enough (1.78: protobuf gencode 6.31) to be imported under every
+protobuf runtime from 6.33 to 7.x; the runtime refuses only gencode that is newer than itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "protos"
+PACKAGE = "kvtier/v1"
+
+INIT = '"""Generated messages and stubs of `kvtier.v1`; see `protos/kvtier/v1` for the contract."""\n'
+
+
+def generate(out: Path) -> None:
+    """Writes messages, stubs and type stubs into `out`, with imports relative to it."""
+    out.mkdir(parents=True, exist_ok=True)
+    staging = out / "_staging"
+    well_known = Path(protoc.__file__).parent / "_proto"
+    staging.mkdir()
+    names = sorted(path.name for path in (SOURCES / PACKAGE).glob("*.proto"))
+    status = protoc.main(
+        [
+            "protoc",
+            f"-I{SOURCES}",
+            f"-I{well_known}",
+            f"--python_out={staging}",
+            f"--pyi_out={staging}",
+            f"--grpc_python_out={staging}",
+            *(f"{PACKAGE}/{name}" for name in names),
+        ]
+    )
+    if status != 0:
+        raise SystemExit(status)
+    for path in sorted((staging / PACKAGE).iterdir()):
+        text = re.sub(r"^from kvtier\.v1 import", "from . import", path.read_text(), flags=re.M)
+        (out / path.name).write_text(text)
+        path.unlink()
+    (staging / PACKAGE).rmdir()
+    (staging / "kvtier").rmdir()
+    staging.rmdir()
+    (out / "__init__.py").write_text(INIT)
+    # A file without a service yields a stub module without a stub: noise.
+    for path in out.glob("*_pb2_grpc.py"):
+        if "class " not in path.read_text():
+            path.unlink()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=SOURCES / "v1")
+    generate(parser.parse_args().out)
