@@ -1,0 +1,134 @@
+"""Where a server listens: the one rule that server and clients share.
+
+An endpoint is written `unix:PATH` or `HOST:PORT`. Where nobody says one, both sides compute the same default:
+`$XDG_RUNTIME_DIR/kvtier/kvtier.sock`, else `/tmp/kvtier-<uid>/kvtier.sock`. Clients read `KVTIER_ENDPOINT` first.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
+
+__all__ = [
+    "ENDPOINT_VARIABLE",
+    "MAX_SOCKET_PATH_BYTES",
+    "Endpoint",
+    "EndpointError",
+    "client_endpoint",
+    "default_endpoint",
+    "parse_endpoint",
+]
+
+ENDPOINT_VARIABLE = "KVTIER_ENDPOINT"
+"""The environment variable that tells clients where the server is."""
+
+MAX_SOCKET_PATH_BYTES = 100
+"""Longest path of a server's socket. The kernel takes 107 bytes (unix(7)); 7 are left for the suffix of a companion
+socket, such as the one that hands out the region."""
+
+
+class EndpointError(ValueError):
+    """What was given does not name an endpoint; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A Unix socket (`path` is set) or a TCP address (`host` and `port` are)."""
+
+    path: str | None = None
+    host: str = ""
+    port: int = 0
+
+    @property
+    def is_unix(self) -> bool:
+        """Whether this is a Unix socket."""
+        return self.path is not None
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nothing but this host can reach it: a Unix socket, or TCP on a loopback address."""
+        if self.path is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def target(self) -> str:
+        """How gRPC names it. gRPC reads targets as URIs, so that a path needs its `%`, `?` and `#` quoted."""
+        return str(self) if self.path is None else f"unix:{quote(self.path)}"
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """Reads `unix:PATH` (also `unix:///PATH`, `unix:~/PATH`, relative paths) or `HOST:PORT` (IPv6 in brackets).
+
+    Paths come back absolute. Port 0 is allowed: a server that listens on it takes any free port. Raises `EndpointError`.
+    """
+    if text.startswith("unix:"):
+        return Endpoint(path=_socket_path(text))
+    host, colon, port = text.rpartition(":")
+    if not colon or not host:
+        raise EndpointError(f"{text!r} is neither unix:PATH nor HOST:PORT")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise EndpointError(f"{text!r}: {port!r} is not a port (0 to 65535)")
+    return Endpoint(host=_host(host, text), port=int(port))
+
+
+def default_endpoint(environ: Mapping[str, str] = os.environ) -> Endpoint:
+    """Returns the Unix socket of this user that is used where nobody says another."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    path = f"{runtime}/kvtier/kvtier.sock"
+    if not os.path.isabs(runtime) or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        path = f"/tmp/kvtier-{os.getuid()}/kvtier.sock"
+    return Endpoint(path=os.path.normpath(path))
+
+
+def client_endpoint(text: str | None = None, environ: Mapping[str, str] = os.environ) -> Endpoint:
+    """Returns where a client connects: what it was told, else `KVTIER_ENDPOINT`, else the default. Raises `EndpointError`."""
+    if text:
+        return parse_endpoint(text)
+    if from_environment := environ.get(ENDPOINT_VARIABLE):
+        try:
+            return parse_endpoint(from_environment)
+        except EndpointError as error:
+            raise EndpointError(f"{ENDPOINT_VARIABLE}: {error}") from None
+    return default_endpoint(environ)
+
+
+def _socket_path(text: str) -> str:
+    path = text.removeprefix("unix:")
+    if path.startswith("//"):
+        # The URI form has an empty authority; unix://relative would name a host.
+        if not path.startswith("///"):
+            raise EndpointError(f"{text!r}: write unix:PATH or unix:///PATH")
+        path = path[2:]
+    if not path or path.endswith("/"):
+        raise EndpointError(f"{text!r} lacks the name of a socket")
+    if "\0" in path:
+        raise EndpointError(f"{text!r}: a path has no NUL in it")
+    path = os.path.abspath(os.path.expanduser(path))
+    if (length := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
+        raise EndpointError(f"{text!r}: a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes, this one {length}")
+    return path
+
+
+def _host(host: str, text: str) -> str:
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise EndpointError(f"{text!r}: {host!r} is not an IPv6 address") from None
+        return host
+    if ":" in host or any(char.isspace() or char in "/[]" for char in host):
+        raise EndpointError(f"{text!r}: {host!r} is not a host (IPv6 addresses go in brackets)")
+    return host

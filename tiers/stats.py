@@ -1,0 +1,67 @@
+"""Figures of the tiers at one moment: what status, health and metrics are made of.
+
+Counters run from the server's start and never fall. Every key that is looked up is counted once: as a hit of the tier that
+answered for it, or as a miss of the whole lookup, so that
+
+    sum(tier.hits for tier in stats.tiers) + stats.lookup_misses == stats.lookup_keys
+
+holds in every snapshot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ManagerStats", "TierStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier at one moment."""
+
+    name: str
+    """Its name, for people and as a metric label."""
+    type: str
+    """What the configuration chooses it by, for example "cpu" or "lmdb"."""
+    capacity_bytes: int
+    """What it may hold at most."""
+    available_bytes: int
+    """What it can hold now: the CPU tier grows while its pages are being backed."""
+    used_bytes: int
+    """What it holds."""
+    blocks: int = 0
+    """Blocks that it holds."""
+    hits: int = 0
+    """Keys found in it since start."""
+    misses: int = 0
+    """Keys asked of it and not found in it since start; a key may well be found in the next tier."""
+    evictions: int = 0
+    """Blocks evicted from it since start."""
+    jobs: int = 0
+    """Jobs that wait or run."""
+    healthy: bool = True
+    """Whether all is well; otherwise `trouble` says what is not."""
+    trouble: str = ""
+    """What is wrong, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStats:
+    """All tiers, and what pins their blocks, at one moment."""
+
+    tiers: tuple[TierStats, ...]
+    """The tiers in lookup order; the first is the CPU tier."""
+    leases: int = 0
+    """Leases that are held."""
+    stores: int = 0
+    """Stores that are in flight."""
+    quarantined_bytes: int = 0
+    """Bytes kept out of use because a fallen session's process may still write to them."""
+    sessions: int = 0
+    """Open sessions."""
+    namespaces: int = 0
+    """Namespaces seen since start."""
+    lookup_keys: int = 0
+    """Keys that were looked up since start."""
+    lookup_misses: int = 0
+    """Looked-up keys that no tier answered for since start; in PREFIX mode also those behind the first miss."""
