@@ -10,6 +10,7 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import quote
 
 __all__ = [
@@ -28,6 +29,8 @@ ENDPOINT_VARIABLE = "KVTIER_ENDPOINT"
 MAX_SOCKET_PATH_BYTES = 100
 """Longest path of a server's socket. The kernel takes 107 bytes (unix(7)); 7 are left for the suffix of a companion
 socket, such as the one that hands out the region."""
+
+_MAX_PORT = 65535
 
 
 class EndpointError(ValueError):
@@ -71,15 +74,16 @@ class Endpoint:
 def parse_endpoint(text: str) -> Endpoint:
     """Reads `unix:PATH` (also `unix:///PATH`, `unix:~/PATH`, relative paths) or `HOST:PORT` (IPv6 in brackets).
 
-    Paths come back absolute. Port 0 is allowed: a server that listens on it takes any free port. Raises `EndpointError`.
+    Paths come back absolute. Port 0 is allowed: a server that listens on it takes any free port. Raises
+    `EndpointError`.
     """
     if text.startswith("unix:"):
         return Endpoint(path=_socket_path(text))
     host, colon, port = text.rpartition(":")
     if not colon or not host:
         raise EndpointError(f"{text!r} is neither unix:PATH nor HOST:PORT")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise EndpointError(f"{text!r}: {port!r} is not a port (0 to 65535)")
+    if not (port.isascii() and port.isdigit() and int(port) <= _MAX_PORT):
+        raise EndpointError(f"{text!r}: {port!r} is not a port (0 to {_MAX_PORT})")
     return Endpoint(host=_host(host, text), port=int(port))
 
 
@@ -87,13 +91,16 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> Endpoint:
     """Returns the Unix socket of this user that is used where nobody says another."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     path = f"{runtime}/kvtier/kvtier.sock"
-    if not os.path.isabs(runtime) or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        path = f"/tmp/kvtier-{os.getuid()}/kvtier.sock"
-    return Endpoint(path=os.path.normpath(path))
+    if not runtime.startswith("/") or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        path = f"/tmp/kvtier-{os.getuid()}/kvtier.sock"  # noqa: S108 - the server checks who owns the directory
+    return Endpoint(path=str(Path(path)))
 
 
 def client_endpoint(text: str | None = None, environ: Mapping[str, str] = os.environ) -> Endpoint:
-    """Returns where a client connects: what it was told, else `KVTIER_ENDPOINT`, else the default. Raises `EndpointError`."""
+    """Returns where a client connects: what it was told, else `KVTIER_ENDPOINT`, else the default.
+
+    Raises `EndpointError`.
+    """
     if text:
         return parse_endpoint(text)
     if from_environment := environ.get(ENDPOINT_VARIABLE):
@@ -115,7 +122,10 @@ def _socket_path(text: str) -> str:
         raise EndpointError(f"{text!r} lacks the name of a socket")
     if "\0" in path:
         raise EndpointError(f"{text!r}: a path has no NUL in it")
-    path = os.path.abspath(os.path.expanduser(path))
+    try:
+        path = str(Path(path).expanduser().absolute())
+    except RuntimeError as error:  # ~ of nobody
+        raise EndpointError(f"{text!r}: {error}") from None
     if (length := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
         raise EndpointError(f"{text!r}: a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes, this one {length}")
     return path

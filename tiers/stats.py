@@ -1,7 +1,7 @@
 """Figures of the tiers at one moment: what status, health and metrics are made of.
 
-Counters run from the server's start and never fall. Every key that is looked up is counted once: as a hit of the tier that
-answered for it, or as a miss of the whole lookup, so that
+Counters run from the server's start and never fall. Every key that is looked up is counted once: as a hit of the tier
+that answered for it, or as a miss of the whole lookup, so that
 
     sum(tier.hits for tier in stats.tiers) + stats.lookup_misses == stats.lookup_keys
 

@@ -1,0 +1,81 @@
+"""What is wrong with a configuration beyond the types and bounds of single values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..protos.endpoint import parse_endpoint
+from .config import Config
+from .machine import memory_bytes
+from .settings import SETTINGS, Setting
+from .units import format_size, human_size
+
+__all__ = ["contradictions", "read_value", "warnings"]
+
+# What a key and its length, and the other fields of the largest request, take on the wire.
+_KEY_OVERHEAD_BYTES = 4
+_MESSAGE_OVERHEAD_BYTES = 16 * 1024
+
+
+def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
+    """Returns one value, checked; addresses are checked as such. Raises `ValueError`."""
+    if setting.key == "listen":
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")] if is_text else [value]
+        listen = setting.read(value)
+        if not listen:
+            raise ValueError("must name at least one address")
+        return tuple(dict.fromkeys(str(parse_endpoint(address)) for address in listen))
+    result = setting.read(value, is_text=is_text)
+    if setting.key == "metrics":
+        return _metrics_address(result)
+    return result
+
+
+def contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yields what is wrong with values that are fine one by one, a line each."""
+
+    def problem(key: str, why: str) -> str:
+        return f"{origins[key]}: {key} = {SETTINGS[key].show(values[key])}: {why}"
+
+    if (memory := memory_bytes()) <= values["region_size"]:
+        yield problem("region_size", f"this machine has no more than {human_size(memory)} of memory")
+    if values["leases.default"] > values["leases.max"]:
+        yield problem(
+            "leases.default", f"is more than leases.max = {SETTINGS['leases.max'].show(values['leases.max'])}"
+        )
+    needed = _MESSAGE_OVERHEAD_BYTES + max(
+        values["limits.max_keys"] * (values["limits.max_key_bytes"] + _KEY_OVERHEAD_BYTES),
+        values["limits.max_frame_bytes"],
+    )
+    if values["limits.max_message_bytes"] < needed:
+        least = format_size(-(-needed // 1024) * 1024)
+        why = f"must be at least {least}, for max_keys keys of max_key_bytes and for a frame of max_frame_bytes"
+        yield problem("limits.max_message_bytes", why)
+    if not values["insecure"]:
+        for address in values["listen"]:
+            if not parse_endpoint(address).is_loopback:
+                why = "whoever reaches this address can read and write the cache"
+                what = "use a Unix socket or a loopback address, or say --insecure"
+                yield f"{origins['listen']}: listen = {address}: {why}; {what}"
+
+
+def warnings(config: Config) -> Iterator[str]:
+    """Yields what is allowed and yet worth a line in the log."""
+    for endpoint in config.endpoints:
+        if not endpoint.is_loopback:
+            yield f"listening on {endpoint} in the clear: whoever reaches it can read and write the cache"
+        elif not endpoint.is_unix:
+            yield f"listening on {endpoint}: every user of this host can read and write the cache"
+    if config.region_size > memory_bytes() // 2:
+        yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"
+
+
+def _metrics_address(text: str | None) -> str | None:
+    if text is None or text.lower() in ("", "off", "none"):
+        return None
+    endpoint = parse_endpoint(text)
+    if endpoint.is_unix:
+        raise ValueError("must be HOST:PORT: Prometheus does not scrape Unix sockets")
+    return str(endpoint)

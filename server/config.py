@@ -1,0 +1,176 @@
+"""The server's configuration: what can be set, what it means, and within which bounds.
+
+The structs below are the one table of all settings: `settings.SETTINGS` (names, environment variables, checks) and the
+reference in the documentation are derived from them. Where values come from is the business of `settings.load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ..protos.endpoint import Endpoint, parse_endpoint
+from .units import GIB, KIB, MIB
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Durability",
+    "LeaseConfig",
+    "LimitConfig",
+    "LogConfig",
+    "LogFormat",
+    "LogLevel",
+    "SessionConfig",
+    "TierConfig",
+    "setting",
+]
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "console", "json"]
+Durability = Literal["process", "power"]
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. Each of `problems` is one line that names the setting and where it stands."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def setting(
+    doc: str,
+    *,
+    unit: Literal["bytes", "seconds"] | None = None,
+    ge: float | None = None,
+    le: float | None = None,
+    default: str | None = None,
+) -> msgspec.Meta:
+    """Describes one field: its meaning, its unit, its bounds and, where the code computes it, its default in words."""
+    extra: dict[str, Any] = {"unit": unit, "ge": ge, "le": le, "default": default}
+    return msgspec.Meta(description=doc, extra=extra)
+
+
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server says about itself, on standard error."""
+
+    level: Annotated[LogLevel, setting("Least severe level that is written.")] = "info"
+    format: Annotated[
+        LogFormat, setting("Lines for people or JSON; `auto` is `console` on a terminal and `json` elsewhere.")
+    ] = "auto"
+
+
+class LeaseConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a lookup's hits stay pinned."""
+
+    default: Annotated[
+        float, setting("Duration of a lease where the client names none.", unit="seconds", ge=0.1, le=86400)
+    ] = 60.0
+    max: Annotated[
+        float, setting("Longest duration of a lease that a client gets at once.", unit="seconds", ge=0.1, le=86400)
+    ] = 600.0
+
+
+class SessionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How engines and server notice that the other is gone."""
+
+    heartbeat_interval: Annotated[
+        float,
+        setting(
+            "Time between two heartbeats; a client that hears none for three of them registers again.",
+            unit="seconds",
+            ge=0.01,
+            le=60,
+        ),
+    ] = 1.0
+
+
+class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a single call, and all of them together, may ask for."""
+
+    max_keys: Annotated[int, setting("Most keys in one call.", ge=1, le=1 << 20)] = 65536
+    max_key_bytes: Annotated[int, setting("Longest key.", unit="bytes", ge=5, le=1 * KIB)] = 80
+    max_message_bytes: Annotated[
+        int,
+        setting(
+            "Largest gRPC message; has room for `max_keys` keys and for one frame.",
+            unit="bytes",
+            ge=64 * KIB,
+            le=1 * GIB,
+        ),
+    ] = 16 * MIB
+    max_frame_bytes: Annotated[
+        int, setting("Largest payload of one frame of a Push or Pull stream.", unit="bytes", ge=4 * KIB, le=256 * MIB)
+    ] = 2 * MIB
+    max_wait: Annotated[
+        float, setting("Longest time for which a call may ask the server to wait.", unit="seconds", ge=0, le=3600)
+    ] = 30.0
+    max_sessions: Annotated[int, setting("Most sessions that are open at once.", ge=1, le=65536)] = 1024
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier below the CPU tier; `[[tiers]]` in the file, in lookup order."""
+
+    type: Annotated[str, setting('Which tier: `lmdb`, or "module:Class" for one that is not part of kvtier.')]
+    name: Annotated[str, setting("Its name in status and metrics.", default="the type, or the class in lower case")]
+    path: Annotated[Path, setting("Directory of its files.", default="`data_dir`/`name`")]
+    size: Annotated[
+        int,
+        setting(
+            "What its blocks may add up to.", unit="bytes", ge=1 * MIB, default="16 GiB, at most half of the free disk"
+        ),
+    ]
+    durability: Annotated[
+        Durability, setting("What acknowledged blocks survive: a crash of the `process`, or a loss of `power` as well.")
+    ] = "process"
+    options: Annotated[
+        Mapping[str, Any], setting('What a "module:Class" tier takes besides; passed on as it stands.', default="{}")
+    ] = msgspec.field(default_factory=dict)
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether `type` names a class that is not part of kvtier."""
+        return ":" in self.type
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be set. `settings.load` fills in what depends on the machine (listen, data_dir, tiers)."""
+
+    listen: Annotated[
+        tuple[str, ...],
+        setting("Where clients connect: `unix:PATH` or `HOST:PORT`, or several.", default="this user's socket"),
+    ]
+    region_size: Annotated[
+        int,
+        setting(
+            "Size of the CPU tier, the shared host region.",
+            unit="bytes",
+            ge=1 * MIB,
+            default="8 GiB, at most a quarter of the memory",
+        ),
+    ]
+    data_dir: Annotated[
+        Path,
+        setting("Directory of the tiers that keep their blocks on disk.", default="`$XDG_DATA_HOME/kvtier`"),
+    ]
+    metrics: Annotated[str | None, setting('`HOST:PORT` of the Prometheus endpoint, or "off".', default='"off"')] = None
+    insecure: Annotated[
+        bool, setting("Whether to listen on TCP addresses that other hosts can reach, in the clear and for everybody.")
+    ] = False
+    log: LogConfig = LogConfig()
+    leases: LeaseConfig = LeaseConfig()
+    sessions: SessionConfig = SessionConfig()
+    limits: LimitConfig = LimitConfig()
+    tiers: Annotated[
+        tuple[TierConfig, ...],
+        setting("The tiers below the CPU tier, in lookup order; `[]` means CPU only.", default="one `lmdb` tier"),
+    ] = ()
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """`listen`, read."""
+        return tuple(map(parse_endpoint, self.listen))

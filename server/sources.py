@@ -1,0 +1,194 @@
+"""Where settings come from: defaults < file < environment < flags.
+
+Every value remembers its origin, for `kvtier config` and for error messages. All problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..protos.endpoint import ENDPOINT_VARIABLE, default_endpoint
+from .checks import contradictions, read_value, warnings
+from .config import Config, ConfigError
+from .machine import memory_bytes
+from .settings import SETTINGS, TABLES, nearest
+from .tierconfig import default_tiers, read_tiers
+from .units import GIB, MIB
+
+__all__ = ["CONFIG_VARIABLE", "Loaded", "load"]
+
+CONFIG_VARIABLE = "KVTIER_CONFIG"
+"""The environment variable that names the file."""
+
+_PREFIX = "KVTIER_"
+_VARIABLES = {setting.variable: setting for setting in SETTINGS.values()}
+_OTHER_VARIABLES = (CONFIG_VARIABLE, ENDPOINT_VARIABLE)
+
+# Kubernetes puts the former into every container beside a service called "kvtier" or "kvtier-…"; the latter belong to
+# programs around the server, which may share its environment.
+_NOT_OURS = re.compile(
+    r"KVTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
+    r"|KVTIER_(BENCH|CLIENT|DEMO|TEST)_\w+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The effective configuration."""
+
+    config: Config
+    origins: Mapping[str, str]
+    """For each setting by key: where its value comes from, for people."""
+    warnings: tuple[str, ...] = ()
+    """What is allowed and yet worth a line in the log."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The configuration in the making: by key, what was found last."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any, origin: str, *, is_text: bool = False) -> None:
+        """Takes a value, checked; one that cannot be read is a problem, and the next source's may still be one too."""
+        try:
+            # Tables of tiers are read last: their defaults depend on other settings.
+            self.values[key] = (
+                _tier_tables(value) if key == "tiers" else read_value(SETTINGS[key], value, is_text=is_text)
+            )
+            self.origins[key] = origin
+        except ValueError as error:
+            shown = f'"{value}"' if isinstance(value, str) else f"{value}"
+            self.problems.append(f"{origin}: {key} = {shown}: {error}")
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    file: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Loaded:
+    """Returns the effective configuration.
+
+    `flags` are values by setting key, as text or in their type; those that are None were not given. `file` overrules
+    `KVTIER_CONFIG`. Looks at the machine's memory and disk, and creates nothing. Raises `ConfigError`.
+    """
+    draft = _Draft()
+    path = file or environ.get(CONFIG_VARIABLE)
+    if path:
+        _take_file(Path(path), draft)
+    _take_environment(environ, draft)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            draft.put(key, value, f"--{key.rpartition('.')[2].replace('_', '-')}", is_text=isinstance(value, str))
+    if draft.problems:
+        raise ConfigError(*draft.problems)
+
+    _add_defaults(draft, environ)
+    values = draft.values
+    if "tiers" in draft.origins:
+        values["tiers"], tier_problems = read_tiers(values["tiers"], values["data_dir"])
+    else:
+        values["tiers"], tier_problems = default_tiers(values["data_dir"]), []
+        draft.origins["tiers"] = "default"
+    problems = [f"{draft.origins['tiers']}: {problem}" for problem in tier_problems]
+    problems += contradictions(values, draft.origins)
+    if problems:
+        raise ConfigError(*problems)
+    config = _build(values)
+    return Loaded(config, draft.origins, (*draft.warnings, *warnings(config)))
+
+
+def _take_file(path: Path, draft: _Draft) -> None:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        draft.problems.append(f"{path}: cannot be read: {error.strerror}")
+        return
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        draft.problems.append(f"{path}: is not TOML: {error}")
+        return
+    top_level = [key for key in SETTINGS if "." not in key] + list(TABLES)
+    for name, value in tables.items():
+        if name in TABLES:
+            _take_table(path, name, value, draft)
+        elif name in SETTINGS:
+            draft.put(name, value, f"{path}")
+        else:
+            draft.problems.append(f"{path}: {name}: no such setting{nearest(name, top_level)}")
+
+
+def _take_table(path: Path, table: str, values: object, draft: _Draft) -> None:
+    if not isinstance(values, dict):
+        draft.problems.append(f"{path}: {table}: must be a table, [{table}]")
+        return
+    known = [key.removeprefix(f"{table}.") for key in SETTINGS if key.startswith(f"{table}.")]
+    for name, value in values.items():
+        if name in known:
+            draft.put(f"{table}.{name}", value, f"{path}")
+        else:
+            draft.problems.append(f"{path}: [{table}] {name}: no such setting{nearest(name, known)}")
+
+
+def _take_environment(environ: Mapping[str, str], draft: _Draft) -> None:
+    for name, value in environ.items():
+        if name in _VARIABLES:
+            draft.put(_VARIABLES[name].key, value, name, is_text=True)
+        elif name.startswith(_PREFIX) and name not in _OTHER_VARIABLES and not _NOT_OURS.fullmatch(name):
+            # Compared without the prefix: it would make everything alike.
+            known = [variable.removeprefix(_PREFIX) for variable in (*_VARIABLES, *_OTHER_VARIABLES)]
+            close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.7)
+            if close:
+                message = f"{name}: no such environment variable; did you mean {_PREFIX}{close[0]}?"
+                draft.problems.append(message)
+            else:
+                draft.warnings.append(f"{name}: no such setting of the server; ignored")
+
+
+def _tier_tables(value: Any) -> Any:
+    """Returns the tables of tiers, which the environment holds as a TOML array; "none" means CPU only."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("none", ""):
+        return []
+    try:
+        return tomllib.loads(f"tiers = {value}")["tiers"]
+    except tomllib.TOMLDecodeError as error:
+        message = f'must be "none" or a list of tables in TOML, like [{{type = "lmdb", size = "64GiB"}}]: {error}'
+        raise ValueError(message) from None
+
+
+def _add_defaults(draft: _Draft, environ: Mapping[str, str]) -> None:
+    memory = memory_bytes()
+    data_home = environ.get("XDG_DATA_HOME") or "~/.local/share"
+    computed: dict[str, Any] = {
+        "listen": (str(default_endpoint(environ)),),
+        "region_size": max(MIB, min(8 * GIB, memory // 4 // MIB * MIB)),
+        "data_dir": f"{data_home}/kvtier",
+    }
+    for key, setting in SETTINGS.items():
+        if key not in draft.values and key != "tiers":
+            draft.put(key, computed.get(key, setting.default), "default")
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        table, _, name = key.rpartition(".")
+        (tree.setdefault(table, {}) if table else tree)[name] = value
+    for field_ in msgspec.structs.fields(Config):
+        if field_.name in TABLES:
+            tree[field_.name] = field_.type(**tree[field_.name])
+    return Config(**tree)

@@ -1,0 +1,83 @@
+"""Sizes and durations as people write them: "2GiB", "512MiB", "30s", "5m"."""
+
+from __future__ import annotations
+
+import math
+import re
+
+__all__ = ["GIB", "KIB", "MIB", "format_duration", "format_size", "human_size", "parse_duration", "parse_size"]
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+TIB = 1024 * GIB
+
+# Kubernetes writes Gi, most others GiB. A bare G means 10^9 to the one and 2^30 to the other, so it is refused.
+_SIZES = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "Ki": KIB,
+    "Mi": MIB,
+    "Gi": GIB,
+    "Ti": TIB,
+    "KiB": KIB,
+    "MiB": MIB,
+    "GiB": GIB,
+    "TiB": TIB,
+}
+_HUMAN = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+_SIZES_FOLDED = {unit.lower(): size for unit, size in _SIZES.items()}
+_DURATIONS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_size(value: object) -> int:
+    """Returns bytes from an int or from text such as "2GiB", "1.5 GB", "4096". Raises `ValueError` with a reason."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise ValueError("a size is not negative")
+        return value
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    unit = _SIZES_FOLDED.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError('not a size; write it like "2GiB", "512MiB" or a number of bytes')
+    size = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
+    return int(size)
+
+
+def parse_duration(value: object) -> float:
+    """Returns seconds from a number or from text such as "30s", "5m", "250ms". Raises `ValueError` with a reason."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not 0 <= value < math.inf:
+            raise ValueError("a duration is finite and not negative")
+        return float(value)
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in _DURATIONS:
+        raise ValueError('not a duration; write it like "30s", "5m", "250ms" or a number of seconds')
+    return float(match[1]) * _DURATIONS[match[2].lower()]
+
+
+def format_size(size: int) -> str:
+    """Returns the shortest text that `parse_size` reads back as exactly this size."""
+    for unit, factor in _HUMAN:
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+def format_duration(seconds: float) -> str:
+    """Returns text that `parse_duration` reads back as this duration, in the largest unit that needs no fraction."""
+    for unit in ("h", "m"):
+        if seconds and seconds % _DURATIONS[unit] == 0:
+            return f"{seconds / _DURATIONS[unit]:.0f}{unit}"
+    return f"{seconds * 1000:g}ms" if 0 < seconds < 1 else f"{seconds:g}s"
+
+
+def human_size(size: float) -> str:
+    """Returns a size rounded for people: "1.5 GiB"."""
+    unit, factor = next((pair for pair in _HUMAN if size >= pair[1]), ("B", 1))
+    return f"{size:.0f} B" if factor == 1 else f"{size / factor:.1f} {unit}"
