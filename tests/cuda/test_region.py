@@ -1,0 +1,290 @@
+"""The host region: sealed, shared, backed in the background, and unmapped when the last view is gone."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.cuda import region as region_module
+from kvtier.cuda.host_memory import available_bytes
+from kvtier.cuda.malloc import tune_malloc
+from kvtier.cuda.region import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, RegionError
+
+SIZE = 2 * HUGE_PAGE_BYTES
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    """Yields a region of two huge pages, and closes it."""
+    with HostRegion.create(SIZE, name="kvtier-test") as made:
+        yield made
+
+
+def mappings() -> list[str]:
+    """Returns the mappings of this process that belong to regions made here."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "kvtier-test" in line]
+
+
+def descriptors() -> int:
+    """Returns how many descriptors of regions made here are open."""
+    entries = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum("kvtier-test" in str(entry.readlink()) for entry in entries)
+
+
+def test_create(region: HostRegion) -> None:
+    """A new region is writable, zero, of the asked size, owner-only and closed on exec."""
+    assert region.memory.nbytes == region.size_bytes == SIZE
+    assert region.memory.format == "B"
+    assert not region.memory.readonly
+    assert bytes(region.memory[-4:]) == bytes(4)
+    assert os.fstat(region.fd).st_mode & 0o777 == 0o600
+    assert not os.get_inheritable(region.fd)
+    assert region.address % HUGE_PAGE_BYTES == 0
+
+
+def test_size_is_sealed(region: HostRegion) -> None:
+    """Nobody can make accesses end in SIGBUS by cutting the region short, nor lift the seal."""
+    for size in (SIZE - PAGE_BYTES, SIZE + PAGE_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(region.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+@pytest.mark.parametrize("size", [0, -PAGE_BYTES, PAGE_BYTES + 1])
+def test_odd_sizes_are_refused(size: int) -> None:
+    """A region is made of whole pages."""
+    with pytest.raises(RegionError, match="multiple"):
+        HostRegion.create(size)
+
+
+def test_impossible_sizes_are_refused() -> None:
+    """What the kernel cannot map is an error of ours, and leaks nothing."""
+    with pytest.raises(RegionError):
+        HostRegion.create(2**62, name="kvtier-test")
+    assert descriptors() == 0
+
+
+def test_attached_region_is_the_same_memory(region: HostRegion) -> None:
+    """What one side writes the other reads."""
+    with HostRegion.attach(region.fd, SIZE) as other:
+        assert other.fd != region.fd
+        other.memory[5:9] = b"abcd"
+        assert bytes(region.memory[5:9]) == b"abcd"
+
+
+def test_attaching_in_another_process(region: HostRegion) -> None:
+    """A process that is handed the descriptor sees the bytes, and its writes are seen here."""
+    region.memory[:3] = b"abc"
+    program = (
+        "import sys; from kvtier.cuda.region import HostRegion\n"
+        "r = HostRegion.attach(int(sys.argv[1]), int(sys.argv[2])); r.memory[3:6] = bytes(r.memory[:3])\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, str(region.fd), str(SIZE)], pass_fds=[region.fd], check=True, timeout=60
+    )
+    assert bytes(region.memory[:6]) == b"abcabc"
+
+
+def test_attach_checks_the_size(region: HostRegion) -> None:
+    """A region of another size than announced is not mapped."""
+    with pytest.raises(RegionError, match="announced"):
+        HostRegion.attach(region.fd, SIZE - PAGE_BYTES)
+
+
+def test_attach_checks_the_seal() -> None:
+    """A descriptor that its owner could cut short is not mapped."""
+    fd = os.memfd_create("kvtier-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, SIZE)
+        with pytest.raises(RegionError, match="sealed"):
+            HostRegion.attach(fd, SIZE)
+    finally:
+        os.close(fd)
+
+
+def test_attach_checks_the_kind(tmp_path: Path) -> None:
+    """A file on a disk is not shared memory, nor is a closed descriptor."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PAGE_BYTES))
+    with path.open("r+b") as file:
+        fd = file.fileno()
+        with pytest.raises(RegionError):
+            HostRegion.attach(fd, PAGE_BYTES)
+    with pytest.raises(RegionError):
+        HostRegion.attach(fd, PAGE_BYTES)
+
+
+def test_back_allocates_zeroed_pages(region: HostRegion) -> None:
+    """Backing allocates exactly the chunk, as zeros, and leaves what was written."""
+    region.memory[HUGE_PAGE_BYTES : HUGE_PAGE_BYTES + 4] = b"kept"
+    before = os.fstat(region.fd).st_blocks * 512
+    assert before < HUGE_PAGE_BYTES
+    region.back(0, HUGE_PAGE_BYTES)
+    assert os.fstat(region.fd).st_blocks * 512 == before + HUGE_PAGE_BYTES
+    region.back(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+    assert os.fstat(region.fd).st_blocks * 512 == SIZE
+    assert region.backed_bytes == SIZE
+    assert bytes(region.memory[:HUGE_PAGE_BYTES]) == bytes(HUGE_PAGE_BYTES)
+    assert bytes(region.memory[HUGE_PAGE_BYTES:]) == b"kept".ljust(HUGE_PAGE_BYTES, b"\0")
+
+
+def test_back_counts_huge_pages(region: HostRegion) -> None:
+    """`huge_bytes` is what the kernel says of the mapping."""
+    region.back(0, SIZE)
+    fields = Path("/proc/self/smaps").read_text().split("kvtier-test", 1)[1].splitlines()
+    mapped = next(int(line.split()[1]) * 1024 for line in fields if line.startswith("ShmemPmdMapped:"))
+    assert region.huge_bytes == mapped
+
+
+def test_back_without_huge_pages(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel has no MADV_COLLAPSE, the pages are there all the same."""
+    monkeypatch.setattr(region_module, "_MADV_COLLAPSE", 9999)
+    region.back(0, SIZE)
+    assert region.huge_bytes == 0
+    assert os.fstat(region.fd).st_blocks * 512 == SIZE
+
+
+def test_back_of_odd_chunks(region: HostRegion) -> None:
+    """Chunks need not be aligned to huge pages; the edges then get small ones."""
+    region.back(PAGE_BYTES, SIZE - 2 * PAGE_BYTES)
+    region.back(0, PAGE_BYTES)
+    region.back(SIZE - PAGE_BYTES, PAGE_BYTES)
+    assert os.fstat(region.fd).st_blocks * 512 == SIZE
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"), [(-PAGE_BYTES, SIZE), (0, 0), (0, SIZE + PAGE_BYTES), (1, PAGE_BYTES), (0, 100)]
+)
+def test_back_checks_the_chunk(region: HostRegion, offset: int, length: int) -> None:
+    """A chunk is whole pages inside the region."""
+    with pytest.raises(RegionError, match="whole pages"):
+        region.back(offset, length)
+
+
+def test_back_stops_before_memory_is_gone(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When memory is short the region says so, instead of waking the out-of-memory killer."""
+    monkeypatch.setattr(region_module, "available_bytes", lambda: SIZE)
+    with pytest.raises(RegionError, match="memory is short"):
+        region.back(0, SIZE)
+    assert os.fstat(region.fd).st_blocks == 0
+
+
+def test_populate_leaves_out_what_is_not_backed(region: HostRegion) -> None:
+    """An attacher maps what the server has backed, and allocates nothing itself."""
+    region.back(0, HUGE_PAGE_BYTES)
+    with HostRegion.attach(region.fd, SIZE) as other:
+        assert other.populate(0, SIZE) in (HUGE_PAGE_BYTES, 0)  # 0: a kernel before 5.14
+    assert os.fstat(region.fd).st_blocks * 512 == HUGE_PAGE_BYTES
+
+
+def test_close_is_idempotent_and_releases_everything() -> None:
+    """After `close` there is no mapping, no descriptor, and no way to touch either."""
+    region = HostRegion.create(SIZE, name="kvtier-test")
+    assert mappings()
+    assert descriptors() == 1
+    region.close()
+    region.close()
+    assert region.closed
+    assert not mappings()
+    assert descriptors() == 0
+    for attempt in (
+        lambda: region.memory,
+        lambda: region.fd,
+        lambda: region.back(0, SIZE),
+        lambda: region.populate(0, SIZE),
+    ):
+        with pytest.raises(RegionError, match="closed"):
+            attempt()
+
+
+@pytest.mark.parametrize("keep", [lambda memory: memory[16:32], memoryview])
+def test_views_outlive_the_region(keep: object) -> None:
+    """A view that somebody still holds stays valid after `close`; the last one unmaps."""
+    region = HostRegion.create(SIZE, name="kvtier-test")
+    view = keep(region.memory)  # type: ignore[operator]
+    region.close()
+    view[:4] = b"abcd"
+    assert bytes(view[:4]) == b"abcd"
+    assert mappings()
+    del view
+    gc.collect()
+    assert not mappings()
+    assert descriptors() == 0
+
+
+def test_forgotten_region_is_unmapped() -> None:
+    """A region that nobody closed goes when nobody knows it any more."""
+    HostRegion.create(SIZE, name="kvtier-test")
+    gc.collect()
+    assert not mappings()
+
+
+def test_close_while_backing() -> None:
+    """Thread 1 backs, thread 2 closes: the call in flight keeps its mapping, the next one is refused."""
+    region = HostRegion.create(32 * HUGE_PAGE_BYTES, name="kvtier-test")
+    refused = threading.Event()
+    started = threading.Event()
+
+    def work() -> None:
+        try:
+            while True:
+                region.back(0, region.size_bytes)
+                started.set()
+        except RegionError:
+            refused.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(30)
+    region.close()
+    thread.join(30)
+    assert refused.is_set()
+    gc.collect()
+    assert not mappings()
+    assert descriptors() == 0
+
+
+def test_available_memory_is_plausible() -> None:
+    """There is some memory, and not more than the machine has."""
+    available = available_bytes()
+    assert available is not None
+    assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+
+
+def test_cgroup_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tightest limit on the way up the cgroup tree wins, less what is used, plus what is only cache."""
+    from kvtier.cuda import host_memory
+
+    (tmp_path / "cgroup").write_text("0::/pods/one\n")
+    for group, limit in (("pods/one", "max"), ("pods", "1000000")):
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / group / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / group / "memory.current").write_text("600000\n")
+        (tmp_path / group / "memory.stat").write_text("anon 500000\ninactive_file 60000\nactive_file 40000\n")
+    monkeypatch.setattr(host_memory, "_OWN_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "_CGROUP_ROOT", tmp_path)
+    assert available_bytes() == 500000
+
+
+def test_tune_malloc_may_be_repeated() -> None:
+    """Tuning malloc changes nothing that anyone could see, twice."""
+    assert tune_malloc() == tune_malloc()
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """The server's side of shared memory needs neither numpy nor torch."""
+    program = (
+        "import sys, kvtier.cuda.region, kvtier.cuda.copy, kvtier.cuda.malloc\n"
+        "assert not {'numpy', 'torch', 'grpc'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
