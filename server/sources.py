@@ -92,7 +92,7 @@ def load(
     _take_environment(environ, draft)
     for key, value in (flags or {}).items():
         if value is not None:
-            draft.put(key, value, f"--{key.rpartition('.')[2].replace('_', '-')}", is_text=isinstance(value, str))
+            draft.put(key, value, _flag(key), is_text=isinstance(value, str))
     if draft.problems:
         raise ConfigError(*draft.problems)
 
@@ -109,6 +109,10 @@ def load(
         raise ConfigError(*problems)
     config = _build(values)
     return Loaded(config, draft.origins, (*draft.warnings, *warnings(config)))
+
+
+def _flag(key: str) -> str:
+    return "--cpu-only" if key == "tiers" else f"--{re.sub('[._]', '-', key)}"
 
 
 def _take_file(path: Path, draft: _Draft) -> None:

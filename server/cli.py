@@ -1,0 +1,167 @@
+"""The command `kvtier`.
+
+Exit codes: 0 done; 1 failed; 2 wrong usage, or no server answers; 78 the configuration cannot be used (EX_CONFIG).
+
+Everything heavy is imported by the command that needs it, so that `kvtier --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+
+if TYPE_CHECKING:
+    from .sources import Loaded
+
+__all__ = ["EXIT_CONFIG", "EXIT_FAILURE", "EXIT_UNREACHABLE", "EXIT_USAGE", "main"]
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 2
+EXIT_CONFIG = 78
+
+_EPILOG = """\
+Settings come from built-in defaults, then the file, then the environment (KVTIER_REGION_SIZE, KVTIER_LOG_LEVEL, …),
+then flags; the later wins. `kvtier config` shows all of them, and where each comes from.
+
+exit codes: 0 done; 1 failed; 2 wrong usage, or no server answers; 78 the configuration cannot be used
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `kvtier` with these arguments, or the process's; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as in `kvtier config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvtier",
+        description="A tiered home for the KV cache of LLM inference engines.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvtier {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    serve = commands.add_parser("serve", help="run the server, until SIGTERM or Ctrl-C")
+    serve.set_defaults(run=_serve)
+    _add_settings(serve)
+
+    config = commands.add_parser("config", help="print the effective configuration and where it comes from")
+    config.set_defaults(run=_config)
+    config.add_argument("--json", action="store_true", help="print JSON instead of TOML")
+    _add_settings(config)
+
+    status = commands.add_parser("status", help="show what a running server holds, and for whom")
+    status.set_defaults(run=_status)
+    status.add_argument(
+        "--endpoint",
+        metavar="ADDRESS",
+        help="unix:PATH or HOST:PORT; else KVTIER_ENDPOINT, else this user's socket",
+    )
+    status.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="how long to wait (5)")
+    status.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags for settings; what a flag is stored under is the setting's key."""
+
+    def add(flag: str, key: str, text: str, **more: Any) -> None:
+        parser.add_argument(flag, dest=key, default=None, help=text, **more)
+
+    add("--config", "config", "TOML file with settings (KVTIER_CONFIG)", metavar="FILE")
+    add("--listen", "listen", "unix:PATH or HOST:PORT; may be repeated", metavar="ADDRESS", action="append")
+    add("--region-size", "region_size", "size of the CPU tier, like 8GiB", metavar="SIZE")
+    add("--data-dir", "data_dir", "directory of the tiers on disk", metavar="DIR")
+    add("--cpu-only", "tiers", "no tiers below the CPU tier", action="store_const", const=())
+    add("--metrics", "metrics", 'where Prometheus scrapes, or "off"', metavar="HOST:PORT")
+    add("--log-level", "log.level", "debug, info, warning or error", metavar="LEVEL")
+    add("--log-format", "log.format", "auto, console or json", metavar="FORMAT")
+    add("--insecure", "insecure", "allow TCP that other hosts can reach", action="store_const", const=True)
+
+
+def _load(options: argparse.Namespace) -> Loaded:
+    from .sources import load
+
+    flags = {key: value for key, value in vars(options).items() if key not in ("config", "json", "run")}
+    return load(flags, file=options.config)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from . import logs
+    from .config import ConfigError
+
+    try:
+        loaded = _load(options)
+    except ConfigError as error:
+        return _refuse(error.problems, EXIT_CONFIG)
+    logs.configure(loaded.config.log)
+    for warning in loaded.warnings:
+        logs.get_logger(__name__).warning(warning)
+    from .app import serve
+
+    try:
+        return serve(loaded.config)
+    finally:
+        logs.flush()
+
+
+def _config(options: argparse.Namespace) -> int:
+    from . import render
+    from .config import ConfigError
+
+    try:
+        loaded = _load(options)
+    except ConfigError as error:
+        return _refuse(error.problems, EXIT_CONFIG)
+    _say(render.to_json(loaded) if options.json else render.to_toml(loaded).rstrip())
+    _complain(f"warning: {warning}" for warning in loaded.warnings)
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from ..protos.endpoint import EndpointError, client_endpoint
+    from . import status
+
+    try:
+        endpoint = client_endpoint(options.endpoint)
+    except EndpointError as error:
+        return _refuse([f"{error}"], EXIT_USAGE)
+    try:
+        answer = status.fetch(endpoint, options.timeout)
+    except status.UnreachableError as error:
+        return _refuse([f"{error}"], EXIT_UNREACHABLE)
+    except status.StatusError as error:
+        return _refuse([f"{error}"], EXIT_FAILURE)
+    if options.json:
+        _say(status.to_json(answer))
+    else:
+        status.show(answer, endpoint)
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _complain(lines: Any) -> None:
+    for line in lines:
+        sys.stderr.write(f"kvtier: {line}\n")
+
+
+def _refuse(problems: Sequence[str], code: int) -> int:
+    _complain(f"error: {problem}" for problem in problems)
+    return code

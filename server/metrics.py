@@ -1,0 +1,217 @@
+"""What Prometheus sees of a server.
+
+Two kinds: counters and histograms that code raises as things happen, and figures that are read from a snapshot when
+Prometheus asks. Labels are bound once and the bound child is kept: 0.3 instead of 1.2 microseconds a time.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from .. import __version__
+from ..tiers.stats import ManagerStats
+
+__all__ = ["Direction", "JobKind", "Metrics", "RpcTimer", "ServerStats", "TierJobs"]
+
+JobKind = Literal["store", "load", "remove"]
+Direction = Literal["in", "out"]
+
+_RPC_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1, 5, 30)
+_JOB_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStats:
+    """A server at one moment, as far as metrics show it."""
+
+    manager: ManagerStats
+    epoch: int
+    uptime_seconds: float
+    region_bytes: int
+    region_backed_bytes: int
+    """How much of the region has memory behind it; it is backed in the background after start."""
+    sessions_by_transport: Mapping[str, int] = field(default_factory=dict)
+    draining: bool = False
+
+
+Snapshot = Callable[[], ServerStats]
+
+
+class RpcTimer:
+    """Durations of one RPC method."""
+
+    def __init__(self, histogram: Histogram, method: str) -> None:
+        self._histogram = histogram
+        self._method = method
+        self._by_code: dict[str, Histogram] = {}
+
+    def observe(self, code: str, seconds: float) -> None:
+        """Counts one call that ended with this gRPC code ("OK", "NOT_FOUND", …)."""
+        child = self._by_code.get(code)
+        if child is None:
+            child = self._by_code[code] = self._histogram.labels(self._method, code)
+        child.observe(seconds)
+
+
+class TierJobs:
+    """Jobs of one kind on one tier."""
+
+    def __init__(self, metrics: Metrics, tier: str, kind: JobKind) -> None:
+        self._duration = metrics.job_duration.labels(tier, kind)
+        self._bytes = metrics.job_bytes.labels(tier, kind)
+        self._blocks = metrics.job_blocks
+        self._labels = (tier, kind)
+        self._by_outcome: dict[str, Counter] = {}
+
+    def observe(self, seconds: float, nbytes: int, outcomes: Mapping[str, int]) -> None:
+        """Counts one job: how long it ran, the bytes it moved, and for how many blocks it ended how."""
+        self._duration.observe(seconds)
+        self._bytes.inc(nbytes)
+        for outcome, blocks in outcomes.items():
+            child = self._by_outcome.get(outcome)
+            if child is None:
+                child = self._by_outcome[outcome] = self._blocks.labels(*self._labels, outcome)
+            child.inc(blocks)
+
+
+class Metrics:
+    """All metrics of one server, in one registry of their own.
+
+    `snapshot` is called when Prometheus asks, on a thread of the HTTP endpoint: it has to see to it that the state
+    it reads is not being changed (`metrics_http.on_loop`). When it raises, its figures are absent, and
+    `kvtier_snapshot_ok` is 0.
+    """
+
+    def __init__(self, snapshot: Snapshot, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self.rpc_duration = self._histogram(
+            "kvtier_rpc_duration_seconds", "Duration of calls.", ("method", "code"), _RPC_BUCKETS
+        )
+        self.job_duration = self._histogram(
+            "kvtier_tier_job_duration_seconds", "Duration of jobs on tiers.", ("tier", "job"), _JOB_BUCKETS
+        )
+        self.job_bytes = self._counter("kvtier_tier_job_bytes", "Bytes that jobs on tiers moved.", ("tier", "job"))
+        self.job_blocks = self._counter(
+            "kvtier_tier_job_blocks", "Blocks of jobs on tiers, by what became of them.", ("tier", "job", "outcome")
+        )
+        self.transfer_bytes = self._counter(
+            "kvtier_transfer_bytes", "Bytes between engines and the region.", ("transport", "direction")
+        )
+        self.checksum_mismatches = self._counter(
+            "kvtier_checksum_mismatches", "Bytes that were not what had been written, by where it showed.", ("where",)
+        )
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_SnapshotCollector(snapshot))
+
+    def rpc(self, method: str) -> RpcTimer:
+        """Returns what counts the calls of one method, named like "CacheService/Lookup". Keep it."""
+        return RpcTimer(self.rpc_duration, method)
+
+    def tier_jobs(self, tier: str, kind: JobKind) -> TierJobs:
+        """Returns what counts one kind of jobs on a tier. Keep it."""
+        return TierJobs(self, tier, kind)
+
+    def transfer(self, transport: str, direction: Direction) -> Counter:
+        """Returns the counter of bytes moved by a transport, into ("in") or out of the region. Keep it."""
+        return self.transfer_bytes.labels(transport, direction)
+
+    def mismatches(self, where: str) -> Counter:
+        """Returns the counter of checksum mismatches in a tier or transport. Keep it."""
+        return self.checksum_mismatches.labels(where)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+
+class _SnapshotCollector(Collector):
+    """Turns a snapshot into metrics when Prometheus asks."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterator[Metric]:
+        """Names nothing, so that registering does not ask for a snapshot; all names start with `kvtier_`."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics of this moment."""
+        try:
+            stats = self._snapshot()
+        except Exception:  # noqa: BLE001 - the other metrics are worth having all the more
+            yield GaugeMetricFamily("kvtier_snapshot_ok", "Whether the figures of the tiers could be read.", value=0)
+            return
+        yield GaugeMetricFamily("kvtier_snapshot_ok", "Whether the figures of the tiers could be read.", value=1)
+        yield from _server_families(stats)
+        yield from _manager_families(stats.manager)
+        yield from _tier_families(stats.manager)
+
+
+_TIER_GAUGES = {
+    "capacity_bytes": "What the tier may hold at most.",
+    "available_bytes": "What the tier can hold now.",
+    "used_bytes": "What the tier holds.",
+    "blocks": "Blocks that the tier holds.",
+    "jobs": "Jobs of the tier that wait or run.",
+    "healthy": "Whether all is well with the tier.",
+}
+_TIER_COUNTERS = {
+    "hits": "Keys found in the tier.",
+    "misses": "Keys asked of the tier and not found in it.",
+    "evictions": "Blocks evicted from the tier.",
+}
+_MANAGER_GAUGES = {
+    "leases": "Leases that are held.",
+    "stores": "Stores that are in flight.",
+    "quarantined_bytes": "Bytes out of use because a fallen session's process may still write to them.",
+    "namespaces": "Namespaces seen since start.",
+}
+_MANAGER_COUNTERS = {
+    "lookup_keys": "Keys that were looked up.",
+    "lookup_misses": "Looked-up keys that no tier answered for.",
+}
+
+
+def _server_families(stats: ServerStats) -> Iterator[Metric]:
+    build = {"version": __version__, "python": platform.python_version(), "epoch": f"{stats.epoch:016x}"}
+    yield InfoMetricFamily("kvtier_build", "Version, and the random id of this server's life.", value=build)
+    yield GaugeMetricFamily("kvtier_uptime_seconds", "Time since the server was ready.", value=stats.uptime_seconds)
+    yield GaugeMetricFamily("kvtier_draining", "Whether the server is shutting down.", value=stats.draining)
+    yield GaugeMetricFamily("kvtier_region_bytes", "Size of the host region.", value=stats.region_bytes)
+    yield GaugeMetricFamily(
+        "kvtier_region_backed_bytes", "What of the region has memory behind it.", value=stats.region_backed_bytes
+    )
+    sessions = GaugeMetricFamily("kvtier_sessions", "Open sessions.", labels=("transport",))
+    for transport, count in stats.sessions_by_transport.items():
+        sessions.add_metric((transport,), count)
+    yield sessions
+
+
+def _manager_families(stats: ManagerStats) -> Iterator[Metric]:
+    for name, text in _MANAGER_GAUGES.items():
+        yield GaugeMetricFamily(f"kvtier_{name}", text, value=getattr(stats, name))
+    for name, text in _MANAGER_COUNTERS.items():
+        yield CounterMetricFamily(f"kvtier_{name}", text, value=getattr(stats, name))
+
+
+def _tier_families(stats: ManagerStats) -> Iterator[Metric]:
+    info = InfoMetricFamily("kvtier_tier", "The tiers, in lookup order.", labels=("tier",))
+    for position, tier in enumerate(stats.tiers):
+        info.add_metric((tier.name,), {"type": tier.type, "position": str(position)})
+    yield info
+    for table, make in ((_TIER_GAUGES, GaugeMetricFamily), (_TIER_COUNTERS, CounterMetricFamily)):
+        for name, text in table.items():
+            family = make(f"kvtier_tier_{name}", text, labels=("tier",))
+            for tier in stats.tiers:
+                family.add_metric((tier.name,), float(getattr(tier, name)))
+            yield family
