@@ -1,0 +1,50 @@
+"""Copies between buffers that release the GIL: `view[...] = other` holds it, for milliseconds at a time (DESIGN §9)."""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = ["address_of", "copy_from"]
+
+
+class _PyBuffer(ctypes.Structure):
+    """`Py_buffer`, whose layout is part of CPython's stable ABI."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_WRITABLE = 1
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
+_release_buffer.restype = None
+
+
+def address_of(view: memoryview, *, writable: bool = False) -> int:
+    """Returns where the bytes of a contiguous view are. They must outlive the use of the address, not the view.
+
+    Raises `BufferError` for a view that is not contiguous, or read-only though `writable` is asked for.
+    """
+    buffer = _PyBuffer()
+    _get_buffer(view, buffer, _WRITABLE if writable else 0)
+    address = buffer.buf or 0
+    _release_buffer(buffer)
+    return address
+
+
+def copy_from(target: int, source: memoryview) -> None:
+    """Copies all of `source` to the address `target` without holding the GIL."""
+    ctypes.memmove(target, address_of(source), source.nbytes)

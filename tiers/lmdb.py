@@ -1,0 +1,237 @@
+"""The LMDB tier: blocks in an embedded database on a local disk, found again after a restart."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lmdb
+
+from .base import (
+    BlockBytes,
+    Entry,
+    NamespaceId,
+    OffloadPolicy,
+    Outcome,
+    RequestInfo,
+    SecondaryTier,
+    TierOpenError,
+    Vote,
+)
+from .lmdb_blocks import clear_orphans, delete_block, last_record_id, put_block, read_block, read_index
+from .lmdb_env import Durability, open_environment
+from .lmdb_format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, PAGE_HEADER_BYTES, DamagedRecordError
+
+__all__ = ["LMDBTier"]
+
+_log = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+PAYLOAD_SHARE = 0.8
+"""Of the file. The rest is for the trees, for pages that the last two transactions freed, and for gaps."""
+WRITE_BYTES = 16 * _MIB
+"""Payload of one write transaction; less in a small file, for what one frees can be used two transactions later."""
+READ_BYTES = 8 * _MIB
+"""Payload of one read transaction. As long as it is open, no page that was freed since can be used."""
+RESERVE_PAGES = 32
+"""Kept free, because a removal needs a dozen pages (copies of the paths through the trees) before it frees any."""
+READER_CHECK_EVERY = 1024
+"""Write transactions."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class LMDBTier(SecondaryTier):
+    """Blocks in one LMDB environment; see `lmdb_format` for what is in it.
+
+    A batch is one transaction per 16 MiB, so nothing partial can ever be seen. LMDB maps its file: a disk that cannot
+    read a sector takes the process down with SIGBUS.
+    """
+
+    type: ClassVar[str] = "lmdb"
+    durable: ClassVar[bool] = True
+
+    def __init__(self, name: str, directory: Path, size_bytes: int, durability: Durability) -> None:
+        """Opens or creates the store in `directory`; its file never grows beyond `size_bytes`.
+
+        A file that is larger already stays so. A damaged one is moved aside, and `trouble` says so from then on.
+        Raises `TierOpenError`.
+        """
+        super().__init__(name, int(size_bytes * PAYLOAD_SHARE))
+        self._store = open_environment(directory, size_bytes, durability)
+        self._write_bytes = min(WRITE_BYTES, size_bytes // 32)
+        self._writer = threading.Lock()
+        """Makes a load that drops a corrupt block wait for the store beside it."""
+        self._writes = 0
+        self._troubles: dict[str, str] = {}
+        self._noting = threading.Lock()
+        self._note("open", self._store.warning)
+        try:
+            with self._store.env.begin() as txn:
+                self._record_id = last_record_id(self._store, txn)
+        except (lmdb.Error, DamagedRecordError) as error:
+            self._store.close()
+            raise TierOpenError(f"cannot read the LMDB store in {directory}: {error!r}") from error
+
+    def on_new_request(self, request: RequestInfo) -> Vote:
+        """Votes for the default."""
+        return Vote(OffloadPolicy.BLOCK_LEVEL, "the default")
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields the blocks in the order in which they were stored. Clears away damaged index records."""
+        with self._store.env.begin() as txn:
+            records, damaged = read_index(self._store, txn)
+        if damaged:
+            self._clear(damaged, {record.record_id for _, record in records})
+        for key, record in records:
+            yield Entry(NamespaceId(key[:NAMESPACE_BYTES]), key[NAMESPACE_BYTES:], sum(record.sizes))
+
+    def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Writes blocks, all or none of each transaction."""
+        outcomes: list[Outcome] = []
+        for batch in _batches(blocks, self._write_bytes):
+            outcomes += self._store_batch(batch)
+        return outcomes
+
+    def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Copies blocks out of the map and verifies them where they then are. Drops those that are corrupt."""
+        outcomes: list[Outcome] = []
+        for batch in _batches(blocks, READ_BYTES):
+            outcomes += self._load_batch(batch)
+        return outcomes
+
+    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        """Forgets blocks, in one transaction when there is room for one."""
+        self._remove([namespace + key for namespace, key in keys if _is_name(namespace, key)])
+
+    def close(self) -> None:
+        """Flushes to the disk, and lets go of the directory."""
+        self._store.close()
+
+    def _store_batch(self, batch: Sequence[BlockBytes]) -> list[Outcome]:
+        fit = [block for block in batch if _is_storable(block)]
+        written = self._write(fit) if fit else Outcome.DONE
+        if len(fit) < len(batch):
+            self._note("store", "was given a block without bytes, or with a key that is too long")
+        return [written if _is_storable(block) else Outcome.FAILED for block in batch]
+
+    def _write(self, blocks: Sequence[BlockBytes]) -> Outcome:
+        """Writes blocks in one transaction; returns what became of all of them."""
+        try:
+            with self._writer:
+                with self._store.env.begin(write=True, buffers=True) as txn:
+                    for block in blocks:
+                        self._record_id += 1
+                        put_block(self._store, txn, block, self._record_id)
+                    self._keep_reserve(txn)
+                self._check_readers()
+        except lmdb.Error as error:
+            self._note("store", f"cannot store: {error}")
+            full = isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in _FULL
+            return Outcome.NO_SPACE if full else Outcome.FAILED
+        self._note("store", None)
+        return Outcome.DONE
+
+    def _keep_reserve(self, txn: Any) -> None:
+        """Fails with `MapFullError` if this transaction would leave less than the reserve: takes and gives it back."""
+        info, page_bytes = self._store.env.info(), self._store.page_bytes
+        if info["map_size"] - info["last_pgno"] * page_bytes > 4 * self._write_bytes + RESERVE_PAGES * page_bytes:
+            return
+        page = bytes(page_bytes - PAGE_HEADER_BYTES)
+        for put in (True, False):
+            for number in range(RESERVE_PAGES):
+                key = b"reserve-%d" % number
+                txn.put(key, page, db=self._store.meta) if put else txn.delete(key, db=self._store.meta)
+
+    def _check_readers(self) -> None:
+        self._writes += 1
+        if self._writes % READER_CHECK_EVERY == 0:
+            self._store.env.reader_check()
+
+    def _load_batch(self, batch: Sequence[BlockBytes]) -> list[Outcome]:
+        try:
+            with self._store.env.begin(buffers=True) as txn:
+                outcomes = [
+                    read_block(self._store, txn, block) if _is_name(block.namespace, block.key) else Outcome.MISSING
+                    for block in batch
+                ]
+        except lmdb.Error as error:
+            self._note("load", f"cannot load: {error}")
+            return [Outcome.FAILED] * len(batch)
+        self._note("load", None)
+        return [
+            self._drop(block) if outcome is Outcome.CORRUPT else outcome
+            for block, outcome in zip(batch, outcomes, strict=True)
+        ]
+
+    def _drop(self, block: BlockBytes) -> Outcome:
+        """Forgets a block that turned out corrupt."""
+        _log.warning("tier %s: block %s is corrupt and is dropped", self.name, block.key.hex())
+        return Outcome.CORRUPT if self._remove([block.namespace + block.key]) else Outcome.FAILED
+
+    def _remove(self, index_keys: Sequence[bytes]) -> bool:
+        """Removes blocks in one transaction, or in a nearly full file in halves. Returns whether all are gone."""
+        if not index_keys:
+            return True
+        try:
+            with self._writer, self._store.env.begin(write=True, buffers=True) as txn:
+                for index_key in index_keys:
+                    delete_block(self._store, txn, index_key)
+        except lmdb.Error as error:
+            middle = len(index_keys) // 2
+            if isinstance(error, lmdb.MapFullError) and middle:
+                first, second = self._remove(index_keys[:middle]), self._remove(index_keys[middle:])
+                return first and second
+            self._note("remove", f"cannot remove: {error}")
+            return False
+        self._note("remove", None)
+        return True
+
+    def _clear(self, damaged: Sequence[bytes], live: set[int]) -> None:
+        _log.warning("tier %s: %d index records are damaged and are dropped", self.name, len(damaged))
+        try:
+            with self._writer, self._store.env.begin(write=True, buffers=True) as txn:
+                clear_orphans(self._store, txn, live, damaged)
+        except (lmdb.Error, DamagedRecordError) as error:
+            self._note("clear", f"cannot clear away damaged records: {error!r}")
+
+    def _note(self, what: str, trouble: str | None) -> None:
+        """Takes down what is wrong with one kind of work, or that it went well."""
+        with self._noting:
+            if trouble == self._troubles.get(what):
+                return
+            if trouble is None:
+                del self._troubles[what]
+            else:
+                self._troubles[what] = trouble
+                _log.error("tier %s: %s", self.name, trouble)
+            self.trouble = "; ".join(self._troubles.values()) or None
+
+
+def _is_name(namespace: bytes, key: bytes) -> bool:
+    return len(namespace) == NAMESPACE_BYTES and len(key) <= MAX_KEY_BYTES
+
+
+def _is_storable(block: BlockBytes) -> bool:
+    return _is_name(block.namespace, block.key) and len(block.parts) <= MAX_PARTS and block.nbytes > 0
+
+
+def _batches(blocks: Sequence[BlockBytes], limit_bytes: int) -> Iterator[list[BlockBytes]]:
+    """Splits blocks, in order, into batches of at most `limit_bytes` (or one block) that name no block twice."""
+    batch: list[BlockBytes] = []
+    names: set[bytes] = set()
+    nbytes = 0
+    for block in blocks:
+        name = block.namespace + block.key
+        if batch and (nbytes + block.nbytes > limit_bytes or name in names):
+            yield batch
+            batch, names, nbytes = [], set(), 0
+        batch.append(block)
+        names.add(name)
+        nbytes += block.nbytes
+    if batch:
+        yield batch

@@ -1,0 +1,120 @@
+"""What an LMDB store looks like inside: keys, records and chunks.
+
+| database | key | value |
+|---|---|---|
+| `meta` | `b"format"` | the format version, u32 |
+| `index` | namespace (16 bytes) + block key | a `Record` |
+| `data` | record id u64, part u16, chunk u32, all big-endian | the bytes of one chunk |
+
+Record ids only grow. Writes therefore append to `data`, whose leaves stay full, and the order of the ids is the order
+in which blocks were stored.
+
+LMDB keeps a value that does not fit a tree page in a run of pages of its own, with a 16-byte header in front. Chunks
+are cut so that header and bytes fill whole pages, and most have one length: a run that one leaves fits the next.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import xxhash
+
+__all__ = [
+    "CHUNK_PAGES",
+    "FORMAT_VERSION",
+    "MAX_KEY_BYTES",
+    "MAX_PARTS",
+    "NAMESPACE_BYTES",
+    "PAGE_HEADER_BYTES",
+    "DamagedRecordError",
+    "Record",
+    "chunk_key",
+    "chunk_prefix",
+    "chunk_spans",
+    "record_id_of",
+]
+
+FORMAT_VERSION = 1
+NAMESPACE_BYTES = 16
+MAX_KEY_BYTES = 511 - NAMESPACE_BYTES
+"""LMDB's limit of 511 bytes, less the namespace."""
+MAX_PARTS = 0xFFFF
+PAGE_HEADER_BYTES = 16
+CHUNK_PAGES = 64
+
+_HEAD = struct.Struct("<BxHQQ")
+_CHECK = struct.Struct("<Q")
+_CHUNK_KEY = struct.Struct(">QHI")
+_PREFIX = struct.Struct(">Q")
+
+
+class DamagedRecordError(Exception):
+    """An index record is not what was written there."""
+
+
+class Record(NamedTuple):
+    """The index record of a block, with a checksum of itself: a damaged one is known before it is used."""
+
+    record_id: int
+    checksum: int
+    sizes: tuple[int, ...]
+    """Bytes of each part."""
+
+    def pack(self, index_key: bytes) -> bytes:
+        """Returns the record as it is stored under `index_key`."""
+        body = _HEAD.pack(FORMAT_VERSION, len(self.sizes), self.record_id, self.checksum)
+        body += struct.pack(f"<{len(self.sizes)}Q", *self.sizes)
+        return body + _CHECK.pack(xxhash.xxh3_64_intdigest(index_key + body))
+
+    @classmethod
+    def unpack(cls, index_key: bytes, value: bytes) -> Record:
+        """Reads what `pack` wrote under the same key; anything else raises `DamagedRecordError`."""
+        if len(value) < _HEAD.size + _CHECK.size:
+            raise DamagedRecordError
+        body, (check,) = value[: -_CHECK.size], _CHECK.unpack_from(value, len(value) - _CHECK.size)
+        version, parts, record_id, checksum = _HEAD.unpack_from(body)
+        if check != xxhash.xxh3_64_intdigest(index_key + body):
+            raise DamagedRecordError
+        if version != FORMAT_VERSION or len(body) != _HEAD.size + 8 * parts:
+            raise DamagedRecordError
+        return cls(record_id, checksum, struct.unpack_from(f"<{parts}Q", body, _HEAD.size))
+
+
+def chunk_key(record_id: int, part: int, chunk: int) -> bytes:
+    """Returns the key of a chunk in `data`."""
+    return _CHUNK_KEY.pack(record_id, part, chunk)
+
+
+def chunk_prefix(record_id: int) -> bytes:
+    """Returns what the keys of all chunks of a record begin with."""
+    return _PREFIX.pack(record_id)
+
+
+def record_id_of(key: bytes) -> int:
+    """Returns the record that a chunk belongs to, from the chunk's key."""
+    if len(key) != _CHUNK_KEY.size:
+        raise DamagedRecordError
+    record_id: int = _PREFIX.unpack_from(key)[0]
+    return record_id
+
+
+def chunk_spans(nbytes: int, page_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields where the chunks of a part begin and end.
+
+    First as many of `CHUNK_PAGES` as there are, then one of whole pages, then what is left: less than a page, which LMDB
+    puts into the tree itself when it is short (128 bytes of a 2 MiB part, 16 of a 64 KiB one).
+    """
+    start = 0
+    longest = CHUNK_PAGES * page_bytes - PAGE_HEADER_BYTES
+    while nbytes - start >= longest:
+        yield start, start + longest
+        start += longest
+    pages = (nbytes - start + PAGE_HEADER_BYTES) // page_bytes
+    if pages:
+        stop = start + pages * page_bytes - PAGE_HEADER_BYTES
+        yield start, stop
+        start = stop
+    if start < nbytes:
+        yield start, nbytes
