@@ -7,7 +7,8 @@ Prometheus asks. Labels are bound once and the bound child is kept: 0.3 instead 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter as CountOf
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,11 +18,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from .. import __version__
+from ..tiers.base import Outcome
 from ..tiers.stats import ManagerStats
 
-__all__ = ["Direction", "JobKind", "Metrics", "RpcTimer", "ServerStats", "TierJobs"]
+__all__ = ["Direction", "Metrics", "ServerStats", "Snapshot"]
 
-JobKind = Literal["store", "load", "remove"]
 Direction = Literal["in", "out"]
 
 _RPC_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1, 5, 30)
@@ -43,43 +44,6 @@ class ServerStats:
 
 
 Snapshot = Callable[[], ServerStats]
-
-
-class RpcTimer:
-    """Durations of one RPC method."""
-
-    def __init__(self, histogram: Histogram, method: str) -> None:
-        self._histogram = histogram
-        self._method = method
-        self._by_code: dict[str, Histogram] = {}
-
-    def observe(self, code: str, seconds: float) -> None:
-        """Counts one call that ended with this gRPC code ("OK", "NOT_FOUND", …)."""
-        child = self._by_code.get(code)
-        if child is None:
-            child = self._by_code[code] = self._histogram.labels(self._method, code)
-        child.observe(seconds)
-
-
-class TierJobs:
-    """Jobs of one kind on one tier."""
-
-    def __init__(self, metrics: Metrics, tier: str, kind: JobKind) -> None:
-        self._duration = metrics.job_duration.labels(tier, kind)
-        self._bytes = metrics.job_bytes.labels(tier, kind)
-        self._blocks = metrics.job_blocks
-        self._labels = (tier, kind)
-        self._by_outcome: dict[str, Counter] = {}
-
-    def observe(self, seconds: float, nbytes: int, outcomes: Mapping[str, int]) -> None:
-        """Counts one job: how long it ran, the bytes it moved, and for how many blocks it ended how."""
-        self._duration.observe(seconds)
-        self._bytes.inc(nbytes)
-        for outcome, blocks in outcomes.items():
-            child = self._by_outcome.get(outcome)
-            if child is None:
-                child = self._by_outcome[outcome] = self._blocks.labels(*self._labels, outcome)
-            child.inc(blocks)
 
 
 class Metrics:
@@ -108,24 +72,45 @@ class Metrics:
         self.checksum_mismatches = self._counter(
             "kvtier_checksum_mismatches", "Bytes that were not what had been written, by where it showed.", ("where",)
         )
+        self._rpcs: dict[tuple[str, str], Histogram] = {}
+        self._jobs: dict[tuple[str, str], tuple[Histogram, Counter]] = {}
+        self._outcomes: dict[tuple[str, str, Outcome], Counter] = {}
         ProcessCollector(registry=self.registry)
         self.registry.register(_SnapshotCollector(snapshot))
 
-    def rpc(self, method: str) -> RpcTimer:
-        """Returns what counts the calls of one method, named like "CacheService/Lookup". Keep it."""
-        return RpcTimer(self.rpc_duration, method)
+    def observe_rpc(self, method: str, code: str, seconds: float) -> None:
+        """Counts a call that ended; `method` as gRPC names it, "/kvtier.v1.CacheService/Lookup"."""
+        child = self._rpcs.get((method, code))
+        if child is None:
+            name = method.removeprefix("/kvtier.v1.")
+            child = self._rpcs[method, code] = self.rpc_duration.labels(name, code)
+        child.observe(seconds)
 
-    def tier_jobs(self, tier: str, kind: JobKind) -> TierJobs:
-        """Returns what counts one kind of jobs on a tier. Keep it."""
-        return TierJobs(self, tier, kind)
+    def observe_job(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
+        """Counts a job that ended: "store", "load" or "remove", and an outcome per block. Any thread may call it."""
+        duration, moved = self._jobs.get((tier, job)) or self._bind_job(tier, job)
+        duration.observe(seconds)
+        moved.inc(nbytes)
+        for outcome, blocks in CountOf(outcomes).items():
+            child = self._outcomes.get((tier, job, outcome))
+            if child is None:
+                child = self._outcomes[tier, job, outcome] = self.job_blocks.labels(tier, job, outcome.value)
+            child.inc(blocks)
+            if outcome is Outcome.CORRUPT:
+                self.mismatches(tier).inc(blocks)
 
     def transfer(self, transport: str, direction: Direction) -> Counter:
         """Returns the counter of bytes moved by a transport, into ("in") or out of the region. Keep it."""
         return self.transfer_bytes.labels(transport, direction)
 
     def mismatches(self, where: str) -> Counter:
-        """Returns the counter of checksum mismatches in a tier or transport. Keep it."""
+        """Returns the counter of checksum mismatches in a tier or transport; `observe_job` counts those of tiers."""
         return self.checksum_mismatches.labels(where)
+
+    def _bind_job(self, tier: str, job: str) -> tuple[Histogram, Counter]:
+        bound = (self.job_duration.labels(tier, job), self.job_bytes.labels(tier, job))
+        self._jobs[tier, job] = bound
+        return bound
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
