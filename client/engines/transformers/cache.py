@@ -1,0 +1,238 @@
+"""The cache that survives the process: restores a prefix into a `DynamicCache`, and stores what a model computed."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import DynamicCache
+
+from ... import Client, Group, Namespace, make_key
+from .fingerprint import config_digest, weights_digest
+from .hashes import HASH_SCHEME, block_hashes
+from .layout import CacheLayout
+
+__all__ = ["Hit", "KVTierCache"]
+
+_log = logging.getLogger(__name__)
+
+_HARMLESS = {
+    "attention_mask",
+    "generation_config",
+    "logits_processor",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+    "streamer",
+    "tokenizer",
+}
+"""Arguments of `generate`, beside its settings, that leave the meaning of the tokens alone. Others may be the model's inputs."""
+
+_DECIDING: dict[str, tuple[object, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "use_cache": (None, True),
+    "cache_implementation": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "guidance_scale": (None, 1, 1.0),
+}
+"""Settings of `generate`, and the values with which there is one cache of one sequence."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What `KVTierCache.restore` found."""
+
+    tokens: int = 0
+    """Leading tokens whose KV was loaded."""
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    """Of these, how many were found in which tier."""
+
+
+class KVTierCache:
+    """Gives one model's KV cache a home in a kvtier server.
+
+    One sequence at a time (batch size 1, no beams); calls from several threads at once are not supported, as with the
+    model itself. A server that is absent, slow or of another opinion is a miss: only what the caller gets wrong raises.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        endpoint: str | None = None,
+        *,
+        block_tokens: int = 64,
+        name: str | None = None,
+        revision: str | None = None,
+        tenant: str = "",
+        extra: bytes = b"",
+        wait: float = 2.0,
+        client: Client | None = None,
+    ) -> None:
+        """Takes the model's measure, which costs one token and a look at its weights.
+
+        Two processes share blocks if they agree on `name`, `revision`, `block_tokens`, `tenant`, `extra` and the model's
+        configuration. Without a `name` and a `revision` the weights are sampled instead (see `fingerprint`). `extra` is
+        whatever else changes the meaning of tokens, an adapter say. `wait` is how many seconds a lookup waits for blocks
+        that have to come from a lower tier. A `client` is used as it is, and stays open.
+
+        Raises `UnsupportedModelError` for a model whose cache is not full attention throughout.
+        """
+        self._model = model
+        self._extra = extra
+        self._wait = wait
+        self._layout = CacheLayout.probe(model, block_tokens)
+        self._owns_client = client is None
+        self._client = client or Client(
+            endpoint,
+            namespace=self._namespace(name, revision, tenant),
+            name="transformers",
+            engine_id=f"transformers-{uuid.uuid4().hex}",
+            rank=0,
+        )
+        self.last_hit = Hit()
+        """What the latest `restore` or `generate` found."""
+
+    @property
+    def client(self) -> Client:
+        """The client that this cache talks through."""
+        return self._client
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in one block."""
+        return self._layout.block_tokens
+
+    def restore(self, input_ids: Any) -> tuple[DynamicCache, Hit]:
+        """Returns a cache with as many leading full blocks of `input_ids` as the server has, and what it had.
+
+        The cache is to be handed to the model as `past_key_values`; it is empty after a miss. At least one token is left
+        to be computed. `input_ids` is one sequence: `[n]`, `[1, n]` or a list of integers.
+        """
+        tokens = _sequence(input_ids)
+        self.last_hit = Hit()
+        try:
+            cache, self.last_hit = self._restore(tokens[:-1])
+        except Exception as error:  # noqa: BLE001 - the engine goes on without the cache, whatever is wrong with it
+            _log.warning("kvtier: not restored, computing instead: %s", error)
+            cache = DynamicCache()
+        return cache, self.last_hit
+
+    def save(self, input_ids: Any, cache: DynamicCache) -> int:
+        """Stores the full blocks of `input_ids` that `cache` holds and the server lacks. Returns how many it stored.
+
+        The cache may hold more or fewer tokens than `input_ids`; what both have counts.
+        """
+        tokens = _sequence(input_ids)
+        try:
+            return self._save(tokens[: cache.get_seq_length()], cache)
+        except Exception as error:  # noqa: BLE001 - a save that failed is a miss later on, no more
+            _log.warning("kvtier: not saved: %s", error)
+            return 0
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        """`model.generate` that restores the known prefix first and stores prompt and output afterwards.
+
+        Takes and returns what `model.generate` does. Batches, beams, padding, other inputs than tokens and a cache of
+        the caller's own are computed as if there were no kvtier.
+        """
+        self.last_hit = Hit()
+        if not _is_plain(input_ids, options, self._model.generation_config):
+            return self._model.generate(input_ids, **options)
+        cache, _ = self.restore(input_ids)
+        wants_dict = options.pop("return_dict_in_generate", False)
+        options.setdefault("attention_mask", torch.ones_like(input_ids))
+        output = self._model.generate(input_ids, past_key_values=cache, return_dict_in_generate=True, **options)
+        self.save(output.sequences[0], output.past_key_values)
+        return output if wants_dict else output.sequences
+
+    def close(self) -> None:
+        """Ends the session."""
+        if self._owns_client:
+            self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def keys(self, input_ids: Any) -> list[bytes]:
+        """Returns the keys of the full blocks of a sequence."""
+        hashes = block_hashes(_sequence(input_ids), self.block_tokens, extra=self._extra)
+        return [make_key(block, 0) for block in hashes]
+
+    def _restore(self, tokens: Sequence[int]) -> tuple[DynamicCache, Hit]:
+        keys = self.keys(tokens)
+        if not keys:
+            return DynamicCache(), Hit()
+        lease = self._client.lookup(keys, wait=self._wait, prefix=True)
+        try:
+            hits = lease.prefix_hits
+            if hits == 0:
+                return DynamicCache(), Hit()
+            with self._client.read(lease.id, range(hits)) as batch:
+                copies = self._layout.copy_in(batch.memory, batch.offsets)
+        finally:
+            lease.release()
+        # Only now: leaving the read has confirmed that the lease held while the bytes were copied.
+        blocks = Counter(lease.sources[:hits])
+        tiers = {tier: count * self.block_tokens for tier, count in blocks.items()}
+        return self._layout.cache_of(copies), Hit(hits * self.block_tokens, tiers)
+
+    def _save(self, tokens: Sequence[int], cache: DynamicCache) -> int:
+        keys = self.keys(tokens)
+        if not keys:
+            return 0
+        if not self._layout.matches(cache, len(keys) * self.block_tokens):
+            raise ValueError("this is not a cache of one sequence of this model")
+        with self._client.write(keys) as batch:
+            if batch.wanted:
+                self._layout.copy_out(cache, batch.wanted, batch.memory, batch.offsets)
+            return len(batch.wanted)
+
+    def _namespace(self, name: str | None, revision: str | None, tenant: str) -> Namespace:
+        trusted = name is not None and revision is not None
+        return Namespace(
+            model=name or type(self._model).__name__,
+            revision=(revision or "") if trusted else weights_digest(self._model),
+            dtype=str(self._layout.dtype).removeprefix("torch."),
+            layout=self._layout.describe(),
+            hash_scheme=HASH_SCHEME,
+            world_size=1,
+            groups=(Group(name="full_attention", block_tokens=self.block_tokens, part_bytes=self._layout.part_bytes),),
+            tenant=tenant,
+            attributes={"engine": "transformers", "config": config_digest(self._model.config)},
+        )
+
+
+def _sequence(input_ids: Any) -> list[int]:
+    """Returns one sequence as a list; raises ValueError for a batch."""
+    if isinstance(input_ids, torch.Tensor):
+        if input_ids.dim() == 2 and input_ids.shape[0] == 1:
+            input_ids = input_ids[0]
+        if input_ids.dim() != 1:
+            raise ValueError(f"one sequence at a time, not {tuple(input_ids.shape)}")
+        return [int(token) for token in input_ids.tolist()]
+    return [int(token) for token in input_ids]
+
+
+def _is_plain(input_ids: torch.Tensor, options: Mapping[str, Any], defaults: Any) -> bool:
+    """Whether the tokens alone say what KV comes out: one sequence, no beams, no padding, no images, no other cache."""
+    settings = options.get("generation_config") or defaults
+    mask = options.get("attention_mask")
+    chosen = {name: options.get(name, getattr(settings, name, None)) for name in _DECIDING}
+    return (
+        input_ids.dim() == 2
+        and input_ids.shape[0] == 1
+        and (mask is None or bool(mask.all()))
+        and all(name in _HARMLESS or hasattr(settings, name) for name in options)
+        and all(chosen[name] in plain for name, plain in _DECIDING.items())
+    )

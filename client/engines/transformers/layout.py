@@ -1,0 +1,122 @@
+"""How a block of a `DynamicCache` lies in a slot: layer after layer, keys then values, each `[heads, tokens, dim]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+__all__ = ["CacheLayout", "UnsupportedModelError"]
+
+
+class UnsupportedModelError(ValueError):
+    """The model keeps something else than one full-attention KV cache per layer; the message says what."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One layer's keys or values in a slot."""
+
+    layer: int
+    values: bool
+    heads: int
+    dim: int
+    offset: int
+    nbytes: int
+
+
+class CacheLayout:
+    """Where the bytes of each layer's keys and values are in a block. Made by `probe`."""
+
+    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], block_tokens: int) -> None:
+        """`layers` are keys and values `[1, heads, any, dim]`, whose shapes, type and device are taken."""
+        first = layers[0][0]
+        self.block_tokens = block_tokens
+        self.dtype, self.device = first.dtype, first.device
+        self._devices = [keys.device for keys, _ in layers]
+        self._tensors: list[_Tensor] = []
+        offset = 0
+        for layer, pair in enumerate(layers):
+            for values, tensor in enumerate(pair):
+                if tensor.dtype != self.dtype:
+                    raise UnsupportedModelError(f"layer {layer} is {tensor.dtype}, layer 0 is {self.dtype}")
+                heads, dim = tensor.shape[1], tensor.shape[3]
+                nbytes = heads * dim * block_tokens * tensor.element_size()
+                self._tensors.append(_Tensor(layer, bool(values), heads, dim, offset, nbytes))
+                offset += nbytes
+        self.part_bytes = offset
+
+    @classmethod
+    def probe(cls, model: Any, block_tokens: int) -> CacheLayout:
+        """Runs the model on one token to see what its cache looks like; refuses what is not full attention throughout."""
+        try:
+            with torch.inference_mode():
+                token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+                cache = model(input_ids=token, use_cache=True).past_key_values
+        except Exception as error:
+            raise UnsupportedModelError(f"the model does not run on one token alone: {error}") from error
+        if type(cache) is not DynamicCache:
+            raise UnsupportedModelError(f"the model's cache is a {type(cache).__name__}, not a DynamicCache")
+        odd = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+        if odd or not cache.layers:
+            raise UnsupportedModelError(
+                f"some layers keep a {', '.join(odd) or 'cache of no kind'}: only full attention can be restored from "
+                "blocks here (no sliding windows, linear attention or shared layers)"
+            )
+        return cls([(layer.keys, layer.values) for layer in cache.layers], block_tokens)
+
+    def describe(self) -> str:
+        """Returns the layout in words, for the namespace."""
+        shapes = [f"{tensor.heads}x{tensor.dim}" for tensor in self._tensors]
+        runs = ",".join(shapes) if len(set(shapes)) > 1 else f"{len(shapes) // 2}*2*{shapes[0]}"
+        return f"layers,kv,heads,tokens,dim:{runs}"
+
+    def copy_out(self, cache: DynamicCache, blocks: Sequence[int], memory: memoryview, offsets: Sequence[int]) -> None:
+        """Copies blocks, by their position in the sequence, from the cache to `memory` at `offsets`."""
+        for tensor in self._tensors:
+            layer = cache.layers[tensor.layer]
+            source = (layer.values if tensor.values else layer.keys)[0]
+            for block, slot in zip(blocks, self._slots(tensor, memory, offsets), strict=True):
+                slot.copy_(source[:, block * self.block_tokens : (block + 1) * self.block_tokens])
+
+    def copy_in(self, memory: memoryview, offsets: Sequence[int]) -> list[torch.Tensor]:
+        """Copies the leading blocks of a sequence from `memory`; returns layer by layer keys and values for `cache_of`."""
+        tokens = len(offsets) * self.block_tokens
+        copies = []
+        for tensor in self._tensors:
+            shape = (1, tensor.heads, tokens, tensor.dim)
+            copy = torch.empty(shape, dtype=self.dtype, device=self._devices[tensor.layer])
+            for block, slot in enumerate(self._slots(tensor, memory, offsets)):
+                copy[0, :, block * self.block_tokens : (block + 1) * self.block_tokens] = slot
+            copies.append(copy)
+        return copies
+
+    def cache_of(self, copies: Sequence[torch.Tensor]) -> DynamicCache:
+        """Returns a cache that holds what `copy_in` returned."""
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(zip(copies[::2], copies[1::2], strict=True)):
+            cache.update(keys, values, layer)
+        return cache
+
+    def matches(self, cache: Any, tokens: int) -> bool:
+        """Whether the cache is one of a single sequence of at least `tokens` tokens in this layout."""
+        layers = getattr(cache, "layers", ())
+        return len(layers) * 2 == len(self._tensors) and all(
+            tensor.dtype == self.dtype
+            and tensor.shape[:2] == (1, place.heads)
+            and tensor.shape[2] >= tokens
+            and tensor.shape[3] == place.dim
+            for place in self._tensors
+            for tensor in (layers[place.layer].values if place.values else layers[place.layer].keys,)
+        )
+
+    def _slots(self, tensor: _Tensor, memory: memoryview, offsets: Sequence[int]) -> Iterator[torch.Tensor]:
+        shape = (tensor.heads, self.block_tokens, tensor.dim)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        for offset in offsets:
+            start = offset + tensor.offset
+            yield flat[start : start + tensor.nbytes].view(self.dtype).view(shape)
