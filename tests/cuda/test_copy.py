@@ -67,6 +67,13 @@ def test_address_leaves_the_buffer_free() -> None:
     buffer.extend(b"more")
 
 
+def test_others_may_use_the_same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another package's declarations on `ctypes.pythonapi` are not ours."""
+    for name in ("PyObject_GetBuffer", "PyBuffer_Release"):
+        monkeypatch.setattr(getattr(ctypes.pythonapi, name), "argtypes", [ctypes.c_int])
+    assert address_of(b"abcd")[1] == 4
+
+
 @pytest.mark.parametrize(
     "buffer", [np.zeros((4, 4))[:, :2], memoryview(b"abcd")[::2], FakeTensor(np.zeros((4, 4))[:, :2])]
 )
