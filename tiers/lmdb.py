@@ -67,6 +67,8 @@ class LMDBTier(SecondaryTier):
         self._writer = threading.Lock()
         """Makes a load that drops a corrupt block wait for the store beside it."""
         self._writes = 0
+        self._pages_to_come = True
+        """Whether pages may have been freed that the next transaction cannot use yet."""
         self._troubles: dict[str, str] = {}
         self._noting = threading.Lock()
         self._note("open", self._store.warning)
@@ -123,18 +125,36 @@ class LMDBTier(SecondaryTier):
         """Writes blocks in one transaction; returns what became of all of them."""
         try:
             with self._writer:
-                with self._store.env.begin(write=True, buffers=True) as txn:
-                    for block in blocks:
-                        self._record_id += 1
-                        put_block(self._store, txn, block, self._record_id)
-                    self._keep_reserve(txn)
-                self._check_readers()
+                try:
+                    self._put(blocks)
+                except lmdb.MapFullError:
+                    if not self._pages_to_come:
+                        raise
+                    self._take_in_pages()
+                    self._put(blocks)
         except lmdb.Error as error:
             self._note("store", f"cannot store: {error}")
             full = isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in _FULL
             return Outcome.NO_SPACE if full else Outcome.FAILED
         self._note("store", None)
         return Outcome.DONE
+
+    def _put(self, blocks: Sequence[BlockBytes]) -> None:
+        with self._store.env.begin(write=True, buffers=True) as txn:
+            for block in blocks:
+                self._record_id += 1
+                put_block(self._store, txn, block, self._record_id)
+            self._keep_reserve(txn)
+        self._pages_to_come = True
+        self._writes += 1
+        if self._writes % READER_CHECK_EVERY == 0:
+            self._store.env.reader_check()
+
+    def _take_in_pages(self) -> None:
+        """Commits next to nothing: what the transaction before freed can be used by the one after this."""
+        with self._store.env.begin(write=True) as txn:
+            txn.put(b"turn", self._record_id.to_bytes(8, "little"), db=self._store.meta)
+        self._pages_to_come = False
 
     def _keep_reserve(self, txn: Any) -> None:
         """Fails with `MapFullError` if this transaction would leave less than the reserve: takes and gives it back."""
@@ -146,11 +166,6 @@ class LMDBTier(SecondaryTier):
             for number in range(RESERVE_PAGES):
                 key = b"reserve-%d" % number
                 txn.put(key, page, db=self._store.meta) if put else txn.delete(key, db=self._store.meta)
-
-    def _check_readers(self) -> None:
-        self._writes += 1
-        if self._writes % READER_CHECK_EVERY == 0:
-            self._store.env.reader_check()
 
     def _load_batch(self, batch: Sequence[BlockBytes]) -> list[Outcome]:
         try:
@@ -181,6 +196,7 @@ class LMDBTier(SecondaryTier):
             with self._writer, self._store.env.begin(write=True, buffers=True) as txn:
                 for index_key in index_keys:
                     delete_block(self._store, txn, index_key)
+            self._pages_to_come = True
         except lmdb.Error as error:
             middle = len(index_keys) // 2
             if isinstance(error, lmdb.MapFullError) and middle:

@@ -70,7 +70,8 @@ class Environment:
 def open_environment(directory: Path, size_bytes: int, durability: Durability) -> Environment:
     """Opens or creates the environment in `directory`, whose file may grow to `size_bytes`.
 
-    A file that is longer already keeps its length. A damaged one is moved to `damaged-<n>` beside it and kept. Raises `TierOpenError`.
+    A file that is longer already keeps its length. A damaged one is moved to `damaged-<n>` beside it and
+    kept. Raises `TierOpenError`.
     """
     owner_fd = _own(directory)
     try:
@@ -113,7 +114,7 @@ def _file_bytes(directory: Path) -> int:
 
 
 # Walks the trees (long values are not touched), then rehearses a write, which reads the list of free pages; aborted and
-# without a lock, it leaves nothing behind. A file may end a few pages before the last that is in use by its own account,
+# without a lock, it leaves nothing behind. A file may end a few pages before the last one in use by its own account,
 # for a page freed by the transaction that added it is not written: such an end is filled in, and cannot be a SIGBUS.
 _PROBE = rf"""
 import collections, os, resource, sys

@@ -103,8 +103,8 @@ def record_id_of(key: bytes) -> int:
 def chunk_spans(nbytes: int, page_bytes: int) -> Iterator[tuple[int, int]]:
     """Yields where the chunks of a part begin and end.
 
-    First as many of `CHUNK_PAGES` as there are, then one of whole pages, then what is left: less than a page, which LMDB
-    puts into the tree itself when it is short (128 bytes of a 2 MiB part, 16 of a 64 KiB one).
+    First as many of `CHUNK_PAGES` as there are, then one of whole pages, then what is left: less than a page, which
+    LMDB puts into the tree itself when it is short (128 bytes of a 2 MiB part, 16 of a 64 KiB one).
     """
     start = 0
     longest = CHUNK_PAGES * page_bytes - PAGE_HEADER_BYTES

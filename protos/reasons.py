@@ -1,0 +1,63 @@
+"""The one table of errors: each reason, its gRPC status, and how both travel.
+
+A refused call ends in the reason's status code, with a `google.rpc.ErrorInfo` in the trailing metadata
+(`grpc-status-details-bin`), so that clients match reasons and never texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+
+__all__ = ["DOMAIN", "STATUS_OF", "error_details", "reason_of"]
+
+DOMAIN = "kvtier.dev"
+_DETAILS_KEY = "grpc-status-details-bin"
+
+STATUS_OF = MappingProxyType(
+    {
+        "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
+        "TOO_MANY_KEYS": grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_KEY": grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_NAMESPACE": grpc.StatusCode.INVALID_ARGUMENT,
+        "UNKNOWN_SESSION": grpc.StatusCode.UNAUTHENTICATED,
+        "STALE_EPOCH": grpc.StatusCode.FAILED_PRECONDITION,
+        "LEASE_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+        "NOT_OWNER": grpc.StatusCode.PERMISSION_DENIED,
+        "STORE_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+        "WRONG_SIZE": grpc.StatusCode.INVALID_ARGUMENT,
+        "CHECKSUM_MISMATCH": grpc.StatusCode.DATA_LOSS,
+        "NOT_READY": grpc.StatusCode.FAILED_PRECONDITION,
+        "DRAINING": grpc.StatusCode.UNAVAILABLE,
+        "LIMIT_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "UNSUPPORTED_VERSION": grpc.StatusCode.FAILED_PRECONDITION,
+        "INTERNAL": grpc.StatusCode.INTERNAL,
+    }
+)
+"""Status of each reason. A test holds it against `kvtier.v1.ErrorReason`: none is missing, none is unknown."""
+
+
+def error_details(reason: str, message: str) -> tuple[tuple[str, bytes], ...]:
+    """Returns the trailing metadata that goes with a refused call."""
+    code: int = STATUS_OF[reason].value[0]
+    status = status_pb2.Status(code=code, message=message)
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+    return ((_DETAILS_KEY, status.SerializeToString()),)
+
+
+def reason_of(trailing_metadata: Iterable[Any] | None) -> str | None:
+    """Returns the reason that a failed call came back with; None where the answer is not from kvtier."""
+    for key, value in trailing_metadata or ():
+        if key != _DETAILS_KEY:
+            continue
+        status = status_pb2.Status.FromString(value)
+        for detail in status.details:
+            info = error_details_pb2.ErrorInfo()
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                return str(info.reason)
+    return None

@@ -1,0 +1,252 @@
+"""The server as a whole: what is started, in which order, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ..cuda.malloc import tune_malloc
+from ..cuda.region import PAGE_BYTES, HostRegion, RegionError
+from ..protos.endpoint import Endpoint, default_endpoint
+from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, session_pb2_grpc
+from ..tiers.base import TierError
+from .attach import AttachServer
+from .config import Config
+from .edge import Edge
+from .errors import RefusalInterceptor
+from .logs import get_logger
+from .metrics import Metrics, ServerStats
+from .metrics_http import MetricsServer, MetricsServerError, on_loop
+from .runtime import TierRuntime
+from .services.admin import AdminService
+from .services.cache import CacheService
+from .services.session import SessionService
+from .services.transfer import TransferService
+from .sessions import SessionRegistry
+from .sockets import SocketClaim, SocketError
+from .tierfactory import open_tiers
+
+__all__ = ["Server", "StartError", "serve"]
+
+_log = get_logger(__name__)
+
+_SERVICES = ("SessionService", "CacheService", "TransferService", "AdminService")
+_DRAIN_SECONDS = 30.0
+_GRACE_SECONDS = 1.0
+_MESSAGE_OVERHEAD_BYTES = 64 << 10
+
+
+class StartError(Exception):
+    """The server cannot start; the message is one line for people."""
+
+
+def serve(config: Config) -> int:
+    """Runs a server until SIGTERM or SIGINT; returns the exit code of the process."""
+    tune_malloc()
+    # A copy on a worker thread takes back the GIL after each block; with the default of 5 ms, one busy
+    # thread beside it cuts its rate to a hundredth.
+    sys.setswitchinterval(1e-4)
+    try:
+        asyncio.run(_serve(config))
+    except StartError as error:
+        _log.error("cannot start", reason=str(error))
+        return 1
+    return 0
+
+
+async def _serve(config: Config) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = Server(config)
+    try:
+        await server.start()
+        await stop.wait()
+    finally:
+        await server.stop()
+
+
+class Server:
+    """One server: `start`, then `stop`, on the same event loop."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.ports: list[int] = []
+        """The TCP ports that it listens on; of interest where the configuration said 0."""
+        self.metrics_port: int | None = None
+        self._closers = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Opens everything and begins to serve.
+
+        Raises:
+            StartError: something that it needs cannot be had; nothing stays behind after `stop`.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        claims = self._claim_sockets()
+        runtime = self._open_runtime(claims)
+        sessions = SessionRegistry(runtime, self.config.limits.max_sessions)
+        attach = AttachServer(_attach_path(claims), runtime.region.fd, runtime.region.size_bytes, sessions)
+        with _start_errors():
+            attach.start()
+        self._closers.push_async_callback(attach.close)
+        snapshot = _snapshot_of(runtime, sessions, started)
+        metrics = self._metrics = Metrics(on_loop(loop, snapshot))
+        self._observe = metrics.observe_job
+        server = self._make_server(runtime, sessions, attach, metrics, started)
+        health_servicer = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        self._listen(server, claims)
+        self._start_metrics(loop, runtime, metrics)
+        await server.start()
+        self._closers.push_async_callback(server.stop, _GRACE_SECONDS)
+        self._closers.push_async_callback(self._drain, runtime, sessions)
+        for claim in claims:
+            claim.restrict()
+        runtime.start()
+        for service in ("", *(f"kvtier.v1.{name}" for name in _SERVICES)):
+            await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+        self._closers.push_async_callback(health_servicer.enter_graceful_shutdown)
+        _log.info(
+            "ready",
+            listen=list(self.config.listen),
+            ports=self.ports,
+            metrics_port=self.metrics_port,
+            region_bytes=runtime.region.size_bytes,
+            tiers=[tier.name for tier in runtime.stats().tiers],
+            epoch=f"{sessions.epoch:016x}",
+            seconds=round(loop.time() - started, 3),
+        )
+
+    async def stop(self) -> None:
+        """Takes no new work, waits for what is under way, and leaves nothing behind. After a failed `start` as well."""
+        await self._closers.aclose()
+        _log.info("stopped")
+
+    def _claim_sockets(self) -> list[SocketClaim]:
+        claims = []
+        for endpoint in self.config.endpoints:
+            if endpoint.is_unix:
+                with _start_errors():
+                    claim = SocketClaim(endpoint)
+                self._closers.callback(claim.release)
+                claims.append(claim)
+        if not claims:
+            # TCP only: clients on this host still attach through a socket, beside the default one.
+            path = Path(default_endpoint().path or "")
+            with _start_errors():
+                claim = SocketClaim(Endpoint(path=str(path.with_name(f"tcp-{self.config.endpoints[0].port}.sock"))))
+            self._closers.callback(claim.release)
+            claims.append(claim)
+        return claims
+
+    def _open_runtime(self, claims: list[SocketClaim]) -> TierRuntime:
+        region_bytes = self.config.region_size // PAGE_BYTES * PAGE_BYTES
+        with _start_errors():
+            tiers = open_tiers(self.config.tiers)
+        try:
+            with _start_errors():
+                region = HostRegion.create(region_bytes)
+        except StartError:
+            for tier in tiers:
+                tier.close()
+            raise
+        runtime = TierRuntime(region, tiers, lambda *args: self._metrics.observe_job(*args))
+        self._closers.push_async_callback(runtime.close)
+        return runtime
+
+    def _make_server(
+        self,
+        runtime: TierRuntime,
+        sessions: SessionRegistry,
+        attach: AttachServer,
+        metrics: Metrics,
+        started: float,
+    ) -> grpc.aio.Server:
+        limits = self.config.limits
+        server = grpc.aio.server(
+            interceptors=[RefusalInterceptor(metrics.observe_rpc)],
+            options=[
+                ("grpc.max_receive_message_length", limits.max_message_bytes + _MESSAGE_OVERHEAD_BYTES),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),
+                # A peer that vanished without a word (its host is gone) is noticed within 15 s.
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ],
+        )
+        edge = Edge(limits, self.config.leases)
+        session_service = SessionService(self.config, runtime, sessions, attach.path)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(session_service, server)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(runtime, sessions, edge), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(runtime, sessions, started), server)
+        transfer = TransferService(runtime, sessions, limits.max_frame_bytes, metrics)
+        server.add_generic_rpc_handlers((transfer.handler(),))
+        names = [f"kvtier.v1.{name}" for name in _SERVICES]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        return server
+
+    def _listen(self, server: grpc.aio.Server, claims: list[SocketClaim]) -> None:
+        for endpoint in self.config.endpoints:
+            try:
+                port = server.add_insecure_port(endpoint.target)
+            except RuntimeError as error:
+                raise StartError(f"cannot listen on {endpoint}: is the port in use?") from error
+            if not endpoint.is_unix:
+                self.ports.append(port)
+
+    def _start_metrics(self, loop: asyncio.AbstractEventLoop, runtime: TierRuntime, metrics: Metrics) -> None:
+        if self.config.metrics is None:
+            return
+        with _start_errors():
+            # A tier in trouble is no reason to be restarted; a loop that does not answer is.
+            server = MetricsServer(self.config.metrics, metrics.registry, on_loop(loop, lambda: None))
+        self.metrics_port = server.port
+        self._closers.push_async_callback(asyncio.to_thread, server.close)
+
+    async def _drain(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
+        """Takes no new work and waits for what is under way; then the sessions end."""
+        sessions.draining = True
+        if not await runtime.drain(_DRAIN_SECONDS):
+            _log.warning("jobs were still running when the time to drain was over", seconds=_DRAIN_SECONDS)
+        sessions.ended.set()
+
+
+@contextlib.contextmanager
+def _start_errors():  # type: ignore[no-untyped-def]  # noqa: ANN202
+    try:
+        yield
+    except (SocketError, TierError, RegionError, MetricsServerError, OSError) as error:
+        raise StartError(str(error)) from error
+
+
+def _attach_path(claims: list[SocketClaim]) -> Path:
+    return claims[0].path.with_name(claims[0].path.name + ".shm")
+
+
+def _snapshot_of(runtime: TierRuntime, sessions: SessionRegistry, started: float) -> Callable[[], ServerStats]:
+    def snapshot() -> ServerStats:
+        stats = runtime.stats()
+        return ServerStats(
+            manager=stats,
+            epoch=sessions.epoch,
+            uptime_seconds=runtime.now() - started,
+            region_bytes=runtime.region.size_bytes,
+            region_backed_bytes=runtime.region.backed_bytes,
+            sessions_by_transport=Counter(session.transport for session in sessions.all()),
+            draining=sessions.draining,
+        )
+
+    return snapshot

@@ -1,0 +1,117 @@
+"""Hands the region's descriptor to clients on this host, and notices when they are gone.
+
+The kernel closes a process' connections when it dies, however it dies and in whichever container: that is how the server knows that
+nobody writes to a fallen session's slots any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from ..protos.attach import REQUEST_BYTES, pack_reply, unpack_request
+from .logs import get_logger
+from .sessions import SessionRegistry
+
+__all__ = ["AttachServer"]
+
+_log = get_logger(__name__)
+
+_HANDSHAKE_SECONDS = 5.0
+
+
+class AttachServer:
+    """Listens on a Unix socket that only this user can connect to. Lives on the event loop."""
+
+    def __init__(self, path: Path, region_fd: int, region_bytes: int, sessions: SessionRegistry) -> None:
+        self.path = path
+        self._region_fd = region_fd
+        self._region_bytes = region_bytes
+        self._sessions = sessions
+        self._numbers = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
+
+    def start(self) -> None:
+        """Binds and listens. A socket that an earlier life left behind is replaced.
+
+        Raises:
+            OSError: the path cannot be bound.
+        """
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.setblocking(False)
+        listener.bind(os.fspath(self.path))
+        self.path.chmod(0o600)
+        listener.listen(128)
+        self._listener = listener
+        self._spawn(self._accept(listener))
+
+    async def close(self) -> None:
+        """Ends all connections and removes the socket."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+            with suppress(FileNotFoundError):
+                self.path.unlink()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors, for one: the next client may have more luck
+                _log.warning("cannot accept a connection", error=str(error))
+                await asyncio.sleep(0.1)
+                continue
+            connection.setblocking(False)
+            self._spawn(self._serve(connection))
+
+    def _spawn(self, coroutine: object) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        number = next(self._numbers)
+        with connection:
+            try:
+                request = await asyncio.wait_for(_receive(connection, REQUEST_BYTES), _HANDSHAKE_SECONDS)
+                session_id, epoch = unpack_request(request)
+            except (OSError, TimeoutError, ValueError) as error:
+                _log.warning("attach refused", error=str(error) or type(error).__name__)
+                return
+            if not self._sessions.attach(session_id, epoch, number):
+                with suppress(OSError):
+                    connection.send(pack_reply(self._region_bytes, granted=False))
+                return
+            try:
+                socket.send_fds(connection, [pack_reply(self._region_bytes, granted=True)], [self._region_fd])
+                await _end_of(connection)
+            except OSError as error:
+                _log.debug("attached client is gone", error=str(error))
+            finally:
+                self._sessions.detach(session_id, number)
+
+
+async def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < nbytes:
+        piece = await loop.sock_recv(connection, nbytes - len(data))
+        if not piece:
+            raise ValueError("the connection ended within the request")
+        data += piece
+    return data
+
+
+async def _end_of(connection: socket.socket) -> None:
+    while await asyncio.get_running_loop().sock_recv(connection, 64):
+        pass

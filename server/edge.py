@@ -1,0 +1,59 @@
+"""What every call's arguments must look like before the core sees them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from google.protobuf.duration_pb2 import Duration
+
+from ..tiers.blocks import GROUP_INDEX_BYTES
+from .config import LeaseConfig, LimitConfig
+from .errors import Refused
+
+__all__ = ["Edge"]
+
+_MAX_REQUEST_ID_BYTES = 512
+
+
+class Edge:
+    """Checks arguments against the configured limits; raises `Refused`."""
+
+    def __init__(self, limits: LimitConfig, leases: LeaseConfig) -> None:
+        self.limits = limits
+        self.leases = leases
+
+    def keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Checks number and length of keys. None at all is fine."""
+        if len(keys) > self.limits.max_keys:
+            raise Refused("TOO_MANY_KEYS", f"{len(keys)} keys in one call; the limit is {self.limits.max_keys}")
+        if keys:
+            lengths = list(map(len, keys))
+            if min(lengths) <= GROUP_INDEX_BYTES or max(lengths) > self.limits.max_key_bytes:
+                raise Refused(
+                    "INVALID_KEY",
+                    f"keys are {GROUP_INDEX_BYTES + 1} to {self.limits.max_key_bytes} bytes long; "
+                    f"got {min(lengths)} to {max(lengths)}",
+                )
+        return keys
+
+    def request_id(self, request_id: str) -> str:
+        """Checks the length of a request's id."""
+        if len(request_id) > _MAX_REQUEST_ID_BYTES:
+            raise Refused("INVALID_ARGUMENT", f"request_id is longer than {_MAX_REQUEST_ID_BYTES} characters")
+        return request_id
+
+    def wait(self, wait: Duration) -> float:
+        """Returns how long a call may wait, in seconds; 0 where it says nothing."""
+        return min(_seconds(wait, "wait"), self.limits.max_wait)
+
+    def lease(self, duration: Duration) -> float:
+        """Returns how long a lease is to hold, in seconds."""
+        return min(_seconds(duration, "lease_duration") or self.leases.default, self.leases.max)
+
+
+def _seconds(duration: Duration, name: str) -> float:
+    seconds = duration.seconds + duration.nanos / 1e9
+    if seconds < 0 or not math.isfinite(seconds):
+        raise Refused("INVALID_ARGUMENT", f"{name} is negative")
+    return seconds

@@ -1,0 +1,107 @@
+"""How a refusal becomes a gRPC status: one interceptor for every call of every service."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from ..protos.reasons import STATUS_OF, error_details
+from ..tiers.errors import CoreError
+from .logs import get_logger
+
+__all__ = ["Refused", "RefusalInterceptor"]
+
+_log = get_logger(__name__)
+
+
+class Refused(Exception):
+    """The server refuses a call. `reason` is the name of a `kvtier.v1.ErrorReason` without its prefix."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RefusalInterceptor(grpc.aio.ServerInterceptor):
+    """Answers refusals with their status and reason, and defects with INTERNAL and a traceback in the log.
+
+    `observe(method, code, seconds)` is told of every call that ended, streams included.
+    """
+
+    def __init__(self, observe: Callable[[str, str, float], None]) -> None:
+        self._observe = observe
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Wraps the handler of a call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            behavior = getattr(handler, kind)
+            if behavior is not None:
+                wrap = self._wrap_stream if kind.endswith("stream") else self._wrap_unary
+                return handler._replace(**{kind: wrap(method, behavior)})
+        return handler
+
+    def _wrap_unary(self, method: str, behavior: Any) -> Any:
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            with _Outcome(self._observe, method) as outcome:
+                try:
+                    answer = behavior(request, context)
+                    return await answer if inspect.isawaitable(answer) else answer
+                except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
+                    await outcome.abort(context, error)
+
+        return call
+
+    def _wrap_stream(self, method: str, behavior: Any) -> Any:
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            with _Outcome(self._observe, method) as outcome:
+                try:
+                    async for answer in behavior(request, context):
+                        yield answer
+                except Exception as error:  # noqa: BLE001 - as above
+                    await outcome.abort(context, error)
+
+        return call
+
+
+class _Outcome:
+    """Measures one call, and ends it if it failed."""
+
+    def __init__(self, observe: Callable[[str, str, float], None], method: str) -> None:
+        self._observe = observe
+        self._method = method
+        self._code = grpc.StatusCode.OK
+        self._started = time.monotonic()
+
+    def __enter__(self) -> _Outcome:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, asyncio.CancelledError | GeneratorExit):
+            self._code = grpc.StatusCode.CANCELLED
+        self._observe(self._method, self._code.name, time.monotonic() - self._started)
+
+    async def abort(self, context: grpc.aio.ServicerContext, error: Exception) -> None:
+        """Ends the call with the status of this error; raises."""
+        if isinstance(error, grpc.aio.AbortError):
+            self._code = context.code() or grpc.StatusCode.UNKNOWN
+            raise error
+        if isinstance(error, CoreError | Refused):
+            reason, message = error.reason, str(error)
+        else:
+            reason, message = "INTERNAL", "a defect of the server; its log has the traceback"
+            _log.error("call failed", method=self._method, exc_info=error)
+        self._code = STATUS_OF[reason]
+        await context.abort(self._code, message, error_details(reason, message))

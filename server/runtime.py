@@ -1,0 +1,247 @@
+"""The shell around the core: feeds it events, carries out its commands, moves bytes on threads.
+
+Everything here runs on the event loop, except the tiers' jobs and the backing of the region, which run on threads
+and report back through the loop. The core is therefore never entered twice at once, and needs no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from ..cuda.region import HostRegion, RegionError
+from ..tiers.base import BlockBytes, Outcome, SecondaryTier
+from ..tiers.blocks import Block
+from ..tiers.commands import (
+    Command,
+    JobId,
+    LeaseId,
+    LeaseSettled,
+    LoadFromTier,
+    RemoveFromTier,
+    StoreInTier,
+)
+from ..tiers.manager import TierManager
+from ..tiers.stats import ManagerStats
+from .logs import get_logger
+
+__all__ = ["JobObserver", "TierRuntime", "extent_bytes_for"]
+
+_log = get_logger(__name__)
+
+_TICK_SECONDS = 1.0
+_LOAD_THREADS = 2
+_BACKING_CHUNK_BYTES = 64 << 20
+
+
+class JobObserver(Protocol):
+    """Who is told of every job that ended, on the thread that ran it."""
+
+    def __call__(self, tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
+        """Takes note of a job."""
+
+
+def extent_bytes_for(region_bytes: int) -> int:
+    """Returns the size of an extent: a 32nd of the region, as a power of two from 64 KiB to 256 MiB.
+
+    A part of a block must fit an extent; each size class wastes one extent at most.
+    """
+    return 1 << min(28, max(16, (region_bytes // 32).bit_length() - 1))
+
+
+class TierRuntime:
+    """Owns the core, the region and the tiers of one server."""
+
+    def __init__(self, region: HostRegion, tiers: Sequence[SecondaryTier], observe_job: JobObserver) -> None:
+        """Opens nothing and starts nothing: see `start`. The region and the tiers are closed by `close`."""
+        self.region = region
+        self.extent_bytes = extent_bytes_for(region.size_bytes)
+        self.core = TierManager(region.size_bytes, self.extent_bytes, tiers)
+        self._tiers = tiers
+        self._observe_job = observe_job
+        # One thread stores and removes, in the order of the commands; loads run beside it.
+        self._writers = [ThreadPoolExecutor(1, thread_name_prefix=f"kvtier-{tier.name}-store") for tier in tiers]
+        self._loaders = [
+            ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix=f"kvtier-{tier.name}-load") for tier in tiers
+        ]
+        self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
+        self._jobs = 0
+        self._job_ended = asyncio.Event()
+        self._closing = threading.Event()
+        self._backing_trouble: str | None = None
+        self._backing: threading.Thread | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts to back the region with pages and to let the core know of time. Called on the loop, once."""
+        self._loop = asyncio.get_running_loop()
+        self._backing = threading.Thread(target=self._back_region, name="kvtier-backing", daemon=True)
+        self._backing.start()
+        self._ticker = self._loop.create_task(self._tick())
+        self.pump()
+
+    def now(self) -> float:
+        """Returns the core's time, in seconds."""
+        return time.monotonic()
+
+    def pump(self) -> None:
+        """Carries out what the core has asked for. Called after every event."""
+        commands = self.core.take_commands()
+        while commands:
+            for command in commands:
+                self._carry_out(command)
+            commands = self.core.take_commands()
+
+    async def settled(self, lease_id: LeaseId, seconds: float) -> None:
+        """Waits until nothing of a lease is pending, or the time is over. The lease may be gone by then."""
+        future = self._loop.create_future()
+        self._waiting[lease_id].append(future)
+        try:
+            await asyncio.wait_for(future, seconds)
+        except TimeoutError:
+            pass
+        finally:
+            waiting = self._waiting.get(lease_id, [])
+            if future in waiting:
+                waiting.remove(future)
+            if not waiting:
+                self._waiting.pop(lease_id, None)
+
+    async def job_ended(self, seconds: float) -> None:
+        """Waits until any job of a tier ends, or the time is over."""
+        event = self._job_ended
+        try:
+            await asyncio.wait_for(event.wait(), seconds)
+        except TimeoutError:
+            pass
+
+    async def drain(self, seconds: float) -> bool:
+        """Waits until no store is in flight and no job runs; returns whether that came about in time."""
+        deadline = self.now() + seconds
+        while self._jobs or self.core.stats().stores:
+            if self.now() >= deadline:
+                return False
+            await self.job_ended(min(0.05, deadline - self.now()))
+        return True
+
+    def stats(self) -> ManagerStats:
+        """Returns the figures of this moment. Called on the loop."""
+        stats = self.core.stats()
+        if self._backing_trouble is None:
+            return stats
+        cpu = replace(stats.tiers[0], healthy=False, trouble=self._backing_trouble)
+        return replace(stats, tiers=(cpu, *stats.tiers[1:]))
+
+    async def close(self) -> None:
+        """Ends threads, closes tiers and lets go of the region. Called once, when no call is served any more."""
+        self._closing.set()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await asyncio.to_thread(self._close_threads)
+        self.region.close()
+
+    def _close_threads(self) -> None:
+        if self._backing is not None:
+            self._backing.join()
+        for pool in (*self._writers, *self._loaders):
+            pool.shutdown(wait=True, cancel_futures=True)
+        for tier in self._tiers:
+            tier.close()
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case StoreInTier(job_id, tier, blocks):
+                self._run_job(self._writers[tier - 1], self._tiers[tier - 1], "store", job_id, blocks)
+            case LoadFromTier(job_id, tier, blocks):
+                self._run_job(self._loaders[tier - 1], self._tiers[tier - 1], "load", job_id, blocks)
+            case RemoveFromTier(tier, keys):
+                self._writers[tier - 1].submit(_logging_errors(self._tiers[tier - 1].remove), keys)
+            case LeaseSettled(lease_id):
+                for future in self._waiting.pop(lease_id, ()):
+                    if not future.done():
+                        future.set_result(None)
+
+    def _run_job(
+        self, pool: ThreadPoolExecutor, tier: SecondaryTier, operation: str, job_id: JobId, blocks: Sequence[Block]
+    ) -> None:
+        """Hands a job to a thread. The slots are resolved here, on the loop; pins keep them where they are."""
+        self._jobs += 1
+        move = tier.store if operation == "store" else tier.load
+        job = [self._block_bytes(block) for block in blocks]
+        pool.submit(self._move, tier, operation, move, job_id, job)
+
+    def _move(
+        self,
+        tier: SecondaryTier,
+        operation: str,
+        move: Callable[[Sequence[BlockBytes]], list[Outcome]],
+        job_id: JobId,
+        job: Sequence[BlockBytes],
+    ) -> None:
+        """Runs on a worker thread."""
+        started = time.monotonic()
+        try:
+            outcomes = move(job)
+        except Exception as error:  # noqa: BLE001 - a tier's defect must not end the server
+            _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
+            tier.trouble = f"{operation}: {error}"
+            outcomes = [Outcome.FAILED] * len(job)
+        self._observe_job(tier.name, operation, time.monotonic() - started, sum(b.nbytes for b in job), outcomes)
+        self._loop.call_soon_threadsafe(self._finish_job, job_id, outcomes)
+
+    def _finish_job(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
+        self._jobs -= 1
+        self.core.job_finished(job_id, outcomes)
+        self.pump()
+        self._job_ended.set()
+        self._job_ended = asyncio.Event()
+
+    def _block_bytes(self, block: Block) -> BlockBytes:
+        memory = self.region.memory
+        return BlockBytes(
+            block.namespace,
+            block.key,
+            tuple(memory[slot : slot + block.part_bytes] for slot in block.slots if slot is not None),
+        )
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            self.core.tick(self.now())
+            self.pump()
+
+    def _back_region(self) -> None:
+        """Backs the region chunk by chunk, on a thread of its own; each chunk is used as soon as it is there."""
+        chunk = max(self.extent_bytes, _BACKING_CHUNK_BYTES)
+        for offset in range(0, self.region.size_bytes, chunk):
+            if self._closing.is_set():
+                return
+            nbytes = min(chunk, self.region.size_bytes - offset)
+            try:
+                self.region.back(offset, nbytes)
+            except RegionError as error:
+                self._backing_trouble = f"only {offset} of {self.region.size_bytes} bytes are backed: {error}"
+                _log.error("region is smaller than configured", backed_bytes=offset, error=str(error))
+                return
+            try:
+                self._loop.call_soon_threadsafe(partial(self.core.add_memory, offset, nbytes))
+            except RuntimeError:  # the loop is closed: the server has ended meanwhile
+                return
+        _log.info("region backed", bytes=self.region.size_bytes)
+
+
+def _logging_errors(remove: Callable[..., None]) -> Callable[..., None]:
+    def call(keys: Sequence[object]) -> None:
+        try:
+            remove(keys)
+        except Exception as error:  # noqa: BLE001 - what was not removed is removed when the tier is opened again
+            _log.error("tier failed", operation="remove", exc_info=error)
+
+    return call

@@ -1,0 +1,228 @@
+"""CacheService: which blocks are there, who reads them, who writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import grpc
+
+from ...protos.packed import pack_offsets
+from ...protos.v1 import cache_pb2, cache_pb2_grpc
+from ...tiers.base import RequestInfo
+from ...tiers.commands import LeaseId, StoreId
+from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
+from ...tiers.leases import Lease
+from ...tiers.manager import DurableStatus, KeyStatus, Session
+from ..edge import Edge
+from ..errors import Refused
+from ..runtime import TierRuntime
+from ..sessions import SessionRegistry
+
+__all__ = ["CacheService"]
+
+
+class CacheService(cache_pb2_grpc.CacheServiceServicer):
+    """Serves `kvtier.v1.CacheService`."""
+
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge) -> None:
+        self._runtime = runtime
+        self._core = runtime.core
+        self._sessions = sessions
+        self._edge = edge
+
+    async def BeginRequest(
+        self, request: cache_pb2.BeginRequestRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.BeginRequestResponse:
+        self._sessions.refuse_if_draining()
+        session = self._sessions.get(request.session)
+        keys = self._edge.keys(request.keys)
+        if not request.request_id:
+            raise Refused("INVALID_ARGUMENT", "request_id is missing")
+        info = RequestInfo(
+            request_id=self._edge.request_id(request.request_id),
+            namespace=session.namespace.id,
+            prompt_tokens=request.prompt_tokens,
+            kv_transfer_params=_params(request.kv_transfer_params_json),
+        )
+        lease_seconds, wait = self._edge.lease(request.lease_duration), self._edge.wait(request.wait)
+        negotiation = self._core.begin_request(session, info)
+        lookup = await self._look_up(session, keys, request.mode, request.request_id, lease_seconds, wait)
+        return cache_pb2.BeginRequestResponse(
+            policy=negotiation.policy.value,
+            votes=[
+                cache_pb2.TierVote(tier=tier, policy=vote.policy.value, why=vote.why)
+                for tier, vote in negotiation.votes
+            ],
+            lookup=lookup,
+        )
+
+    async def Lookup(
+        self, request: cache_pb2.LookupRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.LookupResponse:
+        session = self._sessions.get(request.session)
+        return await self._look_up(
+            session,
+            self._edge.keys(request.keys),
+            request.mode,
+            self._edge.request_id(request.request_id),
+            self._edge.lease(request.lease_duration),
+            self._edge.wait(request.wait),
+            want_slots=request.want_slots,
+        )
+
+    async def PrepareLoad(
+        self, request: cache_pb2.PrepareLoadRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.PrepareLoadResponse:
+        session = self._sessions.get(request.session)
+        lease = self._core.lease(session, LeaseId(request.lease_id))
+        return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(lease.slots(request.items, session.own_rank())))
+
+    async def CompleteLoad(
+        self, request: cache_pb2.CompleteLoadRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.CompleteLoadResponse:
+        session = self._sessions.get(request.session)
+        lease = self._core.lease(session, LeaseId(request.lease_id))
+        if lease.expires_at <= self._runtime.now():
+            raise LeaseNotFound(f"lease {lease.id} has expired")
+        if request.release:
+            self._core.release(session, lease.id)
+        return cache_pb2.CompleteLoadResponse()
+
+    async def ReleaseLease(
+        self, request: cache_pb2.ReleaseLeaseRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.ReleaseLeaseResponse:
+        session = self._sessions.get(request.session)
+        for lease_id in request.lease_ids:
+            try:
+                self._core.release(session, LeaseId(lease_id))
+            except LeaseNotFound:
+                continue
+        return cache_pb2.ReleaseLeaseResponse()
+
+    async def Touch(
+        self, request: cache_pb2.TouchRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.TouchResponse:
+        session = self._sessions.get(request.session)
+        expires_at = self._runtime.now() + self._edge.lease(request.lease_duration)
+        missing = []
+        for lease_id in request.lease_ids:
+            try:
+                self._core.renew(session, LeaseId(lease_id), expires_at)
+            except LeaseNotFound:
+                missing.append(lease_id)
+        return cache_pb2.TouchResponse(missing_lease_ids=missing)
+
+    async def PrepareStore(
+        self, request: cache_pb2.PrepareStoreRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.PrepareStoreResponse:
+        self._sessions.refuse_if_draining()
+        session = self._sessions.get(request.session)
+        keys = self._edge.keys(request.keys)
+        answer = self._core.prepare_store(
+            session,
+            keys,
+            request_id=self._edge.request_id(request.request_id),
+            expires_at=self._runtime.now() + self._edge.leases.default,
+        )
+        self._runtime.pump()
+        return cache_pb2.PrepareStoreResponse(
+            store_id=answer.store_id or 0, statuses=answer.statuses, slot_offsets=pack_offsets(answer.slots)
+        )
+
+    async def CompleteStore(
+        self, request: cache_pb2.CompleteStoreRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.CompleteStoreResponse:
+        session = self._sessions.get(request.session)
+        store_id = StoreId(request.store_id)
+        try:
+            failed: Sequence[int] = request.failed_items
+            if request.abort:
+                failed = range(len(self._core.store(session, store_id).blocks))
+            self._core.complete_store(session, store_id, failed)
+        except StoreNotFound:
+            self._core.writer_done(session, store_id)
+            raise
+        finally:
+            self._runtime.pump()
+        return cache_pb2.CompleteStoreResponse()
+
+    async def Flush(
+        self, request: cache_pb2.FlushRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.FlushResponse:
+        session = self._sessions.get(request.session)
+        keys = self._edge.keys(request.keys)
+        deadline = self._runtime.now() + self._edge.wait(request.wait)
+        while True:
+            statuses = self._core.durability(session, keys)
+            self._runtime.pump()
+            remaining = deadline - self._runtime.now()
+            if DurableStatus.PENDING not in statuses or remaining <= 0:
+                return cache_pb2.FlushResponse(statuses=statuses)
+            await self._runtime.job_ended(remaining)
+
+    async def FinishRequest(
+        self, request: cache_pb2.FinishRequestRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.FinishRequestResponse:
+        session = self._sessions.get(request.session)
+        self._core.finish_request(session, self._edge.request_id(request.request_id))
+        self._runtime.pump()
+        return cache_pb2.FinishRequestResponse()
+
+    async def _look_up(
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        mode: int,
+        request_id: str,
+        lease_seconds: float,
+        wait: float,
+        *,
+        want_slots: bool = False,
+    ) -> cache_pb2.LookupResponse:
+        lease = self._core.lookup(
+            session,
+            keys,
+            prefix=mode != cache_pb2.LOOKUP_MODE_EACH,
+            request_id=request_id,
+            expires_at=self._runtime.now() + lease_seconds,
+        )
+        self._runtime.pump()
+        if lease is not None and lease.pending and wait:
+            await self._runtime.settled(lease.id, wait)
+            lease = self._still_held(session, lease)
+        if lease is None:
+            return cache_pb2.LookupResponse(statuses=bytes([KeyStatus.MISS]) * len(keys), sources=bytes(len(keys)))
+        statuses = lease.statuses()
+        hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
+        answer = cache_pb2.LookupResponse(
+            statuses=statuses, prefix_hits=hits, sources=lease.sources, lease_id=lease.id
+        )
+        if want_slots:
+            answer.slot_offsets = pack_offsets(lease.slots(range(hits), session.own_rank()))
+        return answer
+
+    def _still_held(self, session: Session, lease: Lease) -> Lease | None:
+        """Returns the lease after a wait, or None if it ended meanwhile or nothing of it is left."""
+        try:
+            self._core.lease(session, lease.id)
+        except CoreError:
+            return None
+        if any(block is not None for block in lease.items):
+            return lease
+        self._core.release(session, lease.id)
+        return None
+
+
+def _params(text: str) -> dict[str, object]:
+    if not text:
+        return {}
+    try:
+        params = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused("INVALID_ARGUMENT", f"kv_transfer_params_json is not JSON: {error}") from error
+    if params is None:
+        return {}
+    if not isinstance(params, dict):
+        raise Refused("INVALID_ARGUMENT", "kv_transfer_params_json is not a JSON object")
+    return params

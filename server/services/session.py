@@ -1,0 +1,74 @@
+"""SessionService: what the server can do, and who is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+
+from ... import __version__
+from ...protos.v1 import session_pb2, session_pb2_grpc
+from ..config import Config
+from ..errors import Refused
+from ..logs import get_logger
+from ..runtime import TierRuntime
+from ..sessions import PROTOCOL_VERSIONS, SessionRegistry
+
+__all__ = ["SessionService"]
+
+_log = get_logger(__name__)
+
+
+class SessionService(session_pb2_grpc.SessionServiceServicer):
+    """Serves `kvtier.v1.SessionService`."""
+
+    def __init__(self, config: Config, runtime: TierRuntime, sessions: SessionRegistry, attach_path: Path) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._sessions = sessions
+        self._attach_path = attach_path
+
+    async def Capabilities(
+        self, request: session_pb2.CapabilitiesRequest, context: grpc.aio.ServicerContext
+    ) -> session_pb2.CapabilitiesResponse:
+        limits = self._config.limits
+        answer = session_pb2.CapabilitiesResponse(
+            server_version=__version__,
+            protocol_versions=PROTOCOL_VERSIONS,
+            epoch=self._sessions.epoch,
+            limits=session_pb2.Limits(
+                max_keys=limits.max_keys,
+                max_key_bytes=limits.max_key_bytes,
+                max_part_bytes=self._runtime.extent_bytes,
+                max_frame_bytes=limits.max_frame_bytes,
+            ),
+            region=session_pb2.Region(
+                attach_path=str(self._attach_path), size_bytes=self._runtime.region.size_bytes
+            ),
+            tiers=[tier.name for tier in self._runtime.core.stats().tiers],
+        )
+        answer.limits.max_wait.FromNanoseconds(int(limits.max_wait * 1e9))
+        answer.limits.max_lease.FromNanoseconds(int(self._config.leases.max * 1e9))
+        return answer
+
+    async def Open(
+        self, request: session_pb2.OpenRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[session_pb2.OpenResponse]:
+        session = self._sessions.open(request)
+        log = _log.bind(client=session.client_name, engine=session.core.engine_id, rank=session.core.rank)
+        log.info("session opened", pid=session.pid, transport=session.transport, model=session.model)
+        interval = self._config.sessions.heartbeat_interval
+        heartbeat = session_pb2.OpenResponse(session=session.ref)
+        heartbeat.heartbeat_interval.FromNanoseconds(int(interval * 1e9))
+        try:
+            while not self._sessions.ended.is_set():
+                yield heartbeat
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._sessions.ended.wait(), interval)
+            raise Refused("DRAINING", "the server is shutting down")
+        finally:
+            self._sessions.close(session)
+            log.info("session closed", seconds=round(self._runtime.now() - session.opened_at, 3))

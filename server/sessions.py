@@ -1,0 +1,110 @@
+"""The sessions that are open, and who has the region mapped."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+
+from ..protos.v1 import common_pb2, session_pb2
+from ..tiers.manager import Session
+from .errors import Refused
+from .namespaces import namespace_spec
+from .runtime import TierRuntime
+
+__all__ = ["OpenSession", "SessionRegistry"]
+
+PROTOCOL_VERSIONS = (1,)
+
+
+@dataclass(slots=True, eq=False)
+class OpenSession:
+    """One client process: what the core knows of it, and what people want to know."""
+
+    core: Session
+    ref: common_pb2.SessionRef
+    opened_at: float
+    client_name: str
+    pid: int
+    transport: str
+    model: str
+    attachments: set[int] = field(default_factory=set)
+
+
+class SessionRegistry:
+    """Opens, finds and closes sessions. Lives on the event loop."""
+
+    def __init__(self, runtime: TierRuntime, max_sessions: int) -> None:
+        self.epoch = secrets.randbits(63) + 1
+        self.draining = False
+        self.ended = asyncio.Event()
+        """Set when the server is about to end: the streams of all sessions end with it."""
+        self._runtime = runtime
+        self._max_sessions = max_sessions
+        self._sessions: dict[bytes, OpenSession] = {}
+
+    def all(self) -> list[OpenSession]:
+        """Returns the open sessions."""
+        return list(self._sessions.values())
+
+    def open(self, request: session_pb2.OpenRequest) -> OpenSession:
+        """Opens a session, or raises `Refused` or a `CoreError`."""
+        self.refuse_if_draining()
+        if request.protocol_version not in PROTOCOL_VERSIONS:
+            spoken = ", ".join(map(str, PROTOCOL_VERSIONS))
+            raise Refused("UNSUPPORTED_VERSION", f"this server speaks version {spoken}, not {request.protocol_version}")
+        if len(self._sessions) >= self._max_sessions:
+            raise Refused("LIMIT_EXCEEDED", f"{self._max_sessions} sessions are open already")
+        if not request.engine_id:
+            raise Refused("INVALID_ARGUMENT", "engine_id is missing")
+        rank = request.rank if request.HasField("rank") else None
+        session_id = secrets.token_bytes(16)
+        spec = namespace_spec(request.namespace)
+        session = OpenSession(
+            core=self._runtime.core.open_session(session_id, request.engine_id, rank, spec),
+            ref=common_pb2.SessionRef(session_id=session_id, epoch=self.epoch),
+            opened_at=self._runtime.now(),
+            client_name=request.client_name,
+            pid=request.pid,
+            transport=request.transport,
+            model=request.namespace.model,
+        )
+        self._sessions[session_id] = session
+        return session
+
+    def close(self, session: OpenSession) -> None:
+        """Lets a session fall; called when its stream has ended, whatever the reason."""
+        del self._sessions[session.core.id]
+        self._runtime.core.close_session(session.core.id)
+        self._runtime.pump()
+
+    def get(self, ref: common_pb2.SessionRef) -> Session:
+        """Returns the session that a call belongs to, or raises `Refused`."""
+        session = self._sessions.get(ref.session_id)
+        if session is not None and ref.epoch == self.epoch:
+            return session.core
+        if ref.epoch != self.epoch:
+            raise Refused("STALE_EPOCH", "the session is of another life of this server; open a new one")
+        raise Refused("UNKNOWN_SESSION", "there is no such session: it fell, or was never opened")
+
+    def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
+        """Takes note that a connection maps the region for a session; returns whether there is such a session."""
+        session = self._sessions.get(session_id)
+        if session is None or epoch != self.epoch:
+            return False
+        session.attachments.add(connection)
+        self._runtime.core.writer_attached(session_id, connection)
+        return True
+
+    def detach(self, session_id: bytes, connection: int) -> None:
+        """Takes note that such a connection has ended."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.attachments.discard(connection)
+        self._runtime.core.writer_gone(session_id, connection)
+        self._runtime.pump()
+
+    def refuse_if_draining(self) -> None:
+        """Raises `Refused` while the server is shutting down."""
+        if self.draining:
+            raise Refused("DRAINING", "the server is shutting down")

@@ -1,0 +1,84 @@
+"""What the core refuses, and under which stable reason.
+
+    CoreError
+    ├── InvalidKey
+    ├── InvalidNamespace
+    ├── InvalidItem
+    ├── UnknownSession
+    ├── LeaseNotFound
+    ├── StoreNotFound
+    ├── NotOwner
+    └── NotReady
+
+`reason` is the name of a `kvtier.v1.ErrorReason` without its prefix; the server turns it into a gRPC status.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "CoreError",
+    "InvalidItem",
+    "InvalidKey",
+    "InvalidNamespace",
+    "LeaseNotFound",
+    "NotOwner",
+    "NotReady",
+    "StoreNotFound",
+    "UnknownSession",
+]
+
+
+class CoreError(Exception):
+    """The core refuses an event; nothing has changed."""
+
+    reason: ClassVar[str] = "INTERNAL"
+
+
+class InvalidKey(CoreError):
+    """A key is malformed, or names a group that its namespace lacks."""
+
+    reason = "INVALID_KEY"
+
+
+class InvalidNamespace(CoreError):
+    """A namespace contradicts itself, or its parts do not fit this server."""
+
+    reason = "INVALID_NAMESPACE"
+
+
+class InvalidItem(CoreError):
+    """An item number lies outside of the lease or store that it is meant for."""
+
+    reason = "INVALID_ARGUMENT"
+
+
+class UnknownSession(CoreError):
+    """No session has this id."""
+
+    reason = "UNKNOWN_SESSION"
+
+
+class LeaseNotFound(CoreError):
+    """No lease has this id: released, expired, fallen with its session, or never granted."""
+
+    reason = "LEASE_NOT_FOUND"
+
+
+class StoreNotFound(CoreError):
+    """No store has this id: completed, expired, fallen with its session, or never prepared."""
+
+    reason = "STORE_NOT_FOUND"
+
+
+class NotOwner(CoreError):
+    """The lease or store belongs to another engine."""
+
+    reason = "NOT_OWNER"
+
+
+class NotReady(CoreError):
+    """An item of the lease is not a hit (any more, or yet)."""
+
+    reason = "NOT_READY"

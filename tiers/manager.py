@@ -1,0 +1,470 @@
+"""The decision core: events in, answers and commands out.
+
+An event is a method call. It returns its answer at once and leaves in `take_commands()` what the shell is to do. The core
+does no I/O, reads no clock (`now` comes with the event, in seconds of any monotonic clock) and knows no threads:
+one caller at a time. An event that is refused raises a `CoreError` and changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
+from .blocks import Block, NamespaceSpec
+from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
+from .errors import InvalidItem, InvalidNamespace, UnknownSession
+from .flow import JobKind, Lane, TierFlow
+from .leases import KeyStatus, Lease, LeaseTable, Owner, Store, StoreTable
+from .policies import LRU
+from .primary import PrimaryTier
+from .stats import ManagerStats, TierStats
+
+__all__ = ["DurableStatus", "KeyStatus", "Negotiation", "Session", "StoreAnswer", "StoreStatus", "TierManager"]
+
+
+class StoreStatus(enum.IntEnum):
+    """What a prepared store says of one key. Numbers as in `kvtier.v1.StoreStatus`."""
+
+    GRANTED = 1
+    PRESENT = 2
+    IN_PROGRESS = 3
+    NO_ROOM = 4
+
+
+class DurableStatus(enum.IntEnum):
+    """Whether a block survives a restart. Numbers as in `kvtier.v1.DurableStatus`."""
+
+    DURABLE = 1
+    PENDING = 2
+    VOLATILE = 3
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client process, as far as the core cares."""
+
+    id: bytes
+    engine_id: str
+    rank: int | None
+    namespace: NamespaceSpec
+    writers: set[int] = field(default_factory=set)
+    """Connections that keep the region mapped: while one lives, the process may write to its slots."""
+
+    def own_rank(self) -> int:
+        """Returns the rank whose parts this session reads and writes.
+
+        Raises:
+            InvalidItem: the session has none (a scheduler's), and there are several to choose from.
+        """
+        if self.rank is not None:
+            return self.rank
+        if self.namespace.world_size > 1:
+            raise InvalidItem("this session has no rank, and its namespace has several")
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAnswer:
+    """Answer to a prepared store: `store_id` is None where nothing was granted."""
+
+    store_id: StoreId | None
+    statuses: bytes
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Negotiation:
+    """How a request is offloaded, and each tier's vote in lookup order."""
+
+    policy: OffloadPolicy
+    votes: tuple[tuple[str, Vote], ...]
+
+
+class TierManager:
+    """Decides where blocks are, who pins them and what goes next."""
+
+    def __init__(
+        self, region_bytes: int, extent_bytes: int, tiers: Sequence[SecondaryTier], *, max_queued_bytes: int | None = None
+    ) -> None:
+        """`region_bytes` is what the region will have at last; memory arrives with `add_memory`.
+
+        `max_queued_bytes` bounds what waits to be stored in one secondary tier; a quarter of the region by default.
+        """
+        self._commands: list[Command] = []
+        self._region_bytes = region_bytes
+        self._primary = PrimaryTier(extent_bytes, LRU)
+        self._leases = LeaseTable(self._primary.unpin)
+        self._stores = StoreTable(self._primary.release)
+        self._flow = TierFlow(tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append)
+        self._sessions: dict[bytes, Session] = {}
+        self._requests: dict[tuple[str, str], tuple[bytes, Negotiation]] = {}
+        self._namespaces: set[NamespaceId] = set()
+        self._asked = 0
+        self._primary_hits = 0
+        self._misses = 0
+        self._flow.recover()
+
+    def take_commands(self) -> list[Command]:
+        """Returns the commands since the last call, in order."""
+        commands = self._commands.copy()
+        self._commands.clear()
+        return commands
+
+    def add_memory(self, offset: int, nbytes: int) -> None:
+        """Takes note that a piece of the region is backed by pages and may be used."""
+        self._primary.memory.add_memory(offset, nbytes)
+
+    def open_session(self, session_id: bytes, engine_id: str, rank: int | None, namespace: NamespaceSpec) -> Session:
+        """Registers a client process.
+
+        Raises:
+            InvalidNamespace: its rank lies outside of the world, or its parts do not fit an extent.
+        """
+        largest = max(namespace.part_bytes)
+        if largest > self._primary.memory.extent_bytes:
+            limit = self._primary.memory.extent_bytes
+            raise InvalidNamespace(f"a part of {largest} bytes is larger than this server takes ({limit} bytes)")
+        if rank is not None and rank >= namespace.world_size:
+            raise InvalidNamespace(f"rank {rank} is not within a world of {namespace.world_size}")
+        session = Session(session_id, engine_id, rank, namespace)
+        self._sessions[session_id] = session
+        self._namespaces.add(namespace.id)
+        return session
+
+    def session(self, session_id: bytes) -> Session:
+        """Returns an open session.
+
+        Raises:
+            UnknownSession: there is none with this id.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnknownSession("there is no such session: it fell, or was never opened")
+        return session
+
+    def close_session(self, session_id: bytes) -> None:
+        """Lets everything fall that the session holds. Slots that it may still write to are quarantined."""
+        session = self.session(session_id)
+        for request in [key for key, (owner, _) in self._requests.items() if owner == session_id]:
+            self._end_request(request)
+        for lease in self._leases.owned_by(lambda owner: owner.session_id == session_id):
+            self._leases.release(lease)
+        for store in self._stores.owned_by(session_id):
+            self._abandon(store, session.writers)
+        del self._sessions[session_id]
+
+    def writer_attached(self, session_id: bytes, writer: int) -> None:
+        """Takes note of a connection that maps the region on behalf of a session."""
+        self.session(session_id).writers.add(writer)
+
+    def writer_gone(self, session_id: bytes, writer: int) -> None:
+        """Takes note that such a connection has ended: through it nobody writes any more."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.writers.discard(writer)
+        self._stores.writer_gone(writer)
+
+    def begin_request(self, session: Session, request: RequestInfo) -> Negotiation:
+        """Asks every tier how it wants this request offloaded; REQUEST_LEVEL if any asks for it (B3.3).
+
+        A request that was begun already keeps what was negotiated then.
+        """
+        key = (session.engine_id, request.request_id)
+        known = self._requests.get(key)
+        if known is not None:
+            return known[1]
+        votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)
+        policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
+        negotiation = Negotiation(policy, votes)
+        self._requests[key] = (session.id, negotiation)
+        return negotiation
+
+    def finish_request(self, session: Session, request_id: str) -> None:
+        """Ends a request: its leases fall, and its tiers are told once. An unknown one is fine."""
+        key = (session.engine_id, request_id)
+        if key in self._requests:
+            self._end_request(key)
+        owned = self._leases.owned_by(lambda owner: (owner.engine_id, owner.request_id) == key)
+        for lease in owned:
+            self._leases.release(lease)
+
+    def lookup(
+        self, session: Session, keys: Sequence[bytes], *, prefix: bool, request_id: str, expires_at: float
+    ) -> Lease | None:
+        """Finds blocks, pins what it finds, and starts promotions; returns None where nothing was found.
+
+        With `prefix` whatever follows the first miss is a miss.
+        """
+        namespace = session.namespace
+        found = list(map(self._primary.blocks_of(namespace.id).get, keys))
+        items: list[Block | None] = []
+        sources = bytearray()
+        promotions: list[tuple[int, Lane, Block]] = []
+        for key, present in zip(keys, found, strict=True):
+            block, source = present, 0
+            if block is None or not (block.ready or block.pending):
+                block = None
+                below = self._flow.find(namespace.id, key)
+                if below is not None:
+                    lane, _ = below
+                    source = lane.index
+                    block = self._primary.find_or_add(namespace, key)
+                    if not block.pending:
+                        block.promoting = True
+                        promotions.append((len(items), lane, block))
+                elif prefix:
+                    break
+            if block is not None:
+                block.pins += 1
+            items.append(block)
+            sources.append(source)
+        self._start_promotions(items, promotions)
+        hits = [block for block in items if block is not None]
+        self._count(len(keys), len(hits), sum(map(bool, sources)))
+        if not hits:
+            return None
+        self._primary.touch(hits)
+        owner = Owner(session.engine_id, session.id, request_id)
+        sources += bytes(len(keys) - len(sources))
+        return self._leases.grant(owner, expires_at, items, bytes(sources), keys=len(keys))
+
+    def lease(self, session: Session, lease_id: LeaseId) -> Lease:
+        """Returns a lease of this session's engine.
+
+        Raises:
+            LeaseNotFound: it ended, or never was.
+            NotOwner: it belongs to another engine.
+        """
+        return self._leases.get(lease_id, session.engine_id)
+
+    def renew(self, session: Session, lease_id: LeaseId, expires_at: float) -> None:
+        """Extends a lease; never shortens it. Raises like `lease`."""
+        lease = self._leases.get(lease_id, session.engine_id)
+        lease.expires_at = max(lease.expires_at, expires_at)
+
+    def release(self, session: Session, lease_id: LeaseId) -> None:
+        """Ends a lease. Raises like `lease`."""
+        self._leases.release(self._leases.get(lease_id, session.engine_id))
+
+    def prepare_store(
+        self, session: Session, keys: Sequence[bytes], *, request_id: str, expires_at: float
+    ) -> StoreAnswer:
+        """Grants slots for the parts of this session's rank that are not there and that nobody is writing.
+
+        Raises:
+            InvalidKey: a key names a group that the namespace lacks; nothing was granted.
+            InvalidItem: the session has no rank.
+        """
+        rank = session.own_rank()
+        for key in keys:
+            session.namespace.part_bytes_of(key)
+        statuses = bytearray(len(keys))
+        wanted: dict[Block, int] = {}
+        for number, key in enumerate(keys):
+            block = self._primary.find_or_add(session.namespace, key)
+            if block.ready or block.written >> rank & 1:
+                statuses[number] = StoreStatus.PRESENT
+            elif block.promoting or block.slots[rank] is not None or block in wanted:
+                statuses[number] = StoreStatus.IN_PROGRESS
+            else:
+                block.pins += 1
+                wanted[block] = number
+        self._primary.reserve([(block, rank) for block in wanted])
+        granted, slots = [], []
+        for block, number in wanted.items():
+            offset = block.slots[rank]
+            if offset is None:
+                statuses[number] = StoreStatus.NO_ROOM
+                self._primary.unpin(block)
+                continue
+            statuses[number] = StoreStatus.GRANTED
+            block.writers += 1
+            granted.append(block)
+            slots.append(offset)
+        self._primary.touch(granted)
+        if not granted:
+            return StoreAnswer(None, bytes(statuses), [])
+        owner = Owner(session.engine_id, session.id, request_id)
+        store = self._stores.begin(owner, rank, expires_at, granted)
+        return StoreAnswer(store.id, bytes(statuses), slots)
+
+    def store(self, session: Session, store_id: StoreId) -> Store:
+        """Returns a store in flight of this session's engine.
+
+        Raises:
+            StoreNotFound: it ended, or never was.
+            NotOwner: it belongs to another engine.
+        """
+        return self._stores.get(store_id, session.engine_id)
+
+    def complete_store(self, session: Session, store_id: StoreId, failed: Collection[int] = ()) -> None:
+        """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `store`.
+
+        Raises:
+            InvalidItem: `failed` names a block that was not granted; the store goes on.
+        """
+        store = self._stores.get(store_id, session.engine_id)
+        if any(number >= len(store.blocks) for number in failed):
+            raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
+        self._stores.end(store)
+        missing = set(failed)
+        complete = []
+        for number, block in enumerate(store.blocks):
+            block.writers -= 1
+            if number in missing:
+                self._primary.release([self._primary.detach_slot(block, store.rank)])
+            else:
+                block.part_written(store.rank)
+                if block.ready:
+                    complete.append(block)
+        self._flow.cascade(complete)
+        self._settle(store.blocks)
+        for block in store.blocks:
+            self._primary.unpin(block)
+
+    def writer_done(self, session: Session, store_id: StoreId) -> None:
+        """Takes note of a completion that came after its store had ended: at least, nobody writes any more."""
+        self._stores.writer_done(store_id, session.engine_id)
+
+    def durability(self, session: Session, keys: Sequence[bytes]) -> bytes:
+        """Returns a `DurableStatus` per key, and sends on their way ready blocks that no durable tier has."""
+        namespace = session.namespace.id
+        blocks = self._primary.blocks_of(namespace)
+        waiting = [
+            block
+            for key in keys
+            if (block := blocks.get(key)) and block.ready and not self._flow.is_becoming_durable(namespace, key)
+        ]
+        self._flow.cascade(list(dict.fromkeys(waiting)), even_if_busy=True)
+        return bytes(self._durability_of(namespace, key) for key in keys)
+
+    def _durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
+        if self._flow.is_durable(namespace, key):
+            return DurableStatus.DURABLE
+        block = self._primary.blocks_of(namespace).get(key)
+        being_written = block is not None and block.pending
+        on_its_way = being_written or self._flow.is_becoming_durable(namespace, key)
+        return DurableStatus.PENDING if on_its_way else DurableStatus.VOLATILE
+
+    def tick(self, now: float) -> None:
+        """Ends what has expired. Called every second or so."""
+        for lease in self._leases.expired(now):
+            self._leases.release(lease)
+            self._commands.append(LeaseSettled(lease.id))
+        for store in self._stores.expired(now):
+            session = self._sessions.get(store.owner.session_id)
+            self._abandon(store, session.writers if session else set())
+
+    def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
+        """Takes in the result of a job, an outcome per block. A job that is not known is ignored."""
+        finished = self._flow.finish(job_id, outcomes)
+        if finished is None or finished[0] is JobKind.STORE:
+            return
+        results = finished[1]
+        for block, done in results:
+            if done:
+                block.promoted()
+            else:
+                self._drop_promotion(block)
+        self._settle([block for block, _ in results])
+        for block, _ in results:
+            self._primary.unpin(block)
+
+    def stats(self) -> ManagerStats:
+        """Returns the figures of this moment."""
+        memory = self._primary.memory
+        cpu = TierStats(
+            name="cpu",
+            type="cpu",
+            capacity_bytes=self._region_bytes,
+            available_bytes=memory.available_bytes,
+            used_bytes=memory.used_bytes(),
+            blocks=len(self._primary),
+            hits=self._primary_hits,
+            misses=self._asked - self._primary_hits,
+            evictions=self._primary.evictions,
+        )
+        return ManagerStats(
+            tiers=(cpu, *map(_lane_stats, self._flow.lanes)),
+            leases=len(self._leases),
+            stores=len(self._stores),
+            quarantined_bytes=self._stores.quarantined_bytes,
+            sessions=len(self._sessions),
+            namespaces=len(self._namespaces),
+            lookup_keys=self._asked,
+            lookup_misses=self._misses,
+        )
+
+    def _start_promotions(self, items: list[Block | None], promotions: list[tuple[int, Lane, Block]]) -> None:
+        """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
+        self._primary.reserve(
+            [(block, rank) for _, _, block in promotions for rank, slot in enumerate(block.slots) if slot is None]
+        )
+        started = []
+        for number, lane, block in promotions:
+            if None in block.slots:
+                # The same key may stand in the list again and have been pinned there as well.
+                self._drop_promotion(block)
+                lane.hits -= 1
+                for position in range(number, len(items)):
+                    if items[position] is block:
+                        items[position] = None
+                        self._primary.unpin(block)
+            else:
+                started.append((lane, block))
+        self._flow.promote(started)
+
+    def _drop_promotion(self, block: Block) -> None:
+        """Takes all slots from a block that could not be filled. Only jobs write to them, so they are free at once."""
+        block.promoting = False
+        ranks = [rank for rank, slot in enumerate(block.slots) if slot is not None]
+        block.written = 0
+        self._primary.release([self._primary.detach_slot(block, rank) for rank in ranks])
+
+    def _abandon(self, store: Store, writers: set[int]) -> None:
+        """Ends a store whose owner is gone or silent; its slots wait until nobody can write to them."""
+        self._stores.end(store)
+        offsets = []
+        for block in store.blocks:
+            block.writers -= 1
+            offsets.append(self._primary.detach_slot(block, store.rank))
+        self._stores.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
+        self._settle(store.blocks)
+        for block in store.blocks:
+            self._primary.unpin(block)
+
+    def _settle(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if not block.pending:
+                self._commands.extend(map(LeaseSettled, self._leases.settle(block)))
+
+    def _end_request(self, key: tuple[str, str]) -> None:
+        del self._requests[key]
+        for lane in self._flow.lanes:
+            lane.tier.on_request_finished(key[1])
+
+    def _count(self, asked: int, hits: int, from_below: int) -> None:
+        self._asked += asked
+        self._primary_hits += hits - from_below
+        self._misses += asked - hits
+
+
+def _lane_stats(lane: Lane) -> TierStats:
+    return TierStats(
+        name=lane.tier.name,
+        type=lane.tier.type,
+        capacity_bytes=lane.catalog.capacity_bytes,
+        available_bytes=lane.catalog.capacity_bytes,
+        used_bytes=lane.catalog.used_bytes,
+        blocks=len(lane.catalog),
+        hits=lane.hits,
+        misses=lane.asked - lane.hits,
+        evictions=lane.catalog.evictions,
+        jobs=lane.jobs,
+        healthy=lane.tier.trouble is None,
+        trouble=lane.tier.trouble or "",
+    )
+
+

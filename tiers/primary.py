@@ -1,0 +1,162 @@
+"""The CPU tier: which blocks are in the host region, and who makes room for whom."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+from .base import NamespaceId
+from .blocks import Block, NamespaceSpec
+from .policies import EvictionPolicy
+from .slots import SlotAllocator
+
+__all__ = ["PrimaryTier"]
+
+
+class PrimaryTier:
+    """Index of the blocks in the host region. Moves no bytes.
+
+    Eviction is by size class, each with a policy of its own. Memory moves between classes an extent at a time: a class
+    takes over the extent of another class' next victim where that victim has been idle for longer than
+    its own next victim, so that yesterday's model does not keep the region from today's.
+    """
+
+    def __init__(self, extent_bytes: int, new_policy: Callable[[], EvictionPolicy[Block]]) -> None:
+        self.memory = SlotAllocator(extent_bytes)
+        self.evictions = 0
+        self._new_policy = new_policy
+        self._policies: dict[int, EvictionPolicy[Block]] = {}
+        self._blocks: dict[NamespaceId, dict[bytes, Block]] = defaultdict(dict)
+        self._owners: dict[int, Block] = {}
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return sum(len(blocks) for blocks in self._blocks.values())
+
+    def blocks_of(self, namespace: NamespaceId) -> dict[bytes, Block]:
+        """Returns the blocks of a namespace by key; for reading only."""
+        return self._blocks[namespace]
+
+    def find_or_add(self, spec: NamespaceSpec, key: bytes) -> Block:
+        """Returns the block with this key, adding an empty one where there is none.
+
+        The caller pins it: a block without slots and pins must not stay (`unpin` takes care of that).
+
+        Raises:
+            InvalidKey: the key names a group that the namespace lacks.
+        """
+        blocks = self._blocks[spec.id]
+        block = blocks.get(key)
+        if block is None:
+            part_bytes = spec.part_bytes_of(key)
+            block = Block(spec, key, part_bytes, self._policy_for(self.memory.slot_bytes_for(part_bytes)))
+            blocks[key] = block
+            block.order.insert(block)
+        return block
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Takes note that a request used these blocks, given head first.
+
+        They are touched tail first: the head is worth the most, because without it the tail is useless.
+        """
+        self._clock += 1
+        for block in reversed(blocks):
+            block.last_use = self._clock
+            block.order.touch(block)
+
+    def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
+        """Gives slots to (block, rank) pairs, evicting where needed; those that get none keep None.
+
+        The blocks must be pinned, or one of them could be evicted for the sake of another.
+        """
+        by_class: dict[int, list[tuple[Block, int]]] = defaultdict(list)
+        for block, rank in wanted:
+            by_class[self.memory.slot_bytes_for(block.part_bytes)].append((block, rank))
+        for slot_bytes, pairs in by_class.items():
+            for (block, rank), offset in zip(pairs, self._take(slot_bytes, len(pairs)), strict=False):
+                block.slots[rank] = offset
+                self._owners[offset] = block
+
+    def unpin(self, block: Block) -> None:
+        """Drops one pin; a block that has neither pins nor slots is forgotten."""
+        block.pins -= 1
+        if block.pins == 0 and not block.ready and not any(slot is not None for slot in block.slots):
+            self._forget(block)
+
+    def detach_slot(self, block: Block, rank: int) -> int:
+        """Takes an unwritten part's slot away from its block, without freeing it (see `release`)."""
+        offset = block.slots[rank]
+        if offset is None:
+            raise ValueError(f"rank {rank} of {block!r} has no slot")
+        block.slots[rank] = None
+        del self._owners[offset]
+        return offset
+
+    def release(self, offsets: Iterable[int]) -> None:
+        """Frees slots that were detached from their blocks and that nobody can write to any more."""
+        self.memory.release(offsets)
+
+    def evict(self, block: Block) -> None:
+        """Drops a block and frees its slots. It must not be pinned."""
+        offsets = [offset for offset in block.slots if offset is not None]
+        for offset in offsets:
+            del self._owners[offset]
+        block.slots = [None] * len(block.slots)
+        block.written = 0
+        block.ready = False
+        self._forget(block)
+        self.memory.release(offsets)
+
+    def _forget(self, block: Block) -> None:
+        del self._blocks[block.namespace][block.key]
+        block.order.remove(block)
+
+    def _policy_for(self, slot_bytes: int) -> EvictionPolicy[Block]:
+        policy = self._policies.get(slot_bytes)
+        if policy is None:
+            policy = self._policies[slot_bytes] = self._new_policy()
+        return policy
+
+    def _take(self, slot_bytes: int, count: int) -> list[int]:
+        offsets = self.memory.allocate(slot_bytes, count)
+        while len(offsets) < count and self._make_room(slot_bytes, count - len(offsets)):
+            offsets += self.memory.allocate(slot_bytes, count - len(offsets))
+        offsets.sort()
+        return offsets
+
+    def _make_room(self, slot_bytes: int, count: int) -> bool:
+        """Evicts own blocks or takes over another class' extent. Returns whether anything was freed."""
+        own = list(islice(self._evictable(slot_bytes), count))
+        extent_offsets = self._extent_idle_since(slot_bytes, own[0].last_use if own else None)
+        victims = {self._owners[offset] for offset in extent_offsets} if extent_offsets else own
+        for block in victims:
+            self.evict(block)
+        self.evictions += len(victims)
+        return bool(victims)
+
+    def _evictable(self, slot_bytes: int) -> Iterable[Block]:
+        policy = self._policies.get(slot_bytes)
+        return (block for block in policy.victims() if block.pins == 0) if policy else ()
+
+    def _extent_idle_since(self, slot_bytes: int, before: int | None) -> set[int] | None:
+        """Returns the slots of another class' extent that may be taken over, or None.
+
+        Its class' next victim lies in it and was last used before `before` (None: at any time).
+        """
+        others = (
+            next(iter(self._evictable(other)), None)
+            for other in self._policies
+            if other != slot_bytes and slot_bytes <= self.memory.extent_bytes
+        )
+        oldest = min((block for block in others if block is not None), key=lambda block: block.last_use, default=None)
+        if oldest is None or (before is not None and oldest.last_use >= before):
+            return None
+        for offset in oldest.slots:
+            if offset is None:
+                continue
+            in_use = self.memory.extent_at(offset).in_use
+            owners = [self._owners.get(slot) for slot in in_use]
+            if all(owner is not None and owner.pins == 0 for owner in owners):
+                return set(in_use)
+        return None
