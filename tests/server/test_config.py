@@ -1,0 +1,316 @@
+"""The configuration: where values come from, what is refused, and how that is said."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.server import machine, render
+from kvtier.server.config import Config, ConfigError
+from kvtier.server.settings import SETTINGS, TIER_SETTINGS
+from kvtier.server.sources import load
+from kvtier.server.units import (
+    GIB,
+    MIB,
+    format_duration,
+    format_size,
+    human_size,
+    parse_duration,
+    parse_size,
+)
+
+ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    """Writes a configuration file and returns its path."""
+
+    def write_file(text: str) -> Path:
+        path = tmp_path / "kvtier.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def problems(**arguments: Any) -> list[str]:
+    """Returns what is wrong with a configuration, a line each."""
+    with pytest.raises(ConfigError) as refused:
+        load(**({"environ": ENVIRON} | arguments))
+    assert not any("\n" in problem for problem in refused.value.problems)
+    return list(refused.value.problems)
+
+
+class TestSources:
+    def test_defaults(self) -> None:
+        """A server that was told nothing has a socket of its user's, a region and one LMDB tier that fit the machine."""
+        loaded = load(environ=ENVIRON)
+        config = loaded.config
+        assert config.listen == ("unix:/run/user/7/kvtier/kvtier.sock",)
+        assert config.data_dir == Path("/data/kvtier")
+        assert 0 < config.region_size <= min(8 * GIB, machine.memory_bytes() // 4)
+        assert config.metrics is None
+        assert (config.leases.default, config.leases.max) == (60.0, 600.0)
+        assert (config.limits.max_keys, config.limits.max_key_bytes) == (65536, 80)
+        assert [(tier.type, tier.path) for tier in config.tiers] == [("lmdb", Path("/data/kvtier/lmdb"))]
+        assert MIB <= config.tiers[0].size <= 16 * GIB
+        assert set(loaded.origins) == set(SETTINGS)
+        assert set(loaded.origins.values()) == {"default"}
+        assert not loaded.warnings
+
+    def test_later_sources_win(self, write: Any) -> None:
+        """A flag beats the environment, which beats the file, which beats the default; each value keeps its origin."""
+        file = write('region_size = "1GiB"\nmetrics = "h:1"\n[log]\nlevel = "error"\n[limits]\nmax_keys = 7')
+        loaded = load(
+            {"region_size": "3GiB", "log.level": None},
+            file=file,
+            environ=ENVIRON | {"KVTIER_REGION_SIZE": "2GiB", "KVTIER_LOG_LEVEL": "debug"},
+        )
+        assert loaded.config.region_size == 3 * GIB
+        assert loaded.config.log.level == "debug"
+        assert loaded.config.metrics == "h:1"
+        assert loaded.config.limits.max_keys == 7
+        assert loaded.origins["region_size"] == "--region-size"
+        assert loaded.origins["log.level"] == "KVTIER_LOG_LEVEL"
+        assert loaded.origins["metrics"] == str(file)
+        assert loaded.origins["leases.max"] == "default"
+
+    def test_file_from_the_environment(self, write: Any) -> None:
+        """KVTIER_CONFIG names a file; --config overrules it."""
+        file = write("[limits]\nmax_keys = 7")
+        assert load(environ=ENVIRON | {"KVTIER_CONFIG": str(file)}).config.limits.max_keys == 7
+        assert load(file=file, environ=ENVIRON | {"KVTIER_CONFIG": "/nowhere"}).config.limits.max_keys == 7
+
+    def test_environment_is_text(self) -> None:
+        """Every kind of value can be said in the environment."""
+        config = load(
+            environ=ENVIRON
+            | {
+                "KVTIER_LISTEN": "unix:/a.sock, 127.0.0.1:7",
+                "KVTIER_INSECURE": "yes",
+                "KVTIER_LIMITS_MAX_KEYS": "12",
+                "KVTIER_LEASES_DEFAULT": "5",
+                "KVTIER_DATA_DIR": "/elsewhere",
+                "KVTIER_METRICS": "OFF",
+                "KVTIER_TIERS": '[{type = "lmdb", size = "3GiB", durability = "power"}]',
+            }
+        ).config
+        assert config.listen == ("unix:/a.sock", "127.0.0.1:7")
+        assert config.insecure is True
+        assert config.limits.max_keys == 12
+        assert config.leases.default == 5.0
+        assert config.metrics is None
+        [tier] = config.tiers
+        assert (tier.size, tier.durability, tier.path) == (3 * GIB, "power", Path("/elsewhere/lmdb"))
+
+    @pytest.mark.parametrize("text", ["none", "[]"])
+    def test_cpu_only(self, text: str, write: Any) -> None:
+        """No tiers below the CPU tier: by flag, by environment, by file."""
+        assert load({"tiers": ()}, environ=ENVIRON).config.tiers == ()
+        assert load(environ=ENVIRON | {"KVTIER_TIERS": text}).config.tiers == ()
+        assert load(file=write("tiers = []"), environ=ENVIRON).config.tiers == ()
+
+    def test_tier_of_others(self, write: Any) -> None:
+        """A tier that is not part of kvtier is named by its class, and gets its options as they stand."""
+        file = write('[[tiers]]\ntype = "acme.cache:GlacierTier"\nsize = "1TiB"\noptions = {depth = 3, where = ["x"]}')
+        [tier] = load(file=file, environ=ENVIRON).config.tiers
+        assert tier.is_custom
+        assert (tier.name, tier.path) == ("glaciertier", Path("/data/kvtier/glaciertier"))
+        assert tier.options == {"depth": 3, "where": ["x"]}
+
+    def test_foreign_variables(self) -> None:
+        """What Kubernetes adds for a service named kvtier is ignored; what only looks strange is a warning."""
+        loaded = load(
+            environ=ENVIRON
+            | {
+                "KVTIER_PORT": "tcp://10.0.0.1:50051",
+                "KVTIER_SERVICE_HOST": "10.0.0.1",
+                "KVTIER_METRICS_SERVICE_PORT_HTTP": "9",
+                "KVTIER_PORT_50051_TCP_ADDR": "10.0.0.1",
+                "KVTIER_ENDPOINT": "unix:/a.sock",
+                "KVTIER_CLIENT_LOG_LEVEL": "x",
+                "KVTIER_MASCOT": "otter",
+            }
+        )
+        assert loaded.warnings == ("KVTIER_MASCOT: no such setting of the server; ignored",)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ("regoin_size = 1", "{file}: regoin_size: no such setting; did you mean region_size?"),
+            ("[limits]\nmax_kyes = 1", "{file}: [limits] max_kyes: no such setting; did you mean max_keys?"),
+            ("[limit]\nmax_keys = 1", "{file}: limit: no such setting; did you mean limits?"),
+            ("zebra = 1", "{file}: zebra: no such setting"),
+            ("limits = 3", "{file}: limits: must be a table, [limits]"),
+            ("[limits]\nmax_keys = 0", "{file}: limits.max_keys = 0: must be between 1 and 1048576"),
+            ("[limits]\nmax_keys = true", "{file}: limits.max_keys = True: must be a whole number"),
+            ("[limits]\nmax_keys = 1.5", "{file}: limits.max_keys = 1.5: must be a whole number"),
+            ('insecure = "yes"', '{file}: insecure = "yes": must be true or false'),
+            ("region_size = -1", "{file}: region_size = -1: a size is not negative"),
+            ('region_size = "4K"', '{file}: region_size = "4K": not a size'),
+            ("region_size = 4096", "{file}: region_size = 4096: must be at least 1MiB"),
+            ('[leases]\nmax = "10 parsecs"', '{file}: leases.max = "10 parsecs": not a duration'),
+            ("[leases]\nmax = nan", "{file}: leases.max = nan: a duration is finite"),
+            ('[log]\nlevel = "warn"', '{file}: log.level = "warn": must be one of debug, info, warning, error; did you me'),
+            ('metrics = "unix:/m"', '{file}: metrics = "unix:/m": must be HOST:PORT'),
+            ('metrics = "9090"', '{file}: metrics = "9090": \'9090\' is neither'),
+            ("listen = []", "{file}: listen = []: must name at least one address"),
+            ('listen = ["h"]', "{file}: listen = ['h']: 'h' is neither unix:PATH nor HOST:PORT"),
+            ("listen = 3", "{file}: listen = 3: must be a list of texts"),
+            ('data_dir = ""', '{file}: data_dir = "": must be a path'),
+            ("[limits", "{file}: is not TOML: "),
+        ],
+    )
+    def test_one_line_each(self, write: Any, text: str, problem: str) -> None:
+        """A typo, a wrong type and a value out of bounds are each one line: where, what, why, and what was meant."""
+        file = write(text)
+        [line] = problems(file=file)
+        assert line.startswith(problem.format(file=file))
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ("tiers = 3", "tiers: must be a list of tables"),
+            ('[[tiers]]\nsize = "1GiB"', "tiers, number 1: type: must be given: lmdb, or module:Class"),
+            ('[[tiers]]\ntype = "lmbd"', 'type = "lmbd": must be lmdb, or module:Class; did you mean lmdb?'),
+            ('[[tiers]]\ntype = "lmdb"\nsizes = 1', "tiers, number 1: sizes: no such setting; did you mean size?"),
+            ('[[tiers]]\ntype = "lmdb"\nsize = "lots"', 'tiers, number 1: size = "lots": not a size'),
+            ('[[tiers]]\ntype = "lmdb"\nname = "cpu"', 'name = "cpu": must be'),
+            ('[[tiers]]\ntype = "lmdb"\nname = "../x"', 'name = "../x": must be'),
+            ('[[tiers]]\ntype = "lmdb"\ndurability = "eternal"', "must be one of process, power"),
+            ('[[tiers]]\ntype = "lmdb"\noptions = {a = 1}', "options: lmdb takes none"),
+            ('[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "lmdb"', "tiers: two of them have name = lmdb"),
+        ],
+    )
+    def test_tiers(self, write: Any, text: str, problem: str) -> None:
+        """A tier's table is checked like the rest, and named by its number."""
+        file = write(text)
+        lines = problems(file=file)
+        assert lines[0].startswith(f"{file}: ")
+        assert problem in lines[0]
+
+    def test_all_at_once(self, write: Any) -> None:
+        """Every problem of every source is reported, not the first only."""
+        file = write('a = 1\n[log]\nlevel = "x"')
+        lines = problems(flags={"region_size": "x"}, file=file, environ=ENVIRON | {"KVTIER_REGION_SZIE": "1"})
+        assert [line.split(":")[0] for line in lines] == [str(file), str(file), "KVTIER_REGION_SZIE", "--region-size"]
+        assert lines[2].endswith("did you mean KVTIER_REGION_SIZE?")
+
+    def test_unreadable_file(self, tmp_path: Path) -> None:
+        """A file that is not there, is a directory, or is no text is an error that names it."""
+        assert problems(file=tmp_path / "none.toml") == [
+            f"{tmp_path}/none.toml: cannot be read: No such file or directory"
+        ]
+        assert problems(file=tmp_path) == [f"{tmp_path}: cannot be read: Is a directory"]
+        (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+        assert "is not TOML" in problems(file=tmp_path / "binary")[0]
+
+    def test_contradictions(self) -> None:
+        """Values that are fine one by one and cannot be meant together are refused."""
+        [line] = problems(environ=ENVIRON | {"KVTIER_LEASES_DEFAULT": "20m"})
+        assert line == "KVTIER_LEASES_DEFAULT: leases.default = 20m: is more than leases.max = 10m"
+        [line] = problems(environ=ENVIRON | {"KVTIER_LIMITS_MAX_MESSAGE_BYTES": "1MiB"})
+        assert "limits.max_message_bytes = 1MiB: must be at least 5392KiB" in line
+        [line] = problems(environ=ENVIRON | {"KVTIER_REGION_SIZE": "900TiB"})
+        assert "this machine has no more than" in line
+
+    def test_open_to_other_hosts(self) -> None:
+        """TCP that other hosts reach needs --insecure, and is worth a warning then; so is TCP on the loopback."""
+        [line] = problems(flags={"listen": ["0.0.0.0:7070"]})
+        assert line.startswith("--listen: listen = 0.0.0.0:7070: whoever reaches this address")
+        loaded = load({"listen": ["0.0.0.0:7070"], "insecure": True}, environ=ENVIRON)
+        assert loaded.warnings[0].startswith("listening on 0.0.0.0:7070 in the clear")
+        loaded = load({"listen": ["127.0.0.1:7070"]}, environ=ENVIRON)
+        assert loaded.warnings[0].startswith("listening on 127.0.0.1:7070: every user of this host")
+
+
+class TestRendering:
+    def test_toml_reads_back(self, write: Any) -> None:
+        """What `kvtier config` prints is a file that makes the same configuration, odd characters and all."""
+        first = load(
+            {"listen": ["unix:/a b/ü\t\"q'.sock", "127.0.0.1:7"], "region_size": str(MIB + 1), "metrics": "h:1"},
+            file=write('[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "a.b:C"\noptions = {x = [1, {y = true}], "z z" = 1.5}'),
+            environ=ENVIRON | {"KVTIER_LEASES_DEFAULT": "1500ms"},
+        )
+        text = render.to_toml(first)
+        assert load(file=write(text), environ={}).config == first.config
+        assert "# KVTIER_LEASES_DEFAULT" in text
+        assert "# --region-size" in text
+
+    def test_toml_of_cpu_only(self, write: Any) -> None:
+        """No tiers stay no tiers."""
+        text = render.to_toml(load({"tiers": ()}, environ=ENVIRON))
+        assert load(file=write(text), environ={}).config.tiers == ()
+
+    def test_json(self) -> None:
+        """JSON has the same values, sizes in bytes and durations in seconds."""
+        loaded = load({"region_size": "1GiB"}, environ=ENVIRON)
+        values = json.loads(render.to_json(loaded))
+        assert values["config"]["region_size"] == GIB
+        assert values["config"]["leases"] == {"default": 60.0, "max": 600.0}
+        assert values["config"]["tiers"][0]["type"] == "lmdb"
+        assert values["origins"]["region_size"] == "--region-size"
+
+    def test_reference_names_all(self) -> None:
+        """Every setting is documented: its name, its variable, its default and what it means."""
+        text = render.reference()
+        for setting in (*SETTINGS.values(), *TIER_SETTINGS.values()):
+            assert f"`{setting.key}`" in text
+            assert setting.doc.endswith(".")
+            assert setting.doc in text
+
+    def test_toml_is_toml(self) -> None:
+        """The printed file has the tables of the configuration."""
+        tables = tomllib.loads(render.to_toml(load(environ=ENVIRON)))
+        assert set(tables) == set(Config.__struct_fields__)
+
+
+class TestUnits:
+    @pytest.mark.parametrize(
+        ("text", "size"),
+        [("2GiB", 2 * GIB), ("512 mib", 512 * MIB), ("1.5Gi", 3 * GIB // 2), ("1GB", 10**9), ("7", 7), ("7B", 7), (7, 7)],
+    )
+    def test_sizes(self, text: object, size: int) -> None:
+        """Sizes are written with binary or decimal units, or as bytes."""
+        assert parse_size(text) == size
+        assert parse_size(format_size(size)) == size
+
+    @pytest.mark.parametrize("text", ["", "GiB", "2G", "-1GiB", "1e3", "2GiB2", None, True, 1.5, [], "٣GiB"])
+    def test_no_sizes(self, text: object) -> None:
+        """What is not clearly a size is refused; a bare G could mean either."""
+        with pytest.raises(ValueError, match="size"):
+            parse_size(text)
+
+    @pytest.mark.parametrize(
+        ("text", "seconds"), [("30s", 30), ("5m", 300), ("2h", 7200), ("250ms", 0.25), ("1d", 86400), ("3", 3), (0.5, 0.5)]
+    )
+    def test_durations(self, text: object, seconds: float) -> None:
+        """Durations are written with a unit, or in seconds."""
+        assert parse_duration(text) == seconds
+        assert parse_duration(format_duration(seconds)) == seconds
+
+    @pytest.mark.parametrize("text", ["", "s", "-1s", "5 minutes", None, True, -1, float("inf"), float("nan")])
+    def test_no_durations(self, text: object) -> None:
+        """What is not clearly a duration is refused."""
+        with pytest.raises(ValueError, match="duration"):
+            parse_duration(text)
+
+    def test_for_people(self) -> None:
+        """Sizes for people are short."""
+        assert [human_size(size) for size in (0, 1023, 1536, 2 * GIB)] == ["0 B", "1023 B", "1.5 KiB", "2.0 GiB"]
+
+
+def test_disk_bytes(tmp_path: Path) -> None:
+    """A tier's own files count as room for it: a restart must not shrink the default size."""
+    missing = tmp_path / "a" / "b"
+    assert machine.disk_bytes(missing) > 0
+    assert not missing.exists()
+    (tmp_path / "full").write_bytes(b"x" * MIB)
+    assert machine.disk_bytes(tmp_path) >= MIB
