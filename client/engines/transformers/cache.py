@@ -142,7 +142,7 @@ class KVTierCache:
         the caller's own are computed as if there were no kvtier.
         """
         self.last_hit = Hit()
-        if not _is_plain(input_ids, options, self._model.generation_config):
+        if not is_plain(input_ids, options, self._model.generation_config):
             return self._model.generate(input_ids, **options)
         cache, _ = self.restore(input_ids)
         wants_dict = options.pop("return_dict_in_generate", False)
@@ -224,7 +224,7 @@ def _sequence(input_ids: Any) -> list[int]:
     return [int(token) for token in input_ids]
 
 
-def _is_plain(input_ids: torch.Tensor, options: Mapping[str, Any], defaults: Any) -> bool:
+def is_plain(input_ids: torch.Tensor, options: Mapping[str, Any], defaults: Any) -> bool:
     """Whether the tokens alone say what KV comes out: one sequence, no beams, no padding, no images, no other cache."""
     settings = options.get("generation_config") or defaults
     mask = options.get("attention_mask")

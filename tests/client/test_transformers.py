@@ -1,0 +1,168 @@
+"""The transformers adapter against a real server."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvtier.client.engines.transformers import KVTierCache
+
+BLOCK = 8
+PROMPT = torch.randint(4, 64, (1, 40), generator=torch.Generator().manual_seed(1))
+
+
+def _llama(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        initializer_range=0.3,  # outputs that differ from token to token
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """One small model for all tests."""
+    return _llama()
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Iterator[str]:
+    """A server of our own."""
+    address = f"unix:{tmp_path / 'kvtier.sock'}"
+    command = [Path(sys.executable).with_name("kvtier"), "serve", "--listen", address]
+    command += ["--region-size", "64MiB", "--data-dir", str(tmp_path / "data")]
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        yield address
+        process.terminate()
+
+
+def _cache(model: Any, endpoint: str, **options: Any) -> KVTierCache:
+    cache = KVTierCache(model, endpoint, block_tokens=BLOCK, **options)
+    assert cache.client.wait_connected(20)
+    return cache
+
+
+def _plain(model: Any, prompt: torch.Tensor, tokens: int = 12) -> list[int]:
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens
+    )
+    return output[0].tolist()
+
+
+def _kept(cache: KVTierCache, prompt: torch.Tensor, tokens: int = 12) -> list[int]:
+    return cache.generate(prompt, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)[0].tolist()
+
+
+def test_a_second_engine_loads_what_the_first_computed(model: Any, endpoint: str) -> None:
+    """Another session restores the full blocks of the prompt, computes the rest, and says the same."""
+    expected = _plain(model, PROMPT)
+    with _cache(model, endpoint) as first:
+        assert _kept(first, PROMPT) == expected
+        assert first.last_hit.tokens == 0
+    with _cache(model, endpoint) as second:
+        assert _kept(second, PROMPT[:, :39]) == expected[:39] + _plain(model, PROMPT[:, :39])[39:]
+        assert second.last_hit.tokens == 32
+        assert second.last_hit.tiers == {"cpu": 32}
+
+
+def test_generated_tokens_are_found_again(model: Any, endpoint: str) -> None:
+    """The blocks that a generation filled are stored too: the next turn of a conversation finds them."""
+    with _cache(model, endpoint) as cache:
+        output = torch.tensor([_kept(cache, PROMPT, tokens=25)])
+        follow_up = torch.cat([output, PROMPT[:, :5]], dim=1)
+        assert _kept(cache, follow_up) == _plain(model, follow_up)
+        assert cache.last_hit.tokens == 64
+
+
+def test_at_least_one_token_is_computed(model: Any, endpoint: str) -> None:
+    """A prompt that ends with a block leaves its last block to be computed (B4.2)."""
+    with _cache(model, endpoint) as cache:
+        _kept(cache, PROMPT)
+        assert _kept(cache, PROMPT) == _plain(model, PROMPT)
+        assert cache.last_hit.tokens == PROMPT.shape[1] - BLOCK
+
+
+def test_a_shared_prefix_is_restored_and_the_rest_computed(model: Any, endpoint: str) -> None:
+    """A prompt that begins alike loads what is alike, and no more."""
+    other = torch.cat([PROMPT[:, :20], PROMPT.flip(1)[:, :20]], dim=1)
+    with _cache(model, endpoint) as cache:
+        _kept(cache, PROMPT)
+        assert _kept(cache, other) == _plain(model, other)
+        assert cache.last_hit.tokens == 16
+
+
+def test_what_is_restored_is_bit_identical(model: Any, endpoint: str) -> None:
+    """`save` and `restore` alone, with a model called by hand."""
+    computed = DynamicCache()
+    with torch.inference_mode():
+        model(input_ids=PROMPT, past_key_values=computed)
+    with _cache(model, endpoint) as cache:
+        assert cache.save(PROMPT, computed) == 5
+        assert cache.save(PROMPT, computed) == 0
+        restored, hit = cache.restore(PROMPT)
+    assert hit.tokens == restored.get_seq_length() == 32
+    for old, new in zip(computed.layers, restored.layers, strict=True):
+        assert torch.equal(old.keys[:, :, :32], new.keys)
+        assert torch.equal(old.values[:, :, :32], new.values)
+
+
+@pytest.mark.parametrize("options", [{"extra": b"adapter"}, {"tenant": "other"}, {"name": "m", "revision": "2"}])
+def test_what_differs_is_not_shared(model: Any, endpoint: str, options: dict[str, Any]) -> None:
+    """Another adapter, tenant or revision finds nothing."""
+    with _cache(model, endpoint) as first, _cache(model, endpoint, **options) as second:
+        _kept(first, PROMPT)
+        _kept(second, PROMPT)
+        assert second.last_hit.tokens == 0
+
+
+def test_other_weights_are_not_shared(model: Any, endpoint: str) -> None:
+    """A model of the same shape with other weights finds nothing, without being told."""
+    with _cache(model, endpoint) as first, _cache(_llama(seed=1), endpoint) as second:
+        _kept(first, PROMPT)
+        _kept(second, PROMPT)
+        assert second.last_hit.tokens == 0
+
+
+def test_without_a_server_everything_is_a_miss(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine without a server computes, and says so in the log."""
+    with caplog.at_level(logging.WARNING), KVTierCache(model, f"unix:{tmp_path / 'none'}", block_tokens=BLOCK) as cache:
+        assert _kept(cache, PROMPT) == _plain(model, PROMPT)
+        assert cache.last_hit.tokens == 0
+        assert cache.save(PROMPT, DynamicCache()) == 0
+    assert "computing instead" in caplog.text
+
+
+def test_a_batch_goes_past_the_cache(model: Any, endpoint: str) -> None:
+    """`generate` passes a batch on as it is; `restore` and `save` refuse one."""
+    batch = PROMPT.repeat(2, 1)
+    with _cache(model, endpoint) as cache:
+        output = cache.generate(batch, attention_mask=torch.ones_like(batch), do_sample=False, max_new_tokens=3)
+        assert output.shape == (2, 43)
+        with pytest.raises(ValueError, match="one sequence"):
+            cache.restore(batch)
+
+
+def test_generate_returns_what_the_model_would(model: Any, endpoint: str) -> None:
+    """With `return_dict_in_generate` the caller gets the model's own answer, scores included."""
+    with _cache(model, endpoint) as cache:
+        answer = cache.generate(
+            PROMPT, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_scores=True
+        )
+        assert len(answer.scores) == 3
+        assert answer.sequences.shape == (1, 43)

@@ -1,0 +1,149 @@
+"""The parts of the transformers adapter that need no server: names, layout, fingerprints, refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from kvtier.client.engines.transformers.cache import is_plain
+from kvtier.client.engines.transformers.fingerprint import config_digest, weights_digest
+from kvtier.client.engines.transformers.hashes import block_hashes
+from kvtier.client.engines.transformers.layout import CacheLayout, UnsupportedModelError
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+def _llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SMALL)).to(dtype).eval()
+
+
+def test_hashes_are_the_same_in_every_process_and_release() -> None:
+    """A block's hash is fixed by its tokens and those before it: engines of today find blocks of yesterday."""
+    hashes = block_hashes(range(8), 4, extra=b"x")
+    assert [name.hex()[:16] for name in hashes] == ["de647e7387760e1d", "0deb497316733429"]
+
+
+def test_hashes_are_chained() -> None:
+    """A changed token changes the hashes of its own block and of all after it, and of none before."""
+    tokens = list(range(40))
+    changed = [*tokens[:15], 99, *tokens[16:]]
+    before, after = block_hashes(tokens, 8), block_hashes(changed, 8)
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False, False, False]
+
+
+def test_hashes_cover_whatever_else_changes_the_meaning() -> None:
+    """With another `extra` no hash is the same; a rest that does not fill a block has none."""
+    assert not set(block_hashes(range(16), 8)) & set(block_hashes(range(16), 8, extra=b"adapter"))
+    assert len(block_hashes(range(15), 8)) == 1
+    assert block_hashes([], 8) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_come_back_bit_identical(dtype: torch.dtype) -> None:
+    """What was copied to slots, in any place, comes back as the leading blocks of a cache, bit for bit."""
+    model = _llama(dtype=dtype)
+    layout = CacheLayout.probe(model, block_tokens=4)
+    cache = DynamicCache()
+    with torch.inference_mode():
+        model(input_ids=torch.arange(11)[None], past_key_values=cache)
+    memory = memoryview(bytearray(3 * layout.part_bytes))
+    offsets = [2 * layout.part_bytes, 0]
+    layout.copy_out(cache, [0, 1], memory, offsets)
+    back = layout.cache_of(layout.copy_in(memory, offsets))
+    assert back.get_seq_length() == 8
+    for old, new in zip(cache.layers, back.layers, strict=True):
+        assert torch.equal(old.keys[:, :, :8], new.keys)
+        assert torch.equal(old.values[:, :, :8], new.values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=16)),
+        (
+            Gemma3ForCausalLM,
+            Gemma3TextConfig(**SMALL, sliding_window=16, layer_types=["sliding_attention", "full_attention"]),
+        ),
+    ],
+)
+def test_models_with_other_caches_are_refused(kind: Any, config: Any) -> None:
+    """A model with sliding windows is refused when the cache is made, and told why: never restored wrongly."""
+    with pytest.raises(UnsupportedModelError, match="only full attention"):
+        CacheLayout.probe(kind(config).eval(), block_tokens=4)
+
+
+def test_a_cache_of_another_shape_does_not_match() -> None:
+    """Neither a batch, nor a shorter cache, nor one of another model is taken for one that can be saved."""
+    model = _llama()
+    layout = CacheLayout.probe(model, block_tokens=4)
+    one, two = DynamicCache(), DynamicCache()
+    with torch.inference_mode():
+        model(input_ids=torch.arange(8)[None], past_key_values=one)
+        model(input_ids=torch.arange(8)[None].repeat(2, 1), past_key_values=two)
+    assert layout.matches(one, 8)
+    assert not layout.matches(one, 12)
+    assert not layout.matches(two, 8)
+    assert not layout.matches(DynamicCache(), 0)
+
+
+def test_weights_are_told_apart() -> None:
+    """Other weights have another fingerprint; the same weights have the same, wherever they were loaded from."""
+    model = _llama()
+    assert weights_digest(model) == weights_digest(copy.deepcopy(model)) == weights_digest(_llama())
+    assert weights_digest(model) != weights_digest(_llama(seed=1))
+    assert weights_digest(model) != weights_digest(_llama(dtype=torch.bfloat16))
+
+
+def test_configs_are_told_apart_by_what_changes_the_kv() -> None:
+    """Another rope makes another model; another path, or the name of its class, does not."""
+    same = LlamaConfig(**SMALL, name_or_path="/elsewhere", architectures=["X"])
+    other = LlamaConfig(**SMALL, rope_theta=20000.0)
+    assert config_digest(LlamaConfig(**SMALL)) == config_digest(same)
+    assert config_digest(LlamaConfig(**SMALL)) != config_digest(other)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "plain"),
+    [
+        ((1, 9), {"max_new_tokens": 3, "do_sample": False}, True),
+        ((1, 9), {"attention_mask": torch.ones(1, 9), "streamer": object()}, True),
+        ((2, 9), {}, False),
+        ((1, 9), {"num_beams": 2}, False),
+        ((1, 9), {"generation_config": GenerationConfig(num_beams=2)}, False),
+        ((1, 9), {"num_return_sequences": 2, "do_sample": True}, False),
+        ((1, 9), {"attention_mask": torch.tensor([[0] + [1] * 8])}, False),
+        ((1, 9), {"pixel_values": torch.zeros(1)}, False),
+        ((1, 9), {"past_key_values": DynamicCache()}, False),
+        ((1, 9), {"use_cache": False}, False),
+        ((1, 9), {"cache_implementation": "static"}, False),
+    ],
+)
+def test_only_what_tokens_alone_decide_is_cached(
+    shape: tuple[int, int], options: dict[str, Any], *, plain: bool
+) -> None:
+    """Batches, beams, padding, images and foreign caches go past the cache: their KV is not named by the tokens alone."""
+    tokens = torch.ones(shape, dtype=torch.int64)
+    assert is_plain(tokens, options, GenerationConfig()) is plain
