@@ -1,0 +1,50 @@
+"""`python -m bench`."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtier.cuda.malloc import tune_malloc
+
+from .durable import measure_durable
+from .lookups import measure_lookups
+from .machine import facts
+from .movement import measure_movement
+from .report import Report
+
+PARTS: dict[str, Callable[[Report, Path], None]] = {
+    "movement": measure_movement,
+    "lookups": measure_lookups,
+    "durable": measure_durable,
+}
+
+
+def main() -> None:
+    """Measures, prints a table, writes JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure kvtier against this machine's limits.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
+    parser.add_argument("--directory", type=Path, help="where the tiers' files go (a temporary directory)")
+    options = parser.parse_args()
+    tune_malloc()
+    report = Report()
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.directory) as name:
+        directory = Path(name)
+        header = facts(directory)
+        started = time.perf_counter()
+        for part in options.only:
+            folder = directory / part
+            folder.mkdir()
+            PARTS[part](report, folder)
+        header["duration"] = f"{time.perf_counter() - started:.0f} s"
+    report.show(header)
+    if options.json:
+        report.write_json(options.json)
+
+
+if __name__ == "__main__":
+    main()

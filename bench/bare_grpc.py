@@ -1,0 +1,99 @@
+"""gRPC and nothing else: what it can carry between two processes of this machine, as raw bytes, with malloc tuned.
+
+`python -m bench.bare_grpc ADDRESS` is the server; it prints its port, and ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from kvtier.cuda.malloc import tune_malloc
+
+__all__ = ["FRAME_BYTES", "BareGrpc"]
+
+FRAME_BYTES = 2 << 20
+OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+TIMEOUT = 60.0
+
+
+class BareGrpc:
+    """The server as a child process, and a channel to it."""
+
+    def __init__(self, address: str) -> None:
+        command = [sys.executable, "-m", "bench.bare_grpc", address]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stdout = self._process.stdout
+        assert stdout is not None
+        port = stdout.readline().strip()
+        target = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        self._channel = grpc.insecure_channel(target, OPTIONS)
+        self._push = self._channel.stream_unary("/bare/Push")
+        self._pull = self._channel.unary_stream("/bare/Pull")
+        self._echo = self._channel.unary_unary("/bare/Echo")
+        self._frame = bytes(FRAME_BYTES)
+
+    def push(self, nbytes: int) -> None:
+        """Sends this many bytes in one stream, and waits for the answer."""
+        self._push(self._frames(nbytes), timeout=TIMEOUT)
+
+    def pull(self, nbytes: int) -> None:
+        """Receives this many bytes in one stream."""
+        received = sum(len(frame) for frame in self._pull(b"%d" % nbytes, timeout=TIMEOUT))
+        if received != nbytes:
+            raise RuntimeError(f"{received} bytes came instead of {nbytes}")
+
+    def echo(self, request: bytes) -> bytes:
+        """Sends bytes in one unary call and gets the first byte of every 32 back, as a lookup does with its keys."""
+        answer: bytes = self._echo(request, timeout=TIMEOUT)
+        return answer
+
+    def _frames(self, nbytes: int) -> Iterator[bytes]:
+        for start in range(0, nbytes, FRAME_BYTES):
+            yield self._frame if nbytes - start >= FRAME_BYTES else self._frame[: nbytes - start]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._channel.close()
+        self._process.communicate(timeout=10)
+
+
+def _serve(address: str) -> None:
+    frame = bytes(FRAME_BYTES)
+
+    def push(frames: Iterator[bytes], _: Any) -> bytes:
+        return b"%d" % sum(map(len, frames))
+
+    def pull(request: bytes, _: Any) -> Iterator[bytes]:
+        nbytes = int(request)
+        for start in range(0, nbytes, FRAME_BYTES):
+            yield frame if nbytes - start >= FRAME_BYTES else frame[: nbytes - start]
+
+    def echo(request: bytes, _: Any) -> bytes:
+        return request[::32]
+
+    handlers = {
+        "Push": grpc.stream_unary_rpc_method_handler(push),
+        "Pull": grpc.unary_stream_rpc_method_handler(pull),
+        "Echo": grpc.unary_unary_rpc_method_handler(echo),
+    }
+    server = grpc.server(ThreadPoolExecutor(4), options=OPTIONS)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bare", handlers)])
+    port = server.add_insecure_port(address)
+    server.start()
+    print(port, flush=True)
+    sys.stdin.read()
+    server.stop(0).wait()
+
+
+if __name__ == "__main__":
+    tune_malloc()
+    _serve(sys.argv[1])

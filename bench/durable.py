@@ -1,0 +1,127 @@
+"""The LMDB tier: how fast blocks become durable, and how fast they come back after a restart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.client import Client
+from kvtier.cuda.region import HostRegion
+
+from .measure import rate, timed
+from .pool import BATCH, Pool
+from .raw_lmdb import RawLmdb, drop_cache
+from .report import Report
+from .service import Service
+from .workload import SIZES, Keys, batch_name, connect
+
+__all__ = ["measure_durable"]
+
+REGION_BYTES = 1 << 30
+LMDB_BYTES = 8 << 30
+WAIT = 60.0
+ROUNDS = 4
+"""Rounds of stores; the first warms up."""
+BATCHES = {64 << 10: 32, 256 << 10: 16, 2 << 20: 4}
+"""How many batches make a round."""
+
+
+def measure_durable(report: Report, directory: Path) -> None:
+    """Adds the rows of stores until they are durable, and of promotions with the page cache warm and cold."""
+    source = Pool.allocate(seed=2)
+    for block_bytes in SIZES:
+        ours, raw = directory / f"ours-{block_bytes}", directory / f"raw-{block_bytes}"
+        ours.mkdir()
+        raw.mkdir()
+        with Service(ours, REGION_BYTES, lmdb_bytes=LMDB_BYTES) as service:
+            run = _Run(report, service, raw, Pool(source, block_bytes))
+            run.stores()
+            service.stop()
+            run.promotions("warm")
+            service.stop()
+            drop_cache(directory)
+            run.promotions("cold")
+        for path in (*ours.rglob("data.mdb"), *raw.rglob("data.mdb")):
+            path.unlink()  # gives the disk its room back, before it is written to
+
+
+class _Run:
+    """One size of blocks."""
+
+    def __init__(self, report: Report, service: Service, raw: Path, source: Pool) -> None:
+        self._report = report
+        self._service = service
+        self._raw = raw
+        self._source = source
+        self._block_bytes = source.block_bytes
+        self._batches = BATCHES[self._block_bytes]
+        self._keys = Keys(f"durable {self._block_bytes}")
+        self._stored: list[list[bytes]] = []
+
+    def stores(self) -> None:
+        """Stores rounds of batches, each until all of it is durable, and the same into LMDB itself."""
+        self._service.start()
+        ours: list[float] = []
+        bare: list[float] = []
+        with connect(self._service.unix, "shm", self._block_bytes) as client, RawLmdb(self._raw, LMDB_BYTES) as raw:
+            for number in range(ROUNDS):
+                batches = [self._keys.take(BATCH) for _ in range(self._batches)]
+                os.sync()  # what earlier rounds left to be written back is not this one's
+                bare.append(timed(lambda keys=batches: self._put(raw, keys)))
+                os.sync()
+                ours.append(timed(lambda keys=batches: self._store(client, keys)))
+                self._stored = batches if number else self._stored
+        limit = batch_name("raw LMDB put", self._block_bytes)
+        nbytes = self._batches * BATCH * self._block_bytes
+        self._report.add(limit, rate(nbytes, bare[1:]), "GB/s")
+        self._report.add(batch_name("store until durable in LMDB", self._block_bytes), rate(nbytes, ours[1:]), "GB/s", limit)
+
+    def promotions(self, cache: str) -> None:
+        """Looks up what only LMDB has, batch by batch, and reads the same from LMDB itself."""
+        self._service.start()
+        ours: list[float] = []
+        bare: list[float] = []
+        with (
+            connect(self._service.unix, "shm", self._block_bytes) as client,
+            RawLmdb(self._raw, LMDB_BYTES) as raw,
+            HostRegion.create(BATCH * self._block_bytes) as region,
+        ):
+            region.back(0, region.size_bytes)
+            slots = [region.memory[start : start + self._block_bytes] for start in range(0, region.size_bytes, self._block_bytes)]
+            for number, keys in enumerate(self._stored):
+                bare.append(timed(lambda keys=keys: raw.get(keys, slots)))
+                ours.append(timed(lambda keys=keys: self._promote(client, keys)))
+                self._compare(client, number, keys)
+            slots.clear()
+        limit = batch_name(f"raw LMDB get, {cache}", self._block_bytes)
+        nbytes = BATCH * self._block_bytes
+        self._report.add(limit, rate(nbytes, bare), "GB/s")
+        self._report.add(batch_name(f"promotion from LMDB, {cache}", self._block_bytes), rate(nbytes, ours), "GB/s", limit)
+
+    def _put(self, raw: RawLmdb, batches: Sequence[Sequence[bytes]]) -> None:
+        for number, keys in enumerate(batches):
+            raw.put(keys, self._source.buffers(number))
+
+    def _store(self, client: Client, batches: Sequence[Sequence[bytes]]) -> None:
+        for number, keys in enumerate(batches):
+            client.store(keys, self._source.buffers(number))
+        every = [key for keys in batches for key in keys]
+        flushed = client.flush(every, wait=WAIT)
+        if not all(flushed):
+            raise RuntimeError(f"{len(every) - sum(map(bool, flushed))} of {len(every)} blocks did not become durable")
+
+    def _promote(self, client: Client, keys: Sequence[bytes]) -> None:
+        lease = client.lookup(keys, wait=WAIT)
+        if lease.prefix_hits != len(keys):
+            raise RuntimeError(f"{lease.prefix_hits} of {len(keys)} blocks came back from LMDB")
+        lease.release()
+
+    def _compare(self, client: Client, number: int, keys: Sequence[bytes]) -> None:
+        block = np.zeros(self._block_bytes, np.uint8)
+        for index in (0, BATCH - 1):
+            client.load([keys[index]], [block.data])
+            if not np.array_equal(block, self._source.batch(number)[index]):
+                raise RuntimeError(f"block {index} of batch {number} came back from LMDB with other bytes")

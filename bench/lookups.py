@@ -1,0 +1,64 @@
+"""Lookups: how long until an engine knows what is there, and has it pinned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.client import Client
+
+from .bare_grpc import BareGrpc
+from .measure import percentile, timed
+from .report import Report
+from .service import Service
+from .workload import Keys, connect
+
+__all__ = ["measure_lookups"]
+
+COUNTS = {64: 1000, 1024: 400, 8192: 200}
+"""How often which number of keys is looked up."""
+BLOCK_BYTES = 4096
+KEY_BYTES = 36 + 2
+"""A key and what protobuf puts before it."""
+
+
+def measure_lookups(report: Report, directory: Path) -> None:
+    """Adds the rows of lookups that hit, and that miss, beside bare unary calls with as many bytes."""
+    most = max(COUNTS)
+    with Service(directory, 4 * most * BLOCK_BYTES) as service, BareGrpc(f"{service.unix}-bare") as bare:
+        service.start()
+        with connect(service.unix, "shm", BLOCK_BYTES) as client:
+            keys, unknown = Keys("lookups").take(most), Keys("misses").take(most)
+            block = memoryview(bytes(BLOCK_BYTES))
+            client.store(keys, [block] * most)
+            for count, times in COUNTS.items():
+                _bare(report, bare, count, times)
+                _lookups(report, client, f"lookup of {count:,} keys, hits", keys[:count], count, times)
+                _lookups(report, client, f"lookup of {count:,} keys, misses", unknown[:count], 0, times)
+
+
+def _bare(report: Report, bare: BareGrpc, count: int, times: int) -> None:
+    request = bytes(count * KEY_BYTES)
+    for _ in range(20):
+        bare.echo(request)
+    seconds = [timed(lambda: bare.echo(request)) for _ in range(times)]
+    for share in (50, 99):
+        report.add(f"bare unary of {count:,} keys' bytes, p{share}", percentile(seconds, share / 100), "ms")
+
+
+def _lookups(report: Report, client: Client, name: str, keys: list[bytes], hits: int, times: int) -> None:
+    for _ in range(20):
+        _look_up(client, keys, hits)
+    seconds = [_look_up(client, keys, hits) for _ in range(times)]
+    for share in (50, 99):
+        limit = f"bare unary of {len(keys):,} keys' bytes, p{share}"
+        report.add(f"{name}, p{share}", percentile(seconds, share / 100), "ms", limit)
+
+
+def _look_up(client: Client, keys: list[bytes], hits: int) -> float:
+    found = []
+    seconds = timed(lambda: found.append(client.lookup(keys)))
+    lease = found[0]
+    if lease.prefix_hits != hits:
+        raise RuntimeError(f"{lease.prefix_hits} of {len(keys)} keys hit instead of {hits}")
+    lease.release()
+    return seconds

@@ -1,0 +1,131 @@
+"""Bytes between engine and CPU tier: every call that a block needs is in the time, not only the copy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.client import Client
+
+from .bare_grpc import BareGrpc
+from .measure import interleave, rate, timed
+from .pool import BATCH, Pool, copy_blocks
+from .report import Report
+from .service import Service
+from .workload import SIZES, Keys, batch_name, connect
+
+__all__ = ["measure_movement"]
+
+REGION_BYTES = 1 << 30
+WORKING_SET_BYTES = 512 << 20
+GRPC_BYTES = 1 << 30
+"""What a row of the gRPC transport moves at most."""
+
+
+def measure_movement(report: Report, directory: Path) -> None:
+    """Adds the rows of shared memory, of the gRPC transport, and of what both are measured against."""
+    source, target = Pool.allocate(seed=1), Pool.allocate(seed=None)
+    with Service(directory, REGION_BYTES) as service:
+        ready = service.start()
+        for block_bytes in SIZES:
+            with connect(service.unix, "shm", block_bytes) as client:
+                batches = _Batches(client, Pool(source, block_bytes), Pool(target, block_bytes))
+                _shared_memory(report, batches)
+        with BareGrpc("127.0.0.1:0") as bare:
+            for block_bytes in SIZES:
+                with connect(service.tcp, "grpc", block_bytes) as client:
+                    batches = _Batches(client, Pool(source, block_bytes), Pool(target, block_bytes))
+                    _over_grpc(report, batches, bare)
+        report.add("server: start to first answer", ready, "s")
+        report.add("server: memory of its own", service.memory_bytes() / 2**20, "MiB")
+
+
+class _Batches:
+    """One size of blocks: each round stores a new batch, and loads one that was stored some rounds before."""
+
+    def __init__(self, client: Client, source: Pool, target: Pool) -> None:
+        self._client = client
+        self._source = source
+        self._target = target
+        self._keys = Keys(f"movement {source.block_bytes}")
+        self._sources = [source.buffers(number) for number in range(source.batches)]
+        self._targets = [target.buffers(number) for number in range(target.batches)]
+        self._stored: dict[int, list[bytes]] = {}
+        self._next = itertools.count()
+        self.block_bytes = source.block_bytes
+        self.nbytes = BATCH * source.block_bytes
+        self.lag = max(1, WORKING_SET_BYTES // self.nbytes - 1)
+        """Rounds between store and load: so many that the bytes are in no cache any more."""
+
+    def copy(self, number: int) -> float:
+        """One copy within this process."""
+        to, start = self._target.batch(number), self._source.batch(number)
+        return timed(lambda: copy_blocks(to, start))
+
+    def store(self, _: int) -> float:
+        """Stores a batch under keys that are new."""
+        number = next(self._next)
+        keys = self._stored[number] = self._keys.take(BATCH)
+        buffers = self._sources[number % len(self._sources)]
+        return timed(lambda: self._client.store(keys, buffers))
+
+    def load(self, round_number: int) -> float:
+        """Loads the batch that was stored `lag` rounds ago, and compares some of it."""
+        number = max(self._stored) - self.lag
+        buffers = self._targets[round_number % len(self._targets)]
+        keys = self._stored[number]
+        seconds = timed(lambda: self._client.load(keys, buffers))
+        self._compare(number, round_number)
+        return seconds
+
+    def _compare(self, number: int, round_number: int) -> None:
+        got, expected = self._target.batch(round_number), self._source.batch(number)
+        for block in (0, round_number % BATCH, BATCH - 1):
+            if not np.array_equal(got[block], expected[block]):
+                raise RuntimeError(f"block {block} of batch {number} came back with other bytes")
+            got[block][:64] = 0
+
+    def warm_up(self, nbytes: int) -> None:
+        """Stores enough for `load` to have something, and for the region's pages to be known to this process."""
+        for _ in range(max(self.lag + 1, nbytes // self.nbytes)):
+            self.store(0)
+        for number in range(len(self._targets)):
+            self.load(number)
+
+    def rounds(self, nbytes: int) -> int:
+        """Returns how many rounds move this many bytes: some, but not for ever."""
+        return min(max(nbytes // self.nbytes, 9), 200)
+
+
+def _shared_memory(report: Report, batches: _Batches) -> None:
+    batches.warm_up(REGION_BYTES)
+    actions: dict[str, Callable[[int], float]] = {
+        "memcpy": batches.copy,
+        "shm store": batches.store,
+        "shm load": batches.load,
+    }
+    seconds = interleave(batches.rounds(3 << 30), actions)
+    memcpy = batch_name("memcpy", batches.block_bytes)
+    report.add(memcpy, rate(batches.nbytes, seconds["memcpy"]), "GB/s")
+    for name in ("shm store", "shm load"):
+        report.add(batch_name(name, batches.block_bytes), rate(batches.nbytes, seconds[name]), "GB/s", memcpy)
+
+
+def _over_grpc(report: Report, batches: _Batches, bare: BareGrpc) -> None:
+    batches.warm_up(0)
+    actions: dict[str, Callable[[int], float]] = {
+        "bare grpc push": lambda _: timed(lambda: bare.push(batches.nbytes)),
+        "grpc store": batches.store,
+        "bare grpc pull": lambda _: timed(lambda: bare.pull(batches.nbytes)),
+        "grpc load": batches.load,
+    }
+    for action in actions.values():
+        action(0)
+    seconds = interleave(batches.rounds(GRPC_BYTES), actions)
+    for name, limit in (("grpc store", "bare grpc push"), ("grpc load", "bare grpc pull")):
+        base = batch_name(limit, batches.block_bytes)
+        report.add(base, rate(batches.nbytes, seconds[limit]), "GB/s", batch_name("memcpy", batches.block_bytes))
+        report.add(batch_name(name, batches.block_bytes), rate(batches.nbytes, seconds[name]), "GB/s", base)

@@ -1,0 +1,56 @@
+"""LMDB and nothing else: the same values, transactions of the same size, the same mode of syncing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import lmdb
+
+from kvtier.cuda.copy import address_of
+from kvtier.tiers.lmdb import READ_BYTES, WRITE_BYTES
+
+__all__ = ["RawLmdb", "drop_cache"]
+
+
+class RawLmdb:
+    """An environment that is opened as kvtier opens its own, with durability "process"."""
+
+    def __init__(self, directory: Path, size_bytes: int) -> None:
+        self._env: Any = lmdb.open(str(directory), map_size=size_bytes, sync=False, metasync=False)
+
+    def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        """Writes values, some MiB to a transaction."""
+        per_transaction = max(1, WRITE_BYTES // values[0].nbytes)
+        for start in range(0, len(keys), per_transaction):
+            with self._env.begin(write=True) as transaction:
+                for index in range(start, min(start + per_transaction, len(keys))):
+                    transaction.put(keys[index], values[index])
+
+    def get(self, keys: Sequence[bytes], destinations: Sequence[memoryview]) -> None:
+        """Copies values out of the map."""
+        per_transaction = max(1, READ_BYTES // destinations[0].nbytes)
+        for start in range(0, len(keys), per_transaction):
+            with self._env.begin(buffers=True) as transaction:
+                for index in range(start, min(start + per_transaction, len(keys))):
+                    source, size = address_of(transaction.get(keys[index]))
+                    ctypes.memmove(address_of(destinations[index], writable=True)[0], source, size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._env.close()
+
+
+def drop_cache(directory: Path) -> None:
+    """Drops what the page cache has of the files under a directory; nobody may have them mapped."""
+    os.sync()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,135 @@
+"""A real server in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvtier.protos.endpoint import parse_endpoint
+from kvtier.protos.v1.admin_pb2 import GetStatusResponse
+from kvtier.server.status import StatusError, fetch
+
+__all__ = ["Service"]
+
+PATIENCE = 60.0
+"""Seconds that a server may take to start, to back its region, or to end."""
+
+
+class Service:
+    """`kvtier serve` on a Unix socket and a TCP port of its own, with nothing but what is said here."""
+
+    def __init__(self, directory: Path, region_bytes: int, *, lmdb_bytes: int | None = None) -> None:
+        """Without `lmdb_bytes` there is no tier under the CPU tier. `directory` is the caller's to remove."""
+        self._directory = directory
+        # The path of a socket is short, whatever the directory's is.
+        self._sockets = Path(tempfile.mkdtemp(prefix="kvtier-bench-"))
+        self.unix = f"unix:{self._sockets / 'kvtier.sock'}"
+        self.tcp = f"127.0.0.1:{_free_port()}"
+        self._region_bytes = region_bytes
+        self.log = directory / "server.log"
+        self._config = directory / "kvtier.toml"
+        tiers = "tiers = []\n"
+        if lmdb_bytes is not None:
+            tiers = f'[[tiers]]\ntype = "lmdb"\nsize = {lmdb_bytes}\ndurability = "process"\n'
+        self._config.write_text(
+            f"listen = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"
+            f"data_dir = {json.dumps(str(directory))}\n{tiers}"
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> float:
+        """Starts the server and waits until all of its region is there; returns the seconds until it answered."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+        started = time.perf_counter()
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-m", "kvtier.server", "serve", "--config", str(self._config)]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        status = self._wait_for_status()
+        answered = time.perf_counter() - started
+        while status.tiers[0].available_bytes < self._region_bytes:
+            if time.perf_counter() - started > PATIENCE:
+                raise RuntimeError(f"only {status.tiers[0].available_bytes} bytes of the region are there")
+            time.sleep(0.05)
+            status = self.status()
+        return answered
+
+    def stop(self) -> None:
+        """Ends the server as an init system does."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise RuntimeError("the server did not end on SIGTERM") from None
+
+    def status(self) -> GetStatusResponse:
+        """Returns what `kvtier status` shows."""
+        return fetch(parse_endpoint(self.unix), 5.0)
+
+    def memory_bytes(self) -> int:
+        """Returns what the server's processes hold for themselves: anonymous memory, which the region is not."""
+        assert self._process is not None
+        return sum(_anonymous_bytes(pid) for pid in (self._process.pid, *_children(self._process.pid)))
+
+    def cpu_seconds(self) -> float:
+        """Returns the time that the server's processes have spent on processors."""
+        assert self._process is not None
+        return sum(_cpu_seconds(pid) for pid in (self._process.pid, *_children(self._process.pid)))
+
+    def _wait_for_status(self) -> GetStatusResponse:
+        assert self._process is not None
+        deadline = time.perf_counter() + PATIENCE
+        while True:
+            try:
+                return self.status()
+            except StatusError as error:
+                if self._process.poll() is not None or time.perf_counter() > deadline:
+                    tail = self.log.read_text(errors="replace")[-2000:]
+                    raise RuntimeError(f"the server does not answer: {error}\n{tail}") from error
+            time.sleep(0.005)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.stop()
+        finally:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *_children(child)]
+    return found
+
+
+def _anonymous_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,42 @@
+"""What the measured clients have in common."""
+
+from __future__ import annotations
+
+import hashlib
+
+from kvtier.client import Client, Group, Namespace
+from kvtier.protos.keys import make_key
+
+from .pool import BATCH
+
+__all__ = ["SIZES", "Keys", "batch_name", "connect"]
+
+SIZES = (64 << 10, 256 << 10, 2 << 20)
+"""Sizes of blocks."""
+
+
+class Keys:
+    """Keys that no two series share."""
+
+    def __init__(self, series: str) -> None:
+        self._series = series
+        self._count = 0
+
+    def take(self, count: int) -> list[bytes]:
+        """Returns this many new keys."""
+        numbers = range(self._count, self._count + count)
+        self._count += count
+        return [make_key(hashlib.sha256(f"{self._series} {number}".encode()).digest(), 0) for number in numbers]
+
+
+def connect(endpoint: str, transport: str, block_bytes: int) -> Client:
+    """Returns a client whose blocks have this size, and that moves them this way and no other."""
+    group = Group(name="full", block_tokens=16, part_bytes=block_bytes)
+    namespace = Namespace(model=f"bench-{block_bytes}", dtype="uint8", layout="bytes", hash_scheme="sha256", groups=(group,))
+    return Client(endpoint, namespace=namespace, transport=transport, name="bench", rank=0)
+
+
+def batch_name(what: str, block_bytes: int) -> str:
+    """Returns the name of a row about batches of blocks."""
+    size = f"{block_bytes >> 20} MiB" if block_bytes >= 1 << 20 else f"{block_bytes >> 10} KiB"
+    return f"{what}, {BATCH} × {size}"
