@@ -1,1 +1,53 @@
-"""To be written."""
+"""The client of kvtier: find blocks, read them, write them, from sync code or from asyncio."""
+
+from .aio import AsyncClient, AsyncLease
+from .errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    KVTierError,
+    LeaseLost,
+    LimitExceeded,
+    NotConnected,
+    NotOwner,
+    ServerError,
+    SessionLost,
+    Unavailable,
+)
+from .namespace import Group, GroupKind, Namespace, make_key
+from .results import DurableStatus, KeyStatus, LookupResult, OffloadPolicy, ReadBatch, StoreStatus, TierVote, WriteBatch
+from .sync import Client, Lease
+from .timeouts import Timeouts
+
+__all__ = [
+    "AsyncClient",
+    "AsyncLease",
+    "ChecksumMismatch",
+    "Client",
+    "DeadlineExceeded",
+    "Draining",
+    "DurableStatus",
+    "Group",
+    "GroupKind",
+    "InvalidRequest",
+    "KVTierError",
+    "KeyStatus",
+    "Lease",
+    "LeaseLost",
+    "LimitExceeded",
+    "LookupResult",
+    "Namespace",
+    "NotConnected",
+    "NotOwner",
+    "OffloadPolicy",
+    "ReadBatch",
+    "ServerError",
+    "SessionLost",
+    "StoreStatus",
+    "TierVote",
+    "Timeouts",
+    "Unavailable",
+    "WriteBatch",
+    "make_key",
+]

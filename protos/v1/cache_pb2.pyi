@@ -112,10 +112,12 @@ class PrepareLoadRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., items: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrepareLoadResponse(_message.Message):
-    __slots__ = ("slot_offsets",)
+    __slots__ = ("slot_offsets", "part_sizes_bytes")
     SLOT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    PART_SIZES_BYTES_FIELD_NUMBER: _ClassVar[int]
     slot_offsets: bytes
-    def __init__(self, slot_offsets: _Optional[bytes] = ...) -> None: ...
+    part_sizes_bytes: bytes
+    def __init__(self, slot_offsets: _Optional[bytes] = ..., part_sizes_bytes: _Optional[bytes] = ...) -> None: ...
 
 class CompleteLoadRequest(_message.Message):
     __slots__ = ("session", "lease_id", "release")

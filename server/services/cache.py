@@ -76,7 +76,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrepareLoadResponse:
         session = self._sessions.get(request.session)
         lease = self._core.lease(session, LeaseId(request.lease_id))
-        return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(lease.slots(request.items, session.own_rank())))
+        slots = lease.slots(request.items, session.own_rank())
+        sizes = [block.part_bytes for item in request.items if (block := lease.items[item]) is not None]
+        return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
 
     async def CompleteLoad(
         self, request: cache_pb2.CompleteLoadRequest, context: grpc.aio.ServicerContext

@@ -6,14 +6,13 @@ slot cannot be given to somebody else in mid-copy. That costs the loop 0.1 ms pe
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import AsyncIterator, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import xxhash
 
 from ...protos.frames import decode_push_frame, encode_pull_frame
+from ...protos.sequence import PartSequence
 from ...protos.v1 import transfer_pb2
 from ...tiers.commands import LeaseId, StoreId
 from ...tiers.manager import Session
@@ -56,7 +55,7 @@ class TransferService:
         """Fills granted slots frame by frame."""
         session: Session | None = None
         store_id = StoreId(0)
-        spans = _Spans((), ())
+        parts = PartSequence((), ())
         received = 0
         async for message in frames:
             try:
@@ -67,16 +66,19 @@ class TransferService:
                 session = self._sessions.get(fields.session)
                 store_id = StoreId(fields.store_id)
                 store = self._core.store(session, store_id)
-                spans = _Spans(store.slots(), [block.part_bytes for block in store.blocks])
+                parts = PartSequence(store.slots(), [block.part_bytes for block in store.blocks])
             if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
                 self._damaged.inc()
                 raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {fields.offset_bytes} arrived damaged")
             # Asked anew for every frame: the store may have ended meanwhile, and its slots be somebody else's.
             self._core.store(session, store_id)
             taken = 0
-            for start, nbytes in spans.cut(fields.offset_bytes, payload.nbytes):
-                self._memory[start : start + nbytes] = payload[taken : taken + nbytes]
-                taken += nbytes
+            try:
+                for start, nbytes in parts.locate(fields.offset_bytes, payload.nbytes):
+                    self._memory[start : start + nbytes] = payload[taken : taken + nbytes]
+                    taken += nbytes
+            except ValueError as error:
+                raise Refused("WRONG_SIZE", str(error)) from error
             received += taken
             self._pushed.inc(taken)
         return transfer_pb2.PushResponse(received_bytes=received)
@@ -90,38 +92,15 @@ class TransferService:
         lease = self._core.lease(session, lease_id)
         slots = lease.slots(request.items, session.own_rank())
         sizes = [block.part_bytes for item in request.items if (block := lease.items[item]) is not None]
-        spans = _Spans(slots, sizes)
+        parts = PartSequence(slots, sizes)
         offset = 0
-        while offset < spans.total_bytes:
+        while offset < parts.total_bytes:
             self._core.lease(session, lease_id)  # raises if it ended meanwhile, as above
-            nbytes = min(self._max_frame_bytes, spans.total_bytes - offset)
-            pieces = [self._memory[start : start + size] for start, size in spans.cut(offset, nbytes)]
+            nbytes = min(self._max_frame_bytes, parts.total_bytes - offset)
+            pieces = [self._memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
             yield encode_pull_frame(offset, _checksum(pieces), pieces)
             offset += nbytes
             self._pulled.inc(nbytes)
-
-
-class _Spans:
-    """A sequence of bytes that lies in slots."""
-
-    def __init__(self, slots: Sequence[int], sizes: Sequence[int]) -> None:
-        self._slots = slots
-        self._sizes = sizes
-        self._ends = list(accumulate(sizes))
-        self.total_bytes = self._ends[-1] if self._ends else 0
-
-    def cut(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields where in the region a piece of the sequence lies, as (offset, bytes)."""
-        if offset + nbytes > self.total_bytes:
-            raise Refused("WRONG_SIZE", f"bytes {offset}..{offset + nbytes} of a sequence of {self.total_bytes}")
-        number = bisect_right(self._ends, offset)
-        while nbytes:
-            within = offset - (self._ends[number] - self._sizes[number])
-            size = min(nbytes, self._sizes[number] - within)
-            yield self._slots[number] + within, size
-            offset += size
-            nbytes -= size
-            number += 1
 
 
 def _checksum(pieces: Sequence[memoryview]) -> int:

@@ -1,0 +1,244 @@
+"""The asyncio client: the same operations, performed without blocking the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from ..cuda.copy import HostBuffer
+from ..cuda.malloc import tune_malloc
+from ..protos.endpoint import client_endpoint
+from ..protos.v1 import admin_pb2, transfer_pb2
+from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
+from .errors import InvalidRequest, KVTierError, error_from_status
+from .keeper import Identity, Keeper, Transport
+from .namespace import Namespace
+from .operations import Operations
+from .results import LookupResult, ReadBatch, WriteBatch
+from .timeouts import Timeouts
+from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of
+
+__all__ = ["AsyncClient", "AsyncLease"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncLease(LookupResult):
+    """What a lookup found; an asynchronous context manager that releases it at its end."""
+
+    client: AsyncClient
+
+    async def release(self) -> None:
+        """Gives the lease back; never raises: what cannot be released now falls by itself."""
+        if self.id:
+            with contextlib.suppress(KVTierError):
+                await self.client.release(self.id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.release()
+
+
+class AsyncClient:
+    """A client for one event loop; construct it there. Each method is that of `Client`, awaited.
+
+    The session is kept by a thread, so that a loop which is busy for long does not lose it.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        namespace: Namespace,
+        name: str = "python-asyncio",
+        engine_id: str | None = None,
+        rank: int | None = None,
+        transport: Transport = "auto",
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        """See `Client`."""
+        try:
+            target = client_endpoint(endpoint).target
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        self.namespace = namespace
+        self.engine_id = engine_id or uuid.uuid4().hex
+        self.timeouts = timeouts or Timeouts()
+        tune_malloc()
+        self._session_channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        identity = Identity(namespace, name, self.engine_id, rank, transport)
+        self._keeper = Keeper(self._session_channel, identity, self.timeouts.call)
+        self._operations = Operations(namespace, self.timeouts, self._keeper.lost)
+        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._calls = {
+            method: self._channel.unary_unary(
+                path_of(method), lambda request: request.SerializeToString(), response.FromString
+            )
+            for method, response in RESPONSES.items()
+        }
+        self._push = self._channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
+        self._pull = self._channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a session now."""
+        return self._keeper.link is not None
+
+    @property
+    def transport(self) -> str | None:
+        """How bytes move: "shm" or "grpc"; None while there is no session."""
+        link = self._keeper.link
+        return link.transport if link is not None else None
+
+    async def wait_until_connected(self, timeout: float | None = None) -> None:
+        """Waits for the first session. Raises `Unavailable` if the first attempt fails or takes too long."""
+        await self._perform(Connect(self.timeouts.connect if timeout is None else timeout))
+
+    async def begin_request(
+        self,
+        request_id: str,
+        keys: Sequence[bytes] = (),
+        *,
+        prompt_tokens: int = 0,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        wait: float = 0.0,
+        prefix: bool = True,
+        lease: float | None = None,
+    ) -> AsyncLease:
+        """See `Client.begin_request`."""
+        return await self._lease(
+            self._operations.begin_request(
+                request_id,
+                keys,
+                prompt_tokens=prompt_tokens,
+                kv_transfer_params=kv_transfer_params,
+                wait=wait,
+                prefix=prefix,
+                lease=lease,
+            )
+        )
+
+    async def lookup(
+        self,
+        keys: Sequence[bytes],
+        *,
+        request_id: str = "",
+        wait: float = 0.0,
+        prefix: bool = True,
+        lease: float | None = None,
+    ) -> AsyncLease:
+        """See `Client.lookup`."""
+        return await self._lease(
+            self._operations.lookup(keys, request_id=request_id, wait=wait, prefix=prefix, lease=lease)
+        )
+
+    @contextlib.asynccontextmanager
+    async def read(self, lease: LookupResult | int, items: Sequence[int]) -> AsyncIterator[ReadBatch]:
+        """See `Client.read`."""
+        lease_id = lease if isinstance(lease, int) else lease.id
+        with ExitStack() as held:
+            yield await self._run(self._operations.begin_read(held, lease, items))
+            await self._run(self._operations.confirm(lease_id, release=False))
+
+    async def load(
+        self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0
+    ) -> int:
+        """See `Client.load`."""
+        with ExitStack() as held:
+            return await self._run(self._operations.load(held, keys, buffers, request_id=request_id, wait=wait))
+
+    @contextlib.asynccontextmanager
+    async def write(self, keys: Sequence[bytes], *, request_id: str = "") -> AsyncIterator[WriteBatch]:
+        """See `Client.write`."""
+        with ExitStack() as held:
+            writing = await self._run(self._operations.begin_write(held, keys, request_id=request_id))
+            try:
+                yield writing.batch
+            except BaseException:
+                with contextlib.suppress(KVTierError):
+                    await self._run(self._operations.end_write(writing, abort=True))
+                raise
+            await self._run(self._operations.end_write(writing))
+
+    async def store(self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "") -> bytes:
+        """See `Client.store`."""
+        with ExitStack() as held:
+            return await self._run(self._operations.store(held, keys, buffers, request_id=request_id))
+
+    async def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
+        """See `Client.flush`."""
+        return await self._run(self._operations.flush(keys, wait=wait))
+
+    async def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
+        """See `Client.touch`."""
+        return await self._run(self._operations.touch(lease_ids, lease=lease))
+
+    async def release(self, *lease_ids: int) -> None:
+        """See `Client.release`."""
+        await self._run(self._operations.release(lease_ids))
+
+    async def finish_request(self, request_id: str) -> None:
+        """See `Client.finish_request`."""
+        await self._run(self._operations.finish_request(request_id))
+
+    async def status(self) -> admin_pb2.GetStatusResponse:
+        """See `Client.status`."""
+        return await self._run(self._operations.status())
+
+    async def close(self) -> None:
+        """Ends the session; what it has pinned falls."""
+        await asyncio.to_thread(self._keeper.close)
+        self._session_channel.close()
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _lease(self, operation: Operation[LookupResult]) -> AsyncLease:
+        found = await self._run(operation)
+        return AsyncLease(client=self, **{field.name: getattr(found, field.name) for field in fields(found)})
+
+    async def _run(self, operation: Operation[T]) -> T:
+        try:
+            effect = next(operation)
+            while True:
+                try:
+                    result = await self._perform(effect)
+                except Exception as error:  # noqa: BLE001 - the operation tidies up, and raises it again
+                    effect = operation.throw(error)
+                else:
+                    effect = operation.send(result)
+        except StopIteration as done:
+            answer: T = done.value
+            return answer
+
+    async def _perform(self, effect: Effect) -> Any:
+        try:
+            match effect:
+                case Connect(timeout):
+                    return self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout)
+                case Call(method, request, timeout):
+                    return await self._calls[method](request, timeout=timeout)
+                case Push(frames, timeout):
+                    return await self._push(frames(), timeout=timeout)
+                case Pull(request, take, timeout):
+                    async for message in self._pull(request, timeout=timeout):
+                        take(message)
+                case Copy(run):
+                    await asyncio.to_thread(run)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+        return None

@@ -1,0 +1,62 @@
+"""What an operation asks of its wire: the one source of the sync and the asyncio client.
+
+An operation is a generator: it yields effects, is sent their results, and returns its answer. `sync` and `aio` perform the
+same effects in their own way, and so does the fake server of `testing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+
+__all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Pull", "Push"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Give me the link to the server; wait so many seconds for the first one. Result: `Link`."""
+
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call a unary method. Result: its response."""
+
+    method: str
+    """Service and method, for example "CacheService/Lookup"."""
+    request: Any
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Send frames. Result: `PushResponse`."""
+
+    frames: Callable[[], Iterable[bytes]]
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Ask for frames and give each to `take`. Result: None."""
+
+    request: Any
+    take: Callable[[bytes], None]
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Run a copy, off the event loop if there is one. Result: None."""
+
+    run: Callable[[], None]
+
+
+Effect: TypeAlias = Connect | Call | Push | Pull | Copy
+Operation: TypeAlias = Generator[Effect, Any, T]
+

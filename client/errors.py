@@ -1,0 +1,144 @@
+"""Everything that a client call raises.
+
+    KVTierError
+    ├── Unavailable            nobody to talk to now; the client goes on trying by itself
+    │   ├── NotConnected       no server yet, or no server any more
+    │   ├── DeadlineExceeded   no answer in time
+    │   ├── SessionLost        the session fell: server restarted, or silence; a new one is on its way
+    │   └── Draining           the server is shutting down
+    ├── InvalidRequest         the call cannot succeed as it is
+    ├── LeaseLost              a lease or store ended early: treat what was read as garbage, what was written as lost
+    ├── NotOwner               the lease or store belongs to another engine
+    ├── LimitExceeded          too much at once; try again later
+    ├── ChecksumMismatch       bytes arrived damaged
+    └── ServerError            a defect of the server, or something that is not kvtier answered
+
+For an engine each of them means one thing: a miss. `reason` is stable (`kvtier.v1.ErrorReason`), the text is for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+
+from ..protos.reasons import reason_of
+
+__all__ = [
+    "ChecksumMismatch",
+    "DeadlineExceeded",
+    "Draining",
+    "InvalidRequest",
+    "KVTierError",
+    "LeaseLost",
+    "LimitExceeded",
+    "NotConnected",
+    "NotOwner",
+    "ServerError",
+    "SessionLost",
+    "Unavailable",
+    "error_for",
+    "error_from_status",
+]
+
+
+class KVTierError(Exception):
+    """Something went wrong between this client and its server."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+        """Name of a `kvtier.v1.ErrorReason` without its prefix; empty where the server did not say."""
+
+
+class Unavailable(KVTierError):
+    """There is nobody to talk to now; the client goes on trying by itself."""
+
+
+class NotConnected(Unavailable):
+    """There is no server yet, or none any more."""
+
+
+class DeadlineExceeded(Unavailable):
+    """The server did not answer in time."""
+
+
+class SessionLost(Unavailable):
+    """The session fell; a new one is opened in the background."""
+
+
+class Draining(Unavailable):
+    """The server is shutting down."""
+
+
+class InvalidRequest(KVTierError):
+    """The call cannot succeed as it is."""
+
+
+class LeaseLost(KVTierError):
+    """A lease or a store ended before its use did, or an item of it is not ready."""
+
+
+class NotOwner(KVTierError):
+    """The lease or store belongs to another engine."""
+
+
+class LimitExceeded(KVTierError):
+    """The server has too much to do for this one."""
+
+
+class ChecksumMismatch(KVTierError):
+    """Bytes arrived damaged."""
+
+
+class ServerError(KVTierError):
+    """The server has a defect, or is not a kvtier server."""
+
+
+ERROR_OF = MappingProxyType(
+    {
+        "INVALID_ARGUMENT": InvalidRequest,
+        "TOO_MANY_KEYS": InvalidRequest,
+        "INVALID_KEY": InvalidRequest,
+        "INVALID_NAMESPACE": InvalidRequest,
+        "WRONG_SIZE": InvalidRequest,
+        "UNSUPPORTED_VERSION": InvalidRequest,
+        "UNKNOWN_SESSION": SessionLost,
+        "STALE_EPOCH": SessionLost,
+        "LEASE_NOT_FOUND": LeaseLost,
+        "STORE_NOT_FOUND": LeaseLost,
+        "NOT_READY": LeaseLost,
+        "NOT_OWNER": NotOwner,
+        "CHECKSUM_MISMATCH": ChecksumMismatch,
+        "DRAINING": Draining,
+        "LIMIT_EXCEEDED": LimitExceeded,
+        "INTERNAL": ServerError,
+    }
+)
+"""The exception of each reason; complete, by test."""
+
+_ERROR_OF_STATUS = MappingProxyType(
+    {
+        grpc.StatusCode.UNAVAILABLE: NotConnected,
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+        grpc.StatusCode.CANCELLED: SessionLost,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceeded,
+    }
+)
+
+
+def error_for(reason: str, message: str) -> KVTierError:
+    """Returns the exception for a reason that the server gave."""
+    return ERROR_OF.get(reason, ServerError)(message, reason)
+
+
+def error_from_status(
+    code: grpc.StatusCode, details: str | None, trailing_metadata: Iterable[Any] | None
+) -> KVTierError:
+    """Returns the exception for a call that gRPC reports as failed."""
+    reason = reason_of(trailing_metadata)
+    if reason is not None:
+        return error_for(reason, details or reason)
+    return _ERROR_OF_STATUS.get(code, ServerError)(f"{code.name}: {details or 'no details'}")

@@ -1,0 +1,252 @@
+"""Keeps a session open: connects, listens to heartbeats, and starts anew when the server is gone or another one.
+
+One thread connects and watches, a second one per connection reads heartbeats (gRPC's blocking iterator has no time-out of its
+own). A server that hangs is noticed by its silence, one that dies by the end of the stream, one that was restarted by both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+import grpc
+
+from ..protos.v1 import session_pb2, session_pb2_grpc
+from .errors import Draining, InvalidRequest, KVTierError, NotConnected, error_from_status
+from .link import Attachment, AttachError, Link
+from .namespace import Namespace
+
+__all__ = ["Identity", "Keeper", "Transport"]
+
+_log = logging.getLogger(__name__)
+
+Transport = Literal["auto", "shm", "grpc"]
+
+PROTOCOL_VERSION = 1
+_SILENT_INTERVALS = 3
+_FIRST_RETRY_SECONDS = 0.05
+_LAST_RETRY_SECONDS = 1.0
+_POPULATE_CHUNK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who opens a session, and what for."""
+
+    namespace: Namespace
+    name: str
+    engine_id: str
+    rank: int | None
+    transport: Transport
+
+
+class Keeper:
+    """Keeps a link to the server, whatever happens to either side."""
+
+    def __init__(self, channel: grpc.Channel, identity: Identity, call_timeout: float) -> None:
+        self._stub = session_pb2_grpc.SessionServiceStub(channel)
+        self._identity = identity
+        self._call_timeout = call_timeout
+        self._changed = threading.Condition()
+        self._link: Link | None = None
+        self._error: KVTierError | None = None
+        self._closing = threading.Event()
+        self._beats: _Beats | None = None
+        self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
+        self._thread.start()
+
+    @property
+    def link(self) -> Link | None:
+        """The link, if there is one now."""
+        link = self._link
+        return None if link is None or link.fallen else link
+
+    def wait(self, seconds: float) -> Link:
+        """Returns the link; waits only while the first attempt to connect is under way.
+
+        Raises:
+            KVTierError: there is none; the last attempt's error, if there was one.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._link or self._error or self._closing.is_set(), seconds)
+            link = self._link
+            if link is not None and not link.fallen:
+                return link
+            if self._closing.is_set():
+                raise NotConnected("the client is closed")
+            raise self._error or NotConnected("no server has answered yet")
+
+    def lost(self, link: Link) -> None:
+        """Takes note that the server does not know the session of this link any more."""
+        link.fall()
+        if self._beats is not None:
+            self._beats.cancel()
+
+    def close(self) -> None:
+        """Ends the session. Waits for the thread."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._beats is not None:
+            self._beats.cancel()
+        self._thread.join()
+
+    def _run(self) -> None:
+        delay = _FIRST_RETRY_SECONDS
+        while not self._closing.is_set():
+            try:
+                self._hold_session()
+                delay = _FIRST_RETRY_SECONDS
+            except KVTierError as error:
+                self._report(error)
+                delay = min(2 * delay, _LAST_RETRY_SECONDS)
+            # Jittered, so that the engines of a host do not come back in step.
+            self._closing.wait(delay * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret
+
+    def _hold_session(self) -> None:
+        """Opens a session and returns when it is over; raises if it cannot be opened."""
+        try:
+            capabilities = self._stub.Capabilities(session_pb2.CapabilitiesRequest(), timeout=self._call_timeout)
+            transport = self._pick_transport(capabilities)
+            self._beats = beats = _Beats(self._stub.Open(self._open_request(transport)))
+            try:
+                first = beats.first(self._call_timeout)
+                link = self._make_link(first, capabilities, transport)
+                interval = first.heartbeat_interval.ToNanoseconds() / 1e9
+                self._publish(link)
+                while beats.next_within(_SILENT_INTERVALS * interval):
+                    pass
+                self._retire(link)
+            finally:
+                beats.cancel()
+        except grpc.RpcError as error:
+            raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+        except TimeoutError:
+            raise NotConnected("the server did not open a session in time") from None
+
+    def _pick_transport(self, capabilities: session_pb2.CapabilitiesResponse) -> str:
+        if self._identity.transport == "grpc" or not capabilities.HasField("region"):
+            return "grpc"
+        if os.path.exists(capabilities.region.attach_path):  # noqa: PTH110 - a path of somebody else's host, perhaps
+            return "shm"
+        if self._identity.transport == "shm":
+            raise InvalidRequest(f"transport shm: no {capabilities.region.attach_path} on this host")
+        return "grpc"
+
+    def _open_request(self, transport: str) -> session_pb2.OpenRequest:
+        identity = self._identity
+        return session_pb2.OpenRequest(
+            protocol_version=PROTOCOL_VERSION,
+            client_name=identity.name,
+            engine_id=identity.engine_id,
+            rank=identity.rank,
+            namespace=identity.namespace.to_proto(),
+            pid=os.getpid(),
+            transport=transport,
+        )
+
+    def _make_link(
+        self, first: session_pb2.OpenResponse, capabilities: session_pb2.CapabilitiesResponse, transport: str
+    ) -> Link:
+        if transport == "grpc":
+            return Link(first.session, capabilities, None, "asked for" if self._asked_for("grpc") else "another host")
+        try:
+            attachment = Attachment.connect(capabilities.region.attach_path, first.session)
+        except AttachError as error:
+            if self._asked_for("shm"):
+                raise InvalidRequest(f"transport shm: {error}") from error
+            return Link(first.session, capabilities, None, f"shm failed: {error}")
+        threading.Thread(
+            target=_populate, args=(attachment,), name="kvtier-populate", daemon=True
+        ).start()
+        return Link(first.session, capabilities, attachment, "same host")
+
+    def _asked_for(self, transport: str) -> bool:
+        return self._identity.transport == transport
+
+    def _publish(self, link: Link) -> None:
+        _log.info("kvtier: session open, transport %s (%s)", link.transport, link.why)
+        with self._changed:
+            self._link = link
+            self._error = None
+            self._changed.notify_all()
+
+    def _retire(self, link: Link) -> None:
+        link.fall()
+        with self._changed:
+            self._link = None
+            self._error = NotConnected("the session has ended; connecting again")
+        if not self._closing.is_set():
+            _log.warning("kvtier: session lost, connecting again")
+
+    def _report(self, error: KVTierError) -> None:
+        with self._changed:
+            known = type(self._error) is type(error)
+            self._link = None
+            self._error = error
+            self._changed.notify_all()
+        if not known and not isinstance(error, Draining):
+            _log.warning("kvtier: cannot open a session: %s", error)
+
+
+class _Beats:
+    """Heartbeats of one stream, read on a thread of their own so that their absence can be noticed."""
+
+    def __init__(self, stream: grpc.Call) -> None:
+        self._stream = stream
+        self._news = threading.Condition()
+        self._count = 0
+        self._first: session_pb2.OpenResponse | None = None
+        self._ended = False
+        self._error: grpc.RpcError | None = None
+        threading.Thread(target=self._read, name="kvtier-heartbeats", daemon=True).start()
+
+    def first(self, seconds: float) -> session_pb2.OpenResponse:
+        """Returns the first response. Raises `grpc.RpcError` or `TimeoutError`."""
+        with self._news:
+            self._news.wait_for(lambda: self._count or self._ended, seconds)
+            if self._first is not None:
+                return self._first
+            self._stream.cancel()
+            if self._error is not None:
+                raise self._error
+            raise TimeoutError
+
+    def next_within(self, seconds: float) -> bool:
+        """Waits for another heartbeat; returns whether it came."""
+        with self._news:
+            seen = self._count
+            self._news.wait_for(lambda: self._ended or self._count > seen, seconds)
+            return self._count > seen and not self._ended
+
+    def cancel(self) -> None:
+        """Ends the stream."""
+        self._stream.cancel()
+
+    def _read(self) -> None:
+        try:
+            for response in self._stream:
+                with self._news:
+                    self._first = self._first or response
+                    self._count += 1
+                    self._news.notify_all()
+        except grpc.RpcError as error:
+            self._error = error
+        finally:
+            with self._news:
+                self._ended = True
+                self._news.notify_all()
+
+
+def _populate(attachment: Attachment) -> None:
+    """Enters the region into our page table chunk by chunk, so that the first copies do not pay for it."""
+    region = attachment.region
+    try:
+        for offset in range(0, region.size_bytes, _POPULATE_CHUNK_BYTES):
+            region.populate(offset, min(_POPULATE_CHUNK_BYTES, region.size_bytes - offset))
+    except Exception:  # noqa: BLE001 - closed meanwhile; copies work without it, the first ones more slowly
+        _log.debug("kvtier: region not populated", exc_info=True)

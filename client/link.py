@@ -1,0 +1,161 @@
+"""A session that is open, and the memory through which its bytes go."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..cuda.region import HostRegion, RegionError
+from ..protos.attach import REPLY_BYTES, pack_request, unpack_reply
+from ..protos.v1 import common_pb2, session_pb2
+from .errors import SessionLost
+
+__all__ = ["Attachment", "AttachError", "Limits", "Link"]
+
+_ATTACH_SECONDS = 2.0
+
+
+class AttachError(Exception):
+    """The region cannot be mapped from here; the message says why. The grpc transport still works."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server lets a call ask for."""
+
+    max_keys: int
+    max_frame_bytes: int
+    max_wait: float
+
+
+class _Memory(Protocol):
+    """The region, as far as a link uses it."""
+
+    memory: memoryview
+    address: int
+
+
+class Attachment:
+    """The region, mapped, and the connection that tells the server so.
+
+    The connection is closed when nobody copies any more: its end lets the server reuse our slots.
+    """
+
+    def __init__(self, region: HostRegion, connection: socket.socket) -> None:
+        self.region = region
+        self._connection = connection
+
+    @classmethod
+    def connect(cls, path: str, session: common_pb2.SessionRef) -> Attachment:
+        """Fetches the region's descriptor over the Unix socket at `path` and maps it.
+
+        Raises:
+            AttachError: there is no such socket here, the server refused, or the kernel did.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(_ATTACH_SECONDS)
+            connection.connect(path)
+            connection.sendall(pack_request(session.session_id, session.epoch))
+            reply, descriptors, _, _ = socket.recv_fds(connection, REPLY_BYTES, 1)
+            try:
+                size_bytes = unpack_reply(reply)
+                if size_bytes is None or not descriptors:
+                    raise AttachError("the server refused to hand out its region")
+                region = HostRegion.attach(descriptors[0], size_bytes)
+            finally:
+                for descriptor in descriptors:
+                    socket.close(descriptor)
+        except (OSError, ValueError, RegionError) as error:
+            connection.close()
+            raise AttachError(f"{path}: {error}") from error
+        except AttachError:
+            connection.close()
+            raise
+        connection.settimeout(None)
+        return cls(region, connection)
+
+    def close(self) -> None:
+        """Unmaps the region and hangs up."""
+        self.region.close()
+        self._connection.close()
+
+
+class Link:
+    """One session of a client, from `Open` until it falls.
+
+    Attributes:
+        ref: how calls name the session.
+        transport: "shm" where the region is mapped, else "grpc".
+        why: why this transport, for people.
+        tiers: names of the tiers, as `sources` indexes them.
+    """
+
+    def __init__(
+        self,
+        ref: common_pb2.SessionRef,
+        capabilities: session_pb2.CapabilitiesResponse,
+        attachment: Attachment | None,
+        why: str,
+    ) -> None:
+        self.ref = ref
+        self.transport = "grpc" if attachment is None else "shm"
+        self.why = why
+        self.tiers = tuple(capabilities.tiers)
+        self.limits = Limits(
+            max_keys=capabilities.limits.max_keys,
+            max_frame_bytes=capabilities.limits.max_frame_bytes,
+            max_wait=capabilities.limits.max_wait.ToNanoseconds() / 1e9,
+        )
+        self._attachment = attachment
+        self._lock = threading.Lock()
+        self._users = 0
+        self._fallen = False
+
+    @property
+    def fallen(self) -> bool:
+        """Whether the session is over."""
+        return self._fallen
+
+    @property
+    def region(self) -> HostRegion | None:
+        """The mapped region; use it within `using` only."""
+        return self._attachment.region if self._attachment else None
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """Keeps the region mapped, and our slots ours, while bytes are copied.
+
+        Raises:
+            SessionLost: the session is over already.
+        """
+        with self._lock:
+            if self._fallen:
+                raise SessionLost("the session has ended")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                close = self._fallen and not self._users
+            if close:
+                self._close()
+
+    def fall(self) -> None:
+        """Ends the link; what it holds is given up as soon as nobody uses it."""
+        with self._lock:
+            if self._fallen:
+                return
+            self._fallen = True
+            close = not self._users
+        if close:
+            self._close()
+
+    def _close(self) -> None:
+        if self._attachment is not None:
+            self._attachment.close()

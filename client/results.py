@@ -1,0 +1,130 @@
+"""What client calls return."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..protos.v1 import cache_pb2, common_pb2
+from .link import Link
+
+__all__ = ["DurableStatus", "KeyStatus", "LookupResult", "OffloadPolicy", "ReadBatch", "StoreStatus", "TierVote", "WriteBatch"]
+
+
+class KeyStatus(enum.IntEnum):
+    """What a lookup says of one key."""
+
+    HIT = common_pb2.KEY_STATUS_HIT
+    MISS = common_pb2.KEY_STATUS_MISS
+    HIT_PENDING = common_pb2.KEY_STATUS_HIT_PENDING
+    RETRY = common_pb2.KEY_STATUS_RETRY
+
+
+class StoreStatus(enum.IntEnum):
+    """What became of one key of a store."""
+
+    GRANTED = common_pb2.STORE_STATUS_GRANTED
+    PRESENT = common_pb2.STORE_STATUS_PRESENT
+    IN_PROGRESS = common_pb2.STORE_STATUS_IN_PROGRESS
+    NO_ROOM = common_pb2.STORE_STATUS_NO_ROOM
+
+
+class DurableStatus(enum.IntEnum):
+    """Whether a block survives a restart of the server."""
+
+    DURABLE = common_pb2.DURABLE_STATUS_DURABLE
+    PENDING = common_pb2.DURABLE_STATUS_PENDING
+    VOLATILE = common_pb2.DURABLE_STATUS_VOLATILE
+
+
+class OffloadPolicy(enum.Enum):
+    """How a request is offloaded."""
+
+    BLOCK_LEVEL = cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL
+    REQUEST_LEVEL = cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL
+
+
+@dataclass(frozen=True, slots=True)
+class TierVote:
+    """One tier's vote on how a request is offloaded, and why (for people)."""
+
+    tier: str
+    policy: OffloadPolicy
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """What a lookup found, pinned by a lease until it is released, expires, or its session falls.
+
+    Attributes:
+        id: the lease; 0 where nothing was found.
+        statuses: one `KeyStatus` per key.
+        prefix_hits: leading keys that are hits: the usable prefix.
+        request_id: the request it was granted for.
+        keys: the keys that were looked up.
+        link: the session that holds the lease.
+        slots: where this session's parts of the leading hits are in the region, if asked for.
+        policy: how the request is offloaded; None unless it was begun with this lookup.
+        votes: each tier's vote; empty likewise.
+    """
+
+    id: int
+    statuses: bytes
+    prefix_hits: int
+    request_id: str
+    keys: Sequence[bytes]
+    link: Link
+    source_indices: bytes
+    slots: Sequence[int] = ()
+    policy: OffloadPolicy | None = None
+    votes: tuple[TierVote, ...] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Per key the tier where it was found; meaningless for misses."""
+        return tuple(map(self.link.tiers.__getitem__, self.source_indices))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBatch:
+    """Bytes to be copied out: part i is `memory[offsets[i] : offsets[i] + sizes[i]]`.
+
+    `memory` is the mapped region or a staging buffer, `address` where it starts; both are valid only within the `with`
+    block.
+    """
+
+    memory: memoryview
+    address: int
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+
+    def views(self) -> list[memoryview]:
+        """Returns a view of each part."""
+        return [self.memory[offset : offset + size] for offset, size in zip(self.offsets, self.sizes, strict=True)]
+
+
+@dataclass(slots=True)
+class WriteBatch:
+    """Where to copy bytes to: the part of key `wanted[i]` goes to `memory[offsets[i] : offsets[i] + sizes[i]]`.
+
+    `memory` is the mapped region or a staging buffer, `address` where it starts; both are valid only within the `with`
+    block.
+
+    Attributes:
+        statuses: one `StoreStatus` per key; only GRANTED ones are wanted.
+        failed: positions in `wanted` that the user could not fill; they are not stored.
+    """
+
+    statuses: bytes
+    wanted: Sequence[int]
+    memory: memoryview
+    address: int
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    failed: set[int] = field(default_factory=set)
+
+    def views(self) -> list[memoryview]:
+        """Returns a view of each part."""
+        return [self.memory[offset : offset + size] for offset, size in zip(self.offsets, self.sizes, strict=True)]

@@ -1,0 +1,316 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import grpc
+
+from ..cuda.copy import HostBuffer
+from ..cuda.malloc import tune_malloc
+from ..protos.endpoint import client_endpoint
+from ..protos.v1 import admin_pb2, transfer_pb2
+from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
+from .errors import InvalidRequest, KVTierError, error_from_status
+from .keeper import Identity, Keeper, Transport
+from .link import Link
+from .namespace import Namespace
+from .operations import Operations
+from .results import LookupResult, ReadBatch, WriteBatch
+from .timeouts import Timeouts
+from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of
+
+__all__ = ["Client", "Lease"]
+
+T = TypeVar("T")
+
+
+class Wire(Protocol):
+    """Carries out effects, and keeps the link. The real one talks gRPC; `testing.FakeServer` has another."""
+
+    @property
+    def link(self) -> Link | None:
+        """The link, if there is one now."""
+
+    def perform(self, effect: Effect) -> Any:
+        """Returns an effect's result. Raises `KVTierError`."""
+
+    def lost(self, link: Link) -> None:
+        """Takes note that the server does not know the session of this link any more."""
+
+    def close(self) -> None:
+        """Ends the session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease(LookupResult):
+    """What a lookup found; a context manager that releases it at its end."""
+
+    client: Client
+
+    def release(self) -> None:
+        """Gives the lease back; never raises: what cannot be released now falls by itself."""
+        if self.id:
+            with contextlib.suppress(KVTierError):
+                self.client.release(self.id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Client:
+    """A client of the kvtier server on this host, or of one elsewhere. Safe to use from any thread.
+
+    It connects in the background and reconnects by itself, with a new session, when the server was restarted. While
+    there is no session, calls raise `Unavailable` at once. Every call raises a `KVTierError` or nothing.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        namespace: Namespace,
+        name: str = "python",
+        engine_id: str | None = None,
+        rank: int | None = None,
+        transport: Transport = "auto",
+        timeouts: Timeouts | None = None,
+        wire: Wire | None = None,
+    ) -> None:
+        """Does not block, and does not raise for a server that is not there.
+
+        Args:
+            endpoint: `unix:PATH` or `HOST:PORT`; by default `KVTIER_ENDPOINT`, else this user's socket.
+            namespace: what this client's blocks share with others.
+            name: name of the client for people.
+            engine_id: the engine that this process is part of; clients of one engine share leases. Random by default.
+            rank: the rank whose parts are read and written; None for a scheduler, or a world of one.
+            transport: "shm", "grpc", or "auto" for shm where server and client share a host.
+            timeouts: deadlines.
+            wire: for tests, what stands in for a server; see `kvtier.client.testing`.
+
+        Raises:
+            InvalidRequest: the endpoint cannot be parsed.
+        """
+        self.namespace = namespace
+        self.engine_id = engine_id or uuid.uuid4().hex
+        self.timeouts = timeouts or Timeouts()
+        identity = Identity(namespace, name, self.engine_id, rank, transport)
+        self._wire = wire or _GrpcWire(endpoint, identity, self.timeouts)
+        self._operations = Operations(namespace, self.timeouts, self._wire.lost)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a session now."""
+        return self._wire.link is not None
+
+    @property
+    def transport(self) -> str | None:
+        """How bytes move: "shm" or "grpc"; None while there is no session."""
+        link = self._wire.link
+        return link.transport if link is not None else None
+
+    def wait_until_connected(self, timeout: float | None = None) -> None:
+        """Waits for the first session. Raises `Unavailable` if the first attempt fails or takes too long."""
+        self._wire.perform(Connect(self.timeouts.connect if timeout is None else timeout))
+
+    def begin_request(
+        self,
+        request_id: str,
+        keys: Sequence[bytes] = (),
+        *,
+        prompt_tokens: int = 0,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        wait: float = 0.0,
+        prefix: bool = True,
+        lease: float | None = None,
+    ) -> Lease:
+        """Announces a request, negotiates how it is offloaded, and looks up its keys. Pair it with `finish_request`.
+
+        Arguments as for `lookup`; the answer has `policy` and `votes` besides.
+        """
+        return self._lease(
+            self._operations.begin_request(
+                request_id,
+                keys,
+                prompt_tokens=prompt_tokens,
+                kv_transfer_params=kv_transfer_params,
+                wait=wait,
+                prefix=prefix,
+                lease=lease,
+            )
+        )
+
+    def lookup(
+        self,
+        keys: Sequence[bytes],
+        *,
+        request_id: str = "",
+        wait: float = 0.0,
+        prefix: bool = True,
+        lease: float | None = None,
+    ) -> Lease:
+        """Looks up keys and pins what was found.
+
+        Args:
+            keys: see `make_key`; first tokens first.
+            request_id: whose lease it is; `finish_request` releases it.
+            wait: seconds to wait for blocks that are being written, or brought up from a lower tier.
+            prefix: whether everything after the first miss is a miss.
+            lease: seconds for which the lease holds; the server's default if None.
+        """
+        return self._lease(
+            self._operations.lookup(keys, request_id=request_id, wait=wait, prefix=prefix, lease=lease)
+        )
+
+    @contextlib.contextmanager
+    def read(self, lease: LookupResult | int, items: Sequence[int]) -> Iterator[ReadBatch]:
+        """Gives access to the bytes of looked-up blocks, by their positions in the lookup.
+
+        Leaving the block confirms that the lease held all the while. If that raises, what was copied out is garbage.
+        The lease may be one that another client of the same engine was granted.
+        """
+        lease_id = lease if isinstance(lease, int) else lease.id
+        with ExitStack() as held:
+            yield self._run(self._operations.begin_read(held, lease, items))
+            self._run(self._operations.confirm(lease_id, release=False))
+
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0
+    ) -> int:
+        """Fills the first buffers with the leading hits and returns how many; the other buffers are left alone.
+
+        If it raises, the buffers may hold anything.
+        """
+        with ExitStack() as held:
+            return self._run(self._operations.load(held, keys, buffers, request_id=request_id, wait=wait))
+
+    @contextlib.contextmanager
+    def write(self, keys: Sequence[bytes], *, request_id: str = "") -> Iterator[WriteBatch]:
+        """Gives memory to write blocks to. Leaving the block stores them, an exception inside of it aborts.
+
+        Only `batch.wanted` needs to be written: the others are there already, are being written, or found no room.
+        """
+        with ExitStack() as held:
+            writing = self._run(self._operations.begin_write(held, keys, request_id=request_id))
+            try:
+                yield writing.batch
+            except BaseException:
+                with contextlib.suppress(KVTierError):
+                    self._run(self._operations.end_write(writing, abort=True))
+                raise
+            self._run(self._operations.end_write(writing))
+
+    def store(self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "") -> bytes:
+        """Stores one buffer per key; returns a `StoreStatus` per key. What is there already is not written again."""
+        with ExitStack() as held:
+            return self._run(self._operations.store(held, keys, buffers, request_id=request_id))
+
+    def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
+        """Waits until blocks are in a tier that survives restarts; returns a `DurableStatus` per key."""
+        return self._run(self._operations.flush(keys, wait=wait))
+
+    def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
+        """Extends leases; returns those that are gone."""
+        return self._run(self._operations.touch(lease_ids, lease=lease))
+
+    def release(self, *lease_ids: int) -> None:
+        """Gives leases back; unknown ones are ignored."""
+        self._run(self._operations.release(lease_ids))
+
+    def finish_request(self, request_id: str) -> None:
+        """Ends a request: its leases are released."""
+        self._run(self._operations.finish_request(request_id))
+
+    def status(self) -> admin_pb2.GetStatusResponse:
+        """Asks the server for its tiers and sessions."""
+        return self._run(self._operations.status())
+
+    def close(self) -> None:
+        """Ends the session; what it has pinned falls."""
+        self._wire.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _lease(self, operation: Operation[LookupResult]) -> Lease:
+        found = self._run(operation)
+        return Lease(client=self, **{field.name: getattr(found, field.name) for field in fields(found)})
+
+    def _run(self, operation: Operation[T]) -> T:
+        try:
+            effect = next(operation)
+            while True:
+                try:
+                    result = self._wire.perform(effect)
+                except Exception as error:  # noqa: BLE001 - the operation tidies up, and raises it again
+                    effect = operation.throw(error)
+                else:
+                    effect = operation.send(result)
+        except StopIteration as done:
+            answer: T = done.value
+            return answer
+
+
+class _GrpcWire:
+    """Performs effects over a channel of its own."""
+
+    def __init__(self, endpoint: str | None, identity: Identity, timeouts: Timeouts) -> None:
+        try:
+            target = client_endpoint(endpoint).target
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        tune_malloc()
+        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._calls = {
+            method: self._channel.unary_unary(
+                path_of(method), lambda request: request.SerializeToString(), response.FromString
+            )
+            for method, response in RESPONSES.items()
+        }
+        self._push = self._channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
+        self._pull = self._channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+        self._keeper = Keeper(self._channel, identity, timeouts.call)
+
+    @property
+    def link(self) -> Link | None:
+        return self._keeper.link
+
+    def lost(self, link: Link) -> None:
+        self._keeper.lost(link)
+
+    def perform(self, effect: Effect) -> Any:
+        try:
+            match effect:
+                case Connect(timeout):
+                    return self._keeper.wait(timeout)
+                case Call(method, request, timeout):
+                    return self._calls[method](request, timeout=timeout)
+                case Push(frames, timeout):
+                    return self._push(frames(), timeout=timeout)
+                case Pull(request, take, timeout):
+                    for message in self._pull(request, timeout=timeout):
+                        take(message)
+                case Copy(run):
+                    run()
+        except grpc.RpcError as error:
+            raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+        return None
+
+    def close(self) -> None:
+        self._keeper.close()
+        self._channel.close()

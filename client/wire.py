@@ -1,0 +1,46 @@
+"""What the sync and the asyncio client share about their gRPC channels."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from google.protobuf import message_factory
+from google.protobuf.message import Message
+
+from ..protos.v1 import admin_pb2, cache_pb2
+
+__all__ = ["CHANNEL_OPTIONS", "PULL", "PUSH", "RESPONSES", "path_of"]
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A server that comes back is to be found within a second.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # Channels of one process would share a connection, and a bulk stream would hold up another client's calls.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A server whose host is gone is noticed; one that hangs is noticed by its heartbeats.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+RESPONSES: MappingProxyType[str, type[Message]] = MappingProxyType(
+    {
+        f"{service.name}/{method.name}": message_factory.GetMessageClass(method.output_type)
+        for file in (cache_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR)
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+)
+"""The unary methods that operations call, and what they answer with."""
+
+
+def path_of(method: str) -> str:
+    """Returns how gRPC names a method."""
+    return f"/kvtier.v1.{method}"
+
+
+PUSH = path_of("TransferService/Push")
+PULL = path_of("TransferService/Pull")
+

@@ -1,0 +1,37 @@
+"""The sequence of bytes that the parts of one store or load form; see `TransferService`."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+__all__ = ["PartSequence"]
+
+
+class PartSequence:
+    """Parts that lie here and there in memory, as one sequence."""
+
+    def __init__(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """`offsets[i]` is where part i lies in memory, `sizes[i]` its bytes."""
+        self._offsets = offsets
+        self._sizes = sizes
+        self._ends = list(accumulate(sizes))
+        self.total_bytes = self._ends[-1] if self._ends else 0
+
+    def locate(self, position: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yields where a piece of the sequence lies in memory, as (offset, bytes).
+
+        Raises:
+            ValueError: the piece reaches beyond the sequence.
+        """
+        if position + nbytes > self.total_bytes:
+            raise ValueError(f"bytes {position} to {position + nbytes} of a sequence of {self.total_bytes}")
+        number = bisect_right(self._ends, position)
+        while nbytes:
+            within = position - (self._ends[number] - self._sizes[number])
+            size = min(nbytes, self._sizes[number] - within)
+            yield self._offsets[number] + within, size
+            position += size
+            nbytes -= size
+            number += 1
