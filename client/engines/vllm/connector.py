@@ -1,0 +1,267 @@
+"""KVTierConnector: vLLM's connector interface, mapped onto the scheduler's and the worker's half.
+
+The rule of this file: nothing raises into the engine once it runs, and a set-up that cannot be served is one clear warning and
+misses from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from ... import Client, Namespace
+from .background import LimitedLog, logger
+from .compat import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from .config import ConnectorConfig
+from .groups import CacheGeometry, Unsupported, resolve_geometry
+from .metadata import StepMetadata
+from .namespace import build_namespace, namespace_digest
+from .scheduler import SchedulerSide
+from .worker import WorkerSide
+
+__all__ = ["KVTierConnector"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _contained(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """What a hook raises is logged, and the engine gets ``fallback()``: an exception inside a connector ends vLLM."""
+
+    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(hook)
+        def contained(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:
+                connector: Any = args[0]
+                connector._log.warn(hook.__name__, f"{hook.__name__} failed: {error!r}", exc_info=True)
+                return fallback()
+
+        return contained
+
+    return decorate
+
+
+class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
+    """Loads KV blocks from kvtier and saves them there.
+
+    Configure with ``kv_connector="KVTierConnector"``, ``kv_connector_module_path="kvtier.client.engines.vllm"`` and
+    ``kv_load_failure_policy="recompute"``; see ConnectorConfig for ``kv_connector_extra_config``.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Called once in the scheduler's process and once in each worker, while the engine starts.
+
+        Raises ValueError for settings that are wrong; never for what the server does.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._log = LimitedLog()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        transfer = vllm_config.kv_transfer_config
+        warn = logger.warning if is_scheduler else logger.debug
+        self._config = ConnectorConfig.parse(transfer.kv_connector_extra_config or {}, warn)
+        try:
+            geometry = resolve_geometry(vllm_config, kv_cache_config)
+            namespace = build_namespace(vllm_config, kv_cache_config, geometry, self._config.tenant)
+        except Unsupported as reason:
+            self._disable(reason)
+            return
+        if is_scheduler and transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kvtier: kv_load_failure_policy is %r: a load that fails will fail its request; set it to 'recompute'",
+                transfer.kv_load_failure_policy,
+            )
+        if is_scheduler:
+            self._scheduler = self._make_scheduler_side(namespace, geometry)
+        else:
+            self._worker = self._make_worker_side(namespace, geometry)
+
+    def _make_scheduler_side(self, namespace: Namespace, geometry: CacheGeometry) -> SchedulerSide:
+        transfer = self._vllm_config.kv_transfer_config
+        assert transfer is not None
+        digest = namespace_digest(namespace)
+        logger.info("kvtier: namespace %s, %d KV cache group(s)", digest, len(geometry.groups))
+        return SchedulerSide(
+            self._connect(namespace, None),
+            geometry,
+            digest,
+            self._config,
+            self._vllm_config.parallel_config.world_size,
+            may_load=transfer.is_kv_consumer,
+            may_save=transfer.is_kv_producer,
+            log=self._log,
+        )
+
+    def _make_worker_side(self, namespace: Namespace, geometry: CacheGeometry) -> WorkerSide:
+        assert self._kv_cache_config is not None
+        rank = self._vllm_config.parallel_config.rank
+        return WorkerSide(
+            lambda: self._connect(namespace, rank),
+            geometry.groups,
+            namespace_digest(namespace),
+            self._kv_cache_config.num_blocks,
+            self._log,
+        )
+
+    def _connect(self, namespace: Namespace, rank: int | None) -> Client:
+        transfer = self._vllm_config.kv_transfer_config
+        assert transfer is not None
+        return Client(
+            self._config.endpoint,
+            namespace=namespace,
+            name="vllm",
+            engine_id=str(transfer.engine_id),
+            rank=rank,
+            transport=self._config.transport,
+        )
+
+    def _disable(self, reason: Unsupported) -> None:
+        if self.role == KVConnectorRole.SCHEDULER:
+            logger.warning("kvtier: the connector is disabled, every request is a miss: %s", reason)
+        self._scheduler, self._worker = None, None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: this is a cache, a save that is dropped is a later miss."""
+        return False
+
+    # ---- worker; all on the worker's main thread
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Called once, when the KV tensors have been allocated."""
+        if self._worker is None:
+            return
+        try:
+            self._worker.register(kv_caches)
+        except Unsupported as reason:
+            logger.warning("kvtier: this worker loads and saves nothing: %s", reason)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called each step before blocks are overwritten. Nothing to do: blocks being saved carry a reference (see saves.py)."""
+
+    @_contained(lambda: None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Called each step, after the forward was submitted (loads here are always asynchronous)."""
+        if self._worker is not None and isinstance(self._connector_metadata, StepMetadata):
+            self._worker.start_loads(self._connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Called from each attention layer; loads end between steps, so there is nothing to wait for."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Called from each attention layer; whole blocks are saved after the step instead."""
+
+    @_contained(lambda: None)
+    def wait_for_save(self) -> None:
+        """Called each step after its forward: queues the step's saves behind it."""
+        if self._worker is not None and isinstance(self._connector_metadata, StepMetadata):
+            self._worker.start_saves(self._connector_metadata)
+
+    @_contained(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Called each step last: loads that ended. Failed ones go to ``failed_recving``, which all group layouts support."""
+        step = self._connector_metadata
+        if self._worker is not None and isinstance(step, StepMetadata):
+            return self._worker.results(idle=step.idle)
+        failed = {job.request_id for job in step.loads} if isinstance(step, StepMetadata) else set()
+        return KVConnectorTransferResults(finished_recving=failed, failed_recving=set(failed))
+
+    @_contained(lambda: None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Called each step after get_transfer_results: saves that ended, for the scheduler."""
+        return self._worker.report() if self._worker is not None else None
+
+    # ---- scheduler; all on the scheduler's thread
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Called once, when the scheduler has built its cache manager."""
+        if self._scheduler is not None:
+            self._scheduler.bind_pool(gpu_block_pool)
+
+    @_contained(lambda: None)
+    def on_new_request(self, request: Any) -> None:
+        """Called when a request arrives, before it is ever scheduled."""
+        if self._scheduler is not None:
+            self._scheduler.new_request(request)
+
+    @_contained(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Called each time a waiting request is considered; see SchedulerSide.matched_tokens."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    @_contained(lambda: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Called when blocks were allocated; again, with 0 tokens, when the request runs after its load."""
+        if self._scheduler is not None:
+            self._scheduler.blocks_allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Called after update_state_after_alloc, for vLLM's metrics."""
+        if self._scheduler is not None and num_external_tokens:
+            sources = self._scheduler.hit_sources(request, num_external_tokens)
+            if sources is not None:
+                return sources
+        return super().get_external_cache_hit_sources(request, num_external_tokens)
+
+    @_contained(StepMetadata)
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Called once per step, last; empty steps included."""
+        return self._scheduler.build_step(scheduler_output) if self._scheduler is not None else StepMetadata()
+
+    @_contained(lambda: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Called with what all workers reported, after each step that reported something."""
+        if self._scheduler is not None:
+            self._scheduler.workers_reported(
+                connector_output.finished_recving or (),
+                connector_output.failed_recving or (),
+                connector_output.kv_connector_worker_meta,
+            )
+
+    @_contained(lambda: (False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Called once at a request's end by engines without groups; blocks may be freed at once."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_contained(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Called once at a request's end, before its blocks are freed. They may be: those to be saved carry a reference."""
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Asked between steps: keep stepping, though no request is left? See SchedulerSide.has_pending_work."""
+        return self._scheduler is not None and self._scheduler.has_pending_work()
+
+    @_contained(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """Asked when a running request finds no block: wait for saves instead of preempting?"""
+        return self._scheduler is not None and self._scheduler.has_pending_block_frees()
+
+    @_contained(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """Called for ``reset_prefix_cache(reset_connector=True)``, between steps."""
+        return self._scheduler.reset() if self._scheduler is not None else True
+
+    def shutdown(self) -> None:
+        """Called when the process ends, by scheduler and workers alike."""
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()

@@ -1,0 +1,123 @@
+"""Moving blocks between an engine's KV tensors and slots. Called on the worker's background threads only.
+
+CPU engines copy with NumPy: it releases the GIL and stays on the calling thread, whereas a torch copy would start a second OpenMP
+team beside the engine's. CUDA engines gather on the device first, so that one block is one contiguous transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from .layout import GroupLayout, Segment
+
+__all__ = ["BlockCopier", "CpuCopier", "CudaCopier", "make_copier"]
+
+
+class BlockCopier(Protocol):
+    """Copies whole blocks of one group; both calls return when the bytes are there, and raise only on broken devices."""
+
+    def mark(self) -> Any:
+        """Note, on the engine's thread, the compute submitted so far; ``after`` of the copies waits for it."""
+
+    def copy_out(self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: Any) -> None:
+        """Engine blocks → ``memory`` at ``offsets`` (bytes)."""
+
+    def copy_in(self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: Any) -> None:
+        """``memory`` at ``offsets`` (bytes) → engine blocks."""
+
+
+def make_copier(layouts: Sequence[GroupLayout]) -> BlockCopier:
+    """The copier for the device that the KV tensors are on."""
+    device = layouts[0].segments[0].pages.device
+    return CpuCopier(layouts) if device.type == "cpu" else CudaCopier(layouts, device)
+
+
+class CpuCopier:
+    """For KV tensors in host memory: one strided NumPy copy per block and segment."""
+
+    def __init__(self, layouts: Sequence[GroupLayout]) -> None:
+        self._segments = {
+            layout.group.index: [
+                (segment.pages.numpy(), segment.slot_offset, segment.slot_bytes) for segment in layout.segments
+            ]
+            for layout in layouts
+        }
+
+    def mark(self) -> None:
+        # A CPU step has written its KV when wait_for_save is called.
+        return None
+
+    def copy_out(self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None) -> None:
+        flat = np.frombuffer(memory, dtype=np.uint8)
+        for pages, slot_offset, slot_bytes in self._segments[group]:
+            for block_id, offset in zip(block_ids, offsets, strict=True):
+                at = offset + slot_offset
+                np.copyto(flat[at : at + slot_bytes].reshape(pages.shape[1:]), pages[block_id])
+
+    def copy_in(self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None) -> None:
+        flat = np.frombuffer(memory, dtype=np.uint8)
+        for pages, slot_offset, slot_bytes in self._segments[group]:
+            for block_id, offset in zip(block_ids, offsets, strict=True):
+                at = offset + slot_offset
+                np.copyto(pages[block_id], flat[at : at + slot_bytes].reshape(pages.shape[1:]))
+
+
+class CudaCopier:
+    """For KV tensors on a GPU: gather into a device buffer, one transfer per block, on streams of its own.
+
+    Transfers overlap with compute only when the region is pinned; otherwise they are merely correct.
+    """
+
+    _STAGING_BYTES = 64 << 20
+
+    def __init__(self, layouts: Sequence[GroupLayout], device: torch.device) -> None:
+        self._device = device
+        self._segments: dict[int, tuple[Segment, ...]] = {layout.group.index: layout.segments for layout in layouts}
+        # The lowest priority: copies yield to the engine's kernels.
+        self._out_stream = torch.cuda.Stream(device, priority=0)
+        self._in_stream = torch.cuda.Stream(device, priority=0)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def copy_out(
+        self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: torch.cuda.Event
+    ) -> None:
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._out_stream):
+            self._out_stream.wait_event(after)
+            for segment, ids, starts in self._batches(group, block_ids, offsets):
+                staging = segment.pages.index_select(0, self._indices(ids)).view(len(ids), -1)
+                for row, start in zip(staging.unbind(0), starts, strict=True):
+                    flat[start : start + segment.slot_bytes].copy_(row, non_blocking=True)
+            self._out_stream.synchronize()
+
+    def copy_in(
+        self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: torch.cuda.Event
+    ) -> None:
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._in_stream):
+            self._in_stream.wait_event(after)
+            for segment, ids, starts in self._batches(group, block_ids, offsets):
+                staging = torch.empty((len(ids), segment.slot_bytes), dtype=torch.uint8, device=self._device)
+                for row, start in zip(staging.unbind(0), starts, strict=True):
+                    row.copy_(flat[start : start + segment.slot_bytes], non_blocking=True)
+                pages = staging.view(len(ids), *segment.pages.shape[1:])
+                segment.pages.index_copy_(0, self._indices(ids), pages)
+            self._in_stream.synchronize()
+
+    def _batches(self, group: int, block_ids: Sequence[int], offsets: Sequence[int]):  # type: ignore[no-untyped-def]
+        for segment in self._segments[group]:
+            count = max(1, self._STAGING_BYTES // segment.slot_bytes)
+            for first in range(0, len(block_ids), count):
+                ids = block_ids[first : first + count]
+                yield segment, ids, [offset + segment.slot_offset for offset in offsets[first : first + count]]
+
+    def _indices(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(block_ids, dtype=torch.int64, device=self._device)

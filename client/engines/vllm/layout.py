@@ -1,0 +1,112 @@
+"""An engine's KV tensors as bytes: for each group, where the pages of a block lie and in which order they fill a slot.
+
+A slot holds the pages of the group's layers one after the other, in the group's order, without padding. vLLM usually carves all
+layers of a group out of one allocation at even distances: then a block is one strided ``[layers, page]`` view and moves in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .compat import group_kernel_blocks
+from .groups import CacheGroup, Unsupported
+
+__all__ = ["GroupLayout", "Segment", "build_layouts"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Evenly spaced layers: ``pages[block]`` is a ``[layers, page_bytes]`` view; they fill ``slot_bytes`` bytes of the slot from ``slot_offset``."""
+
+    pages: torch.Tensor
+    slot_offset: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """The segments of one group, in slot order."""
+
+    group: CacheGroup
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class _LayerPages:
+    storage: torch.UntypedStorage
+    offset: int
+    block_stride: int
+    page_bytes: int
+
+
+def build_layouts(
+    groups: Sequence[CacheGroup], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+) -> list[GroupLayout]:
+    """Views of ``kv_caches`` for every group. Raises Unsupported when a block's bytes are not where its spec says."""
+    layouts = []
+    for group in groups:
+        layers = [
+            _layer_pages(name, kv_caches, num_blocks, page_bytes)
+            for name, page_bytes in zip(group.layers, group.page_bytes, strict=True)
+        ]
+        layouts.append(GroupLayout(group, tuple(_segments(layers, num_blocks))))
+    return layouts
+
+
+def _layer_pages(name: str, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, page_bytes: int) -> _LayerPages:
+    tensor = kv_caches.get(name)
+    if not isinstance(tensor, torch.Tensor):
+        raise Unsupported(f"layer {name} has no single KV tensor")
+    if tensor.shape[0] % num_blocks:
+        raise Unsupported(f"layer {name} has {tensor.shape[0]} rows for {num_blocks} blocks")
+    blocks = group_kernel_blocks(tensor, num_blocks)
+    element = blocks.element_size()
+    block = blocks[0]
+    span = 1 + sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True))
+    if span != block.numel() or block.numel() * element != page_bytes:
+        raise Unsupported(
+            f"a block of layer {name} is {block.numel() * element} bytes spread over {span * element}, not one run of"
+            f" {page_bytes} (KV cache layout with heads outside of blocks?)"
+        )
+    return _LayerPages(
+        blocks.untyped_storage(), blocks.storage_offset() * element, blocks.stride(0) * element, page_bytes
+    )
+
+
+def _segments(layers: Sequence[_LayerPages], num_blocks: int) -> list[Segment]:
+    segments, start, slot_offset = [], 0, 0
+    while start < len(layers):
+        end, distance = _even_run(layers, start)
+        first = layers[start]
+        raw = torch.empty(0, dtype=torch.uint8, device=first.storage.device).set_(first.storage)  # type: ignore[call-overload]
+        pages = raw.as_strided(
+            (num_blocks, end - start, first.page_bytes), (first.block_stride, distance, 1), first.offset
+        )
+        slot_bytes = (end - start) * first.page_bytes
+        segments.append(Segment(pages, slot_offset, slot_bytes))
+        slot_offset += slot_bytes
+        start = end
+    return segments
+
+
+def _even_run(layers: Sequence[_LayerPages], start: int) -> tuple[int, int]:
+    """The end of the longest run of layers from ``start`` that lie at one distance in one storage, and that distance."""
+    first = layers[start]
+    distance = first.page_bytes
+    end = start + 1
+    while end < len(layers):
+        layer, step = layers[end], layers[end].offset - layers[end - 1].offset
+        if end == start + 1:
+            distance = step
+        same = (
+            layer.storage.data_ptr() == first.storage.data_ptr()
+            and (layer.block_stride, layer.page_bytes, step) == (first.block_stride, first.page_bytes, distance)
+            and step > 0
+        )
+        if not same:
+            break
+        end += 1
+    return end, (distance if end > start + 1 else first.page_bytes)

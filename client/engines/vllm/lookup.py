@@ -1,0 +1,186 @@
+"""Finding out what the store has of a request, off the scheduler's thread.
+
+A lookup is started on the scheduler's thread, runs on a background thread, and is read again by the scheduler when it is done.
+Whatever goes wrong with the server makes it a miss in bounded time: the calls have deadlines, a lookup past its budget is not
+waited for, and after a failure no lookups are made at all for a moment, so that a hung server costs one budget, not one per request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ... import Client, KeyStatus, KVTierError, Lease, make_key
+from .background import BackgroundThreads, LimitedLog
+from .groups import CacheGeometry, CacheGroup
+from .hits import longest_hit
+
+__all__ = ["Lookup", "LookupService", "LookupState"]
+
+_COOL_DOWN_S = 2.0
+_WAIT_SHARE = 0.8
+
+
+class LookupState(Enum):
+    """PENDING: still running. DONE: ``hit_tokens`` is valid. DROPPED: nobody wants it any more."""
+
+    PENDING = "pending"
+    DONE = "done"
+    DROPPED = "dropped"
+
+
+@dataclass
+class Lookup:
+    """One request's lookup: where the blocks of [``start``, ``limit``) tokens are.
+
+    ``items[group][position]`` is the (lease id, index in the lease) of each block that hit; ``sources[position]`` the tier that
+    had it in the first group. Both belong to the background thread until the state is DONE, then to the scheduler's.
+    """
+
+    request_id: str
+    start: int
+    limit: int
+    hashes: dict[int, Sequence[bytes]]
+    deadline: float
+    state: LookupState = LookupState.PENDING
+    hit_tokens: int = 0
+    items: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    sources: dict[int, str] = field(default_factory=dict)
+    leases: list[Lease] = field(default_factory=list)
+    done_at: float = 0.0
+
+
+class LookupService:
+    """Runs lookups and gives their leases back. ``start`` and ``drop`` are called on the scheduler's thread and never block."""
+
+    def __init__(self, client: Client, geometry: CacheGeometry, timeout_s: float, log: LimitedLog) -> None:
+        self._client = client
+        self._geometry = geometry
+        self._timeout_s = timeout_s
+        self._log = log
+        self._lock = threading.Lock()
+        self._cool_until = 0.0
+        self._lookups = BackgroundThreads("lookup", log, threads=2)
+        # Its own thread: giving back must not queue behind lookups that wait for promotions.
+        self._returns = BackgroundThreads("release", log)
+
+    def start(self, request_id: str, hashes: dict[int, Sequence[bytes]], start: int, limit: int) -> Lookup | None:
+        """Begin to look up the blocks between ``start`` and ``limit`` tokens; ``hashes[group][i]`` is that of the i-th one
+        after ``start``. None when the server is not there: a miss, without waiting.
+        """
+        now = time.monotonic()
+        if not self._client.connected:
+            self._log.warn("disconnected", "no kvtier server is connected; requests are computed as if nothing were cached")
+            return None
+        if now < self._cool_until:
+            return None
+        lookup = Lookup(request_id, start, limit, hashes, deadline=now + self._timeout_s)
+        self._lookups.submit(lambda: self._run(lookup))
+        return lookup
+
+    def drop(self, lookup: Lookup) -> None:
+        """Nobody will load what this lookup found: give its leases back, now or when it ends."""
+        with self._lock:
+            was_done = lookup.state is LookupState.DONE
+            lookup.state = LookupState.DROPPED
+        if was_done:
+            self._release(lookup)
+
+    def timed_out(self, lookup: Lookup) -> None:
+        """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
+        self._cool_until = time.monotonic() + _COOL_DOWN_S
+        self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
+        self.drop(lookup)
+
+    def finish_request(self, request_id: str) -> None:
+        """Tell the server, in the background, that the request has ended."""
+        if self._client.connected:
+            self._returns.submit(lambda: self._finish(request_id))
+
+    def close(self) -> None:
+        """End the threads; called at shutdown."""
+        self._lookups.close(0.5)
+        self._returns.close(1.0)
+
+    def _finish(self, request_id: str) -> None:
+        try:
+            self._client.finish_request(request_id)
+        except KVTierError as error:
+            self._log.warn("finish", f"could not end a request: {error}")
+
+    def _release(self, lookup: Lookup) -> None:
+        leases, lookup.leases = lookup.leases, []
+        for lease in leases:
+            self._returns.submit(lease.release)
+
+    # ---- background threads from here on
+
+    def _run(self, lookup: Lookup) -> None:
+        hit = lookup.start
+        try:
+            if lookup.state is LookupState.PENDING and self._cool_until <= time.monotonic() < lookup.deadline:
+                hit = self._search(lookup)
+        except KVTierError as error:
+            self._cool_until = time.monotonic() + _COOL_DOWN_S
+            self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
+        with self._lock:
+            dropped = lookup.state is LookupState.DROPPED
+            lookup.hit_tokens, lookup.done_at = hit, time.monotonic()
+            if not dropped:
+                lookup.state = LookupState.DONE
+        if dropped or hit <= lookup.start:
+            self._release(lookup)
+
+    def _search(self, lookup: Lookup) -> int:
+        """How far the hit reaches; fills in items and leases."""
+        step, start, limit = self._geometry.step_tokens, lookup.start, lookup.limit
+        groups = self._geometry.groups
+        for group in (g for g in groups if g.retained_tokens is None):
+            first = start // group.block_tokens
+            found = self._ask(lookup, [(group, range(first, limit // group.block_tokens))], prefix=True)
+            limit = min(limit, start + found * group.block_tokens // step * step)
+            if limit <= start:
+                return start
+        if self._geometry.drop_last_block:
+            # A draft model's KV at a block's end was computed with the token after it: the last block is computed anew.
+            limit -= step
+        windowed = [g for g in groups if g.retained_tokens is not None]
+        if not windowed or limit <= start:
+            return limit
+        # Most often the full hit's last windows are all there; only otherwise is it worth looking for shorter ones.
+        tails = [(g, range(max(g.first_needed_block(limit), start // g.block_tokens), limit // g.block_tokens)) for g in windowed]
+        if self._ask(lookup, tails, prefix=False) == sum(len(positions) for _, positions in tails):
+            return limit
+        self._ask(
+            lookup, [(g, range(start // g.block_tokens, limit // g.block_tokens)) for g in windowed], prefix=False
+        )
+        present = {index: found.keys() for index, found in lookup.items.items()}
+        return longest_hit(groups, present, start, limit, step)
+
+    def _ask(self, lookup: Lookup, wanted: list[tuple[CacheGroup, range]], *, prefix: bool) -> int:
+        """One Lookup call; notes what hit, and returns how many did (with ``prefix``: in a row from the first)."""
+        places = [(group, position) for group, positions in wanted for position in positions]
+        if not places:
+            return 0
+        keys = [
+            make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index) for g, position in places
+        ]
+        # Less than the budget: what is ready by then comes back in time to be used.
+        wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
+        lease = self._client.lookup(keys, request_id=lookup.request_id, wait=wait, prefix=prefix)
+        lookup.leases.append(lease)
+        statuses, sources = lease.statuses, lease.sources
+        count = 0
+        for index, (group, position) in enumerate(places):
+            if statuses[index] != KeyStatus.HIT:
+                if prefix:
+                    break
+                continue
+            count += 1
+            lookup.items.setdefault(group.index, {})[position] = (lease.id, index)
+            if group.index == self._geometry.groups[0].index:
+                lookup.sources[position] = sources[index]
+        return count

@@ -1,0 +1,117 @@
+"""The namespace of an engine: everything that changes what the bytes of a block mean.
+
+Scheduler and workers each compute it, from configuration only, and must arrive at the same one; the scheduler sends its digest
+along, so that a difference is a clear warning and misses, never wrong tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+import torch
+
+from ... import Group, GroupKind, Namespace
+from .compat import KVCacheConfig, vllm_version
+from .groups import CacheGeometry
+
+__all__ = ["build_namespace", "namespace_digest"]
+
+_KINDS = {True: GroupKind.FULL_ATTENTION, False: GroupKind.SLIDING_WINDOW}
+_SAMPLE_BYTES = 4096
+_SAMPLES_PER_FILE = 8
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+def build_namespace(
+    vllm_config: Any, kv_cache_config: KVCacheConfig, geometry: CacheGeometry, tenant: str = ""
+) -> Namespace:
+    """The Namespace of this engine and tenant. Reads a local model's files a little (see _model_fingerprint)."""
+    model = vllm_config.model_config
+    groups = tuple(
+        Group(name=g.name, kind=_KINDS[g.retained_tokens is None], block_tokens=g.block_tokens, part_bytes=g.part_bytes)
+        for g in geometry.groups
+    )
+    return Namespace(
+        model=str(model.model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        hash_scheme=f"vllm:{vllm_config.cache_config.prefix_caching_hash_algo}:{geometry.hash_tokens}",
+        layout=f"vllm:{kv_cache_config.kv_cache_layout}",
+        revision=str(model.revision or ""),
+        world_size=vllm_config.parallel_config.world_size,
+        groups=groups,
+        tenant=tenant,
+        attributes=_attributes(vllm_config, geometry),
+    )
+
+
+def namespace_digest(namespace: Namespace) -> str:
+    """A short name of a namespace, equal in every process that computed an equal one."""
+    plain = {
+        name: getattr(namespace, name)
+        for name in ("model", "dtype", "hash_scheme", "layout", "revision", "world_size", "tenant")
+    }
+    plain["groups"] = [[g.name, g.kind.name, g.block_tokens, g.part_bytes] for g in namespace.groups]
+    plain["attributes"] = dict(namespace.attributes)
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _attributes(vllm_config: Any, geometry: CacheGeometry) -> dict[str, str]:
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    speculative = vllm_config.speculative_config
+    attributes = {
+        # The inner format of a page belongs to the attention back end, which vLLM may pick or change with its version and the device.
+        "engine": f"vllm {vllm_version}",
+        "device": _device_name(vllm_config),
+        "attention_backend": str(getattr(vllm_config.attention_config, "backend", None)),
+        "cache_dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "load_format": str(vllm_config.load_config.load_format),
+        "hf_overrides": _stable_text(model.hf_overrides),
+        "tensor_parallel_size": str(parallel.tensor_parallel_size),
+        "draft_model": str(speculative.model) if speculative is not None else "",
+        "layers": hashlib.sha256(
+            json.dumps([[list(g.layers), list(g.page_bytes)] for g in geometry.groups]).encode()
+        ).hexdigest(),
+    }
+    if os.path.isdir(model.model):
+        attributes["weights"] = _model_fingerprint(model.model)
+    return attributes
+
+
+def _stable_text(value: object) -> str:
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _device_name(vllm_config: Any) -> str:
+    """Device type and instruction set or compute capability; asks no CUDA context of the scheduler's process."""
+    device = str(vllm_config.device_config.device_type)
+    if device == "cpu":
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    from vllm.platforms import current_platform
+
+    return f"{device} {current_platform.get_device_capability()}"
+
+
+def _model_fingerprint(directory: str) -> str:
+    """A hash that tells other weights at the same path, without reading them all: config.json, and of each weight file its
+    name, size and eight pages spread over it. A fine-tune changes nearly every page; copies of one model agree.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(os.listdir(directory)):
+        path = os.path.join(directory, name)
+        if name == "config.json":
+            with open(path, "rb") as file:
+                digest.update(file.read())
+        elif name.endswith(_WEIGHT_SUFFIXES) and os.path.isfile(path):
+            size = os.path.getsize(path)
+            digest.update(f"{name}:{size}".encode())
+            with open(path, "rb") as file:
+                for sample in range(_SAMPLES_PER_FILE):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES_PER_FILE - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,208 @@
+"""One worker's half: copies between the engine's KV tensors and kvtier. Hooks run on the worker's main thread and only queue;
+the copies and all remote calls happen on two background threads, so that a load never queues behind saves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ... import Client, KVTierError
+from .background import BackgroundThreads, LimitedLog
+from .compat import KVConnectorTransferResults
+from .copies import BlockCopier, make_copier
+from .groups import CacheGroup
+from .layout import build_layouts
+from .metadata import BlockRead, LoadJob, SaveJob, StepMetadata, WorkerReport
+
+__all__ = ["WorkerSide"]
+
+_BATCH_BYTES = 128 << 20
+_IDLE_WAIT_S = 0.002
+_COOL_DOWN_S = 2.0
+
+
+class WorkerSide:
+    """Behind KVTierConnector in each worker. Every job given to it is reported, in bounded time, whatever happens."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Client],
+        groups: Sequence[CacheGroup],
+        namespace_digest: str,
+        num_blocks: int,
+        log: LimitedLog,
+    ) -> None:
+        self._connect = connect
+        self._groups = {group.index: group for group in groups}
+        self._digest = namespace_digest
+        self._num_blocks = num_blocks
+        self._log = log
+        self._client: Client | None = None
+        self._copier: BlockCopier | None = None
+        self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
+        self._save_after = 0.0
+        # Shared with the background threads, under the condition's lock.
+        self._progress = threading.Condition()
+        self._running = 0
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._ended_saves: dict[int, int] = {}
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV tensors exist: lay views over them and connect. Raises Unsupported for layouts that cannot be served."""
+        layouts = build_layouts(list(self._groups.values()), kv_caches, self._num_blocks)
+        self._copier = make_copier(layouts)
+        self._client = self._connect()
+        on_cpu = layouts[0].segments[0].pages.device.type == "cpu"
+        on_start = _leave_compute_cores if on_cpu else None
+        self._threads = (
+            BackgroundThreads("load", self._log, on_start=on_start),
+            BackgroundThreads("save", self._log, on_start=on_start),
+        )
+
+    def start_loads(self, step: StepMetadata) -> None:
+        """Queue the step's loads, ordered behind the compute submitted so far (it may still use the blocks' last content)."""
+        for job in step.loads:
+            if not job.reads or not self._usable(step):
+                with self._progress:
+                    self._loaded.add(job.request_id)
+                    self._failed.add(job.request_id)
+                continue
+            assert self._copier is not None and self._threads is not None
+            after = self._copier.mark()
+            self._queue(0, lambda job=job, after=after: self._load(job, after))
+
+    def start_saves(self, step: StepMetadata) -> None:
+        """Queue the step's saves, ordered behind the compute that wrote the blocks (B4.11)."""
+        if not step.saves:
+            return
+        if not self._usable(step):
+            with self._progress:
+                self._ended_saves.update((job.job_id, 1) for job in step.saves)
+            return
+        assert self._copier is not None
+        after = self._copier.mark()
+        for job in step.saves:
+            self._queue(1, lambda job=job, after=after: self._save(job, after))
+
+    def results(self, *, idle: bool) -> KVConnectorTransferResults:
+        """Loads that ended since the last call. In an idle step wait a moment for any copy to end: the engine has nothing else
+        to do, and its busy loop would only take the processor from the copies.
+        """
+        with self._progress:
+            if idle and self._running and not (self._loaded or self._ended_saves):
+                self._progress.wait(_IDLE_WAIT_S)
+            loaded, failed = self._loaded, self._failed
+            self._loaded, self._failed = set(), set()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    def report(self) -> WorkerReport | None:
+        """Saves that ended since the last call."""
+        with self._progress:
+            ended, self._ended_saves = self._ended_saves, {}
+        return WorkerReport(ended) if ended else None
+
+    def close(self) -> None:
+        """Let queued copies end, briefly, and disconnect."""
+        for threads in self._threads or ():
+            threads.close(2.0)
+        if self._client is not None:
+            self._client.close()
+
+    def _usable(self, step: StepMetadata) -> bool:
+        if self._client is None:
+            return False
+        if step.namespace_digest != self._digest:
+            self._log.warn("namespace", "scheduler and worker disagree about the namespace; nothing is loaded or saved")
+            return False
+        return True
+
+    def _queue(self, thread: int, job: Callable[[], None]) -> None:
+        assert self._threads is not None
+        with self._progress:
+            self._running += 1
+        self._threads[thread].submit(job)
+
+    # ---- background threads from here on
+
+    def _load(self, job: LoadJob, after: Any) -> None:
+        failed = True
+        try:
+            for read in job.reads:
+                self._read(read, after)
+            failed = False
+        except KVTierError as error:
+            self._log.warn("load", f"a load failed, its blocks are computed instead: {error}")
+        finally:
+            with self._progress:
+                self._running -= 1
+                self._loaded.add(job.request_id)
+                if failed:
+                    self._failed.add(job.request_id)
+                self._progress.notify_all()
+
+    def _read(self, read: BlockRead, after: Any) -> None:
+        assert self._client is not None and self._copier is not None
+        for chunk in self._chunks(read.groups):
+            groups, block_ids = read.groups[chunk], read.block_ids[chunk]
+            # Leaving the block confirms the lease and raises if it did not hold: the load then counts as failed.
+            with self._client.read(read.lease_id, read.indices[chunk]) as batch:
+                for group, rows in _by_group(groups).items():
+                    offsets = [batch.offsets[row] for row in rows]
+                    self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after)
+
+    def _save(self, job: SaveJob, after: Any) -> None:
+        try:
+            # A hung server costs one deadline, not one per job: blocks are held back from reuse meanwhile.
+            if time.monotonic() >= self._save_after and self._client is not None and self._client.connected:
+                for chunk in self._chunks(job.groups):
+                    self._write(job, chunk, after)
+        except KVTierError as error:
+            self._save_after = time.monotonic() + _COOL_DOWN_S
+            self._log.warn("save", f"a save failed, its blocks are not stored: {error}")
+        finally:
+            with self._progress:
+                self._running -= 1
+                self._ended_saves[job.job_id] = 1
+                self._progress.notify_all()
+
+    def _write(self, job: SaveJob, chunk: slice, after: Any) -> None:
+        assert self._client is not None and self._copier is not None
+        groups, block_ids = job.groups[chunk], job.block_ids[chunk]
+        with self._client.write(job.keys[chunk], request_id=job.request_id) as batch:
+            wanted, offsets = list(batch.wanted), list(batch.offsets)
+            for group, rows in _by_group([groups[index] for index in wanted]).items():
+                ids = [block_ids[wanted[row]] for row in rows]
+                self._copier.copy_out(group, ids, batch.memory, [offsets[row] for row in rows], after)
+
+    def _chunks(self, groups: Sequence[int]) -> list[slice]:
+        """Slices of at most _BATCH_BYTES (and at least one block) each."""
+        chunks, start, size = [], 0, 0
+        for index, group in enumerate(groups):
+            part_bytes = self._groups[group].part_bytes
+            if index > start and size + part_bytes > _BATCH_BYTES:
+                chunks.append(slice(start, index))
+                start, size = index, 0
+            size += part_bytes
+        chunks.append(slice(start, len(groups)))
+        return chunks
+
+
+def _by_group(groups: Sequence[int]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    return rows
+
+
+def _leave_compute_cores() -> None:
+    """A CPU engine pins its main thread to a compute core, and threads started from it inherit that: let this one run anywhere."""
+    with suppress(OSError, AttributeError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
