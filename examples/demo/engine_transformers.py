@@ -82,6 +82,8 @@ def main() -> None:
         output = kv.generate(
             prompt, streamer=first, do_sample=False, max_new_tokens=job["new_tokens"], min_new_tokens=job["new_tokens"]
         )
+        say("waits until its blocks are durable")
+        kv.flush(output)
     say(
         "done",
         computed=counter.tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,15 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
     command = [Path(sys.executable).with_name("kvtier"), "serve", "--listen", address]
     command += ["--region-size", "64MiB", "--data-dir", str(tmp_path / "data")]
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "kvtier.sock").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         yield address
         process.terminate()
 
 
 def _cache(model: Any, endpoint: str, **options: Any) -> KVTierCache:
-    cache = KVTierCache(model, endpoint, block_tokens=BLOCK, **options)
-    assert cache.client.wait_connected(20)
-    return cache
+    return KVTierCache(model, endpoint, block_tokens=BLOCK, **options)
 
 
 def _plain(model: Any, prompt: torch.Tensor, tokens: int = 12) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any, Self
 import torch
 from transformers import DynamicCache
 
-from ... import Client, Group, Namespace, make_key
+from ... import Client, DurableStatus, Group, KVTierError, Namespace, Unavailable, make_key
 from .fingerprint import config_digest, weights_digest
 from .hashes import HASH_SCHEME, block_hashes
 from .layout import CacheLayout
@@ -78,8 +77,9 @@ class KVTierCache:
 
         Two processes share blocks if they agree on `name`, `revision`, `block_tokens`, `tenant`, `extra` and the model's
         configuration. Without a `name` and a `revision` the weights are sampled instead (see `fingerprint`). `extra` is
-        whatever else changes the meaning of tokens, an adapter say. `wait` is how many seconds a lookup waits for blocks
-        that have to come from a lower tier. A `client` is used as it is, and stays open.
+        whatever else changes the meaning of tokens, an adapter say. `wait` is how many seconds to wait for the server at
+        first, and in each lookup for blocks that have to come from a lower tier. A `client` is used as it is, and stays
+        open.
 
         Raises `UnsupportedModelError` for a model whose cache is not full attention throughout.
         """
@@ -92,11 +92,13 @@ class KVTierCache:
             endpoint,
             namespace=self._namespace(name, revision, tenant),
             name="transformers",
-            engine_id=f"transformers-{uuid.uuid4().hex}",
-            rank=0,
         )
         self.last_hit = Hit()
         """What the latest `restore` or `generate` found."""
+        try:
+            self._client.wait_until_connected(wait)
+        except Unavailable as error:
+            _log.warning("kvtier: no server yet, everything is computed until there is one: %s", error)
 
     @property
     def client(self) -> Client:
@@ -151,6 +153,15 @@ class KVTierCache:
         self.save(output.sequences[0], output.past_key_values)
         return output if wants_dict else output.sequences
 
+    def flush(self, input_ids: Any, *, wait: float = 10.0) -> int:
+        """Waits until the full blocks of a sequence survive a restart of the server. Returns how many do."""
+        keys = self.keys(input_ids)
+        try:
+            return self._client.flush(keys, wait=wait).count(DurableStatus.DURABLE) if keys else 0
+        except KVTierError as error:
+            _log.warning("kvtier: not flushed: %s", error)
+            return 0
+
     def close(self) -> None:
         """Ends the session."""
         if self._owns_client:
@@ -178,7 +189,7 @@ class KVTierCache:
             hits = lease.prefix_hits
             if hits == 0:
                 return DynamicCache(), Hit()
-            with self._client.read(lease.id, range(hits)) as batch:
+            with self._client.read(lease, range(hits)) as batch:
                 copies = self._layout.copy_in(batch.memory, batch.offsets)
         finally:
             lease.release()
