@@ -145,10 +145,10 @@ class AsyncClient:
     @contextlib.asynccontextmanager
     async def read(self, lease: LookupResult | int, items: Sequence[int]) -> AsyncIterator[ReadBatch]:
         """See `Client.read`."""
-        lease_id = lease if isinstance(lease, int) else lease.id
         with ExitStack() as held:
-            yield await self._run(self._operations.begin_read(held, lease, items))
-            await self._run(self._operations.confirm(lease_id, release=False))
+            reading = await self._run(self._operations.begin_read(held, lease, items))
+            yield reading.batch
+            await self._run(self._operations.end_read(reading))
 
     async def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0

@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-
 __all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Pull", "Push"]
 
 T = TypeVar("T")
@@ -59,4 +58,3 @@ class Copy:
 
 Effect: TypeAlias = Connect | Call | Push | Pull | Copy
 Operation: TypeAlias = Generator[Effect, Any, T]
-

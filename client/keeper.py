@@ -17,7 +17,7 @@ import grpc
 
 from ..protos.v1 import session_pb2, session_pb2_grpc
 from .errors import Draining, InvalidRequest, KVTierError, NotConnected, error_from_status
-from .link import Attachment, AttachError, Link
+from .link import AttachError, Attachment, Link
 from .namespace import Namespace
 
 __all__ = ["Identity", "Keeper", "Transport"]
@@ -160,9 +160,7 @@ class Keeper:
             if self._asked_for("shm"):
                 raise InvalidRequest(f"transport shm: {error}") from error
             return Link(first.session, capabilities, None, f"shm failed: {error}")
-        threading.Thread(
-            target=_populate, args=(attachment,), name="kvtier-populate", daemon=True
-        ).start()
+        threading.Thread(target=_populate, args=(attachment,), name="kvtier-populate", daemon=True).start()
         return Link(first.session, capabilities, attachment, "same host")
 
     def _asked_for(self, transport: str) -> bool:

@@ -7,14 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..cuda.region import HostRegion, RegionError
 from ..protos.attach import REPLY_BYTES, pack_request, unpack_reply
 from ..protos.v1 import common_pb2, session_pb2
 from .errors import SessionLost
 
-__all__ = ["Attachment", "AttachError", "Limits", "Link"]
+__all__ = ["AttachError", "Attachment", "Limits", "Link"]
 
 _ATTACH_SECONDS = 2.0
 
@@ -30,13 +29,6 @@ class Limits:
     max_keys: int
     max_frame_bytes: int
     max_wait: float
-
-
-class _Memory(Protocol):
-    """The region, as far as a link uses it."""
-
-    memory: memoryview
-    address: int
 
 
 class Attachment:

@@ -24,7 +24,16 @@ from .results import LookupResult, OffloadPolicy, ReadBatch, StoreStatus, TierVo
 from .staging import StagingPool
 from .timeouts import Timeouts
 
-__all__ = ["Operations", "Writing"]
+__all__ = ["Operations", "Reading", "Writing"]
+
+
+@dataclass(slots=True)
+class Reading:
+    """A load between its two halves."""
+
+    link: Link
+    lease_id: int
+    batch: ReadBatch
 
 
 @dataclass(slots=True)
@@ -97,8 +106,8 @@ class Operations:
         answer = yield from self._call(link, "CacheService/Lookup", request, wait)
         return _lookup_result(answer, request_id, keys, link)
 
-    def begin_read(self, held: ExitStack, lease: LookupResult | int, items: Sequence[int]) -> Operation[ReadBatch]:
-        """Makes items of a lease readable until `held` is closed; `confirm` must follow."""
+    def begin_read(self, held: ExitStack, lease: LookupResult | int, items: Sequence[int]) -> Operation[Reading]:
+        """Makes items of a lease readable until `held` is closed; `end_read` must follow."""
         link: Link = yield Connect(self._timeouts.connect)
         lease_id = lease if isinstance(lease, int) else lease.id
         held.enter_context(link.using())
@@ -111,36 +120,35 @@ class Operations:
             answer = yield from self._call(link, "CacheService/PrepareLoad", request)
             slots, sizes = unpack_offsets(answer.slot_offsets), unpack_offsets(answer.part_sizes_bytes)
         if link.region is not None:
-            return ReadBatch(link.region.memory, link.region.address, slots, sizes)
+            return Reading(link, lease_id, ReadBatch(link.region.memory, link.region.address, slots, sizes))
         staging = held.enter_context(self._staging.lend(sum(sizes)))
         received = yield from self._pull(link, lease_id, items, staging)
         if received != sum(sizes):
             raise ServerError(f"{received} bytes arrived where {sum(sizes)} were announced")
-        return ReadBatch(staging, address_of(staging)[0], _consecutive(sizes), sizes)
+        batch = ReadBatch(staging, address_of(staging)[0], _consecutive(sizes), sizes)
+        return Reading(link, lease_id, batch)
 
-    def confirm(self, lease_id: int, *, release: bool) -> Operation[None]:
-        """Makes sure that a lease held while it was read."""
-        link: Link = yield Connect(self._timeouts.connect)
-        request = cache_pb2.CompleteLoadRequest(session=link.ref, lease_id=lease_id, release=release)
-        yield from self._call(link, "CacheService/CompleteLoad", request)
+    def end_read(self, reading: Reading, *, release: bool = False) -> Operation[None]:
+        """Makes sure that a lease held while it was read: asks on the very session that read."""
+        request = cache_pb2.CompleteLoadRequest(session=reading.link.ref, lease_id=reading.lease_id, release=release)
+        yield from self._call(reading.link, "CacheService/CompleteLoad", request)
 
     def load(
         self, held: ExitStack, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str, wait: float
     ) -> Operation[int]:
         """Fills buffers with the leading hits; returns how many."""
         destinations = self._addresses(keys, buffers, writable=True)
-        found = yield from self.lookup(
-            keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True
-        )
+        found = yield from self.lookup(keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True)
         if not found.prefix_hits:
             if found.id:
                 yield from self.release([found.id])
             return 0
         try:
-            batch = yield from self.begin_read(held, found, range(found.prefix_hits))
+            reading = yield from self.begin_read(held, found, range(found.prefix_hits))
+            batch = reading.batch
             sources = [batch.address + offset for offset in batch.offsets]
             yield Copy(lambda: copy_batch(destinations[: len(sources)], sources, batch.sizes))
-            yield from self.confirm(found.id, release=True)
+            yield from self.end_read(reading, release=True)
         except KVTierError:
             yield from self._quietly(self.release([found.id]))
             raise
@@ -248,8 +256,10 @@ class Operations:
             for start in range(0, total, step):
                 payload = batch.memory[start : min(start + step, total)]
                 checksum = xxhash.xxh3_64_intdigest(payload)
-                first = {"session": link.ref, "store_id": writing.store_id} if start == 0 else {}
-                yield encode_push_frame(start, checksum, [payload], **first)
+                if start:
+                    yield encode_push_frame(start, checksum, [payload])
+                else:
+                    yield encode_push_frame(start, checksum, [payload], session=link.ref, store_id=writing.store_id)
 
         answer = yield Push(frames, self._timeouts.transfer)
         if answer.received_bytes != total:

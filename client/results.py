@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from ..protos.v1 import cache_pb2, common_pb2
 from .link import Link
 
-__all__ = ["DurableStatus", "KeyStatus", "LookupResult", "OffloadPolicy", "ReadBatch", "StoreStatus", "TierVote", "WriteBatch"]
+__all__ = [
+    "DurableStatus",
+    "KeyStatus",
+    "LookupResult",
+    "OffloadPolicy",
+    "ReadBatch",
+    "StoreStatus",
+    "TierVote",
+    "WriteBatch",
+]
 
 
 class KeyStatus(enum.IntEnum):

@@ -168,9 +168,7 @@ class Client:
             prefix: whether everything after the first miss is a miss.
             lease: seconds for which the lease holds; the server's default if None.
         """
-        return self._lease(
-            self._operations.lookup(keys, request_id=request_id, wait=wait, prefix=prefix, lease=lease)
-        )
+        return self._lease(self._operations.lookup(keys, request_id=request_id, wait=wait, prefix=prefix, lease=lease))
 
     @contextlib.contextmanager
     def read(self, lease: LookupResult | int, items: Sequence[int]) -> Iterator[ReadBatch]:
@@ -179,10 +177,10 @@ class Client:
         Leaving the block confirms that the lease held all the while. If that raises, what was copied out is garbage.
         The lease may be one that another client of the same engine was granted.
         """
-        lease_id = lease if isinstance(lease, int) else lease.id
         with ExitStack() as held:
-            yield self._run(self._operations.begin_read(held, lease, items))
-            self._run(self._operations.confirm(lease_id, release=False))
+            reading = self._run(self._operations.begin_read(held, lease, items))
+            yield reading.batch
+            self._run(self._operations.end_read(reading))
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0

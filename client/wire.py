@@ -43,4 +43,3 @@ def path_of(method: str) -> str:
 
 PUSH = path_of("TransferService/Push")
 PULL = path_of("TransferService/Pull")
-

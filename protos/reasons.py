@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-
 __all__ = ["DOMAIN", "STATUS_OF", "error_details", "reason_of"]
 
 DOMAIN = "kvtier.dev"

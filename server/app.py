@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -101,9 +101,8 @@ class Server:
         with _start_errors():
             attach.start()
         self._closers.push_async_callback(attach.close)
-        snapshot = _snapshot_of(runtime, sessions, started)
-        metrics = self._metrics = Metrics(on_loop(loop, snapshot))
-        self._observe = metrics.observe_job
+        metrics = Metrics(on_loop(loop, _snapshot_of(runtime, sessions, started)))
+        runtime.observe_job = metrics.observe_job
         server = self._make_server(runtime, sessions, attach, metrics, started)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -162,7 +161,7 @@ class Server:
             for tier in tiers:
                 tier.close()
             raise
-        runtime = TierRuntime(region, tiers, lambda *args: self._metrics.observe_job(*args))
+        runtime = TierRuntime(region, tiers)
         self._closers.push_async_callback(runtime.close)
         return runtime
 
@@ -225,7 +224,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def _start_errors():  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _start_errors() -> Iterator[None]:
     try:
         yield
     except (SocketError, TierError, RegionError, MetricsServerError, OSError) as error:

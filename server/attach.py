@@ -10,8 +10,10 @@ import asyncio
 import itertools
 import os
 import socket
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ..protos.attach import REQUEST_BYTES, pack_reply, unpack_request
 from .logs import get_logger
@@ -74,8 +76,8 @@ class AttachServer:
             connection.setblocking(False)
             self._spawn(self._serve(connection))
 
-    def _spawn(self, coroutine: object) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -14,7 +14,7 @@ from ..protos.reasons import STATUS_OF, error_details
 from ..tiers.errors import CoreError
 from .logs import get_logger
 
-__all__ = ["Refused", "RefusalInterceptor"]
+__all__ = ["RefusalInterceptor", "Refused"]
 
 _log = get_logger(__name__)
 
@@ -27,7 +27,7 @@ class Refused(Exception):
         self.reason = reason
 
 
-class RefusalInterceptor(grpc.aio.ServerInterceptor):
+class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Answers refusals with their status and reason, and defects with INTERNAL and a traceback in the log.
 
     `observe(method, code, seconds)` is told of every call that ended, streams included.
@@ -85,7 +85,7 @@ class _Outcome:
         self._code = grpc.StatusCode.OK
         self._started = time.monotonic()
 
-    def __enter__(self) -> _Outcome:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

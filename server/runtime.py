@@ -7,6 +7,8 @@ and report back through the loop. The core is therefore never entered twice at o
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 import threading
 import time
 from collections import defaultdict
@@ -44,7 +46,7 @@ _BACKING_CHUNK_BYTES = 64 << 20
 class JobObserver(Protocol):
     """Who is told of every job that ended, on the thread that ran it."""
 
-    def __call__(self, tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
+    def __call__(self, tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
         """Takes note of a job."""
 
 
@@ -59,13 +61,13 @@ def extent_bytes_for(region_bytes: int) -> int:
 class TierRuntime:
     """Owns the core, the region and the tiers of one server."""
 
-    def __init__(self, region: HostRegion, tiers: Sequence[SecondaryTier], observe_job: JobObserver) -> None:
+    def __init__(self, region: HostRegion, tiers: Sequence[SecondaryTier]) -> None:
         """Opens nothing and starts nothing: see `start`. The region and the tiers are closed by `close`."""
         self.region = region
         self.extent_bytes = extent_bytes_for(region.size_bytes)
-        self.core = TierManager(region.size_bytes, self.extent_bytes, tiers)
+        self.core = TierManager(region.size_bytes, self.extent_bytes, tiers, first_id=secrets.randbits(62))
         self._tiers = tiers
-        self._observe_job = observe_job
+        self.observe_job: JobObserver = _ignore_job
         # One thread stores and removes, in the order of the commands; loads run beside it.
         self._writers = [ThreadPoolExecutor(1, thread_name_prefix=f"kvtier-{tier.name}-store") for tier in tiers]
         self._loaders = [
@@ -104,9 +106,8 @@ class TierRuntime:
         future = self._loop.create_future()
         self._waiting[lease_id].append(future)
         try:
-            await asyncio.wait_for(future, seconds)
-        except TimeoutError:
-            pass
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(future, seconds)
         finally:
             waiting = self._waiting.get(lease_id, [])
             if future in waiting:
@@ -116,11 +117,8 @@ class TierRuntime:
 
     async def job_ended(self, seconds: float) -> None:
         """Waits until any job of a tier ends, or the time is over."""
-        event = self._job_ended
-        try:
-            await asyncio.wait_for(event.wait(), seconds)
-        except TimeoutError:
-            pass
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._job_ended.wait(), seconds)
 
     async def drain(self, seconds: float) -> bool:
         """Waits until no store is in flight and no job runs; returns whether that came about in time."""
@@ -193,7 +191,7 @@ class TierRuntime:
             _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
             tier.trouble = f"{operation}: {error}"
             outcomes = [Outcome.FAILED] * len(job)
-        self._observe_job(tier.name, operation, time.monotonic() - started, sum(b.nbytes for b in job), outcomes)
+        self.observe_job(tier.name, operation, time.monotonic() - started, sum(b.nbytes for b in job), outcomes)
         self._loop.call_soon_threadsafe(self._finish_job, job_id, outcomes)
 
     def _finish_job(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
@@ -235,6 +233,10 @@ class TierRuntime:
             except RuntimeError:  # the loop is closed: the server has ended meanwhile
                 return
         _log.info("region backed", bytes=self.region.size_bytes)
+
+
+def _ignore_job(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
+    """Stands in until somebody observes jobs."""
 
 
 def _logging_errors(remove: Callable[..., None]) -> Callable[..., None]:

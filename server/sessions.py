@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from ..protos.v1 import common_pb2, session_pb2
-from ..tiers.manager import Session
+from ..tiers.answers import Session
 from .errors import Refused
 from .namespaces import namespace_spec
 from .runtime import TierRuntime

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..tiers.base import SecondaryTier, TierError, TierOpenError
 from .config import TierConfig
@@ -21,8 +21,7 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
     """
     tiers: list[SecondaryTier] = []
     try:
-        for config in configs:
-            tiers.append(_open(config))
+        tiers.extend(map(_open, configs))
     except TierError:
         for tier in tiers:
             tier.close()
@@ -46,7 +45,7 @@ def _open(config: TierConfig) -> SecondaryTier:
         raise TierOpenError(f"tier {config.name}: {type(error).__name__}: {error}") from error
 
 
-def _tier_class(config: TierConfig) -> type[SecondaryTier]:
+def _tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
     if config.type == "lmdb":
         from ..tiers.lmdb import LMDBTier
 

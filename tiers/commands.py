@@ -9,7 +9,7 @@ from typing import NewType
 from .base import NamespaceId
 from .blocks import Block
 
-__all__ = ["Command", "JobId", "LeaseId", "LeaseSettled", "LoadFromTier", "RemoveFromTier", "StoreInTier", "StoreId"]
+__all__ = ["Command", "JobId", "LeaseId", "LeaseSettled", "LoadFromTier", "RemoveFromTier", "StoreId", "StoreInTier"]
 
 JobId = NewType("JobId", int)
 LeaseId = NewType("LeaseId", int)

@@ -86,21 +86,19 @@ class Lease:
 class LeaseTable:
     """The leases that are held, by id, and who waits for which block."""
 
-    def __init__(self, unpin: Callable[[Block], None]) -> None:
+    def __init__(self, unpin: Callable[[Block], None], first_id: int = 1) -> None:
         self._unpin = unpin
         self._leases: dict[LeaseId, Lease] = {}
         self._waiting: dict[Block, list[Lease]] = defaultdict(list)
-        self._last_id = 0
+        self._next_id = first_id
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(
-        self, owner: Owner, expires_at: float, items: list[Block | None], sources: bytes, *, keys: int
-    ) -> Lease:
+    def grant(self, owner: Owner, expires_at: float, items: list[Block | None], sources: bytes, *, keys: int) -> Lease:
         """Grants a lease on blocks that are pinned already; the pins are the lease's from now on."""
-        self._last_id += 1
-        lease = Lease(LeaseId(self._last_id), owner, expires_at, items, keys, sources)
+        lease = Lease(LeaseId(self._next_id), owner, expires_at, items, keys, sources)
+        self._next_id += 1
         for block in items:
             if block is not None and not block.ready:
                 lease.pending += 1
@@ -193,15 +191,15 @@ class _Quarantine:
 class StoreTable:
     """The stores in flight, and the slots of those that ended before their writers did.
 
-    A writer is a connection that keeps the region mapped (`SlotOwner` in the wire contract: `Region`). A slot is given
+    A writer is a connection that keeps the region mapped (`Region` in the wire contract). A slot is given
     away again only when nobody can still write to it: when its store was completed, or when every writer that its
     session had is gone.
     """
 
     release_slots: Callable[[Iterable[int]], None]
+    next_id: int = 1
     _stores: dict[StoreId, Store] = field(default_factory=dict)
     _quarantine: dict[StoreId, _Quarantine] = field(default_factory=dict)
-    _last_id: int = 0
 
     def __len__(self) -> int:
         return len(self._stores)
@@ -213,8 +211,8 @@ class StoreTable:
 
     def begin(self, owner: Owner, rank: int, expires_at: float, blocks: Sequence[Block]) -> Store:
         """Registers a store of blocks that are pinned and have a slot for the rank."""
-        self._last_id += 1
-        store = Store(StoreId(self._last_id), owner, rank, expires_at, blocks)
+        store = Store(StoreId(self.next_id), owner, rank, expires_at, blocks)
+        self.next_id += 1
         self._stores[store.id] = store
         return store
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ READ_BYTES = 8 * _MIB
 """Payload of one read transaction. As long as it is open, no page that was freed since can be used."""
 RESERVE_PAGES = 32
 """Kept free, because a removal needs a dozen pages (copies of the paths through the trees) before it frees any."""
+BATCH_BLOCKS = 512
+"""Blocks of one transaction. With `lmdb_env.UNWRITTEN_PAGES`, it bounds how many pages one can add and free at once."""
 READER_CHECK_EVERY = 1024
 """Write transactions."""
 
@@ -107,8 +110,10 @@ class LMDBTier(SecondaryTier):
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Forgets blocks, in one transaction when there is room for one."""
-        self._remove([namespace + key for namespace, key in keys if _is_name(namespace, key)])
+        """Forgets blocks."""
+        index_keys = [namespace + key for namespace, key in keys if _is_name(namespace, key)]
+        for start in range(0, len(index_keys), BATCH_BLOCKS):
+            self._remove(index_keys[start : start + BATCH_BLOCKS])
 
     def close(self) -> None:
         """Flushes to the disk, and lets go of the directory."""
@@ -134,8 +139,7 @@ class LMDBTier(SecondaryTier):
                     self._put(blocks)
         except lmdb.Error as error:
             self._note("store", f"cannot store: {error}")
-            full = isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in _FULL
-            return Outcome.NO_SPACE if full else Outcome.FAILED
+            return Outcome.NO_SPACE if self._is_full(error) else Outcome.FAILED
         self._note("store", None)
         return Outcome.DONE
 
@@ -147,7 +151,9 @@ class LMDBTier(SecondaryTier):
             self._keep_reserve(txn)
         self._pages_to_come = True
         self._writes += 1
-        if self._writes % READER_CHECK_EVERY == 0:
+        if self._writes % BATCH_BLOCKS = 512
+"""Blocks of one transaction. With `lmdb_env.UNWRITTEN_PAGES`, it bounds how many pages one can add and free at once."""
+READER_CHECK_EVERY == 0:
             self._store.env.reader_check()
 
     def _take_in_pages(self) -> None:
@@ -155,6 +161,12 @@ class LMDBTier(SecondaryTier):
         with self._store.env.begin(write=True) as txn:
             txn.put(b"turn", self._record_id.to_bytes(8, "little"), db=self._store.meta)
         self._pages_to_come = False
+
+    def _is_full(self, error: lmdb.Error) -> bool:
+        """Whether an error means that there is no room. LMDB reports a write that was cut short as an I/O error."""
+        if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in _FULL:
+            return True
+        return shutil.disk_usage(self._store.directory).free < self._write_bytes
 
     def _keep_reserve(self, txn: Any) -> None:
         """Fails with `MapFullError` if this transaction would leave less than the reserve: takes and gives it back."""
@@ -190,8 +202,6 @@ class LMDBTier(SecondaryTier):
 
     def _remove(self, index_keys: Sequence[bytes]) -> bool:
         """Removes blocks in one transaction, or in a nearly full file in halves. Returns whether all are gone."""
-        if not index_keys:
-            return True
         try:
             with self._writer, self._store.env.begin(write=True, buffers=True) as txn:
                 for index_key in index_keys:
@@ -237,13 +247,14 @@ def _is_storable(block: BlockBytes) -> bool:
 
 
 def _batches(blocks: Sequence[BlockBytes], limit_bytes: int) -> Iterator[list[BlockBytes]]:
-    """Splits blocks, in order, into batches of at most `limit_bytes` (or one block) that name no block twice."""
+    """Splits blocks, in order, into batches of limited bytes and number that name no block twice."""
     batch: list[BlockBytes] = []
     names: set[bytes] = set()
     nbytes = 0
     for block in blocks:
         name = block.namespace + block.key
-        if batch and (nbytes + block.nbytes > limit_bytes or name in names):
+        full = nbytes + block.nbytes > limit_bytes or len(batch) == BATCH_BLOCKS
+        if batch and (full or name in names):
             yield batch
             batch, names, nbytes = [], set(), 0
         batch.append(block)

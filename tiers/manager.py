@@ -7,96 +7,49 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
-from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
+from .answers import DurableStatus, Negotiation, Session, StoreAnswer, StoreStatus
+from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier
 from .blocks import Block, NamespaceSpec
 from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
 from .errors import InvalidItem, InvalidNamespace, UnknownSession
 from .flow import JobKind, Lane, TierFlow
-from .leases import KeyStatus, Lease, LeaseTable, Owner, Store, StoreTable
+from .leases import Lease, LeaseTable, Owner, Store, StoreTable
 from .policies import LRU
 from .primary import PrimaryTier
 from .stats import ManagerStats, TierStats
 
-__all__ = ["DurableStatus", "KeyStatus", "Negotiation", "Session", "StoreAnswer", "StoreStatus", "TierManager"]
-
-
-class StoreStatus(enum.IntEnum):
-    """What a prepared store says of one key. Numbers as in `kvtier.v1.StoreStatus`."""
-
-    GRANTED = 1
-    PRESENT = 2
-    IN_PROGRESS = 3
-    NO_ROOM = 4
-
-
-class DurableStatus(enum.IntEnum):
-    """Whether a block survives a restart. Numbers as in `kvtier.v1.DurableStatus`."""
-
-    DURABLE = 1
-    PENDING = 2
-    VOLATILE = 3
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One client process, as far as the core cares."""
-
-    id: bytes
-    engine_id: str
-    rank: int | None
-    namespace: NamespaceSpec
-    writers: set[int] = field(default_factory=set)
-    """Connections that keep the region mapped: while one lives, the process may write to its slots."""
-
-    def own_rank(self) -> int:
-        """Returns the rank whose parts this session reads and writes.
-
-        Raises:
-            InvalidItem: the session has none (a scheduler's), and there are several to choose from.
-        """
-        if self.rank is not None:
-            return self.rank
-        if self.namespace.world_size > 1:
-            raise InvalidItem("this session has no rank, and its namespace has several")
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoreAnswer:
-    """Answer to a prepared store: `store_id` is None where nothing was granted."""
-
-    store_id: StoreId | None
-    statuses: bytes
-    slots: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Negotiation:
-    """How a request is offloaded, and each tier's vote in lookup order."""
-
-    policy: OffloadPolicy
-    votes: tuple[tuple[str, Vote], ...]
+__all__ = ["TierManager"]
 
 
 class TierManager:
     """Decides where blocks are, who pins them and what goes next."""
 
     def __init__(
-        self, region_bytes: int, extent_bytes: int, tiers: Sequence[SecondaryTier], *, max_queued_bytes: int | None = None
+        self,
+        region_bytes: int,
+        extent_bytes: int,
+        tiers: Sequence[SecondaryTier],
+        *,
+        max_queued_bytes: int | None = None,
+        first_id: int = 1,
     ) -> None:
-        """`region_bytes` is what the region will have at last; memory arrives with `add_memory`.
+        """Recovers what the tiers kept from an earlier life.
 
-        `max_queued_bytes` bounds what waits to be stored in one secondary tier; a quarter of the region by default.
+        Args:
+            region_bytes: what the region will have at last; memory arrives with `add_memory`.
+            extent_bytes: what a size class claims at a time, and the largest part of a block.
+            tiers: the tiers below the CPU tier, in lookup order.
+            max_queued_bytes: bounds what waits to be stored in one of them; a quarter of the region by default.
+            first_id: where ids of leases and stores start. The shell picks it at random, so that an id from an earlier
+                life is never taken for one of this life.
         """
         self._commands: list[Command] = []
         self._region_bytes = region_bytes
         self._primary = PrimaryTier(extent_bytes, LRU)
-        self._leases = LeaseTable(self._primary.unpin)
-        self._stores = StoreTable(self._primary.release)
+        self._leases = LeaseTable(self._primary.unpin, first_id)
+        self._stores = StoreTable(self._primary.release, first_id)
         self._flow = TierFlow(tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append)
         self._sessions: dict[bytes, Session] = {}
         self._requests: dict[tuple[str, str], tuple[bytes, Negotiation]] = {}
@@ -466,5 +419,3 @@ def _lane_stats(lane: Lane) -> TierStats:
         healthy=lane.tier.trouble is None,
         trouble=lane.tier.trouble or "",
     )
-
-

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 __all__ = ["LRU", "POLICIES", "EvictionPolicy"]
 
@@ -33,22 +33,26 @@ class EvictionPolicy(Protocol[T]):
         """Number of items."""
 
 
-class LRU:
+class LRU(Generic[T]):
     """Least recently used first (B4.9)."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[Hashable, None] = OrderedDict()
+        self._order: OrderedDict[T, None] = OrderedDict()
 
-    def insert(self, item: Hashable) -> None:
+    def insert(self, item: T) -> None:
+        """Puts it last in line."""
         self._order[item] = None
 
-    def touch(self, item: Hashable) -> None:
+    def touch(self, item: T) -> None:
+        """Puts it last in line again."""
         self._order.move_to_end(item)
 
-    def remove(self, item: Hashable) -> None:
+    def remove(self, item: T) -> None:
+        """Takes it out of the line."""
         del self._order[item]
 
-    def victims(self) -> Iterator[Hashable]:
+    def victims(self) -> Iterator[T]:
+        """Yields from the head of the line."""
         return iter(self._order)
 
     def __len__(self) -> int:

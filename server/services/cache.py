@@ -9,17 +9,22 @@ import grpc
 
 from ...protos.packed import pack_offsets
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
-from ...tiers.base import RequestInfo
+from ...tiers.answers import DurableStatus, Session
+from ...tiers.base import OffloadPolicy, RequestInfo
 from ...tiers.commands import LeaseId, StoreId
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
-from ...tiers.leases import Lease
-from ...tiers.manager import DurableStatus, KeyStatus, Session
+from ...tiers.leases import KeyStatus, Lease
 from ..edge import Edge
 from ..errors import Refused
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
 
 __all__ = ["CacheService"]
+
+_POLICIES = {
+    OffloadPolicy.BLOCK_LEVEL: cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL,
+    OffloadPolicy.REQUEST_LEVEL: cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL,
+}
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -49,9 +54,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         negotiation = self._core.begin_request(session, info)
         lookup = await self._look_up(session, keys, request.mode, request.request_id, lease_seconds, wait)
         return cache_pb2.BeginRequestResponse(
-            policy=negotiation.policy.value,
+            policy=_POLICIES[negotiation.policy],
             votes=[
-                cache_pb2.TierVote(tier=tier, policy=vote.policy.value, why=vote.why)
+                cache_pb2.TierVote(tier=tier, policy=_POLICIES[vote.policy], why=vote.why)
                 for tier, vote in negotiation.votes
             ],
             lookup=lookup,
@@ -197,9 +202,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             return cache_pb2.LookupResponse(statuses=bytes([KeyStatus.MISS]) * len(keys), sources=bytes(len(keys)))
         statuses = lease.statuses()
         hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
-        answer = cache_pb2.LookupResponse(
-            statuses=statuses, prefix_hits=hits, sources=lease.sources, lease_id=lease.id
-        )
+        answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=lease.sources, lease_id=lease.id)
         if want_slots:
             answer.slot_offsets = pack_offsets(lease.slots(range(hits), session.own_rank()))
         return answer

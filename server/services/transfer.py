@@ -1,7 +1,7 @@
 """TransferService: bytes of blocks over gRPC, for clients that cannot map the region.
 
-Frames are copied on the event loop, between two decisions of the core: so a frame is written only while its store is in flight, and a
-slot cannot be given to somebody else in mid-copy. That costs the loop 0.1 ms per 2 MiB frame.
+Frames are copied on the event loop, between two decisions of the core: so a frame is written only while its store is in
+flight, and a slot cannot be given to somebody else in mid-copy. That costs the loop 0.1 ms per 2 MiB frame.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import xxhash
 from ...protos.frames import decode_push_frame, encode_pull_frame
 from ...protos.sequence import PartSequence
 from ...protos.v1 import transfer_pb2
+from ...tiers.answers import Session
 from ...tiers.commands import LeaseId, StoreId
-from ...tiers.manager import Session
 from ..errors import Refused
 from ..metrics import Metrics
 from ..runtime import TierRuntime
@@ -27,9 +27,7 @@ __all__ = ["TransferService"]
 class TransferService:
     """Serves `kvtier.v1.TransferService` with handlers that take and give raw bytes."""
 
-    def __init__(
-        self, runtime: TierRuntime, sessions: SessionRegistry, max_frame_bytes: int, metrics: Metrics
-    ) -> None:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, max_frame_bytes: int, metrics: Metrics) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._memory = runtime.region.memory
@@ -83,9 +81,7 @@ class TransferService:
             self._pushed.inc(taken)
         return transfer_pb2.PushResponse(received_bytes=received)
 
-    async def Pull(
-        self, request: transfer_pb2.PullRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+    async def Pull(self, request: transfer_pb2.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Sends items of a lease frame by frame."""
         session = self._sessions.get(request.session)
         lease_id = LeaseId(request.lease_id)
