@@ -41,7 +41,7 @@ READ_BYTES = 8 * _MIB
 RESERVE_PAGES = 32
 """Kept free, because a removal needs a dozen pages (copies of the paths through the trees) before it frees any."""
 BATCH_BLOCKS = 512
-"""Blocks of one transaction. With `lmdb_env.UNWRITTEN_PAGES`, it bounds how many pages one can add and free at once."""
+"""Blocks of one transaction. Bounds the pages that one can add and free at once: `lmdb_env.UNWRITTEN_PAGES`."""
 READER_CHECK_EVERY = 1024
 """Write transactions."""
 
@@ -151,9 +151,7 @@ class LMDBTier(SecondaryTier):
             self._keep_reserve(txn)
         self._pages_to_come = True
         self._writes += 1
-        if self._writes % BATCH_BLOCKS = 512
-"""Blocks of one transaction. With `lmdb_env.UNWRITTEN_PAGES`, it bounds how many pages one can add and free at once."""
-READER_CHECK_EVERY == 0:
+        if self._writes % READER_CHECK_EVERY == 0:
             self._store.env.reader_check()
 
     def _take_in_pages(self) -> None:

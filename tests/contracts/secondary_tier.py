@@ -1,0 +1,444 @@
+"""What every secondary tier must do: subclass `SecondaryTierContract`, fill in the hooks, and pytest runs the rest."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier
+
+KIB, MIB = 1 << 10, 1 << 20
+SPACE = NamespaceId(b"namespace number")
+OTHER_SPACE = NamespaceId(b"namespace-number")
+DONE, MISSING, CORRUPT, NO_SPACE, FAILED = Outcome
+
+SHAPES = [
+    (1,),
+    (4080,),
+    (4095,),
+    (4096,),
+    (4097,),
+    (64 * KIB,),
+    (300_001,),
+    (2 * MIB,),
+    (100, 2000, 30_000),
+    (64 * KIB,) * 8,
+    (2 * MIB, 1),
+    (5,) * 40,
+]
+"""Part sizes of blocks to try."""
+
+
+def content(seed: object, sizes: Sequence[int]) -> tuple[bytes, ...]:
+    """Returns the parts of a block, always the same ones for a seed."""
+    source = random.Random(repr(seed))
+    return tuple(source.randbytes(size) for size in sizes)
+
+
+def full(key: bytes, parts: Sequence[bytes], namespace: NamespaceId = SPACE) -> BlockBytes:
+    """Returns a block to store."""
+    return BlockBytes(namespace, key, tuple(memoryview(part) for part in parts))
+
+
+def empty(key: bytes, sizes: Sequence[int], namespace: NamespaceId = SPACE) -> BlockBytes:
+    """Returns a block to load into."""
+    return BlockBytes(namespace, key, tuple(memoryview(bytearray(size)) for size in sizes))
+
+
+def held(block: BlockBytes) -> tuple[bytes, ...]:
+    """Returns what is in the parts of a block."""
+    return tuple(bytes(part) for part in block.parts)
+
+
+def fetch(tier: SecondaryTier, key: bytes, sizes: Sequence[int], namespace: NamespaceId = SPACE) -> tuple[bytes, ...]:
+    """Loads one block, which must succeed."""
+    block = empty(key, sizes, namespace)
+    assert tier.load([block]) == [DONE]
+    return held(block)
+
+
+# Stores blocks for ever, under few keys, so that most replace another. Says what it is about to store and what is stored.
+KILLED_CHILD = """
+import random, sys
+from pathlib import Path
+from contracts.secondary_tier import DONE, MIB, content, full
+
+{child_source}
+
+tier = make(Path(sys.argv[1]), 64 * MIB)
+list(tier.entries())
+rnd, generation = random.Random(), int(sys.argv[2])
+while True:
+    batch = []
+    for key in rnd.sample(range(40), rnd.randint(1, 8)):
+        generation += 1
+        sizes = (rnd.choice((1, 4080, 5000, 65536, 300001)), rnd.choice((7, 4096, 65536)))
+        batch.append((key, generation, sizes))
+    for key, number, sizes in batch:
+        print("try", key, number, *sizes)
+    sys.stdout.flush()
+    outcomes = tier.store([full(b"%d" % key, content((key, number), sizes)) for key, number, sizes in batch])
+    for (key, number, sizes), outcome in zip(batch, outcomes):
+        assert outcome is DONE, outcome
+        print("done", key, number, *sizes)
+    sys.stdout.flush()
+"""
+
+
+class SecondaryTierContract(ABC):
+    """The tests that any tier must pass."""
+
+    child_source: ClassVar[str]
+    """Program text that defines `make(directory, size_bytes)` as `make_tier` does. For durable tiers."""
+
+    @abstractmethod
+    def make_tier(self, directory: Path, size_bytes: int) -> SecondaryTier:
+        """Opens a tier whose storage is in `directory` and may use `size_bytes`."""
+
+    def corrupt(self, tier: SecondaryTier, namespace: NamespaceId, key: bytes) -> None:
+        """Changes stored bytes of a block behind the tier's back."""
+        pytest.skip("no way to corrupt a block of this tier")
+
+    @pytest.fixture
+    def tier(self, no_leaks: None, tmp_path: Path) -> Iterator[SecondaryTier]:
+        """Gives an empty tier of 64 MiB, closes it, and sees to it that no thread and no descriptor stays."""
+        tier = self.make_tier(tmp_path, 64 * MIB)
+        assert list(tier.entries()) == []
+        yield tier
+        tier.close()
+
+    def reopened(self, tier: SecondaryTier, directory: Path) -> SecondaryTier:
+        """Closes a tier of 64 MiB and opens its storage again."""
+        tier.close()
+        if not tier.durable:
+            pytest.skip("not durable")
+        return self.make_tier(directory, 64 * MIB)
+
+    def test_a_new_tier_is_sound(self, tier: SecondaryTier) -> None:
+        """A new tier has a name, a type, a bounded capacity, and no trouble."""
+        assert tier.name
+        assert tier.type
+        assert 0 < tier.capacity_bytes <= 64 * MIB
+        assert tier.trouble is None
+
+    def test_votes(self, tier: SecondaryTier) -> None:
+        """A tier votes on a request, says why, and takes note of its end."""
+        vote = tier.on_new_request(RequestInfo("request", SPACE))
+        assert vote.policy in OffloadPolicy
+        assert vote.why
+        tier.on_request_finished("request")
+
+    def test_nothing_to_do(self, tier: SecondaryTier) -> None:
+        """Empty batches have no outcomes."""
+        assert tier.store([]) == []
+        assert tier.load([]) == []
+        tier.remove([])
+
+    @pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: f"{len(sizes)}x{sizes[0]}")
+    def test_round_trip(self, tier: SecondaryTier, sizes: tuple[int, ...]) -> None:
+        """A block of any size and number of parts comes back bit by bit, each part in its place."""
+        parts = content(sizes, sizes)
+        assert tier.store([full(b"key", parts)]) == [DONE]
+        assert fetch(tier, b"key", sizes) == parts
+
+    def test_a_region(self, tier: SecondaryTier) -> None:
+        """Parts may be views into one larger buffer; a load writes nothing outside of them."""
+        region = memoryview(bytearray(b"." * (100 * KIB)))
+        data = content("region", (30 * KIB,))[0]
+        region[KIB : 31 * KIB] = data
+        assert tier.store([BlockBytes(SPACE, b"key", (region[KIB : 31 * KIB],))]) == [DONE]
+        assert tier.load([BlockBytes(SPACE, b"key", (region[50 * KIB : 80 * KIB],))]) == [DONE]
+        assert bytes(region[50 * KIB : 80 * KIB]) == data
+        assert bytes(region[31 * KIB : 50 * KIB]) == b"." * (19 * KIB)
+        assert bytes(region[80 * KIB :]) == b"." * (20 * KIB)
+
+    def test_a_stored_block_is_a_copy(self, tier: SecondaryTier) -> None:
+        """Once a store has returned, its buffers may be used for something else."""
+        buffer = bytearray(b"a" * 70_000)
+        tier.store([full(b"key", [buffer])])
+        buffer[:] = b"b" * 70_000
+        assert fetch(tier, b"key", (70_000,)) == (b"a" * 70_000,)
+
+    def test_many_blocks(self, tier: SecondaryTier) -> None:
+        """A batch of hundreds of blocks is stored, and loaded in another order."""
+        blocks = {b"key %d" % number: content(number, (number * 97 % 60_000 + 1,)) for number in range(500)}
+        assert tier.store([full(key, parts) for key, parts in blocks.items()]) == [DONE] * 500
+        into = [empty(key, [len(part) for part in parts]) for key, parts in reversed(blocks.items())]
+        assert tier.load(into) == [DONE] * 500
+        assert all(held(block) == blocks[block.key] for block in into)
+
+    def test_outcomes_are_per_block_and_in_order(self, tier: SecondaryTier) -> None:
+        """What goes wrong with one block of a load leaves the others alone."""
+        tier.store([full(b"a", [b"aa"]), full(b"b", [b"bb"]), full(b"c", [b"cc"])])
+        batch = [empty(b"c", (2,)), empty(b"x", (2,)), empty(b"b", (3,)), empty(b"a", (2,))]
+        assert tier.load(batch) == [DONE, MISSING, CORRUPT, DONE]
+        assert held(batch[0]) == (b"cc",)
+        assert held(batch[3]) == (b"aa",)
+
+    @pytest.mark.parametrize("sizes", [(999,), (1001,), (500, 500), (1000, 1000), (1,)], ids=str)
+    def test_wrong_sizes(self, tier: SecondaryTier, sizes: tuple[int, ...]) -> None:
+        """A block that was stored in other parts is corrupt, and then gone."""
+        tier.store([full(b"key", content(1, (1000,)))])
+        assert tier.load([empty(b"key", sizes)]) == [CORRUPT]
+        assert tier.load([empty(b"key", (1000,))]) == [MISSING]
+
+    def test_a_block_without_bytes(self, tier: SecondaryTier) -> None:
+        """A block without parts, or of empty parts, is refused; the blocks beside it are stored."""
+        batch = [full(b"a", [b"a"]), full(b"none", []), full(b"nothing", [b"", b""]), full(b"b", [b"b"])]
+        assert tier.store(batch) == [DONE, FAILED, FAILED, DONE]
+        assert fetch(tier, b"a", (1,)) == (b"a",)
+        assert fetch(tier, b"b", (1,)) == (b"b",)
+        assert tier.load([empty(b"none", (1,))]) == [MISSING]
+
+    def test_an_empty_part(self, tier: SecondaryTier) -> None:
+        """A rank may have nothing in a block that others have something in."""
+        parts = (b"", b"x" * 5000, b"")
+        assert tier.store([full(b"key", parts)]) == [DONE]
+        assert fetch(tier, b"key", (0, 5000, 0)) == parts
+
+    def test_keys_are_bytes(self, tier: SecondaryTier) -> None:
+        """Keys of any bytes, of up to 128 of them, and keys that begin with one another are kept apart."""
+        keys = [bytes(1), bytes(2), b"\xff" * 36, b"\xff" * 37, bytes(range(128)), b"k", b"k\0", b"k\0\0"]
+        assert tier.store([full(key, [b"=" + key]) for key in keys]) == [DONE] * len(keys)
+        for key in keys:
+            assert fetch(tier, key, (len(key) + 1,)) == (b"=" + key,)
+
+    def test_namespaces_do_not_meet(self, tier: SecondaryTier) -> None:
+        """The same key in two namespaces names two blocks."""
+        tier.store([full(b"key", [b"1"], SPACE), full(b"key", [b"2"], OTHER_SPACE), full(b"only", [b"3"], SPACE)])
+        assert fetch(tier, b"key", (1,), SPACE) == (b"1",)
+        assert fetch(tier, b"key", (1,), OTHER_SPACE) == (b"2",)
+        assert tier.load([empty(b"only", (1,), OTHER_SPACE)]) == [MISSING]
+        tier.remove([(SPACE, b"key")])
+        assert fetch(tier, b"key", (1,), OTHER_SPACE) == (b"2",)
+
+    @pytest.mark.parametrize("sizes", [(70_000,), (10,), (300_000, 5)], ids=str)
+    def test_replace(self, tier: SecondaryTier, sizes: tuple[int, ...]) -> None:
+        """A store replaces what was under the key, whatever its sizes."""
+        tier.store([full(b"key", content("old", (70_000,))), full(b"other", [b"x"])])
+        new = content("new", sizes)
+        assert tier.store([full(b"key", new)]) == [DONE]
+        assert fetch(tier, b"key", sizes) == new
+        assert fetch(tier, b"other", (1,)) == (b"x",)
+
+    def test_a_key_twice_in_a_batch(self, tier: SecondaryTier) -> None:
+        """Of two blocks with one key in a batch, the later one stays."""
+        tier.store([full(b"key", [b"1" * 9000]), full(b"other", [b"x"]), full(b"key", [b"2"])])
+        assert fetch(tier, b"key", (1,)) == (b"2",)
+
+    def test_remove(self, tier: SecondaryTier) -> None:
+        """Removed blocks are missing, the others stay, and unknown keys are ignored."""
+        tier.store([full(b"%d" % number, content(number, (5000,))) for number in range(10)])
+        tier.remove([(SPACE, b"3"), (SPACE, b"unknown"), (OTHER_SPACE, b"4"), (SPACE, b"5"), (SPACE, b"5")])
+        outcomes = tier.load([empty(b"%d" % number, (5000,)) for number in range(10)])
+        assert [number for number, outcome in enumerate(outcomes) if outcome is MISSING] == [3, 5]
+        assert outcomes.count(DONE) == 8
+        tier.remove([(SPACE, b"3")])
+        assert tier.store([full(b"3", [b"back"])]) == [DONE]
+        assert fetch(tier, b"3", (4,)) == (b"back",)
+
+    def test_corrupt_bytes(self, tier: SecondaryTier) -> None:
+        """A block whose stored bytes have changed is reported, never handed out, and then gone; others are as they were."""
+        sizes = (100_000, 30)
+        blocks = {key: content(key, sizes) for key in (b"a", b"b", b"c")}
+        tier.store([full(key, parts) for key, parts in blocks.items()])
+        self.corrupt(tier, SPACE, b"b")
+        assert tier.load([empty(key, sizes) for key in blocks]) == [DONE, CORRUPT, DONE]
+        assert tier.load([empty(b"b", sizes)]) == [MISSING]
+        assert tier.store([full(b"b", blocks[b"b"])]) == [DONE]
+        for key, parts in blocks.items():
+            assert fetch(tier, key, sizes) == parts
+
+    def test_loads_beside_stores(self, tier: SecondaryTier) -> None:
+        """Loads on several threads see whole blocks while a thread stores, replaces and removes others."""
+        sizes = (70_000, 100)
+        fixed = {b"fixed %d" % number: content(number, sizes) for number in range(20)}
+        tier.store([full(key, parts) for key, parts in fixed.items()])
+        stop, wrong, loads = threading.Event(), [], [0, 0, 0]
+
+        def load(reader: int) -> None:
+            source = random.Random(reader)
+            while not stop.is_set():
+                batch = [empty(key, sizes) for key in source.sample(sorted(fixed), 4)]
+                outcomes = tier.load(batch)
+                wrong.extend(block.key for block in batch if held(block) != fixed[block.key])
+                wrong.extend(outcome for outcome in outcomes if outcome is not DONE)
+                loads[reader] += 1
+
+        readers = [threading.Thread(target=load, args=(reader,)) for reader in range(3)]
+        for reader in readers:
+            reader.start()
+        until, number = time.monotonic() + 1.0, 0
+        while time.monotonic() < until or (min(loads) == 0 and number < 10_000):
+            keys = [b"moving %d" % (key % 60) for key in range(number, number + 8)]
+            parts = content(number, (150_000,))
+            assert tier.store([full(key, parts) for key in keys]) == [DONE] * 8
+            tier.remove([(SPACE, b"moving %d" % (number % 60))])
+            number += 8
+        stop.set()
+        for reader in readers:
+            reader.join()
+        assert wrong == []
+        assert min(loads) > 0
+
+    def test_fills_to_its_capacity(self, tier: SecondaryTier) -> None:
+        """As many 64 KiB blocks as make up the capacity fit, and then one in for one out, for a long time."""
+        size = 64 * KIB
+        count = tier.capacity_bytes // size
+        data = content("fill", (size,))
+        for start in range(0, 3 * count, 32):
+            numbers = range(start, start + 32)
+            tier.remove([(SPACE, b"%d" % (number - count)) for number in numbers if number >= count])
+            assert tier.store([full(b"%d" % number, data) for number in numbers]) == [DONE] * 32
+        assert tier.trouble is None
+        assert fetch(tier, b"%d" % (numbers[-1] - count // 2), (size,)) == data
+
+    @pytest.mark.parametrize("size", [1, 3000, 64 * KIB, 300_000], ids=str)
+    def test_full(self, no_leaks: None, tmp_path: Path, size: int) -> None:
+        """A full storage says so, keeps what it has, and takes blocks again after removals."""
+        tier = self.make_tier(tmp_path, 4 * MIB)
+        stored: list[bytes] = []
+        outcomes: list[Outcome] = []
+        while NO_SPACE not in outcomes:
+            keys = [b"%d" % number for number in range(len(stored), len(stored) + max(1, min(100, 100_000 // size)))]
+            outcomes = tier.store([full(key, content(key, (size,))) for key in keys])
+            assert set(outcomes) <= {DONE, NO_SPACE}
+            stored += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is DONE]
+            assert len(stored) * size <= 4 * MIB
+        assert tier.trouble
+        for key in stored[::7]:
+            assert fetch(tier, key, (size,)) == content(key, (size,))
+        half = len(stored) // 2
+        for start in range(0, half, 10):
+            tier.remove([(SPACE, key) for key in stored[start : min(half, start + 10)]])
+        assert tier.load([empty(key, (size,)) for key in stored[:half]]) == [MISSING] * half
+        # What the last removal freed may be of use only to a later transaction.
+        for number in range(max(4, half // 2)):
+            outcomes = tier.store([full(b"new %d" % number, content(number, (size,)))])
+        assert outcomes == [DONE]
+        assert tier.trouble is None
+        assert fetch(tier, stored[-1], (size,)) == content(stored[-1], (size,))
+        tier.close()
+
+    def test_reopen(self, no_leaks: None, tmp_path: Path) -> None:
+        """After a restart the blocks are there, oldest first; one that was replaced is as young as its replacement."""
+        tier = self.make_tier(tmp_path, 64 * MIB)
+        shapes = [(5000,), (64 * KIB, 64 * KIB), (1,), (300_000,), (10, 20, 30)]
+        for number, sizes in enumerate(shapes * 4):
+            tier.store([full(b"%d" % number, content(number, sizes))])
+        tier.store([full(b"2", [b"new"]), full(b"else", [b"where"], OTHER_SPACE)])
+        tier.remove([(SPACE, b"7"), (SPACE, b"8")])
+        again = self.reopened(tier, tmp_path)
+        try:
+            order = [number for number in range(20) if number not in {2, 7, 8}]
+            expected = [Entry(SPACE, b"%d" % number, sum(shapes[number % 5])) for number in order]
+            expected += [Entry(SPACE, b"2", 3), Entry(OTHER_SPACE, b"else", 5)]
+            assert list(again.entries()) == expected
+            for number in order:
+                assert fetch(again, b"%d" % number, shapes[number % 5]) == content(number, shapes[number % 5])
+            assert fetch(again, b"2", (3,)) == (b"new",)
+            assert fetch(again, b"else", (5,), OTHER_SPACE) == (b"where",)
+            assert again.trouble is None
+        finally:
+            again.close()
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_against_a_dict(self, no_leaks: None, tmp_path: Path, seed: int) -> None:
+        """A long run of random stores, replacements, removals, loads and restarts leaves what a dict would hold."""
+        source = random.Random(seed)
+        model: dict[bytes, tuple[int, ...]] = {}
+        tier = self.make_tier(tmp_path, 64 * MIB)
+        for step in range(150):
+            keys = [b"%d" % number for number in source.sample(range(30), source.randint(1, 6))]
+            match source.choice(["store", "store", "load", "remove", "restart"]):
+                case "store":
+                    shapes = [source.choice([(1,), (5000, 3), (70_000,), (300_000, 1)]) for _ in keys]
+                    batch = [full(key, content(key, sizes)) for key, sizes in zip(keys, shapes, strict=True)]
+                    assert tier.store(batch) == [DONE] * len(keys)
+                    for key, sizes in zip(keys, shapes, strict=True):
+                        model.pop(key, None)
+                        model[key] = sizes
+                case "load":
+                    into = [empty(key, model.get(key, (9,))) for key in keys]
+                    assert tier.load(into) == [DONE if key in model else MISSING for key in keys]
+                    assert all(
+                        held(block) == content(block.key, model[block.key]) for block in into if block.key in model
+                    )
+                case "remove":
+                    tier.remove([(SPACE, key) for key in keys])
+                    for key in keys:
+                        model.pop(key, None)
+                case "restart" if tier.durable and step % 4 == 0:
+                    tier = self.reopened(tier, tmp_path)
+                    assert [(entry.key, entry.nbytes) for entry in tier.entries()] == [
+                        (key, sum(sizes)) for key, sizes in model.items()
+                    ]
+        tier.close()
+
+    def test_killed_in_mid_store(self, no_leaks: None, tmp_path: Path) -> None:
+        """SIGKILL at any moment loses no acknowledged block and leaves no part of another."""
+        if not hasattr(self, "child_source"):
+            pytest.skip("not durable")
+        acknowledged: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for life in range(6):
+            tried: dict[int, dict[int, tuple[int, ...]]] = {}
+            for what, key, number, sizes in self._run_and_kill(tmp_path, life * 1_000_000):
+                if what == "try":
+                    tried.setdefault(key, {})[number] = sizes
+                else:
+                    acknowledged[key] = (number, sizes)
+            assert tried
+            tier = self.make_tier(tmp_path, 64 * MIB)
+            assert tier.trouble is None
+            entries = {int(entry.key): entry.nbytes for entry in tier.entries()}
+            assert set(acknowledged) <= set(entries)
+            for key, nbytes in entries.items():
+                possible = {number: sizes for number, sizes in tried.get(key, {}).items() if sum(sizes) == nbytes}
+                if key in acknowledged:
+                    last, sizes = acknowledged[key]
+                    possible = {number: sizes for number, sizes in possible.items() if number > last} | {last: sizes}
+                acknowledged[key] = self._which(tier, key, possible, nbytes)
+            tier.close()
+
+    def _run_and_kill(self, directory: Path, generation: int) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+        """Lets a child store until it is killed, at a random moment after its first store; yields what it said."""
+        program = KILLED_CHILD.format(child_source=textwrap.dedent(self.child_source))
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, str(directory), str(generation)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+        )
+        assert child.stdout
+        first = child.stdout.readline()
+        threading.Timer(random.Random(generation).uniform(0.005, 0.25), child.send_signal, [signal.SIGKILL]).start()
+        rest, errors = child.communicate(timeout=60)
+        assert child.returncode == -signal.SIGKILL, errors.decode()
+        for line in (first + rest).decode().splitlines(keepends=True):
+            if line.endswith("\n"):
+                what, key, number, *sizes = line.split()
+                yield what, int(key), int(number), tuple(int(size) for size in sizes)
+
+    def _which(
+        self, tier: SecondaryTier, key: int, possible: dict[int, tuple[int, ...]], nbytes: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """Finds out which of the possible generations of a block the tier holds, bit by bit."""
+        fitting = {sizes for sizes in possible.values() if sum(sizes) == nbytes}
+        assert len(fitting) == 1, (key, possible, nbytes)
+        sizes = fitting.pop()
+        parts = fetch(tier, b"%d" % key, sizes)
+        found = [number for number, its in possible.items() if its == sizes and content((key, number), its) == parts]
+        assert len(found) == 1, (key, possible)
+        return found[0], sizes

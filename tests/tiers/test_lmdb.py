@@ -1,0 +1,614 @@
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+from contracts.secondary_tier import (
+    CORRUPT,
+    DONE,
+    FAILED,
+    KIB,
+    MIB,
+    MISSING,
+    NO_SPACE,
+    SPACE,
+    SecondaryTierContract,
+    content,
+    empty,
+    fetch,
+    full,
+)
+
+from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
+from kvtier.tiers.lmdb import LMDBTier
+from kvtier.tiers.lmdb_env import UNWRITTEN_PAGES
+from kvtier.tiers.lmdb_format import (
+    CHUNK_PAGES,
+    FORMAT_VERSION,
+    DamagedRecordError,
+    Record,
+    chunk_key,
+    chunk_spans,
+    record_id_of,
+)
+
+PAGE = 4096
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class TestLMDBTier(SecondaryTierContract):
+    child_source = """
+        from kvtier.tiers.lmdb import LMDBTier
+
+        def make(directory, size_bytes):
+            return LMDBTier("child", directory, size_bytes, "process")
+    """
+
+    def make_tier(self, directory: Path, size_bytes: int) -> LMDBTier:
+        return LMDBTier("lmdb", directory, size_bytes, "process")
+
+    def corrupt(self, tier: SecondaryTier, namespace: NamespaceId, key: bytes) -> None:
+        assert isinstance(tier, LMDBTier)
+        at = chunk_offset(tier, namespace, key)
+        patch(data_file(tier), at + 100, b"\0\xff")
+
+
+def opened(directory: Path, size_bytes: int = 32 * MIB) -> LMDBTier:
+    """Opens a store."""
+    return LMDBTier("lmdb", directory, size_bytes, "process")
+
+
+def data_file(tier: LMDBTier) -> Path:
+    """Returns the file of a store."""
+    return Path(tier._store.env.path()) / "data.mdb"
+
+
+def record_of(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> Record:
+    """Returns what the index holds of a block."""
+    with tier._store.env.begin() as txn:
+        return Record.unpack(namespace + key, txn.get(namespace + key, db=tier._store.index))
+
+
+def chunk_offset(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> int:
+    """Returns where in the file a block's first chunk begins."""
+    with tier._store.env.begin() as txn:
+        chunk = txn.get(chunk_key(record_of(tier, namespace, key).record_id, 0, 0), db=tier._store.data)
+    return data_file(tier).read_bytes().rindex(chunk)
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    """Overwrites bytes of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def filled(directory: Path, count: int = 300, sizes: tuple[int, ...] = (5000,)) -> Path:
+    """Makes a store with blocks "0", "1", … and closes it; returns its file."""
+    tier = opened(directory)
+    blocks = [full(b"%d" % number, content(number, sizes)) for number in range(count)]
+    assert set(tier.store(blocks)) == {DONE}
+    tier.remove([(SPACE, b"%d" % number) for number in range(0, count, 5)])
+    path = data_file(tier)
+    tier.close()
+    return path
+
+
+def tree_pages(path: Path) -> list[int]:
+    """Returns the numbers of all branch and leaf pages, used or not."""
+    data = path.read_bytes()
+    pages = range(2, len(data) // PAGE)
+    return [page for page in pages if data[page * PAGE + 10 : page * PAGE + 12] in {b"\1\0", b"\2\0"}]
+
+
+# ----- damage
+
+
+def zero_everything(path: Path) -> None:
+    """Leaves nothing but the length."""
+    patch(path, 0, bytes(path.stat().st_size))
+
+
+def overwrite_header(path: Path) -> None:
+    """Overwrites both pages that LMDB begins with."""
+    patch(path, 0, random.Random(1).randbytes(2 * PAGE))
+
+
+def cut_in_half(path: Path) -> None:
+    """Cuts off the second half."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_to_a_bit(path: Path) -> None:
+    """Leaves less than a page."""
+    os.truncate(path, 100)
+
+
+def zero_tree_pages(path: Path) -> None:
+    """Zeroes every page of the trees."""
+    for page in tree_pages(path):
+        patch(path, page * PAGE, bytes(PAGE))
+
+
+def garble_tree_pages(path: Path) -> None:
+    """Overwrites every page of the trees, except for its header."""
+    source = random.Random(2)
+    for page in tree_pages(path):
+        patch(path, page * PAGE + 16, source.randbytes(PAGE - 16))
+
+
+@pytest.mark.parametrize(
+    "damage", [zero_everything, overwrite_header, cut_in_half, cut_to_a_bit, zero_tree_pages, garble_tree_pages]
+)
+def test_a_damaged_file_is_moved_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    """A file that cannot be trusted is kept in a folder of its own; the tier starts empty, works, and says what happened."""
+    path = filled(tmp_path)
+    damage(path)
+    size = path.stat().st_size
+    with caplog.at_level(logging.ERROR, "kvtier"):
+        tier = opened(tmp_path)
+    assert list(tier.entries()) == []
+    assert tier.trouble
+    assert "damaged" in tier.trouble
+    assert str(tmp_path / "damaged-1") in caplog.text
+    assert (tmp_path / "damaged-1" / "data.mdb").stat().st_size >= size
+    assert tier.store([full(b"key", [b"data"])]) == [DONE]
+    assert "damaged" in tier.trouble
+    tier.close()
+
+    again = opened(tmp_path)
+    assert again.trouble is None
+    assert fetch(again, b"key", (4,)) == (b"data",)
+    again.close()
+
+
+def test_damaged_twice(tmp_path: Path) -> None:
+    """A second damaged file does not take the place of the first."""
+    for number in (1, 2):
+        zero_everything(filled(tmp_path))
+        opened(tmp_path).close()
+        assert (tmp_path / f"damaged-{number}" / "data.mdb").exists()
+
+
+# Opens a damaged store, uses all of it, and says how it went.
+USE_A_DAMAGED_STORE = """
+import sys
+from pathlib import Path
+from contracts.secondary_tier import *
+from kvtier.tiers.lmdb import LMDBTier
+
+tier = LMDBTier("lmdb", Path(sys.argv[1]), 32 * MIB, "process")
+names = [entry.key for entry in tier.entries()]
+for name in names:
+    block = empty(name, (5000,))
+    if tier.load([block]) == [DONE]:
+        assert held(block) == content(int(name), (5000,)), name
+for name in names[::2]:
+    tier.remove([(SPACE, name)])
+for number in range(50):
+    outcomes = tier.store([full(b"new %d" % number, content(number, (70_000,)))])
+    if outcomes == [DONE]:
+        block = empty(b"new %d" % number, (70_000,))
+        assert tier.load([block]) != [DONE] or held(block) == content(number, (70_000,))
+tier.close()
+print("fine" if not tier.trouble else "trouble")
+"""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_damage(tmp_path: Path, seed: int) -> None:
+    """Pages that turned to zeros, anywhere in the file, end neither the process nor the truth of what is loaded."""
+    path = filled(tmp_path)
+    source = random.Random(seed)
+    pages = path.stat().st_size // PAGE
+    for page in source.sample(range(pages), source.choice([1, 3, 30])):
+        patch(path, page * PAGE, bytes(PAGE))
+    child = subprocess.run(
+        [sys.executable, "-c", USE_A_DAMAGED_STORE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+    )
+    assert child.returncode == 0, child.stderr
+
+
+def test_a_damaged_index_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An index record that does not pass its own checksum is not listed, and goes, with the bytes that nobody owns."""
+    tier = opened(tmp_path)
+    tier.store([full(b"%d" % number, content(number, (70_000,))) for number in range(3)])
+    lost = record_of(tier, SPACE, b"1").record_id
+    with tier._store.env.begin(write=True) as txn:
+        packed = bytearray(txn.get(SPACE + b"1", db=tier._store.index))
+        packed[6] ^= 1
+        txn.put(SPACE + b"1", packed, db=tier._store.index)
+        txn.put(SPACE + b"short", b"short", db=tier._store.index)
+    tier.close()
+    again = opened(tmp_path)
+    assert [entry.key for entry in again.entries()] == [b"0", b"2"]
+    assert "2 index records are damaged" in caplog.text
+    with again._store.env.begin() as txn:
+        assert txn.stat(again._store.index)["entries"] == 2
+        assert txn.get(chunk_key(lost, 0, 0), db=again._store.data) is None
+    assert again.load([empty(b"1", (70_000,)), empty(b"2", (70_000,))]) == [MISSING, DONE]
+    again.close()
+
+
+@pytest.mark.parametrize("pages", [0, 1, 1000, 0xFFFFFFFF])
+def test_a_damaged_page_header(tmp_path: Path, pages: int) -> None:
+    """A wrong page count in front of a chunk cannot make its removal free the pages of other blocks."""
+    tier = opened(tmp_path)
+    tier.store([full(b"%d" % number, content(number, (300_000,))) for number in range(20)])
+    patch(data_file(tier), chunk_offset(tier, SPACE, b"7") - 4, pages.to_bytes(4, "little"))
+    tier.remove([(SPACE, b"7")])
+    for number in range(100, 110):
+        assert tier.store([full(b"%d" % number, content(number, (300_000,)))]) == [DONE]
+    for number in [*range(7), *range(8, 20), *range(100, 110)]:
+        assert fetch(tier, b"%d" % number, (300_000,)) == content(number, (300_000,))
+    assert tier.load([empty(b"7", (300_000,))]) == [MISSING]
+    tier.close()
+
+
+def test_swapped_blocks(tmp_path: Path) -> None:
+    """Bytes that are whole but belong to another block are corrupt."""
+    tier = opened(tmp_path)
+    tier.store([full(b"a", [b"a" * 5000]), full(b"b", [b"b" * 5000])])
+    with tier._store.env.begin(write=True) as txn:
+        keys = [chunk_key(record_of(tier, SPACE, key).record_id, 0, 0) for key in (b"a", b"b")]
+        values = [txn.get(key, db=tier._store.data) for key in keys]
+        for key, value in zip(keys, reversed(values), strict=True):
+            txn.put(key, value, db=tier._store.data)
+    assert tier.load([empty(b"a", (5000,)), empty(b"b", (5000,))]) == [CORRUPT, CORRUPT]
+    tier.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_file_that_ends_early(tmp_path: Path, seed: int) -> None:
+    """Pages that one transaction added and freed are not written at the end of the file: that is never taken for damage."""
+    source = random.Random(seed)
+    tier, names, reopened = opened(tmp_path), [], 0
+    for _ in range(60):
+        if not names or source.random() < 0.6:
+            new = [source.getrandbits(64) for _ in range(source.choice([5, 200]))]
+            size = source.choice([1, 300, 3000, 5000])
+            assert set(tier.store([full(b"%d" % name, [bytes(size)]) for name in new])) == {DONE}
+            names += new
+        source.shuffle(names)
+        gone = [names.pop() for _ in range(source.randint(1, len(names)))]
+        tier.remove([(SPACE, b"%d" % name) for name in gone])
+        missing = tier._store.env.info()["last_pgno"] + 1 - data_file(tier).stat().st_size // PAGE
+        assert missing < UNWRITTEN_PAGES / 4
+        if missing > 0 and reopened < 3:
+            tier.close()
+            tier = opened(tmp_path)
+            reopened += 1
+            assert tier.trouble is None
+            assert {int(entry.key) for entry in tier.entries()} == set(names)
+    assert reopened
+    tier.close()
+
+
+# ----- who may open what
+
+
+def test_one_owner(tmp_path: Path) -> None:
+    """A second owner is refused, and told the directory and the process that has it; afterwards it is free."""
+    tier = opened(tmp_path)
+    with pytest.raises(TierOpenError, match=f"{tmp_path} is in use by process {os.getpid()}"):
+        opened(tmp_path)
+    assert tier.store([full(b"key", [b"data"])]) == [DONE]
+    tier.close()
+    opened(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "/proc/kvtier"])
+def test_an_impossible_directory(tmp_path: Path, name: str) -> None:
+    """A directory that cannot be written is refused by name."""
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(TierOpenError, match=name):
+        opened(tmp_path / name)
+
+
+def test_a_newer_format(tmp_path: Path) -> None:
+    """A store of a newer release is refused and left alone."""
+    tier = opened(tmp_path)
+    tier.store([full(b"key", [b"data"])])
+    with tier._store.env.begin(write=True) as txn:
+        txn.put(b"format", (FORMAT_VERSION + 1).to_bytes(4, "little"), db=tier._store.meta)
+    tier.close()
+    before = (tmp_path / "data.mdb").read_bytes()
+    with pytest.raises(TierOpenError, match=f"format {FORMAT_VERSION + 1}"):
+        opened(tmp_path)
+    assert (tmp_path / "data.mdb").read_bytes() == before
+    assert not (tmp_path / "damaged-1").exists()
+
+
+@pytest.mark.parametrize("database", [None, b"theirs", b"index"])
+def test_another_programs_environment(tmp_path: Path, database: bytes | None) -> None:
+    """An LMDB environment that is not ours is refused and left alone."""
+    with lmdb.open(str(tmp_path), max_dbs=1) as env:
+        theirs = env.open_db(database)
+        with env.begin(write=True) as txn:
+            txn.put(b"key", b"value", db=theirs)
+    with pytest.raises(TierOpenError, match=str(tmp_path)):
+        opened(tmp_path)
+    assert not (tmp_path / "damaged-1").exists()
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    """Nobody else can read what is cached."""
+    tier = opened(tmp_path / "new" / "store")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "store").iterdir()}
+    assert set(modes.values()) == {0o600}
+    assert (tmp_path / "new" / "store").stat().st_mode & 0o777 == 0o700
+    tier.close()
+
+
+# ----- space
+
+
+def test_sizes_between_lives(tmp_path: Path) -> None:
+    """The size may change: a larger one gives more room, a smaller one keeps what is there until the core evicts it."""
+    block = content("x", (MIB,))
+
+    def store_until_full(tier: LMDBTier) -> int:
+        count = 0
+        while tier.store([full(b"%d" % count, block)]) == [DONE]:
+            count += 1
+        return count
+
+    tier = opened(tmp_path, 16 * MIB)
+    first = store_until_full(tier)
+    tier.close()
+
+    tier = opened(tmp_path, 32 * MIB)
+    assert len(list(tier.entries())) == first
+    assert store_until_full(tier) > 1.8 * first
+    tier.close()
+    size = (tmp_path / "data.mdb").stat().st_size
+
+    tier = opened(tmp_path, 16 * MIB)
+    entries = list(tier.entries())
+    assert sum(entry.nbytes for entry in entries) > 16 * MIB > tier.capacity_bytes
+    while sum(entry.nbytes for entry in entries) > tier.capacity_bytes:
+        tier.remove([(entries[0].namespace, entries.pop(0).key)])
+    assert tier.store([full(b"new", block)]) == [DONE]
+    assert fetch(tier, entries[0].key, (MIB,)) == block
+    tier.close()
+    assert (tmp_path / "data.mdb").stat().st_size <= size
+
+
+@pytest.mark.parametrize("size", [1, 64 * KIB, MIB])
+def test_the_file_is_bounded(tmp_path: Path, size: int) -> None:
+    """However much is stored, the file never grows beyond its size."""
+    tier = opened(tmp_path, 8 * MIB)
+    outcomes: list[Outcome] = []
+    for number in range(400):
+        outcomes += tier.store(
+            [full(b"%d %d" % (number, i), content(i, (size,))) for i in range(200 if size == 1 else 1)]
+        )
+    assert set(outcomes) == {DONE, NO_SPACE}
+    assert data_file(tier).stat().st_size <= 8 * MIB
+    tier.close()
+
+
+@pytest.mark.parametrize("size", [64 * KIB, 2 * MIB])
+def test_space_is_page_exact(tmp_path: Path, size: int) -> None:
+    """Blocks take less than one percent more than their bytes."""
+    tier = opened(tmp_path, 64 * MIB)
+    count = 32 * MIB // size
+    tier.store([full(b"%d" % number, content(0, (size,))) for number in range(count)])
+    used = (tier._store.env.info()["last_pgno"] + 1) * PAGE
+    assert 32 * MIB < used < 1.01 * 32 * MIB
+    tier.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Gives a file system of 4 MiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    """A disk that is full before the map is means no space, and ends when the disk has room again."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(2 * MIB))
+    tier = opened(small_disk / "store")
+    parts = content("x", (300_000,))
+    stored = 0
+    while (outcomes := tier.store([full(b"%d" % stored, parts)])) == [DONE]:
+        stored += 1
+    assert outcomes == [NO_SPACE]
+    assert 3 < stored < 7
+    assert tier.trouble
+    assert "cannot store" in tier.trouble
+    assert tier.load([empty(b"%d" % stored, (300_000,))]) == [MISSING]
+    for number in range(stored):
+        assert fetch(tier, b"%d" % number, (300_000,)) == parts
+    ballast.unlink()
+    assert tier.store([full(b"after", parts)]) == [DONE]
+    assert tier.trouble is None
+    tier.close()
+    tier = opened(small_disk / "store")
+    assert len(list(tier.entries())) == stored + 1
+    tier.close()
+
+
+# ----- errors of LMDB
+
+
+def quota_error() -> lmdb.Error:
+    """Returns the error of a disk quota."""
+    error = lmdb.Error("quota")
+    error.code = errno.EDQUOT
+    return error
+
+
+class Broken:
+    """An environment whose transactions fail."""
+
+    def __init__(self, env: lmdb.Environment, error: lmdb.Error) -> None:
+        self._env, self._error = env, error
+
+    def begin(self, **_: object) -> None:
+        raise self._error
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._env, name)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (lmdb.CorruptedError("page"), FAILED),
+        (lmdb.Error("Input/output error"), FAILED),
+        (lmdb.DiskError("no space"), NO_SPACE),
+        (lmdb.MapFullError("full"), NO_SPACE),
+        (quota_error(), NO_SPACE),
+    ],
+    ids=repr,
+)
+def test_errors(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: lmdb.Error,
+    outcome: Outcome,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An error of LMDB is an outcome and trouble, logged once, and over with the next success of the same kind."""
+    tier = opened(tmp_path)
+    tier.store([full(b"key", [b"data"])])
+    whole, broken = tier._store, Broken(tier._store.env, error)
+    fields = {name: getattr(whole, name) for name in whole.__slots__}
+    monkeypatch.setattr(tier, "_store", type(whole)(**(fields | {"env": broken})))
+    for _ in range(3):
+        assert tier.store([full(b"a", [b"a"]), full(b"b", [b"b"])]) == [outcome, outcome]
+        assert tier.load([empty(b"key", (4,))]) == [FAILED]
+        tier.remove([(SPACE, b"key")])
+    assert tier.trouble
+    assert [what in tier.trouble for what in ("cannot store", "cannot load", "cannot remove")] == [True] * 3
+    assert len(caplog.records) == 3
+    monkeypatch.setattr(tier, "_store", whole)
+    assert fetch(tier, b"key", (4,)) == (b"data",)
+    assert "cannot load" not in tier.trouble
+    assert tier.store([full(b"a", [b"a"])]) == [DONE]
+    tier.remove([(SPACE, b"key")])
+    assert tier.trouble is None
+    tier.close()
+
+
+def test_refused_names(tmp_path: Path) -> None:
+    """A namespace or a key that cannot be kept apart from others is refused, and is nowhere."""
+    tier = opened(tmp_path)
+    for namespace, key in [(NamespaceId(b"short"), b"key"), (SPACE, b"k" * 496)]:
+        assert tier.store([full(key, [b"x"], namespace)]) == [FAILED]
+        assert tier.load([empty(key, (1,), namespace)]) == [MISSING]
+        tier.remove([(namespace, key)])
+    assert tier.store([full(b"k" * 495, [b"x"])]) == [DONE]
+    tier.close()
+
+
+# ----- cost
+
+
+def test_power(tmp_path: Path) -> None:
+    """With durability "power" each transaction is flushed to the disk; with "process" only the close is."""
+    for durability, flushed in (("process", False), ("power", True)):
+        tier = LMDBTier("lmdb", tmp_path, 32 * MIB, durability)  # type: ignore[arg-type]
+        flags = tier._store.env.flags()
+        assert (flags["sync"], flags["metasync"]) == (flushed, flushed)
+        assert tier.store([full(durability.encode(), [b"data"])]) == [DONE]
+        tier.close()
+    tier = opened(tmp_path)
+    assert [entry.key for entry in tier.entries()] == [b"process", b"power"]
+    tier.close()
+
+
+def test_stores_copy_nothing_in_python(tmp_path: Path) -> None:
+    """Blocks go into LMDB straight from where they are."""
+    tier = opened(tmp_path, 128 * MIB)
+    part = memoryview(bytearray(8 * MIB))
+    tracemalloc.start()
+    tier.store([full(b"%d" % number, [part]) for number in range(4)])
+    assert tier.load([full(b"%d" % number, [part]) for number in range(4)]) == [DONE] * 4
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    tier.close()
+    assert peak < 500_000
+
+
+def test_a_restart_with_many_blocks_is_quick(tmp_path: Path) -> None:
+    """Opening a sound store costs a fraction of a second, and listing its blocks reads none of them."""
+    tier = opened(tmp_path, 64 * MIB)
+    parts = [b"x" * 600]
+    for start in range(0, 30_000, 1000):
+        tier.store([full(b"%d" % number, parts) for number in range(start, start + 1000)])
+    tier.close()
+    begin = time.perf_counter()
+    tier = opened(tmp_path, 64 * MIB)
+    ready = time.perf_counter()
+    assert len(list(tier.entries())) == 30_000
+    listed = time.perf_counter()
+    tier.close()
+    assert ready - begin < 1.0  # 0.02 s alone, with a process to start; the machine may be busy
+    assert listed - ready < 1.0
+
+
+# ----- the format
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4079, 4080, 4081, 65536, 262128, 262129, 2 * MIB, 2 * MIB + 5000])
+def test_chunks(nbytes: int) -> None:
+    """Chunks follow one another from the first byte to the last; all but the last fill whole pages."""
+    spans = list(chunk_spans(nbytes, PAGE))
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans)][: len(spans)]
+    assert (spans[-1][1] if spans else 0) == nbytes
+    sizes = [stop - start for start, stop in spans]
+    assert all((size + 16) % PAGE == 0 for size in sizes[:-1])
+    assert all(0 < size < CHUNK_PAGES * PAGE for size in sizes)
+    assert len(sizes) <= nbytes // (CHUNK_PAGES * PAGE - 16) + 2
+
+
+def test_records() -> None:
+    """A record reads as it was written, and not at all if one byte of it or of its key is another."""
+    record = Record(2**40, 2**64 - 1, (1, 2**33, 0))
+    packed = record.pack(b"key")
+    assert Record.unpack(b"key", packed) == record
+    for at in range(len(packed)):
+        other = bytearray(packed)
+        other[at] ^= 0x10
+        with pytest.raises(DamagedRecordError):
+            Record.unpack(b"key", bytes(other))
+    for wrong in (b"", packed[:-1], packed + b"\0", packed[8:]):
+        with pytest.raises(DamagedRecordError):
+            Record.unpack(b"key", wrong)
+    with pytest.raises(DamagedRecordError):
+        Record.unpack(b"other", packed)
+
+
+def test_chunk_keys() -> None:
+    """Chunks sort by record, part and number."""
+    names = [(1, 0, 0), (1, 0, 1), (1, 0, 300), (1, 1, 0), (2, 0, 0), (256, 0, 0)]
+    keys = [chunk_key(*name) for name in names]
+    assert keys == sorted(keys)
+    assert [record_id_of(key) for key in keys] == [name[0] for name in names]
+    with pytest.raises(DamagedRecordError):
+        record_id_of(b"not a key")
