@@ -53,7 +53,7 @@ class Catalog:
         """Takes in what the tier kept from an earlier life, oldest first; returns what no longer fits."""
         for entry in entries:
             self._add(CatalogEntry(entry.namespace, entry.key, entry.nbytes, EntryState.HELD))
-        return self._evict_down_to(self.capacity_bytes)
+        return self._evict(self._victims(self.used_bytes - self.capacity_bytes) or [])
 
     def get(self, namespace: NamespaceId, key: bytes) -> CatalogEntry | None:
         """Returns the entry of a block, whatever its state."""
@@ -75,11 +75,12 @@ class Catalog:
 
         Entries that are being stored or loaded are not evicted.
         """
-        evicted = self._evict_down_to(self.capacity_bytes - nbytes)
-        if self.used_bytes + nbytes > self.capacity_bytes:
+        victims = self._victims(self.used_bytes + nbytes - self.capacity_bytes)
+        if victims is None:
             return None
+        self._evict(victims)
         self._add(CatalogEntry(namespace, key, nbytes, EntryState.STORING))
-        return evicted
+        return victims
 
     def drop(self, entry: CatalogEntry) -> None:
         """Forgets an entry."""
@@ -92,17 +93,20 @@ class Catalog:
         self._order.insert(entry)
         self.used_bytes += entry.nbytes
 
-    def _evict_down_to(self, target_bytes: int) -> list[CatalogEntry]:
-        excess = self.used_bytes - target_bytes
-        if excess <= 0:
-            return []
+    def _victims(self, excess_bytes: int) -> list[CatalogEntry] | None:
+        """Returns what has to go for so many bytes to become free, or None if that cannot be had now."""
         victims: list[CatalogEntry] = []
+        if excess_bytes <= 0:
+            return victims
         for entry in self._order.victims():
-            if excess <= 0:
-                break
             if entry.state is EntryState.HELD and not entry.loads:
                 victims.append(entry)
-                excess -= entry.nbytes
+                excess_bytes -= entry.nbytes
+                if excess_bytes <= 0:
+                    return victims
+        return None
+
+    def _evict(self, victims: list[CatalogEntry]) -> list[CatalogEntry]:
         for entry in victims:
             self.drop(entry)
         self.evictions += len(victims)

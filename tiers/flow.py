@@ -81,7 +81,6 @@ class TierFlow:
             entry = lane.catalog.held(namespace, key)
             lane.asked += 1
             if entry is not None:
-                lane.hits += 1
                 return lane, entry
         return None
 
@@ -144,6 +143,8 @@ class TierFlow:
             entry.state = EntryState.HELD
         else:
             lane.catalog.drop(entry)
+            # Nobody knows how far it came: what may be left of it must not take room that is not accounted for.
+            self._remove(lane, [entry])
         self._unpin(block)
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:

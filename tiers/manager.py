@@ -7,6 +7,7 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer, StoreStatus
@@ -175,7 +176,7 @@ class TierManager:
             sources.append(source)
         self._start_promotions(items, promotions)
         hits = [block for block in items if block is not None]
-        self._count(len(keys), len(hits), sum(map(bool, sources)))
+        self._count(len(keys), items, sources)
         if not hits:
             return None
         self._primary.touch(hits)
@@ -360,7 +361,6 @@ class TierManager:
             if None in block.slots:
                 # The same key may stand in the list again and have been pinned there as well.
                 self._drop_promotion(block)
-                lane.hits -= 1
                 for position in range(number, len(items)):
                     if items[position] is block:
                         items[position] = None
@@ -398,10 +398,14 @@ class TierManager:
         for lane in self._flow.lanes:
             lane.tier.on_request_finished(key[1])
 
-    def _count(self, asked: int, hits: int, from_below: int) -> None:
+    def _count(self, asked: int, items: Sequence[Block | None], sources: bytes | bytearray) -> None:
+        """Counts every key once: as a hit of the tier that answered for it, or as a miss."""
+        by_tier = Counter(source for block, source in zip(items, sources, strict=True) if block is not None)
         self._asked += asked
-        self._primary_hits += hits - from_below
-        self._misses += asked - hits
+        self._misses += asked - by_tier.total()
+        self._primary_hits += by_tier.pop(0, 0)
+        for source, hits in by_tier.items():
+            self._flow.lanes[source - 1].hits += hits
 
 
 def _lane_stats(lane: Lane) -> TierStats:
