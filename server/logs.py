@@ -14,6 +14,8 @@ import os
 import queue
 import sys
 import threading
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -58,9 +60,7 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
-    writer = logging.StreamHandler(stream)
-    writer.setFormatter(_formatter(config, stream))
-    handler = _QueueHandler(writer)
+    handler = _QueueHandler(_formatter(config, stream), _writer_to(stream))
     flush()
     root = logging.getLogger()
     for old in root.handlers[:]:
@@ -84,9 +84,10 @@ def flush() -> None:
 class _QueueHandler(logging.Handler):
     """Hands records to a thread of its own, and drops them when that cannot keep up."""
 
-    def __init__(self, writer: logging.Handler) -> None:
+    def __init__(self, formatter: logging.Formatter, write: Callable[[str], object]) -> None:
         super().__init__()
-        self._writer = writer
+        self.setFormatter(formatter)
+        self._write = write
         self._queue: queue.Queue[logging.LogRecord | threading.Event] = queue.Queue(_QUEUE_LINES)
         self._dropped = 0
         # A daemon: a stalled reader must not keep the process from ending.
@@ -103,11 +104,12 @@ class _QueueHandler(logging.Handler):
     def drain(self) -> None:
         """Waits until what was queued so far is written, or two seconds."""
         written = threading.Event()
+        deadline = time.monotonic() + _FLUSH_SECONDS
         try:
             self._queue.put(written, timeout=_FLUSH_SECONDS)
         except queue.Full:
             return
-        written.wait(_FLUSH_SECONDS)
+        written.wait(deadline - time.monotonic())
 
     def _run(self) -> None:
         while True:
@@ -115,10 +117,40 @@ class _QueueHandler(logging.Handler):
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            self._writer.handle(item)
+            try:
+                self._write(f"{self.format(item)}\n")
+            except Exception:  # noqa: BLE001 - there is nowhere left to say it
+                self._dropped += 1
+                continue
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                get_logger(__name__).warning("log lines dropped", lines=dropped)
+                self._write(f"{self.format(_dropped_record(dropped))}\n")
+
+
+def _dropped_record(lines: int) -> logging.LogRecord:
+    """Makes what structlog would make of it; through the queue it might be dropped itself."""
+    event = {"event": "log lines dropped", "lines": lines}
+    record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, event, None, None)
+    record.__dict__.update(_logger=None, _name="warning")
+    return record
+
+
+def _writer_to(stream: TextIO) -> Callable[[str], object]:
+    """Returns what writes text to a stream; past its buffer where it is a file.
+
+    A thread that is stuck within the buffer holds its lock, and Python would wait for that at the end of the process.
+    """
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, OSError):
+        return stream.write
+
+    def write(text: str) -> None:
+        data = memoryview(text.encode(errors="backslashreplace"))
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    return write
 
 
 def _formatter(config: LogConfig, stream: TextIO) -> logging.Formatter:

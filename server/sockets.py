@@ -43,10 +43,10 @@ class SocketClaim:
             self._lock = _lock(self._lock_path, endpoint)
             _remove_stale(self.path)
         except OSError as error:
-            self.release()
+            self._unlock()
             raise SocketError(f"{endpoint}: {error.filename or self.path}: {error.strerror}") from None
         except SocketError:
-            self.release()
+            self._unlock()
             raise
 
     def restrict(self) -> None:
@@ -55,14 +55,18 @@ class SocketClaim:
 
     def release(self) -> None:
         """Removes the socket and lets go of its path. May be called again."""
-        if self._lock is None:
-            return
-        # Still under the lock: nobody else's socket can be there.
-        for path in (self.path, self._lock_path):
+        if self._lock is not None:
+            # Still under the lock: nobody else's socket can be there.
             with contextlib.suppress(OSError):
-                path.unlink()
-        os.close(self._lock)
-        self._lock = None
+                self.path.unlink()
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._lock_path.unlink()
+            os.close(self._lock)
+            self._lock = None
 
 
 def _prepare_directory(directory: Path) -> None:

@@ -11,6 +11,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines would stand bes
 import grpc
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..protos.endpoint import Endpoint
 from ..protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse, SessionStatus, TierStatus
@@ -35,7 +36,7 @@ def fetch(endpoint: Endpoint, timeout: float) -> GetStatusResponse:
     # A proxy that is meant for the web has no business between us and the server.
     with grpc.insecure_channel(endpoint.target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub = AdminServiceStub(channel)
             answer: GetStatusResponse = stub.GetStatus(GetStatusRequest(), timeout=timeout)
         except grpc.RpcError as error:
             raise _explain(error, endpoint, timeout) from None
@@ -129,8 +130,8 @@ def _tiers_table(answer: GetStatusResponse) -> Table:
         fill = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0
         rate = _rate(tier)
         table.add_row(
-            tier.name,
-            tier.type,
+            Text(tier.name),
+            Text(tier.type),
             human_size(tier.used_bytes),
             capacity,
             f"{fill:.1%}",
@@ -150,11 +151,11 @@ def _sessions_table(answer: GetStatusResponse) -> Table:
     table = Table(*columns, title="sessions", title_justify="left")
     for session in answer.sessions:
         table.add_row(
-            session.client_name,
-            session.engine_id,
+            Text(session.client_name),
+            Text(session.engine_id),
             str(session.rank) if session.HasField("rank") else "scheduler",
-            session.transport,
-            session.model,
+            Text(session.transport),
+            Text(session.model),
             str(session.pid),
             _age(_seconds(session.age)),
             "mapped" if session.attached else "-",

@@ -84,7 +84,7 @@ def test_loopback(text: str, *, loopback: bool) -> None:
 
 
 def test_target_is_a_uri() -> None:
-    """gRPC unquotes targets: a path comes through whatever is in it."""
+    """The target is unquoted by gRPC: a path comes through whatever is in it."""
     assert parse_endpoint("unix:/run/a%20b?c#d").target == "unix:/run/a%2520b%3Fc%23d"
     assert parse_endpoint("[::1]:7").target == "[::1]:7"
 

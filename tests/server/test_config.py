@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.server import machine, render
-from kvtier.server.config import Config, ConfigError
-from kvtier.server.settings import SETTINGS, TIER_SETTINGS
+from kvtier.server import machine
+from kvtier.server.config import ConfigError
+from kvtier.server.settings import SETTINGS
 from kvtier.server.sources import load
-from kvtier.server.units import (
-    GIB,
-    MIB,
-    format_duration,
-    format_size,
-    human_size,
-    parse_duration,
-    parse_size,
-)
+from kvtier.server.units import GIB, MIB
 
 ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
 
@@ -158,9 +148,12 @@ class TestRefusals:
             ("region_size = 4096", "{file}: region_size = 4096: must be at least 1MiB"),
             ('[leases]\nmax = "10 parsecs"', '{file}: leases.max = "10 parsecs": not a duration'),
             ("[leases]\nmax = nan", "{file}: leases.max = nan: a duration is finite"),
-            ('[log]\nlevel = "warn"', '{file}: log.level = "warn": must be one of debug, info, warning, error; did you me'),
+            (
+                '[log]\nlevel = "warn"',
+                '{file}: log.level = "warn": must be one of debug, info, warning, error; did you me',
+            ),
             ('metrics = "unix:/m"', '{file}: metrics = "unix:/m": must be HOST:PORT'),
-            ('metrics = "9090"', '{file}: metrics = "9090": \'9090\' is neither'),
+            ('metrics = "9090"', "{file}: metrics = \"9090\": '9090' is neither"),
             ("listen = []", "{file}: listen = []: must name at least one address"),
             ('listen = ["h"]', "{file}: listen = ['h']: 'h' is neither unix:PATH nor HOST:PORT"),
             ("listen = 3", "{file}: listen = 3: must be a list of texts"),
@@ -229,88 +222,3 @@ class TestRefusals:
         assert loaded.warnings[0].startswith("listening on 0.0.0.0:7070 in the clear")
         loaded = load({"listen": ["127.0.0.1:7070"]}, environ=ENVIRON)
         assert loaded.warnings[0].startswith("listening on 127.0.0.1:7070: every user of this host")
-
-
-class TestRendering:
-    def test_toml_reads_back(self, write: Any) -> None:
-        """What `kvtier config` prints is a file that makes the same configuration, odd characters and all."""
-        first = load(
-            {"listen": ["unix:/a b/ü\t\"q'.sock", "127.0.0.1:7"], "region_size": str(MIB + 1), "metrics": "h:1"},
-            file=write('[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "a.b:C"\noptions = {x = [1, {y = true}], "z z" = 1.5}'),
-            environ=ENVIRON | {"KVTIER_LEASES_DEFAULT": "1500ms"},
-        )
-        text = render.to_toml(first)
-        assert load(file=write(text), environ={}).config == first.config
-        assert "# KVTIER_LEASES_DEFAULT" in text
-        assert "# --region-size" in text
-
-    def test_toml_of_cpu_only(self, write: Any) -> None:
-        """No tiers stay no tiers."""
-        text = render.to_toml(load({"tiers": ()}, environ=ENVIRON))
-        assert load(file=write(text), environ={}).config.tiers == ()
-
-    def test_json(self) -> None:
-        """JSON has the same values, sizes in bytes and durations in seconds."""
-        loaded = load({"region_size": "1GiB"}, environ=ENVIRON)
-        values = json.loads(render.to_json(loaded))
-        assert values["config"]["region_size"] == GIB
-        assert values["config"]["leases"] == {"default": 60.0, "max": 600.0}
-        assert values["config"]["tiers"][0]["type"] == "lmdb"
-        assert values["origins"]["region_size"] == "--region-size"
-
-    def test_reference_names_all(self) -> None:
-        """Every setting is documented: its name, its variable, its default and what it means."""
-        text = render.reference()
-        for setting in (*SETTINGS.values(), *TIER_SETTINGS.values()):
-            assert f"`{setting.key}`" in text
-            assert setting.doc.endswith(".")
-            assert setting.doc in text
-
-    def test_toml_is_toml(self) -> None:
-        """The printed file has the tables of the configuration."""
-        tables = tomllib.loads(render.to_toml(load(environ=ENVIRON)))
-        assert set(tables) == set(Config.__struct_fields__)
-
-
-class TestUnits:
-    @pytest.mark.parametrize(
-        ("text", "size"),
-        [("2GiB", 2 * GIB), ("512 mib", 512 * MIB), ("1.5Gi", 3 * GIB // 2), ("1GB", 10**9), ("7", 7), ("7B", 7), (7, 7)],
-    )
-    def test_sizes(self, text: object, size: int) -> None:
-        """Sizes are written with binary or decimal units, or as bytes."""
-        assert parse_size(text) == size
-        assert parse_size(format_size(size)) == size
-
-    @pytest.mark.parametrize("text", ["", "GiB", "2G", "-1GiB", "1e3", "2GiB2", None, True, 1.5, [], "٣GiB"])
-    def test_no_sizes(self, text: object) -> None:
-        """What is not clearly a size is refused; a bare G could mean either."""
-        with pytest.raises(ValueError, match="size"):
-            parse_size(text)
-
-    @pytest.mark.parametrize(
-        ("text", "seconds"), [("30s", 30), ("5m", 300), ("2h", 7200), ("250ms", 0.25), ("1d", 86400), ("3", 3), (0.5, 0.5)]
-    )
-    def test_durations(self, text: object, seconds: float) -> None:
-        """Durations are written with a unit, or in seconds."""
-        assert parse_duration(text) == seconds
-        assert parse_duration(format_duration(seconds)) == seconds
-
-    @pytest.mark.parametrize("text", ["", "s", "-1s", "5 minutes", None, True, -1, float("inf"), float("nan")])
-    def test_no_durations(self, text: object) -> None:
-        """What is not clearly a duration is refused."""
-        with pytest.raises(ValueError, match="duration"):
-            parse_duration(text)
-
-    def test_for_people(self) -> None:
-        """Sizes for people are short."""
-        assert [human_size(size) for size in (0, 1023, 1536, 2 * GIB)] == ["0 B", "1023 B", "1.5 KiB", "2.0 GiB"]
-
-
-def test_disk_bytes(tmp_path: Path) -> None:
-    """A tier's own files count as room for it: a restart must not shrink the default size."""
-    missing = tmp_path / "a" / "b"
-    assert machine.disk_bytes(missing) > 0
-    assert not missing.exists()
-    (tmp_path / "full").write_bytes(b"x" * MIB)
-    assert machine.disk_bytes(tmp_path) >= MIB

@@ -1,0 +1,219 @@
+"""The command line: what it prints, how it exits, and how soon it answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from kvtier import __version__
+from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
+from kvtier.server import cli
+
+HEAVY = ("grpc", "structlog", "rich", "msgspec", "prometheus_client", "lmdb", "numpy", "torch", "asyncio")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("KVTIER_CONFIG", "KVTIER_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def status_of_a_busy_server() -> admin_pb2.GetStatusResponse:
+    """Returns a status that has something in every field."""
+    return admin_pb2.GetStatusResponse(
+        server_version="9.8.7",
+        epoch=0xABC,
+        uptime=Duration(seconds=7500, nanos=500_000_000),
+        leases=4,
+        stores=1,
+        quarantined_bytes=3 << 20,
+        namespaces=2,
+        tiers=[
+            admin_pb2.TierStatus(
+                name="cpu",
+                type="cpu",
+                capacity_bytes=8 << 30,
+                available_bytes=4 << 30,
+                used_bytes=2 << 30,
+                blocks=1024,
+                hits=3,
+                misses=1,
+                healthy=True,
+            ),
+            admin_pb2.TierStatus(name="lmdb", type="lmdb", capacity_bytes=1 << 30, trouble="the disk is full"),
+        ],
+        sessions=[
+            admin_pb2.SessionStatus(
+                client_name="vllm", engine_id="e1", rank=0, pid=77, transport="shm", model="m/[x]", attached=True
+            ),
+            admin_pb2.SessionStatus(client_name="vllm", engine_id="e1", pid=78, transport="shm", model="m/[x]"),
+        ],
+    )
+
+
+Answer = Callable[[grpc.ServicerContext], admin_pb2.GetStatusResponse]
+
+
+@pytest.fixture
+def serve_status(tmp_path: Path) -> Iterator[Callable[[Answer], str]]:
+    """Serves AdminService with a given answer; returns its endpoint."""
+    servers = []
+
+    def serve(answer: Answer) -> str:
+        class Admin(admin_pb2_grpc.AdminServiceServicer):
+            def GetStatus(self, _: Any, context: grpc.ServicerContext) -> admin_pb2.GetStatusResponse:  # noqa: N802
+                return answer(context)
+
+        server = grpc.server(ThreadPoolExecutor(2))
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(Admin(), server)
+        endpoint = f"unix:{tmp_path}/fake.sock"
+        server.add_insecure_port(endpoint)
+        server.start()
+        servers.append(server)
+        return endpoint
+
+    yield serve
+    for server in servers:
+        server.stop(0).wait()
+
+
+class TestStart:
+    def test_help_is_light(self) -> None:
+        """`kvtier --help` imports nothing heavy, and so answers in well under 150 ms on an idle machine."""
+        code = (
+            "import sys; from kvtier.server import cli\n"
+            "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
+            f"sys.exit(str([name for name in {HEAVY!r} if name in sys.modules]))"
+        )
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+        print(f"kvtier --help: {time.perf_counter() - started:.3f} s")
+        assert done.stderr.strip() == "[]"
+        assert "exit codes:" in done.stdout
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """`kvtier --version` is the package's."""
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["--version"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out == f"kvtier {__version__}\n"
+
+    def test_module(self) -> None:
+        """`python -m kvtier.server` is `kvtier`."""
+        command = [sys.executable, "-m", "kvtier.server", "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        assert done.stdout == f"kvtier {__version__}\n"
+
+    @pytest.mark.parametrize(
+        "arguments", [[], ["sevre"], ["serve", "--regoin-size", "1"], ["status", "--timeout", "x"]]
+    )
+    def test_wrong_usage(self, arguments: list[str]) -> None:
+        """Wrong usage exits with 2."""
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == cli.EXIT_USAGE
+
+
+class TestConfig:
+    def test_prints_toml(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """The effective configuration is TOML, with the origin of each value."""
+        assert cli.main(["config", "--region-size", "32MiB", "--log-level", "error", "--cpu-only"]) == 0
+        out = capsys.readouterr().out
+        values = tomllib.loads(out)
+        assert values["region_size"] == "32MiB"
+        assert values["log"]["level"] == "error"
+        assert values["tiers"] == []
+        assert out.count("# --") == 3
+
+    def test_prints_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """--json is for programs; warnings go beside it, to standard error."""
+        assert cli.main(["config", "--json", "--listen", "127.0.0.1:7", "--listen", "unix:/a.sock"]) == 0
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["config"]["listen"] == ["127.0.0.1:7", "unix:/a.sock"]
+        assert captured.err.startswith("kvtier: warning: listening on 127.0.0.1:7")
+
+    @pytest.mark.parametrize("command", ["config", "serve"])
+    def test_refusal(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """A configuration that cannot be used exits with 78, a line per problem and no traceback."""
+        assert cli.main([command, "--region-size", "lots", "--metrics", "x"]) == cli.EXIT_CONFIG
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.split(" = ")[0] for line in lines] == [
+            "kvtier: error: --region-size: region_size",
+            "kvtier: error: --metrics: metrics",
+        ]
+
+    def test_reader_goes_away(self) -> None:
+        """`kvtier config | head -1` ends without a traceback."""
+        command = f"{sys.executable} -u -m kvtier.server config | head -c 1"
+        done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True, timeout=30)
+        assert (done.stdout, done.stderr) == ("#", "")
+
+
+class TestStatus:
+    def test_table(self, serve_status: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        """People see tiers with fill and hit rates, sessions, transports, uptime and epoch."""
+        endpoint = serve_status(lambda _: status_of_a_busy_server())
+        assert cli.main(["status", "--endpoint", endpoint]) == 0
+        out = capsys.readouterr().out
+        assert f"kvtier 9.8.7 at {endpoint}, up 2 h 5 min, epoch 0000000000000abc" in out
+        for piece in ("2.0 GiB", "8.0 GiB (4.0 GiB ready)", "25.0%", "75.0%", "1,024", "trouble"):
+            assert piece in out
+        assert "lmdb: the disk is full" in out
+        for piece in ("vllm", "scheduler", "shm", "m/[x]", "mapped", "4 leases, 1 stores in flight", "3.0 MiB in quar"):
+            assert piece in out
+
+    def test_json(self, serve_status: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        """Programs get numbers: a tier that was never asked has no hit rate, and a scheduler no rank."""
+        endpoint = serve_status(lambda _: status_of_a_busy_server())
+        assert cli.main(["status", "--endpoint", endpoint, "--json"]) == 0
+        status = json.loads(capsys.readouterr().out)
+        assert status["uptime_seconds"] == 7500.5
+        assert status["epoch"] == "0000000000000abc"
+        assert [(tier["fill"], tier["hit_rate"]) for tier in status["tiers"]] == [(0.25, 0.75), (0, None)]
+        assert [session["rank"] for session in status["sessions"]] == [0, None]
+        assert set(status) >= {field.name for field in admin_pb2.GetStatusResponse.DESCRIPTOR.fields} - {"uptime"}
+
+    def test_default_endpoint(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Without a server the default endpoint is named, in one line, and the exit code is 2."""
+        assert cli.main(["status"]) == cli.EXIT_UNREACHABLE
+        assert capsys.readouterr().err == (
+            f"kvtier: error: no server answers at unix:{tmp_path}/kvtier/kvtier.sock; is `kvtier serve` running there?\n"
+        )
+
+    def test_silent_server(self, serve_status: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        """A server that does not answer in time counts as unreachable, and does not hold us up."""
+        endpoint = serve_status(lambda _: time.sleep(1) or status_of_a_busy_server())
+        assert cli.main(["status", "--endpoint", endpoint, "--timeout", "0.2"]) == cli.EXIT_UNREACHABLE
+        assert capsys.readouterr().err == f"kvtier: error: no answer from {endpoint} within 0.2 s\n"
+
+    @pytest.mark.parametrize(
+        ("code", "line"),
+        [
+            (grpc.StatusCode.UNIMPLEMENTED, "{} is a gRPC server, but not kvtier's"),
+            (grpc.StatusCode.INTERNAL, "{}: INTERNAL: it broke"),
+        ],
+    )
+    def test_other_errors(
+        self, serve_status: Any, capsys: pytest.CaptureFixture[str], code: grpc.StatusCode, line: str
+    ) -> None:
+        """A server that answers with an error is a failure, exit code 1."""
+        endpoint = serve_status(lambda context: context.abort(code, "it broke\nbadly"))
+        assert cli.main(["status", "--endpoint", endpoint]) == cli.EXIT_FAILURE
+        assert capsys.readouterr().err == f"kvtier: error: {line.format(endpoint)}\n"
+
+    def test_wrong_endpoint(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """An endpoint that is none is wrong usage."""
+        assert cli.main(["status", "--endpoint", "nonsense"]) == cli.EXIT_USAGE
+        assert capsys.readouterr().err == "kvtier: error: 'nonsense' is neither unix:PATH nor HOST:PORT\n"

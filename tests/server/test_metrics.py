@@ -1,0 +1,258 @@
+"""What Prometheus reads, and the endpoint it reads it from."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.server.metrics import Metrics, ServerStats
+from kvtier.server.metrics_http import MetricsServer, MetricsServerError, on_loop
+from kvtier.tiers.base import Outcome
+from kvtier.tiers.stats import ManagerStats, TierStats
+
+STATS = ServerStats(
+    manager=ManagerStats(
+        tiers=(
+            TierStats("cpu", "cpu", 8 << 30, 4 << 30, 1 << 30, blocks=16, hits=70, misses=30, evictions=2),
+            TierStats("lmdb", "lmdb", 1 << 40, 1 << 40, 5, blocks=1, hits=20, misses=10, jobs=3, healthy=False),
+        ),
+        leases=4,
+        stores=2,
+        quarantined_bytes=64,
+        namespaces=1,
+        lookup_keys=100,
+        lookup_misses=10,
+    ),
+    epoch=0xABC,
+    uptime_seconds=12.5,
+    region_bytes=8 << 30,
+    region_backed_bytes=4 << 30,
+    sessions_by_transport={"shm": 2, "grpc": 1},
+)
+
+
+class Scrape(dict[tuple[str, frozenset[tuple[str, str]]], float]):
+    """The samples of a scrape: `scrape("kvtier_sessions", transport="shm")`."""
+
+    def __init__(self, text: str) -> None:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self[sample.name, frozenset(sample.labels.items())] = sample.value
+
+    def __call__(self, name: str, **labels: str) -> float:
+        return self[name, frozenset(labels.items())]
+
+    def total(self, name: str) -> float:
+        """Returns the sum over all labels."""
+        return sum(value for (sample, _), value in self.items() if sample == name)
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    """Metrics of a server whose figures stand still."""
+    return Metrics(lambda: STATS)
+
+
+@pytest.fixture
+def server(no_leaks: None, metrics: Metrics) -> Iterator[MetricsServer]:  # noqa: ARG001 - is to watch
+    """The endpoint of these metrics, on any port."""
+    server = MetricsServer("127.0.0.1:0", metrics.registry)
+    yield server
+    server.close()
+
+
+def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
+    """Returns status, content type and body."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.headers["Content-Type"], response.read().decode()
+    finally:
+        connection.close()
+
+
+class TestFigures:
+    def test_snapshot(self, server: MetricsServer) -> None:
+        """The figures of the tiers are those of the snapshot, one series per tier."""
+        status, content_type, body = get(server.port, "/metrics")
+        values = Scrape(body)
+        assert status == 200
+        assert content_type.startswith("text/plain")
+        assert values("kvtier_tier_capacity_bytes", tier="cpu") == 8 << 30
+        assert values("kvtier_tier_used_bytes", tier="lmdb") == 5
+        assert values("kvtier_tier_hits_total", tier="cpu") == 70
+        assert values("kvtier_tier_evictions_total", tier="cpu") == 2
+        assert values("kvtier_tier_jobs", tier="lmdb") == 3
+        assert (values("kvtier_tier_healthy", tier="cpu"), values("kvtier_tier_healthy", tier="lmdb")) == (1, 0)
+        assert values("kvtier_sessions", transport="shm") == 2
+        assert values("kvtier_leases") == 4
+        assert values("kvtier_stores") == 2
+        assert values("kvtier_quarantined_bytes") == 64
+        assert values("kvtier_region_backed_bytes") == 4 << 30
+        assert values("kvtier_uptime_seconds") == 12.5
+        assert values("kvtier_snapshot_ok") == 1
+        assert "process_resident_memory_bytes" in body
+        assert 'epoch="0000000000000abc"' in body
+        assert 'kvtier_tier_info{position="1",tier="lmdb",type="lmdb"} 1.0' in body
+
+    def test_every_key_is_counted_once(self, server: MetricsServer) -> None:
+        """Hits over the tiers and misses of lookups make up the keys that were asked."""
+        values = Scrape(get(server.port, "/metrics")[2])
+        hits = values.total("kvtier_tier_hits_total")
+        assert hits + values("kvtier_lookup_misses_total") == values("kvtier_lookup_keys_total")
+
+    def test_calls(self, metrics: Metrics, server: MetricsServer) -> None:
+        """Calls are counted by method and code, with their durations."""
+        for code in ("OK", "OK", "NOT_FOUND"):
+            metrics.observe_rpc("/kvtier.v1.CacheService/Lookup", code, 0.003)
+        values = Scrape(get(server.port, "/metrics")[2])
+        assert values("kvtier_rpc_duration_seconds_count", method="CacheService/Lookup", code="OK") == 2
+        assert (
+            values("kvtier_rpc_duration_seconds_bucket", method="CacheService/Lookup", code="NOT_FOUND", le="0.002")
+            == 0
+        )
+        assert (
+            values("kvtier_rpc_duration_seconds_bucket", method="CacheService/Lookup", code="NOT_FOUND", le="0.005")
+            == 1
+        )
+
+    def test_jobs(self, metrics: Metrics, server: MetricsServer) -> None:
+        """Jobs are counted by tier, with bytes and outcomes; a corrupt block is a checksum mismatch."""
+        metrics.observe_job("lmdb", "load", 0.1, 300, [Outcome.DONE, Outcome.DONE, Outcome.CORRUPT])
+        metrics.observe_job("lmdb", "load", 0.1, 100, [Outcome.DONE])
+        metrics.transfer("grpc", "in").inc(5)
+        metrics.mismatches("grpc").inc()
+        values = Scrape(get(server.port, "/metrics")[2])
+        assert values("kvtier_tier_job_bytes_total", tier="lmdb", job="load") == 400
+        assert values("kvtier_tier_job_duration_seconds_count", tier="lmdb", job="load") == 2
+        assert values("kvtier_tier_job_blocks_total", tier="lmdb", job="load", outcome="done") == 3
+        assert values("kvtier_tier_job_blocks_total", tier="lmdb", job="load", outcome="corrupt") == 1
+        assert values("kvtier_checksum_mismatches_total", where="lmdb") == 1
+        assert values("kvtier_checksum_mismatches_total", where="grpc") == 1
+        assert values("kvtier_transfer_bytes_total", transport="grpc", direction="in") == 5
+
+    def test_names(self, server: MetricsServer) -> None:
+        """Every metric of ours starts with kvtier_, is explained, and parses as OpenMetrics, which is strict on names."""
+        _, content_type, body = get(server.port, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
+        assert content_type.startswith("application/openmetrics-text")
+        families = list(parse_openmetrics(body))
+        assert len(families) > 20
+        for family in families:
+            assert family.name.startswith(("kvtier_", "process_"))
+            assert family.documentation.endswith(".")
+
+    def test_snapshot_that_fails(self) -> None:
+        """When the figures cannot be read the rest is there all the same, and says so."""
+
+        def fail() -> ServerStats:
+            raise TimeoutError
+
+        metrics = Metrics(fail)
+        metrics.observe_rpc("/kvtier.v1.A/B", "OK", 1)
+        server = MetricsServer("127.0.0.1:0", metrics.registry)
+        try:
+            values = Scrape(get(server.port, "/metrics")[2])
+        finally:
+            server.close()
+        assert values("kvtier_snapshot_ok") == 0
+        assert values("kvtier_rpc_duration_seconds_count", method="A/B", code="OK") == 1
+
+    def test_registries_are_separate(self) -> None:
+        """Two servers in one process do not share figures."""
+        one, other = Metrics(lambda: STATS), Metrics(lambda: STATS)
+        one.transfer("shm", "in").inc()
+        labels = {"transport": "shm", "direction": "in"}
+        assert one.registry.get_sample_value("kvtier_transfer_bytes_total", labels) == 1
+        assert other.registry.get_sample_value("kvtier_transfer_bytes_total", labels) is None
+
+
+class TestEndpoint:
+    def test_health(self, no_leaks: None, metrics: Metrics) -> None:
+        """/healthz answers 200 while there is nothing to say, and 503 with what there is, be it an exception."""
+        trouble: list[Any] = [None, "draining", TimeoutError()]
+
+        def health() -> str | None:
+            said = trouble.pop(0)
+            if isinstance(said, Exception):
+                raise said
+            return said
+
+        server = MetricsServer("127.0.0.1:0", metrics.registry, health)
+        try:
+            assert get(server.port, "/healthz")[::2] == (200, "ok\n")
+            assert get(server.port, "/healthz")[::2] == (503, "draining\n")
+            assert get(server.port, "/healthz")[::2] == (503, "no answer from the server: TimeoutError\n")
+        finally:
+            server.close()
+
+    def test_other_requests(self, server: MetricsServer) -> None:
+        """Other paths are not found, HEAD has no body, and other methods are refused."""
+        assert get(server.port, "/")[0] == 404
+        assert get(server.port, "/metrics", "HEAD")[::2] == (200, "")
+        assert get(server.port, "/metrics?x=1")[0] == 200
+        assert get(server.port, "/metrics", "POST")[0] == 501
+
+    def test_port_in_use(self, server: MetricsServer, metrics: Metrics) -> None:
+        """A port that is taken is an error at once, in one line that names it."""
+        with pytest.raises(MetricsServerError, match=rf"^metrics = 127.0.0.1:{server.port}: .*Address already in use$"):
+            MetricsServer(f"127.0.0.1:{server.port}", metrics.registry)
+
+    @pytest.mark.parametrize("address", ["no-such-host.invalid:1", "192.0.2.1:1"])
+    def test_address_of_others(self, metrics: Metrics, no_leaks: None, address: str) -> None:
+        """So is an address that is not this host's."""
+        with pytest.raises(MetricsServerError, match="cannot listen there"):
+            MetricsServer(address, metrics.registry)
+
+    def test_ipv6(self, metrics: Metrics) -> None:
+        """It listens on IPv6 where there is one."""
+        try:
+            server = MetricsServer("[::1]:0", metrics.registry)
+        except MetricsServerError as error:
+            pytest.skip(str(error))
+        server.close()
+
+    def test_idle_connection_does_not_hold_up_the_end(self, metrics: Metrics) -> None:
+        """A client that connects and says nothing keeps nobody from scraping or closing."""
+        server = MetricsServer("127.0.0.1:0", metrics.registry)
+        with socket.create_connection(("127.0.0.1", server.port)):
+            assert get(server.port, "/metrics")[0] == 200
+            started = time.monotonic()
+            server.close()
+            server.close()
+            assert time.monotonic() - started < 2
+
+
+class TestOnLoop:
+    async def test_runs_on_the_loop(self) -> None:
+        """What is read on the loop is read on its thread; its result and its exception come back."""
+        loop = asyncio.get_running_loop()
+        assert await asyncio.to_thread(on_loop(loop, threading.current_thread)) is threading.current_thread()
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(on_loop(loop, lambda: 1 // 0))
+
+    async def test_gives_up_on_a_busy_loop(self) -> None:
+        """A loop that is busy for too long is a timeout, and the read does not happen afterwards."""
+        reads: list[int] = []
+        read = on_loop(asyncio.get_running_loop(), lambda: reads.append(1), timeout=0.05)
+        waiting = asyncio.get_running_loop().run_in_executor(None, read)
+        time.sleep(0.3)  # noqa: ASYNC251 - the loop is busy
+        with pytest.raises(TimeoutError):
+            await waiting
+        assert not reads
+
+    def test_closed_loop(self) -> None:
+        """A loop that has ended is an error at once."""
+        loop = asyncio.new_event_loop()
+        loop.close()
+        with pytest.raises(RuntimeError):
+            on_loop(loop, lambda: 1)()

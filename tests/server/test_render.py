@@ -1,0 +1,74 @@
+"""The configuration as text."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.server import render
+from kvtier.server.config import Config
+from kvtier.server.settings import SETTINGS, TIER_SETTINGS
+from kvtier.server.sources import load
+from kvtier.server.units import GIB, MIB
+
+ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    """Writes a configuration file and returns its path."""
+
+    def write_file(text: str) -> Path:
+        path = tmp_path / "kvtier.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def test_toml_reads_back(write: Any) -> None:
+    """What `kvtier config` prints is a file that makes the same configuration, odd characters and all."""
+    first = load(
+        {"listen": ["unix:/a b/ü\t\"q'.sock", "127.0.0.1:7"], "region_size": str(MIB + 1), "metrics": "h:1"},
+        file=write('[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "a.b:C"\noptions = {x = [1, {y = true}], "z z" = 1.5}'),
+        environ=ENVIRON | {"KVTIER_LEASES_DEFAULT": "1500ms"},
+    )
+    text = render.to_toml(first)
+    assert load(file=write(text), environ={}).config == first.config
+    assert "# KVTIER_LEASES_DEFAULT" in text
+    assert "# --region-size" in text
+
+
+def test_toml_of_cpu_only(write: Any) -> None:
+    """No tiers stay no tiers."""
+    text = render.to_toml(load({"tiers": ()}, environ=ENVIRON))
+    assert load(file=write(text), environ={}).config.tiers == ()
+
+
+def test_json() -> None:
+    """JSON has the same values, sizes in bytes and durations in seconds."""
+    loaded = load({"region_size": "1GiB"}, environ=ENVIRON)
+    values = json.loads(render.to_json(loaded))
+    assert values["config"]["region_size"] == GIB
+    assert values["config"]["leases"] == {"default": 60.0, "max": 600.0}
+    assert values["config"]["tiers"][0]["type"] == "lmdb"
+    assert values["origins"]["region_size"] == "--region-size"
+
+
+def test_reference_names_all() -> None:
+    """Every setting is documented: its name, its variable, its default and what it means."""
+    text = render.reference()
+    for setting in (*SETTINGS.values(), *TIER_SETTINGS.values()):
+        assert f"`{setting.key}`" in text
+        assert setting.doc.endswith(".")
+        assert setting.doc in text
+
+
+def test_toml_is_toml() -> None:
+    """The printed file has the tables of the configuration."""
+    tables = tomllib.loads(render.to_toml(load(environ=ENVIRON)))
+    assert set(tables) == set(Config.__struct_fields__)

@@ -1,0 +1,126 @@
+"""The claim on a Unix socket: one server at a time, nothing left behind, nothing of others' touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.protos.endpoint import Endpoint
+from kvtier.server.sockets import SocketClaim, SocketError
+
+CLAIM_AND_WAIT = """
+import socket, sys
+from kvtier.protos.endpoint import Endpoint
+from kvtier.server.sockets import SocketClaim
+claim = SocketClaim(Endpoint(path=sys.argv[1]))
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1]); listener.listen()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def listen(path: Path) -> socket.socket:
+    """Listens on a Unix socket, as gRPC would."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Missing directories are made for the owner alone; after the release neither socket nor lock is there."""
+    path = tmp_path / "a" / "b" / "k.sock"
+    claim = SocketClaim(Endpoint(path=str(path)))
+    with listen(path):
+        claim.restrict()
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    claim.release()
+    claim.release()
+    assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_one_at_a_time(tmp_path: Path) -> None:
+    """A second claim is refused while the first holds, also before the first listens, and unharmful to it."""
+    endpoint = Endpoint(path=str(tmp_path / "k.sock"))
+    first = SocketClaim(endpoint)
+    for _ in range(2):
+        with pytest.raises(SocketError, match=r"^unix:.*/k.sock is in use: another server listens there$"):
+            SocketClaim(endpoint)
+    first.release()
+    SocketClaim(endpoint).release()
+
+
+def test_after_a_kill(tmp_path: Path) -> None:
+    """What a killed server left is replaced."""
+    path = tmp_path / "k.sock"
+    command = [sys.executable, "-c", CLAIM_AND_WAIT, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        with pytest.raises(SocketError, match="in use"):
+            SocketClaim(Endpoint(path=str(path)))
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    assert path.exists()
+    claim = SocketClaim(Endpoint(path=str(path)))
+    assert not path.exists()
+    claim.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_other_programs(tmp_path: Path) -> None:
+    """A socket that another program listens on, and a file that is no socket, are left alone."""
+    path = tmp_path / "k.sock"
+    with listen(path), pytest.raises(SocketError, match="another program listens there"):
+        SocketClaim(Endpoint(path=str(path)))
+    assert path.exists()
+    path.unlink()
+    path.write_text("precious")
+    with pytest.raises(SocketError, match="something else than a socket"):
+        SocketClaim(Endpoint(path=str(path)))
+    assert path.read_text() == "precious"
+
+
+def test_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default directory is closed to others, and refused where it is a link that somebody prepared."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = tmp_path / "kvtier"
+    directory.mkdir(mode=0o755)
+    endpoint = Endpoint(path=str(directory / "kvtier.sock"))
+    SocketClaim(endpoint).release()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.rename(tmp_path / "elsewhere")
+    directory.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SocketError, match="is not a directory"):
+        SocketClaim(endpoint)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give directories away")
+def test_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default directory that belongs to somebody else is refused: they could answer in our place."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = tmp_path / "kvtier"
+    directory.mkdir()
+    os.chown(directory, 12345, 12345)
+    with pytest.raises(SocketError, match="belongs to user 12345"):
+        SocketClaim(Endpoint(path=str(directory / "kvtier.sock")))
+
+
+def test_unusable_paths(tmp_path: Path) -> None:
+    """A path that cannot be had is an error that names it."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SocketError, match=r"Not a directory|File exists"):
+        SocketClaim(Endpoint(path=str(tmp_path / "file" / "k.sock")))
+    with pytest.raises(SocketError, match="is not a Unix socket"):
+        SocketClaim(Endpoint(host="h", port=1))

@@ -1,0 +1,66 @@
+"""Sizes and durations as people write them, and what the machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.server import machine
+from kvtier.server.units import GIB, MIB, format_duration, format_size, human_size, parse_duration, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 * GIB),
+        ("512 mib", 512 * MIB),
+        ("1.5Gi", 3 * GIB // 2),
+        ("1GB", 10**9),
+        ("7", 7),
+        ("7B", 7),
+        (7, 7),
+    ],
+)
+def test_sizes(text: object, size: int) -> None:
+    """Sizes are written with binary or decimal units, or as bytes."""
+    assert parse_size(text) == size
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2G", "-1GiB", "1e3", "2GiB2", None, True, 1.5, [], "٣GiB"])
+def test_no_sizes(text: object) -> None:
+    """What is not clearly a size is refused; a bare G could mean either."""
+    with pytest.raises(ValueError, match="size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("5m", 300), ("2h", 7200), ("250ms", 0.25), ("1d", 86400), ("3", 3), (0.5, 0.5)],
+)
+def test_durations(text: object, seconds: float) -> None:
+    """Durations are written with a unit, or in seconds."""
+    assert parse_duration(text) == seconds
+    assert parse_duration(format_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1s", "5 minutes", None, True, -1, float("inf"), float("nan")])
+def test_no_durations(text: object) -> None:
+    """What is not clearly a duration is refused."""
+    with pytest.raises(ValueError, match="duration"):
+        parse_duration(text)
+
+
+def test_for_people() -> None:
+    """Sizes for people are short."""
+    assert [human_size(size) for size in (0, 1023, 1536, 2 * GIB)] == ["0 B", "1023 B", "1.5 KiB", "2.0 GiB"]
+
+
+def test_disk_bytes(tmp_path: Path) -> None:
+    """A tier's own files count as room for it: a restart must not shrink the default size."""
+    missing = tmp_path / "a" / "b"
+    assert machine.disk_bytes(missing) > 0
+    assert not missing.exists()
+    (tmp_path / "full").write_bytes(b"x" * MIB)
+    assert machine.disk_bytes(tmp_path) >= MIB
