@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +27,9 @@ PARTS: dict[str, Callable[[Report, Path], None]] = {
 
 def main() -> None:
     """Measures, prints a table, writes JSON."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure kvtier against this machine's limits.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description="Measure kvtier against this machine's limits."
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
     parser.add_argument("--directory", type=Path, help="where the tiers' files go (a temporary directory)")
@@ -39,7 +43,9 @@ def main() -> None:
         for part in options.only:
             folder = directory / part
             folder.mkdir()
+            print(f"measuring {part} …", file=sys.stderr, flush=True)
             PARTS[part](report, folder)
+        header["load"] += f", {os.getloadavg()[0]:.1f} at the end"
         header["duration"] = f"{time.perf_counter() - started:.0f} s"
     report.show(header)
     if options.json:

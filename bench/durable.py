@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.client import Client
+from kvtier.client import Client, DurableStatus
 from kvtier.cuda.region import HostRegion
 
 from .measure import rate, timed
@@ -21,12 +21,16 @@ from .workload import SIZES, Keys, batch_name, connect
 __all__ = ["measure_durable"]
 
 REGION_BYTES = 1 << 30
-LMDB_BYTES = 8 << 30
 WAIT = 60.0
-ROUNDS = 4
-"""Rounds of stores; the first warms up."""
+WARM_UP_ROUNDS = 4
+"""Rounds until a store is full; from then on, as in a server that has run for a day, old blocks make room for new ones."""
+ROUNDS = WARM_UP_ROUNDS + 5
 BATCHES = {64 << 10: 32, 256 << 10: 16, 2 << 20: 4}
 """How many batches make a round."""
+FILE_ROUNDS = 3
+"""Rounds that would fit the file of a store; kvtier keeps a share of it free."""
+KEPT_ROUNDS = 2
+"""Rounds that LMDB itself is made to hold."""
 
 
 def measure_durable(report: Report, directory: Path) -> None:
@@ -36,8 +40,9 @@ def measure_durable(report: Report, directory: Path) -> None:
         ours, raw = directory / f"ours-{block_bytes}", directory / f"raw-{block_bytes}"
         ours.mkdir()
         raw.mkdir()
-        with Service(ours, REGION_BYTES, lmdb_bytes=LMDB_BYTES) as service:
-            run = _Run(report, service, raw, Pool(source, block_bytes))
+        file_bytes = FILE_ROUNDS * BATCHES[block_bytes] * BATCH * block_bytes
+        with Service(ours, REGION_BYTES, lmdb_bytes=file_bytes) as service:
+            run = _Run(report, service, (raw, file_bytes), Pool(source, block_bytes))
             run.stores()
             service.stop()
             run.promotions("warm")
@@ -51,7 +56,7 @@ def measure_durable(report: Report, directory: Path) -> None:
 class _Run:
     """One size of blocks."""
 
-    def __init__(self, report: Report, service: Service, raw: Path, source: Pool) -> None:
+    def __init__(self, report: Report, service: Service, raw: tuple[Path, int], source: Pool) -> None:
         self._report = report
         self._service = service
         self._raw = raw
@@ -66,18 +71,26 @@ class _Run:
         self._service.start()
         ours: list[float] = []
         bare: list[float] = []
-        with connect(self._service.unix, "shm", self._block_bytes) as client, RawLmdb(self._raw, LMDB_BYTES) as raw:
+        rounds: list[list[list[bytes]]] = []
+        with connect(self._service.unix, "shm", self._block_bytes) as client, RawLmdb(*self._raw) as raw:
             for number in range(ROUNDS):
                 batches = [self._keys.take(BATCH) for _ in range(self._batches)]
+                rounds.append(batches)
+                old = rounds[number - KEPT_ROUNDS] if number >= KEPT_ROUNDS else []
                 os.sync()  # what earlier rounds left to be written back is not this one's
-                bare.append(timed(lambda keys=batches: self._put(raw, keys)))
+                bare.append(timed(self._put, raw, batches, old))
                 os.sync()
-                ours.append(timed(lambda keys=batches: self._store(client, keys)))
-                self._stored = batches if number else self._stored
+                ours.append(timed(self._store, client, batches))
+        self._stored = rounds[-1]
         limit = batch_name("raw LMDB put", self._block_bytes)
         nbytes = self._batches * BATCH * self._block_bytes
-        self._report.add(limit, rate(nbytes, bare[1:]), "GB/s")
-        self._report.add(batch_name("store until durable in LMDB", self._block_bytes), rate(nbytes, ours[1:]), "GB/s", limit)
+        self._report.add(limit, rate(nbytes, bare[WARM_UP_ROUNDS:]), "GB/s")
+        self._report.add(
+            batch_name("store until durable in LMDB", self._block_bytes),
+            rate(nbytes, ours[WARM_UP_ROUNDS:]),
+            "GB/s",
+            limit,
+        )
 
     def promotions(self, cache: str) -> None:
         """Looks up what only LMDB has, batch by batch, and reads the same from LMDB itself."""
@@ -86,32 +99,38 @@ class _Run:
         bare: list[float] = []
         with (
             connect(self._service.unix, "shm", self._block_bytes) as client,
-            RawLmdb(self._raw, LMDB_BYTES) as raw,
+            RawLmdb(*self._raw) as raw,
             HostRegion.create(BATCH * self._block_bytes) as region,
         ):
             region.back(0, region.size_bytes)
-            slots = [region.memory[start : start + self._block_bytes] for start in range(0, region.size_bytes, self._block_bytes)]
+            slots = [
+                region.memory[start : start + self._block_bytes]
+                for start in range(0, region.size_bytes, self._block_bytes)
+            ]
             for number, keys in enumerate(self._stored):
-                bare.append(timed(lambda keys=keys: raw.get(keys, slots)))
-                ours.append(timed(lambda keys=keys: self._promote(client, keys)))
+                bare.append(timed(raw.get, keys, slots))
+                ours.append(timed(self._promote, client, keys))
                 self._compare(client, number, keys)
             slots.clear()
         limit = batch_name(f"raw LMDB get, {cache}", self._block_bytes)
         nbytes = BATCH * self._block_bytes
         self._report.add(limit, rate(nbytes, bare), "GB/s")
-        self._report.add(batch_name(f"promotion from LMDB, {cache}", self._block_bytes), rate(nbytes, ours), "GB/s", limit)
+        self._report.add(
+            batch_name(f"promotion from LMDB, {cache}", self._block_bytes), rate(nbytes, ours), "GB/s", limit
+        )
 
-    def _put(self, raw: RawLmdb, batches: Sequence[Sequence[bytes]]) -> None:
+    def _put(self, raw: RawLmdb, batches: Sequence[Sequence[bytes]], old: Sequence[Sequence[bytes]]) -> None:
         for number, keys in enumerate(batches):
-            raw.put(keys, self._source.buffers(number))
+            raw.put(keys, self._source.buffers(number), old[number] if old else ())
 
     def _store(self, client: Client, batches: Sequence[Sequence[bytes]]) -> None:
         for number, keys in enumerate(batches):
             client.store(keys, self._source.buffers(number))
         every = [key for keys in batches for key in keys]
         flushed = client.flush(every, wait=WAIT)
-        if not all(flushed):
-            raise RuntimeError(f"{len(every) - sum(map(bool, flushed))} of {len(every)} blocks did not become durable")
+        durable = flushed.count(DurableStatus.DURABLE)
+        if durable != len(every):
+            raise RuntimeError(f"{durable} of {len(every)} blocks became durable")
 
     def _promote(self, client: Client, keys: Sequence[bytes]) -> None:
         lease = client.lookup(keys, wait=WAIT)

@@ -13,10 +13,10 @@ GB = 1e9
 """Rates are in decimal gigabytes per second, like those of memory and networks."""
 
 
-def timed(action: Callable[[], object]) -> float:
+def timed(action: Callable[..., object], *arguments: object) -> float:
     """Returns how many seconds an action takes."""
     start = time.perf_counter()
-    action()
+    action(*arguments)
     return time.perf_counter() - start
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.client import Client
+from kvtier.client import Client, StoreStatus
 
 from .bare_grpc import BareGrpc
 from .measure import interleave, rate, timed
@@ -63,27 +63,36 @@ class _Batches:
     def copy(self, number: int) -> float:
         """One copy within this process."""
         to, start = self._target.batch(number), self._source.batch(number)
-        return timed(lambda: copy_blocks(to, start))
+        return timed(copy_blocks, to, start)
 
     def store(self, _: int) -> float:
         """Stores a batch under keys that are new."""
         number = next(self._next)
         keys = self._stored[number] = self._keys.take(BATCH)
         buffers = self._sources[number % len(self._sources)]
-        return timed(lambda: self._client.store(keys, buffers))
+        statuses: list[bytes] = []
+        seconds = timed(lambda: statuses.append(self._client.store(keys, buffers)))
+        if statuses[0].count(StoreStatus.GRANTED) != BATCH:
+            raise RuntimeError(
+                f"{statuses[0].count(StoreStatus.GRANTED)} of {BATCH} blocks of batch {number} were stored"
+            )
+        return seconds
 
     def load(self, round_number: int) -> float:
         """Loads the batch that was stored `lag` rounds ago, and compares some of it."""
         number = max(self._stored) - self.lag
         buffers = self._targets[round_number % len(self._targets)]
         keys = self._stored[number]
-        seconds = timed(lambda: self._client.load(keys, buffers))
+        loaded: list[int] = []
+        seconds = timed(lambda: loaded.append(self._client.load(keys, buffers)))
+        if loaded != [BATCH]:
+            raise RuntimeError(f"{loaded[0]} of {BATCH} blocks of batch {number} were loaded")
         self._compare(number, round_number)
         return seconds
 
     def _compare(self, number: int, round_number: int) -> None:
         got, expected = self._target.batch(round_number), self._source.batch(number)
-        for block in (0, round_number % BATCH, BATCH - 1):
+        for block in {0, round_number % BATCH, BATCH - 1}:
             if not np.array_equal(got[block], expected[block]):
                 raise RuntimeError(f"block {block} of batch {number} came back with other bytes")
             got[block][:64] = 0
@@ -117,9 +126,9 @@ def _shared_memory(report: Report, batches: _Batches) -> None:
 def _over_grpc(report: Report, batches: _Batches, bare: BareGrpc) -> None:
     batches.warm_up(0)
     actions: dict[str, Callable[[int], float]] = {
-        "bare grpc push": lambda _: timed(lambda: bare.push(batches.nbytes)),
+        "bare grpc push": lambda _: timed(bare.push, batches.nbytes),
         "grpc store": batches.store,
-        "bare grpc pull": lambda _: timed(lambda: bare.pull(batches.nbytes)),
+        "bare grpc pull": lambda _: timed(bare.pull, batches.nbytes),
         "grpc load": batches.load,
     }
     for action in actions.values():

@@ -1,4 +1,4 @@
-"""LMDB and nothing else: the same values, transactions of the same size, the same mode of syncing."""
+"""LMDB and nothing else: the same values in large transactions, and the same mode of syncing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import Any, Self
 import lmdb
 
 from kvtier.cuda.copy import address_of
-from kvtier.tiers.lmdb import READ_BYTES, WRITE_BYTES
 
 __all__ = ["RawLmdb", "drop_cache"]
+
+
+WRITE_BYTES = 16 << 20
+READ_BYTES = 8 << 20
 
 
 class RawLmdb:
@@ -23,12 +26,14 @@ class RawLmdb:
     def __init__(self, directory: Path, size_bytes: int) -> None:
         self._env: Any = lmdb.open(str(directory), map_size=size_bytes, sync=False, metasync=False)
 
-    def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """Writes values, some MiB to a transaction."""
+    def put(self, keys: Sequence[bytes], values: Sequence[memoryview], old: Sequence[bytes] = ()) -> None:
+        """Writes values, some MiB to a transaction, in place of old ones."""
         per_transaction = max(1, WRITE_BYTES // values[0].nbytes)
         for start in range(0, len(keys), per_transaction):
             with self._env.begin(write=True) as transaction:
                 for index in range(start, min(start + per_transaction, len(keys))):
+                    if old:
+                        transaction.delete(old[index])
                     transaction.put(keys[index], values[index])
 
     def get(self, keys: Sequence[bytes], destinations: Sequence[memoryview]) -> None:
@@ -43,7 +48,9 @@ class RawLmdb:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._env.close()
 
 

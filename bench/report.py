@@ -50,6 +50,8 @@ class Report:
     def show(self, facts: Mapping[str, str]) -> None:
         """Prints the machine's facts and the table on standard output."""
         console = Console()
+        if not console.is_terminal:
+            console.width = 120
         grid = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             grid.add_row(f"[dim]{name}", value)
@@ -58,7 +60,7 @@ class Report:
         table.add_column("what")
         table.add_column("value", justify="right")
         table.add_column("unit")
-        table.add_column("× limit", justify="right")
+        table.add_column("of limit", justify="right")
         table.add_column("limit", style="dim")
         for row in self.rows:
             ratio = "" if row.ratio is None else f"{row.ratio:.2f}"

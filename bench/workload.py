@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Literal
 
-from kvtier.client import Client, Group, Namespace
-from kvtier.protos.keys import make_key
+from kvtier.client import Client, Group, Namespace, make_key
 
 from .pool import BATCH
 
@@ -29,14 +29,18 @@ class Keys:
         return [make_key(hashlib.sha256(f"{self._series} {number}".encode()).digest(), 0) for number in numbers]
 
 
-def connect(endpoint: str, transport: str, block_bytes: int) -> Client:
-    """Returns a client whose blocks have this size, and that moves them this way and no other."""
+def connect(endpoint: str, transport: Literal["shm", "grpc"], block_bytes: int) -> Client:
+    """Returns a connected client whose blocks have this size, and that moves them this way and no other."""
     group = Group(name="full", block_tokens=16, part_bytes=block_bytes)
-    namespace = Namespace(model=f"bench-{block_bytes}", dtype="uint8", layout="bytes", hash_scheme="sha256", groups=(group,))
-    return Client(endpoint, namespace=namespace, transport=transport, name="bench", rank=0)
+    namespace = Namespace(
+        model=f"bench-{block_bytes}", dtype="uint8", layout="bytes", hash_scheme="sha256", groups=(group,)
+    )
+    client = Client(endpoint, namespace=namespace, transport=transport, name="bench", rank=0)
+    client.wait_until_connected(10.0)
+    return client
 
 
 def batch_name(what: str, block_bytes: int) -> str:
     """Returns the name of a row about batches of blocks."""
     size = f"{block_bytes >> 20} MiB" if block_bytes >= 1 << 20 else f"{block_bytes >> 10} KiB"
-    return f"{what}, {BATCH} × {size}"
+    return f"{what}, {BATCH} x {size}"
