@@ -1,0 +1,103 @@
+"""`kvtier serve` as a user starts it: with flags, and what it says and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["Launched", "launch", "refused_start"]
+
+READY_SECONDS = 30.0
+END_SECONDS = 45.0
+
+
+class Launched:
+    """A server process, and its log in JSON lines."""
+
+    def __init__(self, arguments: list[str], log_path: Path) -> None:
+        environment = {name: text for name, text in os.environ.items() if not name.startswith("KVTIER_")}
+        self._log_path = log_path
+        self.started = time.monotonic()
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvtier.server", "serve", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self.process.pid
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """What it has logged."""
+        return [json.loads(line) for line in self._log_path.read_text().splitlines()]
+
+    def wait_ready(self, *, backed: bool = True) -> dict[str, Any]:
+        """Waits until it says that it is ready, and with `backed` until its region has memory behind it.
+
+        Returns that line of the log, with the `seconds` since the process was made.
+        """
+        line = self._wait_line("ready")
+        if backed:
+            self._wait_line("region backed")
+        return line
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Sends a signal and waits for the end; returns the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(END_SECONDS)
+
+    def memory(self) -> dict[str, int]:
+        """Returns the fields of /proc/PID/status that are memory, in bytes."""
+        rows = (line.split() for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
+        return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if row[-1] == "kB"}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(END_SECONDS)
+
+    def _wait_line(self, event: str) -> dict[str, Any]:
+        while True:
+            text = self._log_path.read_text()
+            if f'"event": "{event}"' in text and text.endswith("\n"):
+                line = next(line for line in self.log if line["event"] == event)
+                return line | {"seconds": time.monotonic() - self.started}
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{text}"
+            assert time.monotonic() < self.started + READY_SECONDS, f"no {event!r}:\n{text}"
+            time.sleep(0.005)
+
+
+def launch(directory: Path, *flags: str, region: str = "32MiB", listen: str | None = None) -> Launched:
+    """Starts a server with its socket `s` and its data in this directory; later flags win."""
+    number = len(list(directory.glob("log*")))
+    arguments = ["--listen", listen or f"unix:{directory}/s", "--data-dir", f"{directory}/data"]
+    return Launched([*arguments, "--region-size", region, *flags], directory / f"log{number}")
+
+
+def refused_start(directory: Path, *flags: str, **more: Any) -> str:
+    """Starts a server that is to refuse; returns why it did."""
+    with launch(directory, *flags, **more) as server:
+        assert server.process.wait(READY_SECONDS) == 1
+        [line] = [line for line in server.log if line["level"] == "error"]
+        assert "exception" not in line
+        assert line["event"] == "cannot start"
+        reason: str = line["reason"]
+        return reason

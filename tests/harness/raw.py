@@ -1,0 +1,85 @@
+"""Sessions without the client's good manners: raw stubs, and an attach connection that is ours to keep or drop."""
+
+from __future__ import annotations
+
+import socket
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from kvtier.client.link import Attachment
+from kvtier.client.namespace import Namespace
+from kvtier.client.wire import CHANNEL_OPTIONS, PULL, PUSH
+from kvtier.protos.attach import REPLY_BYTES, pack_request, unpack_reply
+from kvtier.protos.reasons import reason_of
+from kvtier.protos.v1 import cache_pb2_grpc, common_pb2, session_pb2, session_pb2_grpc, transfer_pb2
+
+__all__ = ["RawSession", "attach_reply", "refusal_of"]
+
+
+class RawSession:
+    """An open session: `ref` names it, the stubs call it. Nothing heals by itself."""
+
+    def __init__(
+        self, endpoint: str, namespace: Namespace, *, engine_id: str, rank: int | None = None, transport: str = "grpc"
+    ) -> None:
+        self.namespace = namespace
+        self.channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self.sessions = session_pb2_grpc.SessionServiceStub(self.channel)
+        self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)
+        self.push = self.channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
+        self.pull = self.channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+        self.capabilities = self.sessions.Capabilities(
+            session_pb2.CapabilitiesRequest(), timeout=5, wait_for_ready=True
+        )
+        self.request = session_pb2.OpenRequest(
+            protocol_version=1,
+            client_name="raw",
+            engine_id=engine_id,
+            rank=rank,
+            namespace=namespace.to_proto(),
+            transport=transport,
+        )
+        self._stream = self.sessions.Open(self.request)
+        self.ref: common_pb2.SessionRef = next(self._stream).session
+
+    def attach(self) -> Attachment:
+        """Maps the region; the attachment outlives this session's stream until it is closed."""
+        return Attachment.connect(self.capabilities.region.attach_path, self.ref)
+
+    def fall(self) -> None:
+        """Ends the stream, and with it the session."""
+        self._stream.cancel()
+
+    def close(self) -> None:
+        """Ends everything but attachments."""
+        self.fall()
+        self.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def refusal_of(error: grpc.RpcError) -> tuple[str, str | None]:
+    """Returns status and reason of a call that failed."""
+    return error.code().name, reason_of(error.trailing_metadata())
+
+
+def attach_reply(path: str, ref: common_pb2.SessionRef) -> int | None:
+    """Asks for the region and hangs up; returns its size, or None if the server refused."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(5)
+        connection.connect(path)
+        connection.sendall(pack_request(ref.session_id, ref.epoch))
+        reply, descriptors, _, _ = socket.recv_fds(connection, REPLY_BYTES, 1)
+        for descriptor in descriptors:
+            socket.close(descriptor)
+        size = unpack_reply(reply)
+        assert (size is None) == (not descriptors)
+        return size

@@ -1,0 +1,210 @@
+"""A real `kvtier serve` in a process of its own, to be killed, stopped, starved and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvtier.client.wire import CHANNEL_OPTIONS
+from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
+
+__all__ = ["MIB", "ServerProcess"]
+
+MIB = 1 << 20
+
+READY_SECONDS = 30.0
+END_SECONDS = 45.0
+
+# Imports what takes time, says so, and begins to serve when it is told to: restarts take a tenth of a second.
+_STANDBY = (
+    "import sys, kvtier.server.app, kvtier.tiers.lmdb, kvtier.server.cli as cli;"
+    "sys.stdin.readline() or sys.exit(0); sys.exit(cli.main(sys.argv[1:]))"
+)
+
+
+class ServerProcess:
+    """One server and its lives: a Unix socket, a data directory and a log that outlive each process.
+
+    Args:
+        directory: where everything of it goes; short, because a socket's path is.
+        region: size of the CPU tier in bytes.
+        lmdb: size of the LMDB tier in bytes.
+        config: more of the TOML file.
+        standby: keeps the next process ready, with everything imported, so that a restart is quick.
+    """
+
+    def __init__(
+        self, directory: Path, *, region: int = 64 * MIB, lmdb: int = 256 * MIB, config: str = "", standby: bool = False
+    ) -> None:
+        self.directory = directory
+        self.path = directory / "s"
+        self.endpoint = f"unix:{self.path}"
+        self.log_path = directory / "log"
+        self.data_dir = directory / "data"
+        config_path = directory / "kvtier.toml"
+        config_path.write_text(
+            f'region_size = {region}\ndata_dir = "{self.data_dir}"\nlisten = ["{self.endpoint}"]\n'
+            f'{config}\n[log]\nformat = "json"\n[[tiers]]\ntype = "lmdb"\nsize = {lmdb}\n'
+        )
+        self._region = region
+        self._arguments = ["serve", "--config", str(config_path)]
+        self._environment = {name: text for name, text in os.environ.items() if not name.startswith("KVTIER_")}
+        self._standby = standby
+        self._spare: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel = grpc.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    @property
+    def pid(self) -> int:
+        """The process of this life."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """What it has logged, in all its lives."""
+        return self.log_path.read_text() if self.log_path.exists() else ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, *, backed: bool = True) -> Self:
+        """Starts a process and waits until it serves; with `backed` until it has all of its region as well."""
+        assert not self.alive
+        if self._standby:
+            process = self._spare or self._spawn(standby=True)
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.close()
+            self._process = process
+            self._spare = self._spawn(standby=True)
+        else:
+            self._process = self._spawn(standby=False)
+        self.wait_ready(backed=backed)
+        return self
+
+    def wait_ready(self, *, backed: bool = True) -> None:
+        """Waits until the health check says SERVING."""
+        deadline = time.monotonic() + READY_SECONDS
+        while not self._is_ready(backed=backed):
+            assert self.alive, f"the server ended with {self._process and self._process.poll()}:\n{self.log[-3000:]}"
+            assert time.monotonic() < deadline, f"the server is not ready:\n{self.log[-3000:]}"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits for the end."""
+        self._signal_and_wait(signal.SIGKILL)
+
+    def terminate(self) -> int:
+        """SIGTERM, and waits for the end; returns the exit code."""
+        return self._signal_and_wait(signal.SIGTERM)
+
+    def restart(self) -> None:
+        """SIGKILL, and another life on the same socket and directory."""
+        self.kill()
+        self.start()
+
+    def suspend(self) -> None:
+        """SIGSTOP: the process is there, and silent."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def limit(self, what: int, value: int) -> None:
+        """Sets a resource limit (`resource.RLIMIT_…`) of the running process, the soft one."""
+        _, hard = resource.prlimit(self.pid, what)
+        resource.prlimit(self.pid, what, (value, hard))
+
+    def status(self, timeout: float = 5.0) -> admin_pb2.GetStatusResponse:
+        """Returns its status."""
+        answer: admin_pb2.GetStatusResponse = self._admin.GetStatus(
+            admin_pb2.GetStatusRequest(), timeout=timeout, wait_for_ready=True
+        )
+        return answer
+
+    def tier(self, name: str) -> admin_pb2.TierStatus:
+        """Returns the status of one tier."""
+        return next(tier for tier in self.status().tiers if tier.name == name)
+
+    def wait_for(self, what: Any, seconds: float = 10.0) -> admin_pb2.GetStatusResponse:
+        """Waits until `what(status)` holds; returns that status."""
+        deadline = time.monotonic() + seconds
+        while True:
+            status = self.status()
+            if what(status):
+                return status
+            assert time.monotonic() < deadline, f"still {status}"
+            time.sleep(0.02)
+
+    def own_bytes(self) -> int:
+        """Returns its own memory, without the region that it shares."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+        raise AssertionError("no RssAnon")
+
+    def descriptors(self) -> int:
+        """Returns the number of its open descriptors."""
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+    def close(self) -> None:
+        """Ends whatever runs. What a killed one leaves in the directory stays there."""
+        for process in (self._process, self._spare):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait(END_SECONDS)
+            if process is not None and process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _spawn(self, *, standby: bool) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", _STANDBY] if standby else [sys.executable, "-m", "kvtier.server"]
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                [*command, *self._arguments],
+                stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+            )
+
+    def _is_ready(self, *, backed: bool) -> bool:
+        try:
+            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=0.5, wait_for_ready=True)
+            if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                return False
+            # The last extent may be a piece that is too short for one.
+            return not backed or self.status(0.5).tiers[0].available_bytes >= self._region * 0.9
+        except grpc.RpcError:
+            return False
+
+    def _signal_and_wait(self, number: int) -> int:
+        assert self._process is not None
+        self._process.send_signal(number)
+        return self._process.wait(END_SECONDS)

@@ -1,0 +1,188 @@
+"""The server is killed, again and again, while clients store, flush and load."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import Client, DurableStatus, KVTierError, StoreStatus, Timeouts
+
+PART_BYTES = (16 << 10, 4 << 10)
+NAMESPACE = namespace_of(*PART_BYTES)
+TIMEOUTS = Timeouts(connect=1.0, call=1.0, transfer=5.0)
+
+
+@dataclass
+class Load:
+    """What several clients do at once, and what they know for sure."""
+
+    endpoint: str
+    seed: int
+    fresh_per_life: int
+    """Blocks that each client stores in one life of the server; then it reads only."""
+    durable: dict[bytes, None] = field(default_factory=dict)
+    """Keys that `flush` acknowledged, in order."""
+    stored: dict[bytes, None] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    hits: int = 0
+    refused: int = 0
+    sessions: int = 0
+    life: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, number: int) -> None:
+        """Stores fresh blocks, flushes most of them, and loads old ones, whatever becomes of the server."""
+        rng = random.Random(f"{self.seed}:{number}")
+        transport = "grpc" if number == 0 else "auto"
+        count = budget = 0
+        life = -1
+        epochs = set()
+        with Client(self.endpoint, namespace=NAMESPACE, transport=transport, timeouts=TIMEOUTS) as client:
+            while not self.stop.is_set():
+                if life != self.life:
+                    life, budget = self.life, self.fresh_per_life
+                if client.connected:
+                    epochs.add(client._wire.link.ref.epoch) if client._wire.link else None
+                try:
+                    if budget > 0 and rng.random() < 0.5:
+                        size = rng.randint(1, 12)
+                        keys = [key_of(count + i, rng.randrange(2), salt=f"{number}") for i in range(size)]
+                        count, budget = count + size, budget - size
+                        self._store(client, keys, flush=rng.random() < 0.8)
+                    else:
+                        self._load(client, rng)
+                except KVTierError:
+                    self.refused += 1
+                    time.sleep(0.005)
+        self.sessions += len(epochs)
+
+    def _store(self, client: Client, keys: list[bytes], *, flush: bool) -> None:
+        with self.lock:
+            self.stored.update(dict.fromkeys(keys))
+        statuses = client.store(keys, [payload(key, NAMESPACE.part_bytes_of(key)) for key in keys])
+        if flush:
+            granted = [key for key, status in zip(keys, statuses, strict=True) if status == StoreStatus.GRANTED]
+            answers = client.flush(granted, wait=1.0)
+            with self.lock:
+                done = (k for k, status in zip(granted, answers, strict=True) if status == DurableStatus.DURABLE)
+                self.durable.update(dict.fromkeys(done))
+
+    def _load(self, client: Client, rng: random.Random) -> None:
+        with self.lock:
+            known = list(self.stored)
+        if not known:
+            time.sleep(0.005)
+            return
+        keys = rng.sample(known, min(len(known), 8))
+        buffers = [filled(1, NAMESPACE.part_bytes_of(key))[0] for key in keys]
+        hits = client.load(keys, buffers, wait=rng.choice((0, 0.5)))
+        self.wrong += [
+            f"{key.hex()} in life {self.life}"
+            for key, found in zip(keys[:hits], buffers, strict=False)
+            if not is_payload(key, found)
+        ]
+        self.hits += hits
+
+
+@contextlib.contextmanager
+def under(load: Load, clients: int):
+    """Runs the clients; at the end all of them have ended by themselves."""
+    threads = [threading.Thread(target=load.run, args=(number,), name=f"load-{number}") for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        load.stop.set()
+        for thread in threads:
+            thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "a client hangs"
+
+
+def seed_of(default: int) -> int:
+    """Returns the seed, from KVTIER_TEST_SEED or a new one; it is printed."""
+    seed = int(os.environ.get("KVTIER_TEST_SEED", default or random.SystemRandom().randrange(1 << 32)))
+    print(f"KVTIER_TEST_SEED={seed}")
+    return seed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_nothing_acknowledged_as_durable_is_lost(tmp_path: Path) -> None:
+    """After each of 50 SIGKILLs every block that `flush` called durable reads back bit-identical, and nothing reads wrong.
+
+    The CPU tier is small, so that blocks are evicted from it and promoted again all the time.
+    """
+    seed, kills = seed_of(0), 50
+    rng = random.Random(seed)
+    with ServerProcess(tmp_path, region=16 * MIB, lmdb=512 * MIB, standby=True) as server:
+        load = Load(server.endpoint, seed, fresh_per_life=48)
+        began = time.monotonic()
+        server.start()
+        with under(load, clients=4), Client(server.endpoint, namespace=NAMESPACE, transport="shm") as reader:
+            for life in range(kills):
+                load.life = life
+                time.sleep(rng.uniform(0.0, 0.6))
+                server.kill()
+                with load.lock:
+                    acknowledged = list(load.durable)
+                server.start()
+                read_all(reader, acknowledged)
+                assert not load.wrong
+        cpu, lmdb = server.status().tiers
+        print(
+            f"{kills} kills in {time.monotonic() - began:.1f} s; {len(load.durable)} blocks durable, {load.hits} hits, "
+            f"{load.refused} calls refused; last life: {cpu.evictions} evictions, {lmdb.hits} promotions"
+        )
+        assert not load.wrong
+        assert len(load.durable) > kills
+        assert load.hits > kills
+        assert load.sessions > 2 * kills, "clients did not come back by themselves"
+        assert lmdb.healthy
+        assert not lmdb.evictions
+
+
+@pytest.mark.slow
+def test_no_wrong_bytes_while_a_small_durable_tier_evicts(tmp_path: Path) -> None:
+    """With an LMDB tier that is full and evicts, SIGKILLs lose what they may, but no read returns wrong bytes."""
+    seed, kills = seed_of(0), 8
+    rng = random.Random(seed)
+    evictions = 0
+    with ServerProcess(tmp_path, region=16 * MIB, lmdb=16 * MIB, standby=True) as server:
+        load = Load(server.endpoint, seed, fresh_per_life=2000)
+        server.start()
+        with under(load, clients=3):
+            for life in range(kills):
+                load.life = life
+                time.sleep(rng.uniform(0.3, 0.8))
+                evictions += server.tier("lmdb").evictions
+                server.kill()
+                server.start()
+                assert not load.wrong
+        print(f"{len(load.stored)} blocks stored, {evictions} evictions, {load.hits} hits")
+        assert not load.wrong
+        assert evictions
+        assert load.hits
+        server.wait_for(lambda status: not status.leases and not status.stores and not status.sessions)
+
+
+def read_all(client: Client, keys: list[bytes]) -> None:
+    """Reads all blocks; until the client is back, and while others crowd the CPU tier, it asks again."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return assert_serves(client, keys)
+        except (AssertionError, KVTierError) as error:
+            if time.monotonic() > deadline or "wrong bytes" in str(error):
+                raise
+            time.sleep(0.05)
