@@ -1,7 +1,7 @@
 """A seeded world around the core: clients that crash, tiers that fail, clocks that tick; and what must hold meanwhile.
 
-Bytes are modelled as labels: a slot holds the label of whoever wrote to it last. A client that fell but keeps the region mapped goes on
-scribbling over the slots that it was once granted, as a real one could.
+Bytes are modelled as labels: a slot holds the label of whoever wrote to it last. A client that fell but keeps the region
+mapped goes on scribbling over the slots that it was once granted, as a real one could.
 """
 
 from __future__ import annotations

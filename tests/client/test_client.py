@@ -1,0 +1,166 @@
+"""The client contract over real sockets: both transports, both colours of Python."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contracts.cache_client import NAMESPACE, SMALL, CacheClientContract, new_keys
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import AsyncClient, Client, InvalidRequest, LookupResult, Unavailable
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    directory: Path = tmp_path_factory.mktemp("server")
+    with ServerProcess(directory, region=256 * MIB).start() as server:
+        yield server
+
+
+class _OnRealServer(CacheClientContract):
+    transport: str
+    make: Callable[..., Any]
+
+    @pytest.fixture
+    def connect(self, server: ServerProcess) -> Iterator[Callable[..., Any]]:
+        clients: list[Any] = []
+
+        def connect(namespace: Any, **kwargs: Any) -> Any:
+            make = type(self).make
+            client = make(server.endpoint, namespace=namespace, transport=self.transport, **kwargs)
+            clients.append(client)
+            client.wait_until_connected()
+            assert client.transport == self.transport
+            return client
+
+        yield connect
+        for client in clients:
+            client.close()
+        status = server.status()
+        assert (status.leases, status.stores, len(status.sessions)) == (0, 0, 0)
+
+
+class TestSharedMemory(_OnRealServer):
+    """Blocks are copied into and out of the region."""
+
+    transport = "shm"
+    make = Client
+
+
+class TestGrpc(_OnRealServer):
+    """Blocks travel in streams, through staging buffers."""
+
+    transport = "grpc"
+    make = Client
+
+
+class _Blocking:
+    """An `AsyncClient` on a loop of its own, called like a `Client`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+        async def make() -> AsyncClient:
+            return AsyncClient(*args, **kwargs)
+
+        self._client = self._wait(make())
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answer = self._wait(found(*args, **kwargs))
+            return _BlockingLease(self, answer) if isinstance(answer, LookupResult) else answer
+
+        return call
+
+    @contextlib.contextmanager
+    def _entered(self, context: Any) -> Iterator[Any]:
+        batch = self._wait(context.__aenter__())
+        try:
+            yield batch
+        except BaseException as error:
+            self._wait(context.__aexit__(type(error), error, error.__traceback__))
+            raise
+        self._wait(context.__aexit__(None, None, None))
+
+    def read(self, lease: Any, items: Any) -> Any:
+        return self._entered(self._client.read(lease if isinstance(lease, int) else lease.found, items))
+
+    def write(self, keys: Any) -> Any:
+        return self._entered(self._client.write(keys))
+
+    def close(self) -> None:
+        self._wait(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait(self, awaitable: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result(30)
+
+
+class _BlockingLease:
+    def __init__(self, client: _Blocking, found: Any) -> None:
+        self._client = client
+        self.found = found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.found, name)
+
+    def release(self) -> None:
+        self._client._wait(self.found.release())
+
+    def __enter__(self) -> "_BlockingLease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class TestAsyncSharedMemory(_OnRealServer):
+    """The asyncio client performs the same operations."""
+
+    transport = "shm"
+    make = _Blocking
+
+
+class TestAsyncGrpc(_OnRealServer):
+    """And so over streams."""
+
+    transport = "grpc"
+    make = _Blocking
+
+
+def test_a_client_without_a_server_fails_at_once(tmp_path: Path) -> None:
+    """The constructor neither blocks nor raises; calls raise `Unavailable`."""
+    with Client(f"unix:{tmp_path}/nobody", namespace=NAMESPACE) as client:
+        assert not client.connected
+        with pytest.raises(Unavailable):
+            client.lookup(new_keys(1))
+        with pytest.raises(Unavailable):
+            client.store(new_keys(1), [bytes(SMALL)])
+
+
+def test_an_endpoint_that_is_none_is_refused() -> None:
+    """A typo in the address is not a server that is away."""
+    with pytest.raises(InvalidRequest):
+        Client("nowhere", namespace=NAMESPACE)
+
+
+def test_a_closed_client_says_so(server: ServerProcess) -> None:
+    """Closing twice is fine."""
+    client = Client(server.endpoint, namespace=NAMESPACE)
+    client.wait_until_connected()
+    client.close()
+    client.close()
+    with pytest.raises(Unavailable):
+        client.lookup(new_keys(1))

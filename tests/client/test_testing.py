@@ -1,0 +1,63 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+from contracts.cache_client import NAMESPACE, SMALL, CacheClientContract, new_keys
+
+from kvtier.client import Client, DeadlineExceeded, NotConnected, SessionLost
+from kvtier.client.testing import FakeServer
+
+
+@pytest.fixture
+def server() -> FakeServer:
+    return FakeServer()
+
+
+class TestFakeServer(CacheClientContract):
+    """The fake keeps the contract of the real server."""
+
+    @pytest.fixture
+    def connect(self, server: FakeServer) -> Iterator[Callable[..., Client]]:
+        clients: list[Client] = []
+
+        def connect(*args: object, **kwargs: object) -> Client:
+            clients.append(server.client(*args, **kwargs))  # type: ignore[arg-type]
+            return clients[-1]
+
+        yield connect
+        for client in clients:
+            client.close()
+        assert not server._sessions
+
+
+def test_a_server_that_is_down_raises_at_once_and_is_found_again(server: FakeServer) -> None:
+    """Users can test what their code does without a server."""
+    client = server.client(NAMESPACE)
+    keys = new_keys(1)
+    client.store(keys, [b"x" * SMALL])
+    server.down = True
+    assert not client.connected
+    with pytest.raises(NotConnected):
+        client.lookup(keys)
+    server.down = False
+    assert client.load(keys, [bytearray(SMALL)]) == 1
+
+
+def test_a_hanging_server_ends_in_a_deadline(server: FakeServer) -> None:
+    """No call waits for ever."""
+    client = server.client(NAMESPACE)
+    server.hanging = True
+    with pytest.raises(DeadlineExceeded):
+        client.lookup(new_keys(1))
+
+
+def test_a_restart_ends_what_was_pinned_and_keeps_what_was_stored(server: FakeServer) -> None:
+    """A load that began before a restart is spoiled; the next one works."""
+    client = server.client(NAMESPACE)
+    keys = new_keys(1)
+    client.store(keys, [b"x" * SMALL])
+    lease = client.lookup(keys)
+    with pytest.raises(SessionLost), client.read(lease, [0]):
+        server.restart()
+    assert client.load(keys, [bytearray(SMALL)]) == 1
+    server.forget()
+    assert client.lookup(keys).id == 0

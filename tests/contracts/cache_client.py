@@ -1,0 +1,241 @@
+"""What every client promises, whichever way its bytes go: run against the real server, and against the fake."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtier.client import (
+    DurableStatus,
+    Group,
+    InvalidRequest,
+    KeyStatus,
+    LeaseLost,
+    Namespace,
+    NotOwner,
+    StoreStatus,
+    make_key,
+)
+
+SMALL, LARGE = 5000, 3 << 20
+NAMESPACE = Namespace("contract", "uint8", (Group(SMALL, 16), Group(LARGE, 16)))
+
+
+def new_keys(count: int, group: int = 0) -> list[bytes]:
+    """Returns keys that nobody has used before."""
+    return [make_key(os.urandom(32), group) for _ in range(count)]
+
+
+class CacheClientContract:
+    """Subclasses provide the fixture `connect`: (namespace, engine_id=, rank=) -> client."""
+
+    @pytest.fixture
+    def client(self, connect: Callable[..., Any]) -> Any:
+        return connect(NAMESPACE)
+
+    @pytest.mark.parametrize(("group", "size", "count"), [(0, SMALL, 1), (0, SMALL, 300), (1, LARGE, 5)])
+    def test_what_was_stored_is_loaded(self, client: Any, group: int, size: int, count: int) -> None:
+        """Blocks come back bit by bit, in buffers of several kinds."""
+        keys = new_keys(count, group)
+        data = [os.urandom(size) for _ in keys]
+        assert set(client.store(keys, data)) == {StoreStatus.GRANTED}
+        buffers = [bytearray(size) for _ in keys]
+        assert client.load(keys, [memoryview(buffer) for buffer in buffers]) == count
+        assert [bytes(buffer) for buffer in buffers] == data
+
+    def test_groups_of_different_sizes_go_together(self, client: Any) -> None:
+        """One store and one load may mix groups."""
+        keys = [key for pair in zip(new_keys(3), new_keys(3, 1), strict=True) for key in pair]
+        data = [os.urandom(size) for size in (SMALL, LARGE) * 3]
+        client.store(keys, data)
+        buffers = [bytearray(len(block)) for block in data]
+        assert client.load(keys, buffers) == 6
+        assert [bytes(buffer) for buffer in buffers] == data
+
+    def test_only_the_unbroken_prefix_is_loaded(self, client: Any) -> None:
+        """What follows the first miss is left alone."""
+        keys = new_keys(4)
+        data = [os.urandom(SMALL) for _ in keys]
+        client.store([keys[0], keys[1], keys[3]], [data[0], data[1], data[3]])
+        buffers = [bytearray(SMALL) for _ in keys]
+        assert client.load(keys, buffers) == 2
+        assert [bytes(buffer) for buffer in buffers] == [data[0], data[1], bytes(SMALL), bytes(SMALL)]
+
+    def test_lookup_modes(self, client: Any) -> None:
+        """By prefix, a key behind a miss is a miss; each for itself, it is a hit."""
+        keys = new_keys(3)
+        client.store(keys[::2], [bytes(SMALL)] * 2)
+        hit, miss = KeyStatus.HIT, KeyStatus.MISS
+        with client.lookup(keys) as lease:
+            assert (lease.statuses, lease.prefix_hits) == (bytes([hit, miss, miss]), 1)
+            assert lease.sources[0] == "cpu"
+        with client.lookup(keys, prefix=False) as lease:
+            assert (lease.statuses, lease.prefix_hits) == (bytes([hit, miss, hit]), 1)
+
+    def test_unknown_keys_are_misses(self, client: Any) -> None:
+        """Nothing is leased where nothing is found, and no keys at all are fine."""
+        assert client.lookup(new_keys(3)).id == 0
+        empty = client.lookup([])
+        assert (empty.id, empty.statuses, empty.prefix_hits) == (0, b"", 0)
+        assert client.store([], []) == b""
+        assert client.load([], []) == 0
+
+    def test_what_is_there_is_not_written_again(self, client: Any) -> None:
+        """B1.5: a block that is held is PRESENT, and keeps its first bytes."""
+        keys = new_keys(2)
+        client.store(keys[:1], [b"1" * SMALL])
+        assert client.store(keys, [b"2" * SMALL] * 2) == bytes([StoreStatus.PRESENT, StoreStatus.GRANTED])
+        buffer = bytearray(SMALL)
+        assert client.load(keys[:1], [buffer]) == 1
+        assert buffer == b"1" * SMALL
+
+    def test_a_block_that_is_being_written_is_not_visible(self, client: Any) -> None:
+        """B4.5: until its store is completed a block is no hit, and nobody else may write it."""
+        keys = new_keys(1)
+        with client.write(keys) as batch:
+            assert batch.wanted == [0]
+            assert client.lookup(keys).statuses != bytes([KeyStatus.HIT])
+            assert client.store(keys, [bytes(SMALL)]) == bytes([StoreStatus.IN_PROGRESS])
+            batch.views()[0][:] = b"w" * SMALL
+        buffer = bytearray(SMALL)
+        assert client.load(keys, [buffer]) == 1
+        assert buffer == b"w" * SMALL
+
+    def test_the_same_key_twice_is_written_once(self, client: Any) -> None:
+        """A repetition within one store finds the first one in progress."""
+        (key,) = new_keys(1)
+        statuses = client.store([key, key], [b"a" * SMALL, b"b" * SMALL])
+        assert statuses == bytes([StoreStatus.GRANTED, StoreStatus.IN_PROGRESS])
+
+    def test_an_exception_aborts_a_store(self, client: Any) -> None:
+        """Nothing of it becomes visible, and the next one is granted."""
+        keys = new_keys(2)
+        with pytest.raises(ZeroDivisionError), client.write(keys):
+            raise ZeroDivisionError
+        assert client.lookup(keys).id == 0
+        assert set(client.store(keys, [bytes(SMALL)] * 2)) == {StoreStatus.GRANTED}
+
+    def test_items_that_failed_are_left_out(self, client: Any) -> None:
+        """The rest of the store counts."""
+        keys = new_keys(3)
+        with client.write(keys) as batch:
+            batch.failed.add(1)
+        hit, miss = KeyStatus.HIT, KeyStatus.MISS
+        with client.lookup(keys, prefix=False) as lease:
+            assert lease.statuses == bytes([hit, miss, hit])
+
+    def test_reading_items_of_a_lease(self, client: Any) -> None:
+        """Any hits of a lease can be read, in any order, as often as one likes, until it is released."""
+        keys = new_keys(4)
+        data = [os.urandom(SMALL) for _ in keys]
+        client.store(keys, data)
+        lease = client.lookup(keys)
+        for items in ([3, 0], [1], []):
+            with client.read(lease, items) as batch:
+                assert [bytes(view) for view in batch.views()] == [data[item] for item in items]
+        with client.read(lease.id, [2]) as batch:
+            assert bytes(batch.views()[0]) == data[2]
+        lease.release()
+        with pytest.raises(LeaseLost), client.read(lease.id, [2]):
+            pass
+
+    def test_a_lease_that_ends_while_it_is_read_spoils_the_read(self, client: Any) -> None:
+        """Leaving the block raises: what was copied may be anything."""
+        keys = new_keys(1)
+        client.store(keys, [bytes(SMALL)])
+        lease = client.lookup(keys)
+        with pytest.raises(LeaseLost), client.read(lease, [0]):
+            lease.release()
+
+    def test_items_that_are_no_hits_cannot_be_read(self, client: Any) -> None:
+        """A miss within a lease, and an item that it does not have."""
+        keys = new_keys(2)
+        client.store(keys[:1], [bytes(SMALL)])
+        with client.lookup(keys) as lease:
+            with pytest.raises(LeaseLost), client.read(lease.id, [1]):
+                pass
+            with pytest.raises(InvalidRequest), client.read(lease.id, [2]):
+                pass
+
+    def test_finishing_a_request_releases_its_leases(self, client: Any) -> None:
+        """Those of other requests stay."""
+        keys = new_keys(1)
+        client.store(keys, [bytes(SMALL)])
+        mine = client.begin_request("mine", keys, kv_transfer_params={"tag": 1})
+        other = client.lookup(keys, request_id="other")
+        assert mine.policy is not None
+        assert client.touch(mine.id, other.id) == []
+        client.finish_request("mine")
+        client.finish_request("never begun")
+        assert client.touch(mine.id, other.id) == [mine.id]
+        other.release()
+
+    def test_engines_do_not_touch_each_others_leases_and_stores(self, connect: Callable[..., Any]) -> None:
+        """NOT_OWNER, and the owner is none the worse for it; a second client of the same engine may."""
+        owner = connect(NAMESPACE, engine_id="owner")
+        friend = connect(NAMESPACE, engine_id="owner")
+        stranger = connect(NAMESPACE, engine_id="stranger")
+        keys = new_keys(1)
+        owner.store(keys, [b"x" * SMALL])
+        with owner.lookup(keys) as lease:
+            with pytest.raises(NotOwner), stranger.read(lease.id, [0]):
+                pass
+            with pytest.raises(NotOwner):
+                stranger.release(lease.id)
+            with friend.read(lease.id, [0]) as batch:
+                assert bytes(batch.views()[0]) == b"x" * SMALL
+
+    def test_namespaces_never_meet(self, connect: Callable[..., Any]) -> None:
+        """A client with another dtype, or another layout, finds nothing under the same key."""
+        keys = new_keys(1)
+        connect(NAMESPACE).store(keys, [bytes(SMALL)])
+        for other in (
+            Namespace("contract", "float16", NAMESPACE.groups),
+            Namespace("contract", "uint8", NAMESPACE.groups, layout="transposed"),
+            Namespace("contract", "uint8", NAMESPACE.groups, tenant="somebody"),
+            Namespace("contract", "uint8", NAMESPACE.groups, attributes={"rope": "yarn"}),
+            Namespace("contract", "uint8", (Group(SMALL, 32), NAMESPACE.groups[1])),
+        ):
+            assert connect(other).lookup(keys).id == 0
+
+    def test_a_block_is_visible_when_every_rank_has_stored_its_part(self, connect: Callable[..., Any]) -> None:
+        """B3.14: each rank reads its own part back; a part that is missing makes the block a miss."""
+        world = Namespace("ranks", "uint8", (Group(SMALL, 16),), world_size=2)
+        ranks = [connect(world, engine_id="tp", rank=rank) for rank in range(2)]
+        keys = new_keys(2)
+        ranks[0].store(keys, [b"0" * SMALL] * 2)
+        assert ranks[1].lookup(keys).id == 0
+        ranks[1].store(keys[:1], [b"1" * SMALL])
+        with ranks[0].lookup(keys) as lease:
+            assert lease.prefix_hits == 1
+            for rank in (0, 1):
+                with ranks[rank].read(lease.id, [0]) as batch:
+                    assert bytes(batch.views()[0]) == b"%d" % rank * SMALL
+
+    def test_flush_tells_what_is_durable(self, client: Any) -> None:
+        """Blocks that were stored are durable in the end; unknown ones are not."""
+        keys = new_keys(3)
+        client.store(keys[:2], [os.urandom(SMALL) for _ in range(2)])
+        durable, volatile = DurableStatus.DURABLE, DurableStatus.VOLATILE
+        assert client.flush(keys, wait=10) == bytes([durable, durable, volatile])
+
+    def test_input_that_cannot_be_right_is_refused(self, client: Any) -> None:
+        """Before anything is stored."""
+        (key,) = new_keys(1)
+        for keys, buffers in (
+            ([key], []),
+            ([key], [bytes(SMALL - 1)]),
+            ([key], [bytes(SMALL + 1)]),
+            ([b"key"], [bytes(SMALL)]),
+            ([make_key(b"x" * 32, 2)], [bytes(SMALL)]),
+            ([key], [memoryview(bytes(2 * SMALL))[::2]]),
+            ([key], ["text"]),
+        ):
+            with pytest.raises(InvalidRequest):
+                client.store(keys, buffers)
+        with pytest.raises(InvalidRequest):
+            client.load([key], [bytes(SMALL)])
+        with pytest.raises(InvalidRequest):
+            client.lookup([b"key"])
+        assert client.lookup([key]).id == 0
