@@ -5,7 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, CacheClientContract, new_keys
@@ -16,6 +16,7 @@ from kvtier.client import AsyncClient, Client, InvalidRequest, LookupResult, Una
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One real server for the module."""
     directory: Path = tmp_path_factory.mktemp("server")
     with ServerProcess(directory, region=256 * MIB).start() as server:
         yield server
@@ -119,7 +120,7 @@ class _BlockingLease:
     def release(self) -> None:
         self._client._wait(self.found.release())
 
-    def __enter__(self) -> "_BlockingLease":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,6 +9,7 @@ from kvtier.client.testing import FakeServer
 
 @pytest.fixture
 def server() -> FakeServer:
+    """A fake of its own for each test."""
     return FakeServer()
 
 

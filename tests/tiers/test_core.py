@@ -1,0 +1,329 @@
+"""The decision core, event by event."""
+
+import pytest
+from simulation import EXTENT, ModelTier
+
+from kvtier.tiers.answers import DurableStatus, Session, StoreStatus
+from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
+from kvtier.tiers.blocks import NamespaceSpec
+from kvtier.tiers.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.errors import InvalidItem, InvalidKey, InvalidNamespace, LeaseNotFound, StoreNotFound, UnknownSession
+from kvtier.tiers.leases import KeyStatus
+from kvtier.tiers.manager import TierManager
+
+SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096, 16384))
+HIT, MISS, PENDING = bytes([KeyStatus.HIT]), bytes([KeyStatus.MISS]), bytes([KeyStatus.HIT_PENDING])
+GRANTED, PRESENT, NO_ROOM = (bytes([s]) for s in (StoreStatus.GRANTED, StoreStatus.PRESENT, StoreStatus.NO_ROOM))
+
+
+def keys(*numbers: int, group: int = 0) -> list[bytes]:
+    """Returns keys that sort like their numbers."""
+    return [b"%03d" % number + group.to_bytes(4, "big") for number in numbers]
+
+
+class Rig:
+    """A core, one session with the region mapped, and shorthands."""
+
+    def __init__(self, *tiers: ModelTier, extents: int = 1, queue: int | None = None) -> None:
+        self.core = TierManager(extents * EXTENT, EXTENT, tiers, max_queued_bytes=queue)
+        self.core.add_memory(0, extents * EXTENT)
+        self.session = self.open("engine")
+
+    def open(self, engine: str, spec: NamespaceSpec = SPEC, rank: int | None = None) -> Session:
+        session = self.core.open_session(engine.encode(), engine, rank, spec)
+        self.core.writer_attached(session.id, hash(engine) & 0xFFFF)
+        return session
+
+    def store(self, names: list[bytes]) -> bytes:
+        answer = self.core.prepare_store(self.session, names, request_id="", expires_at=60)
+        if answer.store_id is not None:
+            self.core.complete_store(self.session, answer.store_id)
+        return answer.statuses
+
+    def look_up(self, names: list[bytes], *, prefix: bool = True) -> bytes:
+        """Statuses only; the lease is released at once."""
+        lease = self.core.lookup(self.session, names, prefix=prefix, request_id="", expires_at=60)
+        if lease is None:
+            return MISS * len(names)
+        statuses = lease.statuses()
+        self.core.release(self.session, lease.id)
+        return statuses
+
+    def finish_jobs(self, outcome: Outcome = Outcome.DONE) -> list[object]:
+        commands = self.core.take_commands()
+        for command in commands:
+            if isinstance(command, StoreInTier | LoadFromTier):
+                self.core.job_finished(command.job_id, [outcome] * len(command.blocks))
+        return list(commands)
+
+
+def test_least_recently_used_goes_first_and_what_was_touched_stays() -> None:
+    """B4.9: oldest first; a lookup counts as a use."""
+    rig = Rig()
+    assert rig.store(keys(*range(16))) == GRANTED * 16
+    assert rig.look_up(keys(0)) == HIT
+    assert rig.store(keys(100)) == GRANTED
+    assert rig.look_up(keys(0)) == HIT
+    assert rig.look_up(keys(15)) == MISS, "the tail of the oldest chain"
+
+
+def test_the_tail_of_a_chain_goes_before_its_head() -> None:
+    """Without its head the rest of a prefix is useless."""
+    rig = Rig()
+    rig.store(keys(*range(16)))
+    rig.store(keys(*range(100, 104)))
+    assert rig.look_up(keys(*range(16))) == HIT * 12 + MISS * 4
+
+
+def test_a_pinned_block_is_never_evicted() -> None:
+    """B4.9: what a lease holds stays; where all is held there is no room, and it is said."""
+    rig = Rig()
+    rig.store(keys(*range(16)))
+    lease = rig.core.lookup(rig.session, keys(*range(16)), prefix=True, request_id="r", expires_at=60)
+    assert lease is not None
+    assert rig.store(keys(100, 101)) == NO_ROOM * 2
+    assert lease.statuses() == HIT * 16
+    rig.core.release(rig.session, lease.id)
+    assert rig.store(keys(100, 101)) == GRANTED * 2
+
+
+def test_size_classes_share_the_region() -> None:
+    """A class that is idle gives its extents to one that is not."""
+    rig = Rig(extents=2)
+    rig.store(keys(*range(32)))
+    assert rig.store(keys(*range(4), group=1)) == GRANTED * 4, "an extent was taken over"
+    assert rig.look_up(keys(*range(4), group=1)) == HIT * 4
+    assert rig.store(keys(*range(50, 82))) == GRANTED * 32, "and taken back: nobody used the other class since"
+    assert rig.core.stats().tiers[0].used_bytes == 2 * EXTENT
+
+
+def test_a_class_in_use_keeps_its_extent() -> None:
+    """Pinned blocks hold on to it."""
+    rig = Rig(extents=1)
+    rig.store(keys(0))
+    lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=60)
+    assert lease is not None
+    assert rig.store(keys(0, group=1)) == NO_ROOM
+
+
+def test_memory_is_used_as_it_arrives() -> None:
+    """Before the first page is backed there is no room, and no error."""
+    core = TierManager(2 * EXTENT, EXTENT, ())
+    session = core.open_session(b"s", "e", None, SPEC)
+    assert core.prepare_store(session, keys(0), request_id="", expires_at=60).statuses == NO_ROOM
+    core.add_memory(0, EXTENT)
+    assert core.prepare_store(session, keys(0), request_id="", expires_at=60).statuses == GRANTED
+    tier = core.stats().tiers[0]
+    assert (tier.capacity_bytes, tier.available_bytes) == (2 * EXTENT, EXTENT)
+
+
+def test_complete_blocks_cascade_and_are_pinned_meanwhile() -> None:
+    """B3.7, B3.8: new blocks go to every tier when the store completes; until the job ends they cannot be evicted."""
+    near, far = ModelTier("near", 1 << 20), ModelTier("far", 1 << 20)
+    rig = Rig(near, far, queue=EXTENT)
+    rig.store(keys(*range(16)))
+    jobs = [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]
+    assert [job.tier for job in jobs] == [1, 2]
+    assert rig.store(keys(100)) == NO_ROOM
+    for job in jobs:
+        rig.core.job_finished(job.job_id, [Outcome.DONE] * 16)
+    assert rig.store(keys(100)) == GRANTED
+
+
+def test_a_failed_store_cascades_nothing() -> None:
+    """B3.7: what was not written goes nowhere, and its slot is free."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    answer = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=60)
+    assert answer.store_id is not None
+    rig.core.complete_store(rig.session, answer.store_id, failed=[0, 1])
+    assert rig.core.take_commands() == []
+    assert rig.core.stats().tiers[0].used_bytes == 0
+
+
+def test_a_hit_below_is_promoted_once() -> None:
+    """B3.16: the slot is reserved at once, so that a second lookup waits for the same promotion."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    rig.store(keys(*range(16)))
+    rig.finish_jobs()
+    rig.store(keys(*range(100, 116)))
+    rig.finish_jobs()
+    first = rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60)
+    second = rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60)
+    assert first is not None
+    assert second is not None
+    assert first.statuses() == second.statuses() == PENDING * 2
+    assert set(first.sources[:2]) == {1}
+    commands = rig.finish_jobs()
+    assert len([command for command in commands if isinstance(command, LoadFromTier)]) == 1
+    assert {command.lease_id for command in rig.core.take_commands() if isinstance(command, LeaseSettled)} == {
+        first.id,
+        second.id,
+    }
+    assert first.statuses() == HIT * 2
+
+
+def test_a_partly_failed_promotion_keeps_what_arrived() -> None:
+    """B3.18: the failed keys become misses, and a damaged one is not asked for again."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    rig.store(keys(0, 1, 2))
+    rig.finish_jobs()
+    rig.store(keys(*range(100, 116)))
+    rig.finish_jobs()
+    lease = rig.core.lookup(rig.session, keys(0, 1, 2), prefix=True, request_id="", expires_at=60)
+    assert lease is not None
+    (job,) = (command for command in rig.core.take_commands() if isinstance(command, LoadFromTier))
+    rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.CORRUPT, Outcome.DONE])
+    assert lease.statuses() == HIT + MISS + HIT
+    assert rig.look_up(keys(1)) == MISS
+    assert rig.core.take_commands() == [LeaseSettled(lease.id)], "no second promotion of it"
+
+
+def test_a_promotion_without_room_is_a_miss() -> None:
+    """B3.16: the CPU tier is full of pinned blocks."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    rig.store(keys(0))
+    rig.finish_jobs()
+    rig.store(keys(*range(100, 116)))
+    rig.finish_jobs()
+    lease = rig.core.lookup(rig.session, keys(*range(100, 116)), prefix=True, request_id="", expires_at=60)
+    assert lease is not None
+    assert rig.look_up(keys(0)) == MISS
+
+
+def test_a_tier_never_exceeds_its_capacity() -> None:
+    """The oldest go, in the same order of commands: removal first."""
+    tier = ModelTier("near", 4 * 4096)
+    rig = Rig(tier)
+    rig.store(keys(0, 1, 2, 3))
+    rig.finish_jobs()
+    rig.store(keys(4, 5))
+    kinds = [type(command) for command in rig.core.take_commands()]
+    assert kinds == [RemoveFromTier, StoreInTier]
+    assert rig.core.stats().tiers[1].used_bytes == 4 * 4096
+
+
+def test_a_tier_that_is_behind_drops_cascades() -> None:
+    """B3.10: a block-level cascade is dropped under backpressure, counted, and can be made up for by a flush."""
+    rig = Rig(ModelTier("near", 1 << 20), extents=1)
+    rig.store(keys(*range(16)))
+    job = next(command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
+    assert len(job.blocks) == 4, "a quarter of the region"
+    statuses = rig.core.durability(rig.session, keys(0, 15))
+    assert statuses == bytes([DurableStatus.PENDING] * 2)
+    rig.finish_jobs()
+    rig.core.job_finished(job.job_id, [Outcome.DONE] * 4)
+    assert rig.core.durability(rig.session, keys(0, 15, 99)) == bytes(
+        [DurableStatus.DURABLE, DurableStatus.DURABLE, DurableStatus.VOLATILE]
+    )
+
+
+def test_a_restart_finds_what_the_tiers_hold() -> None:
+    """And lets go of what no longer fits, oldest first."""
+    tier = ModelTier("near", 1 << 20)
+    tier.blocks = {(SPEC.id, key): (4096, ()) for key in keys(*range(4))}
+    tier.capacity_bytes = 3 * 4096
+    rig = Rig(tier)
+    assert rig.core.take_commands() == [RemoveFromTier(1, [(SPEC.id, keys(0)[0])])]
+    assert rig.look_up(keys(1, 2)) == PENDING * 2
+
+
+def test_a_fallen_sessions_slots_wait_for_its_writers() -> None:
+    """DESIGN 5: a slot is given away again only when nobody can still write to it."""
+    rig = Rig()
+    other = rig.open("other")
+    answer = rig.core.prepare_store(other, keys(*range(16)), request_id="", expires_at=60)
+    assert len(answer.slots) == 16
+    rig.core.close_session(other.id)
+    assert rig.core.stats().quarantined_bytes == 16 * 4096
+    assert rig.store(keys(100)) == NO_ROOM
+    rig.core.writer_gone(other.id, hash("other") & 0xFFFF)
+    assert rig.core.stats().quarantined_bytes == 0
+    assert rig.store(keys(100)) == GRANTED
+    assert rig.look_up(keys(0)) == MISS, "what a dead writer left is never published"
+
+
+def test_a_late_completion_frees_and_publishes_nothing() -> None:
+    """B5.6: the store ended with its lease; its completion only says that nobody writes any more."""
+    rig = Rig()
+    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
+    assert answer.store_id is not None
+    rig.core.tick(6)
+    assert rig.core.stats().quarantined_bytes == 4096
+    with pytest.raises(StoreNotFound):
+        rig.core.complete_store(rig.session, answer.store_id)
+    rig.core.writer_done(rig.session, answer.store_id)
+    assert rig.core.stats().quarantined_bytes == 0
+    assert rig.look_up(keys(0)) == MISS
+
+
+def test_a_second_completion_is_refused() -> None:
+    """B3.14: exactly once; and the block stays as it was."""
+    rig = Rig()
+    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
+    assert answer.store_id is not None
+    rig.core.complete_store(rig.session, answer.store_id)
+    with pytest.raises(StoreNotFound):
+        rig.core.complete_store(rig.session, answer.store_id, failed=[0])
+    assert rig.look_up(keys(0)) == HIT
+
+
+def test_leases_expire_unless_renewed() -> None:
+    """An owner that is silent for too long loses its pins; renewal never shortens."""
+    rig = Rig()
+    rig.store(keys(0))
+    kept, lost = (rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=10) for _ in range(2))
+    assert kept is not None
+    assert lost is not None
+    rig.core.renew(rig.session, kept.id, 30)
+    rig.core.renew(rig.session, kept.id, 20)
+    rig.core.tick(25)
+    assert rig.core.lease(rig.session, kept.id) is kept
+    with pytest.raises(LeaseNotFound):
+        rig.core.lease(rig.session, lost.id)
+
+
+def test_tiers_vote_once_per_request_and_are_told_once_of_its_end() -> None:
+    """B3.2, B3.3: REQUEST_LEVEL if any tier asks for it; every tier is told of the end."""
+
+    class Eager(ModelTier):
+        def on_new_request(self, request: RequestInfo) -> Vote:
+            return Vote(OffloadPolicy.REQUEST_LEVEL, "always")
+
+    calm, eager = ModelTier("calm", 1 << 20), Eager("eager", 1 << 20)
+    rig = Rig(calm, eager)
+    request = RequestInfo("r", SPEC.id)
+    negotiation = rig.core.begin_request(rig.session, request)
+    assert negotiation.policy is OffloadPolicy.REQUEST_LEVEL
+    assert [(name, vote.policy) for name, vote in negotiation.votes] == [
+        ("calm", OffloadPolicy.BLOCK_LEVEL),
+        ("eager", OffloadPolicy.REQUEST_LEVEL),
+    ]
+    assert rig.core.begin_request(rig.session, request) is negotiation
+    rig.core.finish_request(rig.session, "r")
+    rig.core.finish_request(rig.session, "r")
+    assert calm.finished == eager.finished == ["r"]
+
+
+def test_refusals_change_nothing() -> None:
+    """Bad input is refused before anything is granted."""
+    rig = Rig()
+    with pytest.raises(InvalidKey):
+        rig.core.prepare_store(rig.session, keys(0) + keys(1, group=2), request_id="", expires_at=60)
+    assert rig.core.stats().tiers[0].blocks == 0
+    for spec in ({"world_size": 0}, {"part_bytes": ()}, {"part_bytes": (0,)}):
+        with pytest.raises(InvalidNamespace):
+            NamespaceSpec(**{"id": SPEC.id, "world_size": 1, "part_bytes": (1,), **spec})  # type: ignore[arg-type]
+    with pytest.raises(InvalidNamespace):
+        rig.open("big", NamespaceSpec(SPEC.id, 1, (EXTENT + 1,)))
+    with pytest.raises(InvalidNamespace):
+        rig.open("rank", SPEC, rank=1)
+    scheduler = rig.open("tp", NamespaceSpec(NamespaceId(b"w" * 16), 2, (4096,)))
+    with pytest.raises(InvalidItem):
+        rig.core.prepare_store(scheduler, keys(0), request_id="", expires_at=60)
+    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60)
+    assert answer.store_id is not None
+    with pytest.raises(InvalidItem):
+        rig.core.complete_store(rig.session, answer.store_id, failed=[1])
+    rig.core.complete_store(rig.session, answer.store_id)
+    with pytest.raises(UnknownSession):
+        rig.core.close_session(b"nobody")
