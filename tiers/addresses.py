@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["address_of", "copy_from"]
+__all__ = ["address_of", "copy_from", "writable_address_of"]
 
 
 class _PyBuffer(ctypes.Structure):
@@ -25,7 +25,6 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-_WRITABLE = 1
 _get_buffer = ctypes.pythonapi.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
 _release_buffer = ctypes.pythonapi.PyBuffer_Release
@@ -33,13 +32,18 @@ _release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
 _release_buffer.restype = None
 
 
-def address_of(view: memoryview, *, writable: bool = False) -> int:
-    """Returns where the bytes of a contiguous view are. They must outlive the use of the address, not the view.
+def writable_address_of(view: memoryview) -> int:
+    """Returns where the bytes of a contiguous, writable view are, which must not be empty. They must outlive the address.
 
-    Raises `BufferError` for a view that is not contiguous, or read-only though `writable` is asked for.
+    Raises `TypeError` for a view that may not be written.
     """
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def address_of(view: memoryview) -> int:
+    """Returns where the bytes of a contiguous view are, be it read-only. They must outlive the address."""
     buffer = _PyBuffer()
-    _get_buffer(view, buffer, _WRITABLE if writable else 0)
+    _get_buffer(view, buffer, 0)
     address = buffer.buf or 0
     _release_buffer(buffer)
     return address

@@ -36,8 +36,6 @@ PAYLOAD_SHARE = 0.8
 """Of the file. The rest is for the trees, for pages that the last two transactions freed, and for gaps."""
 WRITE_BYTES = 16 * _MIB
 """Payload of one write transaction; less in a small file, for what one frees can be used two transactions later."""
-READ_BYTES = 8 * _MIB
-"""Payload of one read transaction. As long as it is open, no page that was freed since can be used."""
 RESERVE_PAGES = 32
 """Kept free, because a removal needs a dozen pages (copies of the paths through the trees) before it frees any."""
 BATCH_BLOCKS = 512
@@ -104,9 +102,9 @@ class LMDBTier(SecondaryTier):
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Copies blocks out of the map and verifies them where they then are. Drops those that are corrupt."""
-        outcomes: list[Outcome] = []
-        for batch in _batches(blocks, READ_BYTES):
-            outcomes += self._load_batch(batch)
+        outcomes = [self._load_block(block) for block in blocks]
+        if Outcome.FAILED not in outcomes:
+            self._note("load", None)
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
@@ -177,21 +175,17 @@ class LMDBTier(SecondaryTier):
                 key = b"reserve-%d" % number
                 txn.put(key, page, db=self._store.meta) if put else txn.delete(key, db=self._store.meta)
 
-    def _load_batch(self, batch: Sequence[BlockBytes]) -> list[Outcome]:
+    def _load_block(self, block: BlockBytes) -> Outcome:
+        """Loads in a transaction of its own: it costs 0.2 µs, and no page can be used anew while one is open."""
+        if not _is_name(block.namespace, block.key):
+            return Outcome.MISSING
         try:
             with self._store.env.begin(buffers=True) as txn:
-                outcomes = [
-                    read_block(self._store, txn, block) if _is_name(block.namespace, block.key) else Outcome.MISSING
-                    for block in batch
-                ]
+                outcome = read_block(self._store, txn, block)
         except lmdb.Error as error:
             self._note("load", f"cannot load: {error}")
-            return [Outcome.FAILED] * len(batch)
-        self._note("load", None)
-        return [
-            self._drop(block) if outcome is Outcome.CORRUPT else outcome
-            for block, outcome in zip(batch, outcomes, strict=True)
-        ]
+            return Outcome.FAILED
+        return self._drop(block) if outcome is Outcome.CORRUPT else outcome
 
     def _drop(self, block: BlockBytes) -> Outcome:
         """Forgets a block that turned out corrupt."""

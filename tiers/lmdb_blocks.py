@@ -9,7 +9,7 @@ from typing import Any
 
 import lmdb
 
-from .addresses import address_of, copy_from
+from .addresses import address_of, copy_from, writable_address_of
 from .base import BlockBytes, Outcome
 from .checksum import block_checksum
 from .lmdb_env import Environment
@@ -29,6 +29,8 @@ _PAGE_HEADER = struct.Struct("=QHHI")
 _OVERFLOW, _DIRTY = 0x04, 0x10
 _ENGINE_WITH_THIS_HEADER = 0
 """LMDB 0.9; the pages of 1.0 begin otherwise."""
+_SHORT_BYTES = 4096
+"""Up to here a copy may hold the GIL: it takes less time than letting go of it."""
 
 
 def put_block(store: Environment, txn: Any, block: BlockBytes, record_id: int) -> None:
@@ -59,12 +61,15 @@ def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
     if record.sizes != tuple(part.nbytes for part in block.parts):
         return Outcome.CORRUPT
     for part_number, part in enumerate(block.parts):
-        target = address_of(part, writable=True)
+        target = writable_address_of(part) if part.nbytes else 0
         for chunk_number, (start, stop) in enumerate(chunk_spans(part.nbytes, store.page_bytes)):
             chunk = txn.get(chunk_key(record.record_id, part_number, chunk_number), db=store.data)
             if chunk is None or len(chunk) != stop - start:
                 return Outcome.CORRUPT
-            copy_from(target + start, chunk)
+            if len(chunk) > _SHORT_BYTES:
+                copy_from(target + start, chunk)
+            else:
+                part[start:stop] = chunk
     whole = block_checksum(block.namespace, block.key, block.parts) == record.checksum
     return Outcome.DONE if whole else Outcome.CORRUPT
 

@@ -16,7 +16,8 @@ are cut so that header and bytes fill whole pages, and most have one length: a r
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import xxhash
@@ -71,15 +72,15 @@ class Record(NamedTuple):
     @classmethod
     def unpack(cls, index_key: bytes, value: bytes) -> Record:
         """Reads what `pack` wrote under the same key; anything else raises `DamagedRecordError`."""
-        if len(value) < _HEAD.size + _CHECK.size:
+        parts, rest = divmod(len(value) - _HEAD.size - _CHECK.size, 8)
+        if parts < 0 or rest:
             raise DamagedRecordError
-        body, (check,) = value[: -_CHECK.size], _CHECK.unpack_from(value, len(value) - _CHECK.size)
-        version, parts, record_id, checksum = _HEAD.unpack_from(body)
-        if check != xxhash.xxh3_64_intdigest(index_key + body):
+        version, declared, record_id, checksum, *sizes, check = struct.unpack(f"{_HEAD.format}{parts}QQ", value)
+        if check != xxhash.xxh3_64_intdigest(index_key + value[: -_CHECK.size]):
             raise DamagedRecordError
-        if version != FORMAT_VERSION or len(body) != _HEAD.size + 8 * parts:
+        if version != FORMAT_VERSION or declared != parts:
             raise DamagedRecordError
-        return cls(record_id, checksum, struct.unpack_from(f"<{parts}Q", body, _HEAD.size))
+        return cls(record_id, checksum, tuple(sizes))
 
 
 def chunk_key(record_id: int, part: int, chunk: int) -> bytes:
@@ -100,21 +101,20 @@ def record_id_of(key: bytes) -> int:
     return record_id
 
 
-def chunk_spans(nbytes: int, page_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields where the chunks of a part begin and end.
+@lru_cache(maxsize=256)
+def chunk_spans(nbytes: int, page_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Returns where the chunks of a part begin and end.
 
     First as many of `CHUNK_PAGES` as there are, then one of whole pages, then what is left: less than a page, which
     LMDB puts into the tree itself when it is short (128 bytes of a 2 MiB part, 16 of a 64 KiB one).
     """
-    start = 0
     longest = CHUNK_PAGES * page_bytes - PAGE_HEADER_BYTES
-    while nbytes - start >= longest:
-        yield start, start + longest
-        start += longest
-    pages = (nbytes - start + PAGE_HEADER_BYTES) // page_bytes
+    stops = list(range(longest, nbytes + 1, longest))
+    done = len(stops) * longest
+    pages = (nbytes - done + PAGE_HEADER_BYTES) // page_bytes
     if pages:
-        stop = start + pages * page_bytes - PAGE_HEADER_BYTES
-        yield start, stop
-        start = stop
-    if start < nbytes:
-        yield start, nbytes
+        done += pages * page_bytes - PAGE_HEADER_BYTES
+        stops.append(done)
+    if done < nbytes:
+        stops.append(nbytes)
+    return tuple(pairwise([0, *stops]))
