@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 __all__ = ["make_model", "make_prompt"]
 
@@ -42,6 +43,7 @@ def make_model(directory: Path, seed: int = 1234) -> None:
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * _deviation(name, weight.shape[1]))
+    disable_progress_bar()
     model.save_pretrained(directory)
 
 

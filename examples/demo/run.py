@@ -28,6 +28,7 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 KVTIER = Path(sys.executable).with_name("kvtier")
 BLOCK_TOKENS = 64
+PROMPT_TOKENS = {"transformers": 3072, "vllm": 6144}
 NEW_TOKENS = 24
 PATIENCE_SECONDS = 60.0
 PLAIN_WIDTH = 110
@@ -167,8 +168,9 @@ def verdict(results: Sequence[Result], prompt_tokens: int) -> list[str]:
 
 def show(results: Sequence[Result], notes: Sequence[str]) -> None:
     """Prints the table."""
-    table = Table("engine process", title="One prompt, three engine processes", title_justify="left")
-    for column in ("computed", "from CPU tier", "from LMDB tier", "first token", "speed-up", "same output"):
+    table = Table(title="One prompt, three engine processes", title_justify="left")
+    table.add_column("engine process", no_wrap=True)
+    for column in ("computed", "from CPU", "from LMDB", "first token", "speed-up", "same output"):
         table.add_column(column, justify="right")
     base = results[0]
     for result, note in zip(results, notes, strict=True):
@@ -212,7 +214,7 @@ def demo(engine: str, prompt_tokens: int, directory: Path) -> int:
             result = run_engine(engine, directory, job, f"engine {number}")
             results.append(attributed(result, before, server.status()))
             console.print(f"engine {number} is done: first token after {result.first_token_seconds:.2f} s")
-    show(results, ("1: nothing known yet", "2: a new process", "3: a new process, and a new server"))
+    show(results, ("1: nothing known yet", "2: new process", "3: new process, new server"))
     wrong = verdict(results, prompt_tokens)
     for line in wrong:
         console.print(f"WRONG: {line}", style="red", markup=False)
@@ -225,13 +227,13 @@ def main() -> int:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    parser.add_argument("--tokens", type=int, default=3072, help="length of the prompt")
+    parser.add_argument("--tokens", type=int, help="length of the prompt")
     options = parser.parse_args()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as directory:
         try:
-            return demo(options.engine, options.tokens, Path(directory))
+            return demo(options.engine, options.tokens or PROMPT_TOKENS[options.engine], Path(directory))
         except DemoError as error:
             console.print(f"failed: {error}", style="red", markup=False)
             return 1
