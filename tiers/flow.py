@@ -14,6 +14,7 @@ from .blocks import Block
 from .catalog import Catalog, CatalogEntry, EntryState
 from .commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
 from .policies import LRU
+from .stats import TierStats
 
 __all__ = ["JobKind", "Lane", "TierFlow"]
 
@@ -52,6 +53,23 @@ class Lane:
         self.dropped = 0
         """Blocks whose cascade was dropped: the queue or the tier was full."""
 
+    def stats(self) -> TierStats:
+        """Returns the figures of this moment."""
+        return TierStats(
+            name=self.tier.name,
+            type=self.tier.type,
+            capacity_bytes=self.catalog.capacity_bytes,
+            available_bytes=self.catalog.capacity_bytes,
+            used_bytes=self.catalog.used_bytes,
+            blocks=len(self.catalog),
+            hits=self.hits,
+            misses=self.asked - self.hits,
+            evictions=self.catalog.evictions,
+            jobs=self.jobs,
+            healthy=self.tier.trouble is None,
+            trouble=self.tier.trouble or "",
+        )
+
 
 class TierFlow:
     """Plans jobs for the secondary tiers and takes in their results."""
@@ -75,13 +93,12 @@ class TierFlow:
         for lane in self.lanes:
             self._remove(lane, lane.catalog.recover(lane.tier.entries()))
 
-    def find(self, namespace: NamespaceId, key: bytes) -> tuple[Lane, CatalogEntry] | None:
+    def find(self, namespace: NamespaceId, key: bytes) -> Lane | None:
         """Returns the first tier that can load this block."""
         for lane in self.lanes:
-            entry = lane.catalog.held(namespace, key)
             lane.asked += 1
-            if entry is not None:
-                return lane, entry
+            if lane.catalog.held(namespace, key) is not None:
+                return lane
         return None
 
     def cascade(self, blocks: Sequence[Block], *, even_if_busy: bool = False) -> None:

@@ -7,8 +7,8 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer, StoreStatus
 from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier
@@ -151,32 +151,10 @@ class TierManager:
 
         With `prefix` whatever follows the first miss is a miss.
         """
-        namespace = session.namespace
-        found = list(map(self._primary.blocks_of(namespace.id).get, keys))
-        items: list[Block | None] = []
-        sources = bytearray()
-        promotions: list[tuple[int, Lane, Block]] = []
-        for key, present in zip(keys, found, strict=True):
-            block, source = present, 0
-            if block is None or not (block.ready or block.pending):
-                block = None
-                below = self._flow.find(namespace.id, key)
-                if below is not None:
-                    lane, _ = below
-                    source = lane.index
-                    block = self._primary.find_or_add(namespace, key)
-                    if not block.pending:
-                        block.promoting = True
-                        promotions.append((len(items), lane, block))
-                elif prefix:
-                    break
-            if block is not None:
-                block.pins += 1
-            items.append(block)
-            sources.append(source)
+        items, sources, promotions = self._match(session.namespace, keys, prefix=prefix)
         self._start_promotions(items, promotions)
-        hits = [block for block in items if block is not None]
         self._count(len(keys), items, sources)
+        hits = items if None not in items else [block for block in items if block is not None]
         if not hits:
             return None
         self._primary.touch(hits)
@@ -341,7 +319,7 @@ class TierManager:
             evictions=self._primary.evictions,
         )
         return ManagerStats(
-            tiers=(cpu, *map(_lane_stats, self._flow.lanes)),
+            tiers=(cpu, *(lane.stats() for lane in self._flow.lanes)),
             leases=len(self._leases),
             stores=len(self._stores),
             quarantined_bytes=self._stores.quarantined_bytes,
@@ -350,6 +328,36 @@ class TierManager:
             lookup_keys=self._asked,
             lookup_misses=self._misses,
         )
+
+    def _match(
+        self, namespace: NamespaceSpec, keys: Sequence[bytes], *, prefix: bool
+    ) -> tuple[list[Block | None], bytearray, list[tuple[int, Lane, Block]]]:
+        """Finds and pins blocks: per key the block or None, the tier it is in, and what is to be promoted."""
+        blocks = self._primary.blocks_of(namespace.id)
+        items: list[Block | None] = []
+        promotions: list[tuple[int, Lane, Block]] = []
+        for block in map(blocks.get, keys):  # in the common case that is all: a run of ready blocks
+            if block is None or not block.ready:
+                break
+            block.pins += 1
+            items.append(block)
+        sources = bytearray(len(items))
+        for key in islice(keys, len(items), None):
+            block, source = blocks.get(key), 0
+            if block is None or not (block.ready or block.pending):
+                block = None
+                lane = self._flow.find(namespace.id, key)
+                if lane is not None:
+                    block, source = self._primary.find_or_add(namespace, key), lane.index
+                    block.promoting = True
+                    promotions.append((len(items), lane, block))
+                elif prefix:
+                    break
+            if block is not None:
+                block.pins += 1
+            items.append(block)
+            sources.append(source)
+        return items, sources, promotions
 
     def _start_promotions(self, items: list[Block | None], promotions: list[tuple[int, Lane, Block]]) -> None:
         """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
@@ -400,26 +408,13 @@ class TierManager:
 
     def _count(self, asked: int, items: Sequence[Block | None], sources: bytes | bytearray) -> None:
         """Counts every key once: as a hit of the tier that answered for it, or as a miss."""
-        by_tier = Counter(source for block, source in zip(items, sources, strict=True) if block is not None)
+        hits = len(items) - items.count(None)
         self._asked += asked
-        self._misses += asked - by_tier.total()
-        self._primary_hits += by_tier.pop(0, 0)
-        for source, hits in by_tier.items():
-            self._flow.lanes[source - 1].hits += hits
-
-
-def _lane_stats(lane: Lane) -> TierStats:
-    return TierStats(
-        name=lane.tier.name,
-        type=lane.tier.type,
-        capacity_bytes=lane.catalog.capacity_bytes,
-        available_bytes=lane.catalog.capacity_bytes,
-        used_bytes=lane.catalog.used_bytes,
-        blocks=len(lane.catalog),
-        hits=lane.hits,
-        misses=lane.asked - lane.hits,
-        evictions=lane.catalog.evictions,
-        jobs=lane.jobs,
-        healthy=lane.tier.trouble is None,
-        trouble=lane.tier.trouble or "",
-    )
+        self._misses += asked - hits
+        self._primary_hits += hits
+        if not any(sources):
+            return
+        for block, source in zip(items, sources, strict=True):
+            if block is not None and source:
+                self._primary_hits -= 1
+                self._flow.lanes[source - 1].hits += 1
