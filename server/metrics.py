@@ -154,6 +154,7 @@ _TIER_COUNTERS = {
     "hits": "Keys found in the tier.",
     "misses": "Keys asked of the tier and not found in it.",
     "evictions": "Blocks evicted from the tier.",
+    "dropped": "Blocks not stored in the tier because its queue or the tier itself was full.",
 }
 _MANAGER_GAUGES = {
     "leases": "Leases that are held.",

@@ -65,6 +65,7 @@ class Lane:
             hits=self.hits,
             misses=self.asked - self.hits,
             evictions=self.catalog.evictions,
+            dropped=self.dropped,
             jobs=self.jobs,
             healthy=self.tier.trouble is None,
             trouble=self.tier.trouble or "",

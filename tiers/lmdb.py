@@ -89,9 +89,11 @@ class LMDBTier(SecondaryTier):
         with self._store.env.begin() as txn:
             records, damaged = read_index(self._store, txn)
         if damaged:
-            self._clear(damaged, {record.record_id for _, record in records})
-        for key, record in records:
-            yield Entry(NamespaceId(key[:NAMESPACE_BYTES]), key[NAMESPACE_BYTES:], sum(record.sizes))
+            self._clear(damaged, {record_id for record_id, _, _ in records})
+        namespaces: dict[bytes, NamespaceId] = {}
+        for _, key, nbytes in records:
+            namespace = key[:NAMESPACE_BYTES]
+            yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), key[NAMESPACE_BYTES:], nbytes)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Writes blocks, all or none of each transaction."""

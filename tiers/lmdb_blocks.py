@@ -88,15 +88,20 @@ def delete_block(store: Environment, txn: Any, index_key: bytes) -> None:
     _delete_chunks(store, txn, record.record_id)
 
 
-def read_index(store: Environment, txn: Any) -> tuple[list[tuple[bytes, Record]], list[bytes]]:
-    """Returns the records with their index keys, oldest first, and the keys of damaged records. Reads no block."""
+def read_index(store: Environment, txn: Any) -> tuple[list[tuple[int, bytes, int]], list[bytes]]:
+    """Returns record id, index key and bytes of every block, oldest first, and the keys of damaged records.
+
+    Reads no block. Plain tuples, for there may be millions, and the garbage collector leaves these alone.
+    """
     records, damaged = [], []
     for key, value in txn.cursor(db=store.index):
         try:
-            records.append((key, Record.unpack(key, value)))
+            record_id, _, sizes = Record.unpack(key, value)
         except DamagedRecordError:
             damaged.append(key)
-    records.sort(key=lambda item: item[1].record_id)
+        else:
+            records.append((record_id, key, sum(sizes)))
+    records.sort()
     return records, damaged
 
 

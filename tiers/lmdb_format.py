@@ -72,15 +72,21 @@ class Record(NamedTuple):
     @classmethod
     def unpack(cls, index_key: bytes, value: bytes) -> Record:
         """Reads what `pack` wrote under the same key; anything else raises `DamagedRecordError`."""
-        parts, rest = divmod(len(value) - _HEAD.size - _CHECK.size, 8)
-        if parts < 0 or rest:
+        version, parts, record_id, checksum, *sizes, check = _layout(len(value)).unpack(value)
+        if check != xxhash.xxh3_64_intdigest(index_key + value[:-8]):
             raise DamagedRecordError
-        version, declared, record_id, checksum, *sizes, check = struct.unpack(f"{_HEAD.format}{parts}QQ", value)
-        if check != xxhash.xxh3_64_intdigest(index_key + value[: -_CHECK.size]):
-            raise DamagedRecordError
-        if version != FORMAT_VERSION or declared != parts:
+        if version != FORMAT_VERSION or parts != len(sizes):
             raise DamagedRecordError
         return cls(record_id, checksum, tuple(sizes))
+
+
+@lru_cache(maxsize=256)
+def _layout(nbytes: int) -> struct.Struct:
+    """Returns how a packed record of some length is laid out."""
+    parts, rest = divmod(nbytes - _HEAD.size - _CHECK.size, 8)
+    if parts < 0 or rest:
+        raise DamagedRecordError
+    return struct.Struct(f"{_HEAD.format}{parts}QQ")
 
 
 def chunk_key(record_id: int, part: int, chunk: int) -> bytes:

@@ -154,7 +154,7 @@ class TierManager:
         items, sources, promotions = self._match(session.namespace, keys, prefix=prefix)
         self._start_promotions(items, promotions)
         self._count(len(keys), items, sources)
-        hits = items if None not in items else [block for block in items if block is not None]
+        hits = [block for block in items if block is not None]
         if not hits:
             return None
         self._primary.touch(hits)

@@ -37,6 +37,8 @@ class TierStats:
     """Keys asked of it and not found in it since start; a key may well be found in the next tier."""
     evictions: int = 0
     """Blocks evicted from it since start."""
+    dropped: int = 0
+    """Blocks that were not stored in it since start, because its queue or the tier itself was full."""
     jobs: int = 0
     """Jobs that wait or run."""
     healthy: bool = True
