@@ -121,7 +121,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     size: Annotated[
         int,
         setting(
-            "What its blocks may add up to.", unit="bytes", ge=1 * MIB, default="16 GiB, at most half of the free disk"
+            "What its files may grow to; `lmdb` fills four fifths of that.",
+            unit="bytes",
+            ge=1 * MIB,
+            default="16 GiB, at most half of the free disk",
         ),
     ]
     durability: Annotated[

@@ -50,8 +50,9 @@ class SocketClaim:
             raise
 
     def restrict(self) -> None:
-        """Makes the socket its owner's alone (0600). Call it once gRPC has bound it."""
-        self.path.chmod(0o600)
+        """Makes the socket its owner's alone (0600). Call it once gRPC has bound it, if it does."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.chmod(0o600)
 
     def release(self) -> None:
         """Removes the socket and lets go of its path. May be called again."""

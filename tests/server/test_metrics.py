@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
-from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.server.metrics import Metrics, ServerStats
-from kvtier.server.metrics_http import MetricsServer, MetricsServerError, on_loop
+from kvtier.server.metrics_http import MetricsServer
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.stats import ManagerStats, TierStats
 
@@ -174,85 +169,3 @@ class TestFigures:
         labels = {"transport": "shm", "direction": "in"}
         assert one.registry.get_sample_value("kvtier_transfer_bytes_total", labels) == 1
         assert other.registry.get_sample_value("kvtier_transfer_bytes_total", labels) is None
-
-
-class TestEndpoint:
-    def test_health(self, no_leaks: None, metrics: Metrics) -> None:
-        """/healthz answers 200 while there is nothing to say, and 503 with what there is, be it an exception."""
-        trouble: list[Any] = [None, "draining", TimeoutError()]
-
-        def health() -> str | None:
-            said = trouble.pop(0)
-            if isinstance(said, Exception):
-                raise said
-            return said
-
-        server = MetricsServer("127.0.0.1:0", metrics.registry, health)
-        try:
-            assert get(server.port, "/healthz")[::2] == (200, "ok\n")
-            assert get(server.port, "/healthz")[::2] == (503, "draining\n")
-            assert get(server.port, "/healthz")[::2] == (503, "no answer from the server: TimeoutError\n")
-        finally:
-            server.close()
-
-    def test_other_requests(self, server: MetricsServer) -> None:
-        """Other paths are not found, HEAD has no body, and other methods are refused."""
-        assert get(server.port, "/")[0] == 404
-        assert get(server.port, "/metrics", "HEAD")[::2] == (200, "")
-        assert get(server.port, "/metrics?x=1")[0] == 200
-        assert get(server.port, "/metrics", "POST")[0] == 501
-
-    def test_port_in_use(self, server: MetricsServer, metrics: Metrics) -> None:
-        """A port that is taken is an error at once, in one line that names it."""
-        with pytest.raises(MetricsServerError, match=rf"^metrics = 127.0.0.1:{server.port}: .*Address already in use$"):
-            MetricsServer(f"127.0.0.1:{server.port}", metrics.registry)
-
-    @pytest.mark.parametrize("address", ["no-such-host.invalid:1", "192.0.2.1:1"])
-    def test_address_of_others(self, metrics: Metrics, no_leaks: None, address: str) -> None:
-        """So is an address that is not this host's."""
-        with pytest.raises(MetricsServerError, match="cannot listen there"):
-            MetricsServer(address, metrics.registry)
-
-    def test_ipv6(self, metrics: Metrics) -> None:
-        """It listens on IPv6 where there is one."""
-        try:
-            server = MetricsServer("[::1]:0", metrics.registry)
-        except MetricsServerError as error:
-            pytest.skip(str(error))
-        server.close()
-
-    def test_idle_connection_does_not_hold_up_the_end(self, metrics: Metrics) -> None:
-        """A client that connects and says nothing keeps nobody from scraping or closing."""
-        server = MetricsServer("127.0.0.1:0", metrics.registry)
-        with socket.create_connection(("127.0.0.1", server.port)):
-            assert get(server.port, "/metrics")[0] == 200
-            started = time.monotonic()
-            server.close()
-            server.close()
-            assert time.monotonic() - started < 2
-
-
-class TestOnLoop:
-    async def test_runs_on_the_loop(self) -> None:
-        """What is read on the loop is read on its thread; its result and its exception come back."""
-        loop = asyncio.get_running_loop()
-        assert await asyncio.to_thread(on_loop(loop, threading.current_thread)) is threading.current_thread()
-        with pytest.raises(ZeroDivisionError):
-            await asyncio.to_thread(on_loop(loop, lambda: 1 // 0))
-
-    async def test_gives_up_on_a_busy_loop(self) -> None:
-        """A loop that is busy for too long is a timeout, and the read does not happen afterwards."""
-        reads: list[int] = []
-        read = on_loop(asyncio.get_running_loop(), lambda: reads.append(1), timeout=0.05)
-        waiting = asyncio.get_running_loop().run_in_executor(None, read)
-        time.sleep(0.3)  # noqa: ASYNC251 - the loop is busy
-        with pytest.raises(TimeoutError):
-            await waiting
-        assert not reads
-
-    def test_closed_loop(self) -> None:
-        """A loop that has ended is an error at once."""
-        loop = asyncio.new_event_loop()
-        loop.close()
-        with pytest.raises(RuntimeError):
-            on_loop(loop, lambda: 1)()

@@ -1,0 +1,77 @@
+"""The metrics of a real server process."""
+
+from __future__ import annotations
+
+from http.client import HTTPConnection
+from pathlib import Path
+
+from harness.launch import launch
+from harness.payloads import key_of, namespace_of
+from harness.traffic import PART, assert_stored, store, wait_connected
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.client import Client
+
+
+def test_scrape(tmp_path: Path) -> None:
+    """What Prometheus reads adds up: capacity bounds use, hits and misses make up the keys that were asked."""
+    with launch(tmp_path, "--metrics", "127.0.0.1:0") as server:
+        port = server.wait_ready()["metrics_port"]
+        endpoint = f"unix:{tmp_path}/s"
+        keys = store(endpoint)
+        assert_stored(endpoint, keys)
+        with Client(endpoint, namespace=namespace_of(PART)) as client:
+            wait_connected(client)
+            with client.lookup([*keys[:4], key_of(999), *keys[4:]]) as lease:
+                assert lease.prefix_hits == 4
+                values = scrape(port)
+                assert total(values, "kvtier_leases") == 1
+                assert values["kvtier_sessions", (("transport", client.transport or ""),)] == 1
+        hits, misses = total(values, "kvtier_tier_hits_total"), total(values, "kvtier_lookup_misses_total")
+        assert hits + misses == total(values, "kvtier_lookup_keys_total")
+        assert hits >= len(keys) + 4
+        assert misses >= 1
+        for tier in ("cpu", "lmdb"):
+            labels = (("tier", tier),)
+            used, capacity = (values[f"kvtier_tier_{name}_bytes", labels] for name in ("used", "capacity"))
+            assert len(keys) * PART <= used <= capacity
+            assert values["kvtier_tier_blocks", labels] == len(keys)
+            assert values["kvtier_tier_healthy", labels] == 1
+        assert total(values, "kvtier_rpc_duration_seconds_count") > 0
+        job = (("job", "store"), ("tier", "lmdb"))
+        assert values["kvtier_tier_job_bytes_total", job] == len(keys) * PART
+        assert values["kvtier_tier_job_blocks_total", (("job", "store"), ("outcome", "done"), ("tier", "lmdb"))] == 8
+        assert values["kvtier_snapshot_ok", ()] == 1
+        assert get(port, "/healthz") == "ok\n"
+        assert server.end() == 0
+
+
+def get(port: int, path: str) -> str:
+    """Returns what the endpoint answers."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        assert response.status == 200
+        return response.read().decode()
+    finally:
+        connection.close()
+
+
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scrape(port: int) -> Values:
+    """Returns the samples by name and labels."""
+    families = list(text_string_to_metric_families(get(port, "/metrics")))
+    samples = [sample for family in families for sample in family.samples]
+    values = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
+    assert len(values) == len(samples)
+    return values
+
+
+def total(values: Values, name: str) -> float:
+    """Returns the sum over all labels."""
+    found = [value for (sample, _), value in values.items() if sample == name]
+    assert found, f"no {name}"
+    return sum(found)
