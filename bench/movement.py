@@ -62,6 +62,7 @@ class _Batches:
 
     def copy(self, number: int) -> float:
         """One copy within this process."""
+        number += self._source.batches // 2  # not the batch that is stored next: it would be in the cache by then
         to, start = self._target.batch(number), self._source.batch(number)
         return timed(copy_blocks, to, start)
 
