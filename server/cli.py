@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="print the effective configuration and where it comes from")
     config.set_defaults(run=_config)
     config.add_argument("--json", action="store_true", help="print JSON instead of TOML")
+    config.add_argument("--reference", action="store_true", help="explain all settings instead, in Markdown")
     _add_settings(config)
 
     status = commands.add_parser("status", help="show what a running server holds, and for whom")
@@ -96,7 +97,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def _load(options: argparse.Namespace) -> Loaded:
     from .sources import load
 
-    flags = {key: value for key, value in vars(options).items() if key not in ("config", "json", "run")}
+    flags = {key: value for key, value in vars(options).items() if key not in ("config", "json", "reference", "run")}
     return load(flags, file=options.config)
 
 
@@ -123,6 +124,9 @@ def _config(options: argparse.Namespace) -> int:
     from . import render
     from .config import ConfigError
 
+    if options.reference:
+        _say(render.reference().rstrip())
+        return 0
     try:
         loaded = _load(options)
     except ConfigError as error:

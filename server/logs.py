@@ -47,7 +47,7 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
 
     `stream` is for tests. Also sends warnings and uncaught exceptions of all threads to the log.
     """
-    stream = stream or sys.stderr
+    target: TextIO = sys.stderr if stream is None else stream
     _silence_grpc_core(config)
     level = getattr(logging, config.level.upper())
     structlog.configure(
@@ -60,7 +60,7 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
-    handler = _QueueHandler(_formatter(config, stream), _writer_to(stream))
+    handler = _QueueHandler(_formatter(config, target), _writer_to(target))
     flush()
     root = logging.getLogger()
     for old in root.handlers[:]:

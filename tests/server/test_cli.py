@@ -144,6 +144,11 @@ class TestConfig:
         assert json.loads(captured.out)["config"]["listen"] == ["127.0.0.1:7", "unix:/a.sock"]
         assert captured.err.startswith("kvtier: warning: listening on 127.0.0.1:7")
 
+    def test_prints_reference(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """--reference explains every setting, and needs no valid configuration to do so."""
+        assert cli.main(["config", "--reference", "--region-size", "lots"]) == 0
+        assert "| `limits.max_keys` | `KVTIER_LIMITS_MAX_KEYS` |" in capsys.readouterr().out
+
     @pytest.mark.parametrize("command", ["config", "serve"])
     def test_refusal(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
         """A configuration that cannot be used exits with 78, a line per problem and no traceback."""
