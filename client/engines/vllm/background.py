@@ -1,5 +1,8 @@
 """Daemon threads that run the adapter's calls, so that none of them runs on an engine's thread."""
 
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import queue
@@ -73,5 +76,5 @@ class BackgroundThreads:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a thread that dies would leave the engine waiting
                 self._log.warn("background", f"a background job failed: {error!r}", exc_info=True)

@@ -6,18 +6,18 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 __all__ = ["ConnectorConfig"]
 
-_TRANSPORTS = ("auto", "shm", "grpc")
+Transport = Literal["auto", "shm", "grpc"]
 
 
 @dataclass(frozen=True)
 class ConnectorConfig:
     """The connector's settings.
 
-    ``endpoint``: where the server is (``unix:PATH`` or ``host:port``); default: ``$KVTIER_ENDPOINT``, else the client's own default.
+    ``endpoint``: where the server is (``unix:PATH`` or ``host:port``); by default ``$KVTIER_ENDPOINT``, else this user's socket.
     ``transport``: ``auto``, ``shm`` or ``grpc``.
     ``lookup_timeout_s``: how long a request may wait to learn what is cached; afterwards it is computed.
     ``tenant``: part of the namespace; engines of different tenants never share blocks.
@@ -25,7 +25,7 @@ class ConnectorConfig:
     """
 
     endpoint: str | None = None
-    transport: str = "auto"
+    transport: Transport = "auto"
     lookup_timeout_s: float = 1.0
     tenant: str = ""
     max_held_fraction: float = 0.5
@@ -51,10 +51,12 @@ class ConnectorConfig:
     def _check(self) -> None:
         if self.endpoint is not None and not isinstance(self.endpoint, str):
             raise ValueError(f"kvtier: endpoint must be a string, not {self.endpoint!r}")
-        if self.transport not in _TRANSPORTS:
-            raise ValueError(f"kvtier: transport must be one of {', '.join(_TRANSPORTS)}, not {self.transport!r}")
+        if self.transport not in get_args(Transport):
+            raise ValueError(
+                f"kvtier: transport must be one of {', '.join(get_args(Transport))}, not {self.transport!r}"
+            )
         if not isinstance(self.tenant, str):
-            raise ValueError(f"kvtier: tenant must be a string, not {self.tenant!r}")
+            raise ValueError(f"kvtier: tenant must be a string, not {self.tenant!r}")  # noqa: TRY004 - one kind for all
         _check_number("lookup_timeout_s", self.lookup_timeout_s, 0.0, 60.0)
         _check_number("max_held_fraction", self.max_held_fraction, 0.01, 1.0)
 

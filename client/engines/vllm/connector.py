@@ -4,11 +4,14 @@ The rule of this file: nothing raises into the engine once it runs, and a set-up
 misses from then on.
 """
 
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from ... import Client, Namespace
 from .background import LimitedLog, logger
@@ -33,6 +36,21 @@ __all__ = ["KVTierConnector"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Match: TypeAlias = tuple[int | None, bool]
+Finish: TypeAlias = tuple[bool, dict[str, Any] | None]
+
+
+def _nothing() -> None:
+    return None
+
+
+def _no_match() -> Match:
+    return 0, False
+
+
+def _free_now() -> Finish:
+    return False, None
+
 
 def _contained(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """What a hook raises is logged, and the engine gets ``fallback()``: an exception inside a connector ends vLLM."""
@@ -44,7 +62,7 @@ def _contained(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable
                 return hook(*args, **kwargs)
             except Exception as error:
                 connector: Any = args[0]
-                connector._log.warn(hook.__name__, f"{hook.__name__} failed: {error!r}", exc_info=True)
+                connector.log.warning(hook.__name__, f"{hook.__name__} failed: {error!r}", exc_info=True)
                 return fallback()
 
         return contained
@@ -65,7 +83,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         Raises ValueError for settings that are wrong; never for what the server does.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        self._log = LimitedLog()
+        self.log = LimitedLog()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         is_scheduler = role == KVConnectorRole.SCHEDULER
@@ -101,7 +119,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config.parallel_config.world_size,
             may_load=transfer.is_kv_consumer,
             may_save=transfer.is_kv_producer,
-            log=self._log,
+            log=self.log,
         )
 
     def _make_worker_side(self, namespace: Namespace, geometry: CacheGeometry) -> WorkerSide:
@@ -112,7 +130,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             geometry.groups,
             namespace_digest(namespace),
             self._kv_cache_config.num_blocks,
-            self._log,
+            self.log,
         )
 
     def _connect(self, namespace: Namespace, rank: int | None) -> Client:
@@ -196,8 +214,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.new_request(request)
 
-    @_contained(lambda: (0, False))
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    @_contained(_no_match)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Match:
         """Called each time a waiting request is considered; see SchedulerSide.matched_tokens."""
         if self._scheduler is None:
             return 0, False
@@ -212,10 +230,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Called after update_state_after_alloc, for vLLM's metrics."""
         if self._scheduler is not None and num_external_tokens:
-            sources = self._scheduler.hit_sources(request, num_external_tokens)
-            if sources is not None:
-                return sources
-        return super().get_external_cache_hit_sources(request, num_external_tokens)
+            known = self._scheduler.hit_sources(request, num_external_tokens)
+            if known is not None:
+                return known
+        sources = super().get_external_cache_hit_sources(request, num_external_tokens)
+        return dict(sources)
 
     @_contained(StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -232,31 +251,29 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 connector_output.kv_connector_worker_meta,
             )
 
-    @_contained(lambda: (False, None))
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    @_contained(_free_now)
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         """Called once at a request's end by engines without groups; blocks may be freed at once."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @_contained(lambda: (False, None))
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    @_contained(_free_now)
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Finish:
         """Called once at a request's end, before its blocks are freed. They may be: those to be saved carry a reference."""
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Asked between steps: keep stepping, though no request is left? See SchedulerSide.has_pending_work."""
+        """Asked between steps: must the engine keep stepping, though no request is left."""
         return self._scheduler is not None and self._scheduler.has_pending_work()
 
     @_contained(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        """Asked when a running request finds no block: wait for saves instead of preempting?"""
+        """Asked when a running request finds no block: may it wait for saves instead of preempting another."""
         return self._scheduler is not None and self._scheduler.has_pending_block_frees()
 
     @_contained(lambda: False)
-    def reset_cache(self) -> bool | None:
+    def reset_cache(self) -> bool:
         """Called for ``reset_prefix_cache(reset_connector=True)``, between steps."""
         return self._scheduler.reset() if self._scheduler is not None else True
 

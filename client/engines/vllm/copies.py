@@ -6,7 +6,7 @@ team beside the engine's. CUDA engines gather on the device first, so that one b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,10 +23,14 @@ class BlockCopier(Protocol):
     def mark(self) -> Any:
         """Note, on the engine's thread, the compute submitted so far; ``after`` of the copies waits for it."""
 
-    def copy_out(self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: Any) -> None:
+    def copy_out(
+        self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: Any
+    ) -> None:
         """Engine blocks → ``memory`` at ``offsets`` (bytes)."""
 
-    def copy_in(self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: Any) -> None:
+    def copy_in(
+        self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: Any
+    ) -> None:
         """``memory`` at ``offsets`` (bytes) → engine blocks."""
 
 
@@ -48,17 +52,22 @@ class CpuCopier:
         }
 
     def mark(self) -> None:
-        # A CPU step has written its KV when wait_for_save is called.
-        return None
+        """Does nothing: a CPU step has written its KV when it is over."""
 
-    def copy_out(self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None) -> None:
+    def copy_out(
+        self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None
+    ) -> None:
+        """See BlockCopier."""
         flat = np.frombuffer(memory, dtype=np.uint8)
         for pages, slot_offset, slot_bytes in self._segments[group]:
             for block_id, offset in zip(block_ids, offsets, strict=True):
                 at = offset + slot_offset
                 np.copyto(flat[at : at + slot_bytes].reshape(pages.shape[1:]), pages[block_id])
 
-    def copy_in(self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None) -> None:
+    def copy_in(
+        self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None
+    ) -> None:
+        """See BlockCopier."""
         flat = np.frombuffer(memory, dtype=np.uint8)
         for pages, slot_offset, slot_bytes in self._segments[group]:
             for block_id, offset in zip(block_ids, offsets, strict=True):
@@ -82,6 +91,7 @@ class CudaCopier:
         self._in_stream = torch.cuda.Stream(device, priority=0)
 
     def mark(self) -> torch.cuda.Event:
+        """See BlockCopier."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -89,6 +99,7 @@ class CudaCopier:
     def copy_out(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: torch.cuda.Event
     ) -> None:
+        """See BlockCopier."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         with torch.cuda.device(self._device), torch.cuda.stream(self._out_stream):
             self._out_stream.wait_event(after)
@@ -101,6 +112,7 @@ class CudaCopier:
     def copy_in(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: torch.cuda.Event
     ) -> None:
+        """See BlockCopier."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         with torch.cuda.device(self._device), torch.cuda.stream(self._in_stream):
             self._in_stream.wait_event(after)
@@ -112,7 +124,9 @@ class CudaCopier:
                 segment.pages.index_copy_(0, self._indices(ids), pages)
             self._in_stream.synchronize()
 
-    def _batches(self, group: int, block_ids: Sequence[int], offsets: Sequence[int]):  # type: ignore[no-untyped-def]
+    def _batches(
+        self, group: int, block_ids: Sequence[int], offsets: Sequence[int]
+    ) -> Iterator[tuple[Segment, Sequence[int], list[int]]]:
         for segment in self._segments[group]:
             count = max(1, self._STAGING_BYTES // segment.slot_bytes)
             for first in range(0, len(block_ids), count):

@@ -1,5 +1,8 @@
 """The engine's KV cache groups as kvtier sees them, and the refusal of those it cannot serve."""
 
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ _REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 
 
 class Unsupported(Exception):
-    """This engine's set-up cannot be served; the connector says why once and answers misses."""
+    """The engine's set-up cannot be served; the connector says why once and answers misses."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class CacheGroup:
 
     @property
     def part_bytes(self) -> int:
+        """One rank's bytes of one block."""
         return sum(self.page_bytes)
 
     def first_needed_block(self, hit_tokens: int) -> int:

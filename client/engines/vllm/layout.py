@@ -1,8 +1,11 @@
 """An engine's KV tensors as bytes: for each group, where the pages of a block lie and in which order they fill a slot.
 
 A slot holds the pages of the group's layers one after the other, in the group's order, without padding. vLLM usually carves all
-layers of a group out of one allocation at even distances: then a block is one strided ``[layers, page]`` view and moves in one copy.
+layers of a group out of one allocation at even distances: then a block is one strided view, and one copy.
 """
+
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ __all__ = ["GroupLayout", "Segment", "build_layouts"]
 
 @dataclass(frozen=True)
 class Segment:
-    """Evenly spaced layers: ``pages[block]`` is a ``[layers, page_bytes]`` view; they fill ``slot_bytes`` bytes of the slot from ``slot_offset``."""
+    """Evenly spaced layers: ``pages[block]`` is a ``[layers, page_bytes]`` view.
+
+    They fill ``slot_bytes`` bytes of the slot from ``slot_offset`` on.
+    """
 
     pages: torch.Tensor
     slot_offset: int
@@ -81,7 +87,7 @@ def _segments(layers: Sequence[_LayerPages], num_blocks: int) -> list[Segment]:
     while start < len(layers):
         end, distance = _even_run(layers, start)
         first = layers[start]
-        raw = torch.empty(0, dtype=torch.uint8, device=first.storage.device).set_(first.storage)  # type: ignore[call-overload]
+        raw = torch.empty(0, dtype=torch.uint8, device=first.storage.device).set_(first.storage)
         pages = raw.as_strided(
             (num_blocks, end - start, first.page_bytes), (first.block_stride, distance, 1), first.offset
         )

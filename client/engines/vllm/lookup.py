@@ -2,7 +2,7 @@
 
 A lookup is started on the scheduler's thread, runs on a background thread, and is read again by the scheduler when it is done.
 Whatever goes wrong with the server makes it a miss in bounded time: the calls have deadlines, a lookup past its budget is not
-waited for, and after a failure no lookups are made at all for a moment, so that a hung server costs one budget, not one per request.
+waited for, and after a failure no lookups are made for a moment: a hung server costs one budget, not one per request.
 """
 
 from __future__ import annotations
@@ -68,12 +68,15 @@ class LookupService:
         self._returns = BackgroundThreads("release", log)
 
     def start(self, request_id: str, hashes: dict[int, Sequence[bytes]], start: int, limit: int) -> Lookup | None:
-        """Begin to look up the blocks between ``start`` and ``limit`` tokens; ``hashes[group][i]`` is that of the i-th one
-        after ``start``. None when the server is not there: a miss, without waiting.
+        """Begin to look up the blocks between ``start`` and ``limit`` tokens.
+
+        ``hashes[group][i]`` is that of the i-th one after ``start``. Returns None when the server is not there: a miss at once.
         """
         now = time.monotonic()
         if not self._client.connected:
-            self._log.warn("disconnected", "no kvtier server is connected; requests are computed as if nothing were cached")
+            self._log.warn(
+                "disconnected", "no kvtier server is connected; requests are computed as if nothing were cached"
+            )
             return None
         if now < self._cool_until:
             return None
@@ -151,7 +154,10 @@ class LookupService:
         if not windowed or limit <= start:
             return limit
         # Most often the full hit's last windows are all there; only otherwise is it worth looking for shorter ones.
-        tails = [(g, range(max(g.first_needed_block(limit), start // g.block_tokens), limit // g.block_tokens)) for g in windowed]
+        tails = [
+            (g, range(max(g.first_needed_block(limit), start // g.block_tokens), limit // g.block_tokens))
+            for g in windowed
+        ]
         if self._ask(lookup, tails, prefix=False) == sum(len(positions) for _, positions in tails):
             return limit
         self._ask(
@@ -166,7 +172,8 @@ class LookupService:
         if not places:
             return 0
         keys = [
-            make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index) for g, position in places
+            make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
+            for g, position in places
         ]
         # Less than the budget: what is ready by then comes back in time to be used.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE

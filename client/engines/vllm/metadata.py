@@ -3,6 +3,9 @@
 vLLM pickles both between its own processes; they hold plain values only.
 """
 
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -4,11 +4,14 @@ Scheduler and workers each compute it, from configuration only, and must arrive 
 along, so that a difference is a clear warning and misses, never wrong tokens.
 """
 
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 def build_namespace(
     vllm_config: Any, kv_cache_config: KVCacheConfig, geometry: CacheGeometry, tenant: str = ""
 ) -> Namespace:
-    """The Namespace of this engine and tenant. Reads a local model's files a little (see _model_fingerprint)."""
+    """Returns the Namespace of this engine and tenant. Reads a local model's files a little (see _model_fingerprint)."""
     model = vllm_config.model_config
     groups = tuple(
         Group(name=g.name, kind=_KINDS[g.retained_tokens is None], block_tokens=g.block_tokens, part_bytes=g.part_bytes)
@@ -62,7 +65,7 @@ def _attributes(vllm_config: Any, geometry: CacheGeometry) -> dict[str, str]:
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     attributes = {
-        # The inner format of a page belongs to the attention back end, which vLLM may pick or change with its version and the device.
+        # The inner format of a page is the attention back end's, which vLLM may pick or change with its version and the device.
         "engine": f"vllm {vllm_version}",
         "device": _device_name(vllm_config),
         "attention_backend": str(getattr(vllm_config.attention_config, "backend", None)),
@@ -76,8 +79,8 @@ def _attributes(vllm_config: Any, geometry: CacheGeometry) -> dict[str, str]:
             json.dumps([[list(g.layers), list(g.page_bytes)] for g in geometry.groups]).encode()
         ).hexdigest(),
     }
-    if os.path.isdir(model.model):
-        attributes["weights"] = _model_fingerprint(model.model)
+    if Path(model.model).is_dir():
+        attributes["weights"] = _model_fingerprint(Path(model.model))
     return attributes
 
 
@@ -97,20 +100,20 @@ def _device_name(vllm_config: Any) -> str:
     return f"{device} {current_platform.get_device_capability()}"
 
 
-def _model_fingerprint(directory: str) -> str:
-    """A hash that tells other weights at the same path, without reading them all: config.json, and of each weight file its
-    name, size and eight pages spread over it. A fine-tune changes nearly every page; copies of one model agree.
+def _model_fingerprint(directory: Path) -> str:
+    """Returns a hash that tells other weights at the same path, without reading them all.
+
+    Of config.json all, and of each weight file its name, size and eight pages spread over it. A fine-tune changes nearly every
+    page; copies of one model agree.
     """
     digest = hashlib.sha256()
-    for name in sorted(os.listdir(directory)):
-        path = os.path.join(directory, name)
-        if name == "config.json":
-            with open(path, "rb") as file:
-                digest.update(file.read())
-        elif name.endswith(_WEIGHT_SUFFIXES) and os.path.isfile(path):
-            size = os.path.getsize(path)
-            digest.update(f"{name}:{size}".encode())
-            with open(path, "rb") as file:
+    for path in sorted(directory.iterdir()):
+        if path.name == "config.json":
+            digest.update(path.read_bytes())
+        elif path.suffix in _WEIGHT_SUFFIXES and path.is_file():
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}".encode())
+            with path.open("rb") as file:
                 for sample in range(_SAMPLES_PER_FILE):
                     file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES_PER_FILE - 1))
                     digest.update(file.read(_SAMPLE_BYTES))

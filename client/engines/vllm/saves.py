@@ -10,6 +10,9 @@ Blocks found in the engine's own prefix cache are offered too: the server answer
 since (eviction, restart) is filled again instead of leaving a hole for ever (B4.15).
 """
 
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -69,9 +72,7 @@ class SavePlanner:
         """Whether some block would be free by now, were it not for a save in flight."""
         return any(self._pool.blocks[block_id].ref_cnt == 1 for block_id in self._in_flight)
 
-    def plan(
-        self, request: Any, progress: SaveProgress, computed_tokens: int, read_table: Any
-    ) -> SaveJob | None:
+    def plan(self, request: Any, progress: SaveProgress, computed_tokens: int, read_table: Any) -> SaveJob | None:
         """The job for the request's blocks that are full at ``computed_tokens`` and were not offered yet.
 
         ``read_table()`` returns the block ids per group; it is called only when there is something to offer. When too many blocks

@@ -3,6 +3,9 @@
 No method makes a remote call, waits, or raises for what a server does.
 """
 
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools
@@ -18,14 +21,14 @@ from .config import ConnectorConfig
 from .groups import CacheGeometry
 from .hits import usable_limit
 from .lookup import Lookup, LookupService, LookupState
-from .metadata import BlockRead, LoadJob, SaveJob, StepMetadata, WorkerReport
-from .saves import NULL_BLOCK, SavePlanner, SaveProgress
+from .metadata import LoadJob, SaveJob, StepMetadata, WorkerReport
+from .reads import count_sources, plan_reads
+from .saves import SavePlanner, SaveProgress
 
 __all__ = ["SchedulerSide"]
 
 # A hit that waited longer than this for room in the engine is looked up again: its lease may be about to end.
 _HIT_LIFETIME_S = 10.0
-_SOURCES = {"cpu": CacheHitSource.HOST, "lmdb": CacheHitSource.DISK, "disk": CacheHitSource.DISK}
 
 
 @dataclass
@@ -74,6 +77,7 @@ class SchedulerSide:
         self._next_saves: list[SaveJob] = []
 
     def bind_pool(self, block_pool: Any) -> None:
+        """Take note of the engine's block pool, once."""
         self._pool = block_pool
         self._saves.bind_pool(block_pool)
 
@@ -126,8 +130,8 @@ class SchedulerSide:
         state.loading = lookup
         end = state.offered_from + external_tokens
         state.progress.loaded = range(state.offered_from, end)
-        state.hit_sources = self._count_sources(lookup, state.offered_from, end)
-        job.reads = self._plan_reads(lookup, block_ids, state.offered_from, end)
+        state.hit_sources = count_sources(self._geometry, lookup, state.offered_from, end)
+        job.reads = plan_reads(self._geometry, lookup, block_ids, state.offered_from, end)
 
     def hit_sources(self, request: Any, external_tokens: int) -> dict[CacheHitSource, int] | None:
         """The hit's tokens by kind of tier, or None where that is not known."""
@@ -142,7 +146,7 @@ class SchedulerSide:
         if self._may_save:
             try:
                 self._plan_saves(scheduler_output)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - as the comment says
                 # The step's loads must reach the workers all the same: requests wait for them.
                 self._log.warn("plan", f"planning saves failed: {error!r}", exc_info=True)
         step = StepMetadata(
@@ -154,9 +158,7 @@ class SchedulerSide:
         self._next_loads, self._next_saves = [], []
         return step
 
-    def workers_reported(
-        self, finished_loads: Iterable[str], failed_loads: Iterable[str], report: object
-    ) -> None:
+    def workers_reported(self, finished_loads: Iterable[str], failed_loads: Iterable[str], report: object) -> None:
         """What all workers have finished since the last step."""
         for request_id in failed_loads:
             state = self._requests.get(request_id)
@@ -202,6 +204,7 @@ class SchedulerSide:
         return not self.has_pending_work()
 
     def close(self) -> None:
+        """End the threads and the session."""
         self._lookups.close()
         self._client.close()
 
@@ -234,7 +237,9 @@ class SchedulerSide:
         hashes = {}
         for group in self._geometry.groups:
             all_hashes = resolve_block_hashes(request.block_hashes, self._geometry.hash_tokens, group.block_tokens)
-            limit = min(limit, len(all_hashes) * group.block_tokens // self._geometry.step_tokens * self._geometry.step_tokens)
+            limit = min(
+                limit, len(all_hashes) * group.block_tokens // self._geometry.step_tokens * self._geometry.step_tokens
+            )
             hashes[group.index] = all_hashes[start // group.block_tokens : limit // group.block_tokens]
         if limit <= start:
             return None
@@ -257,35 +262,6 @@ class SchedulerSide:
     def _is_stale(self, lookup: Lookup) -> bool:
         found = lookup.state is LookupState.DONE and lookup.hit_tokens > lookup.start
         return found and time.monotonic() - lookup.done_at > _HIT_LIFETIME_S
-
-    def _plan_reads(
-        self, lookup: Lookup, block_ids: Sequence[Sequence[int]], start: int, end: int
-    ) -> list[BlockRead]:
-        """The reads that fill all allocated blocks of [start, end); none at all when the lookup lacks one of them."""
-        reads: dict[int, BlockRead] = {}
-        for group in self._geometry.groups:
-            found = lookup.items.get(group.index, {})
-            for position in range(start // group.block_tokens, end // group.block_tokens):
-                block_id = block_ids[group.index][position]
-                if block_id == NULL_BLOCK:
-                    continue
-                item = found.get(position)
-                if item is None:
-                    return []
-                lease_id, index = item
-                read = reads.setdefault(lease_id, BlockRead(lease_id))
-                read.indices.append(index)
-                read.groups.append(group.index)
-                read.block_ids.append(block_id)
-        return list(reads.values())
-
-    def _count_sources(self, lookup: Lookup, start: int, end: int) -> dict[CacheHitSource, int]:
-        block_tokens = self._geometry.groups[0].block_tokens
-        counts: dict[CacheHitSource, int] = {}
-        for position in range(start // block_tokens, end // block_tokens):
-            source = _SOURCES.get(lookup.sources.get(position, ""), CacheHitSource.EXTERNAL_UNSPECIFIED)
-            counts[source] = counts.get(source, 0) + block_tokens
-        return counts
 
     def _drop_lookup(self, state: _RequestState) -> None:
         if state.lookup is not None:

@@ -1,9 +1,15 @@
-"""One worker's half: copies between the engine's KV tensors and kvtier. Hooks run on the worker's main thread and only queue;
-the copies and all remote calls happen on two background threads, so that a load never queues behind saves.
+"""One worker's half: copies between the engine's KV tensors and kvtier.
+
+Hooks run on the worker's main thread and only queue; the copies and all remote calls happen on two background
+threads, so that a load never queues behind saves.
 """
+
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -75,9 +81,9 @@ class WorkerSide:
                     self._loaded.add(job.request_id)
                     self._failed.add(job.request_id)
                 continue
-            assert self._copier is not None and self._threads is not None
+            assert self._copier is not None
             after = self._copier.mark()
-            self._queue(0, lambda job=job, after=after: self._load(job, after))
+            self._queue(0, functools.partial(self._load, job, after))
 
     def start_saves(self, step: StepMetadata) -> None:
         """Queue the step's saves, ordered behind the compute that wrote the blocks (B4.11)."""
@@ -90,11 +96,13 @@ class WorkerSide:
         assert self._copier is not None
         after = self._copier.mark()
         for job in step.saves:
-            self._queue(1, lambda job=job, after=after: self._save(job, after))
+            self._queue(1, functools.partial(self._save, job, after))
 
     def results(self, *, idle: bool) -> KVConnectorTransferResults:
-        """Loads that ended since the last call. In an idle step wait a moment for any copy to end: the engine has nothing else
-        to do, and its busy loop would only take the processor from the copies.
+        """Returns the loads that ended since the last call.
+
+        In an idle step it waits a moment for any copy to end: the engine has nothing else to do, and its busy
+        loop would only take the processor from the copies.
         """
         with self._progress:
             if idle and self._running and not (self._loaded or self._ended_saves):
@@ -104,7 +112,7 @@ class WorkerSide:
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def report(self) -> WorkerReport | None:
-        """Saves that ended since the last call."""
+        """Returns the saves that ended since the last call."""
         with self._progress:
             ended, self._ended_saves = self._ended_saves, {}
         return WorkerReport(ended) if ended else None
@@ -149,7 +157,8 @@ class WorkerSide:
                 self._progress.notify_all()
 
     def _read(self, read: BlockRead, after: Any) -> None:
-        assert self._client is not None and self._copier is not None
+        assert self._client is not None
+        assert self._copier is not None
         for chunk in self._chunks(read.groups):
             groups, block_ids = read.groups[chunk], read.block_ids[chunk]
             # Leaving the block confirms the lease and raises if it did not hold: the load then counts as failed.
@@ -174,7 +183,8 @@ class WorkerSide:
                 self._progress.notify_all()
 
     def _write(self, job: SaveJob, chunk: slice, after: Any) -> None:
-        assert self._client is not None and self._copier is not None
+        assert self._client is not None
+        assert self._copier is not None
         groups, block_ids = job.groups[chunk], job.block_ids[chunk]
         with self._client.write(job.keys[chunk], request_id=job.request_id) as batch:
             wanted, offsets = list(batch.wanted), list(batch.offsets)

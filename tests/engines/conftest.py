@@ -1,0 +1,92 @@
+"""Real engines, each in a process of its own, and a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from scenario import RunEngine  # noqa: E402
+from server_process import ServerProcess  # noqa: E402
+from tiny_models import make_dense, make_hybrid  # noqa: E402
+
+ENGINE_SECONDS = 240
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks everything here: it needs the environment that has vLLM."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.engines)
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models `dense` and `hybrid`."""
+    folder = tmp_path_factory.mktemp("models")
+    make_dense(folder / "dense")
+    make_hybrid(folder / "hybrid")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that is not running yet."""
+    process = ServerProcess(tmp_path_factory.mktemp("kvtier"))
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="session")
+def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
+    """Runs one engine over steps and returns the results of the named ones."""
+    folder = tmp_path_factory.mktemp("engines")
+
+    def run(
+        steps: list[dict[str, Any]], *, model: str = "dense", endpoint: str | None = None, bind: str = "0", **llm: Any
+    ) -> dict[str, Any]:
+        settings = {"model": str(models / model), "block_size": 32, **llm}
+        if endpoint is not None:
+            settings["kv_transfer_config"] = connector_config(endpoint)
+        path = folder / str(time.monotonic_ns())
+        path.with_suffix(".job").write_text(json.dumps({"llm": settings, "steps": steps}))
+        environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": bind,
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment.pop("PYTHONHASHSEED", None)
+        command = [sys.executable, HERE / "engine_run.py", path.with_suffix(".job"), path.with_suffix(".json")]
+        with path.with_suffix(".log").open("wb") as log:
+            done = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=ENGINE_SECONDS, check=False)
+        log_text = path.with_suffix(".log").read_text(errors="replace")
+        if done.returncode:
+            pytest.fail(f"engine ended with {done.returncode}:\n{log_text[-4000:]}")
+        results = json.loads(path.with_suffix(".json").read_text())
+        return {"log": log_text} | {result["name"]: result for result in results if result.get("name")}
+
+    return run
+
+
+def connector_config(endpoint: str) -> dict[str, Any]:
+    """Returns the engine's `kv_transfer_config`."""
+    return {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.client.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"endpoint": endpoint},
+    }

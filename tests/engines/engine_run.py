@@ -1,0 +1,95 @@
+"""Runs one vLLM engine through a list of steps: JSON job in, JSON results out (`engine_run.py JOB OUT`).
+
+What it says about hits comes from vLLM's own counters, not from the connector.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Runs the job."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    from vllm import LLM
+
+    llm = LLM(
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=4096,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        skip_tokenizer_init=True,
+        seed=0,
+        **job["llm"],
+    )
+    results = [_step(llm, dict(step)) for step in job["steps"]]
+    Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+def _step(llm: Any, step: dict[str, Any]) -> dict[str, Any]:
+    match step.pop("op"):
+        case "generate":
+            return _generate(llm, **step)
+        case "reset":
+            return {"ok": llm.reset_prefix_cache(**step)}
+        case "shell":
+            done = subprocess.run(step["command"], capture_output=True, text=True, check=True, timeout=60)
+            return {"stdout": done.stdout}
+        case unknown:
+            raise ValueError(unknown)
+
+
+def _generate(
+    llm: Any,
+    prompts: list[list[int]],
+    name: str = "",
+    max_tokens: int = 8,
+    salt: str | None = None,
+    *,
+    at_once: bool = False,
+) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=3, detokenize=False, ignore_eos=True)
+    inputs: list[dict[str, Any]] = [
+        {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})} for tokens in prompts
+    ]
+    before, start = _counters(llm), time.perf_counter()
+    batches = [inputs] if at_once else [[one] for one in inputs]
+    outputs = [output for batch in batches for output in llm.generate(batch, sampling, use_tqdm=False)]
+    seconds = time.perf_counter() - start
+    time.sleep(0.3)  # idle steps, in which the last saves end
+    after = _counters(llm)
+    return {
+        "name": name,
+        "seconds": seconds,
+        "external_hits": after.get("vllm:external_prefix_cache_hits", 0)
+        - before.get("vllm:external_prefix_cache_hits", 0),
+        "preemptions": after.get("vllm:num_preemptions", 0) - before.get("vllm:num_preemptions", 0),
+        "rows": [_row(output) for output in outputs],
+    }
+
+
+def _row(output: Any) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": [{str(token): p.logprob for token, p in step.items()} for step in completion.logprobs],
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _counters(llm: Any) -> dict[str, float]:
+    from vllm.v1.metrics.reader import Counter
+
+    return {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Prompts, steps and comparisons that the engine tests share."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from server_process import ServerProcess
+from tiny_models import VOCABULARY
+
+__all__ = ["BLOCK", "RunEngine", "assert_same", "generate", "hit_limit", "server_step", "tokens", "wait_until_durable"]
+
+BLOCK = 32
+RunEngine = Callable[..., dict[str, Any]]
+TOLERANCE = 5e-4  # float32 noise is about 4e-5, one wrong block 1e-2
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """Returns random tokens, the same for the same seed."""
+    source = random.Random(seed)
+    return [source.randrange(4, VOCABULARY) for _ in range(count)]
+
+
+def generate(name: str, prompts: list[list[int]], **options: Any) -> dict[str, Any]:
+    """Returns a step that generates from prompts, one after the other unless `at_once`."""
+    return {"op": "generate", "name": name, "prompts": prompts, **options}
+
+
+def server_step(server: ServerProcess, action: str) -> dict[str, Any]:
+    """Returns a step in which the engine process does something to the server."""
+    script = Path(__file__).with_name("server_process.py")
+    return {"op": "shell", "command": [sys.executable, str(script), str(server.folder), action]}
+
+
+def hit_limit(prompts: list[list[int]]) -> int:
+    """Returns the tokens that hits may cover: whole blocks, and never the last token (B4.2)."""
+    return sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts)
+
+
+def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    """Asserts identical tokens, and log-probabilities equal but for noise."""
+    for number, (want, got) in enumerate(zip(expected["rows"], actual["rows"], strict=True)):
+        where = f"{actual['name']}, prompt {number}"
+        assert got["finish_reason"] == "length", where
+        assert got["tokens"] == want["tokens"], where
+        for left, right in zip(want["logprobs"], got["logprobs"], strict=True):
+            common = left.keys() & right.keys()
+            assert common, where
+            assert all(math.isclose(left[token], right[token], abs_tol=TOLERANCE) for token in common), where
+
+
+def wait_until_durable(server: ServerProcess, seconds: float = 20) -> dict[str, int]:
+    """Waits until the lower tier has every block of the CPU tier; returns the number of blocks per tier."""
+    deadline = time.monotonic() + seconds
+    while True:
+        blocks = {tier["name"]: tier["blocks"] for tier in server.status()["tiers"]}
+        if blocks["lmdb"] >= blocks["cpu"] > 0:
+            return blocks
+        assert time.monotonic() < deadline, blocks
+        time.sleep(0.1)
