@@ -65,26 +65,34 @@ class Keeper:
         link = self._link
         return None if link is None or link.fallen else link
 
-    def wait(self, seconds: float) -> Link:
-        """Returns the link; waits only while the first attempt to connect is under way.
+    def wait(self, seconds: float, *, patient: bool = False) -> Link:
+        """Returns the link; waits only while the first attempt to connect is under way, unless `patient`.
 
         Raises:
             KVTierError: there is none; the last attempt's error, if there was one.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._link or self._error or self._closing.is_set(), seconds)
+            self._changed.wait_for(
+                lambda: self._link or (self._error and not patient) or self._closing.is_set(), seconds
+            )
             link = self._link
             if link is not None and not link.fallen:
                 return link
             if self._closing.is_set():
                 raise NotConnected("the client is closed")
-            raise self._error or NotConnected("no server has answered yet")
+            if self._error is None:
+                raise NotConnected("no server has answered yet")
+            # A new one for every caller: a raised exception keeps, and adds to, the frames that it passed through.
+            raise type(self._error)(str(self._error), self._error.reason)
 
     def lost(self, link: Link) -> None:
         """Takes note that the server does not know the session of this link any more."""
         link.fall()
-        if self._beats is not None:
-            self._beats.cancel()
+        with self._changed:
+            # Once another session has taken its place, news of the old one is no news.
+            beats = self._beats if self._link is link else None
+        if beats is not None:
+            beats.cancel()
 
     def close(self) -> None:
         """Ends the session. Waits for the thread."""
@@ -113,6 +121,8 @@ class Keeper:
             capabilities = self._stub.Capabilities(session_pb2.CapabilitiesRequest(), timeout=self._call_timeout)
             transport = self._pick_transport(capabilities)
             self._beats = beats = _Beats(self._stub.Open(self._open_request(transport)))
+            if self._closing.is_set():  # `close` came before there was a stream that it could have cancelled
+                beats.cancel()
             try:
                 first = beats.first(self._call_timeout)
                 link = self._make_link(first, capabilities, transport)
