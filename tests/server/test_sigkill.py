@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,7 +96,7 @@ class Load:
 
 
 @contextlib.contextmanager
-def under(load: Load, clients: int):
+def under(load: Load, clients: int) -> Iterator[None]:
     """Runs the clients; at the end all of them have ended by themselves."""
     threads = [threading.Thread(target=load.run, args=(number,), name=f"load-{number}") for number in range(clients)]
     for thread in threads:
