@@ -210,12 +210,22 @@ def _open(directory: Path, size_bytes: int, durability: Durability, owner_fd: in
     try:
         env.reader_check()
         _check_format(directory, env)
-        databases = [env.open_db(name) for name in DATABASES]
+        meta, index, data = (env.open_db(name) for name in DATABASES)
         with env.begin(write=True) as txn:
-            txn.put(FORMAT_KEY, FORMAT_VERSION.to_bytes(4, "little"), db=databases[0])
+            txn.put(FORMAT_KEY, FORMAT_VERSION.to_bytes(4, "little"), db=meta)
         if synchronous:
             _sync_directory(directory)
-        return Environment(directory, env, *databases, env.stat()["psize"], _engine(env), owner_fd, warning)
+        return Environment(
+            directory=directory,
+            env=env,
+            meta=meta,
+            index=index,
+            data=data,
+            page_bytes=env.stat()["psize"],
+            engine=_engine(env),
+            owner_fd=owner_fd,
+            warning=warning,
+        )
     except BaseException:
         env.close()
         raise

@@ -417,6 +417,7 @@ class SecondaryTierContract(ABC):
         program = KILLED_CHILD.format(child_source=textwrap.dedent(self.child_source))
         child = subprocess.Popen(
             [sys.executable, "-c", program, str(directory), str(generation)],
+            bufsize=0,  # `communicate` passes over what `readline` has read ahead
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
