@@ -101,8 +101,8 @@ class AsyncClient:
         return link.transport if link is not None else None
 
     async def wait_until_connected(self, timeout: float | None = None) -> None:
-        """Waits for the first session. Raises `Unavailable` if the first attempt fails or takes too long."""
-        await self._perform(Connect(self.timeouts.connect if timeout is None else timeout))
+        """See `Client.wait_until_connected`."""
+        await self._perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     async def begin_request(
         self,
@@ -228,8 +228,8 @@ class AsyncClient:
     async def _perform(self, effect: Effect) -> Any:
         try:
             match effect:
-                case Connect(timeout):
-                    return self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout)
+                case Connect(timeout, patient):
+                    return self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
                 case Call(method, request, timeout):
                     return await self._calls[method](request, timeout=timeout)
                 case Push(frames, timeout):

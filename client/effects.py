@@ -20,6 +20,8 @@ class Connect:
     """Give me the link to the server; wait so many seconds for the first one. Result: `Link`."""
 
     timeout: float
+    patient: bool = False
+    """Whether to go on waiting when an attempt to connect has failed."""
 
 
 @dataclass(frozen=True, slots=True)

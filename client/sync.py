@@ -120,8 +120,8 @@ class Client:
         return link.transport if link is not None else None
 
     def wait_until_connected(self, timeout: float | None = None) -> None:
-        """Waits for the first session. Raises `Unavailable` if the first attempt fails or takes too long."""
-        self._wire.perform(Connect(self.timeouts.connect if timeout is None else timeout))
+        """Waits for a session, however many attempts it takes. Raises a `KVTierError` when the time is over."""
+        self._wire.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     def begin_request(
         self,
@@ -294,8 +294,8 @@ class _GrpcWire:
     def perform(self, effect: Effect) -> Any:
         try:
             match effect:
-                case Connect(timeout):
-                    return self._keeper.wait(timeout)
+                case Connect(timeout, patient):
+                    return self._keeper.wait(timeout, patient=patient)
                 case Call(method, request, timeout):
                     return self._calls[method](request, timeout=timeout)
                 case Push(frames, timeout):

@@ -14,6 +14,8 @@ __all__ = ["CHANNEL_OPTIONS", "PULL", "PUSH", "RESPONSES", "path_of"]
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
+    # A proxy for the web is none for us.
+    ("grpc.enable_http_proxy", 0),
     # A server that comes back is to be found within a second.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections import Counter
@@ -40,7 +41,7 @@ __all__ = ["Server", "StartError", "serve"]
 _log = get_logger(__name__)
 
 _SERVICES = ("SessionService", "CacheService", "TransferService", "AdminService")
-_DRAIN_SECONDS = 30.0
+_DRAIN_SECONDS = 20.0
 _GRACE_SECONDS = 1.0
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 
@@ -107,13 +108,14 @@ class Server:
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         self._listen(server, claims)
-        self._start_metrics(loop, runtime, metrics)
+        self._start_metrics(loop, sessions, metrics)
+        # The first pages are there before the first call is.
+        await runtime.start()
         await server.start()
         self._closers.push_async_callback(server.stop, _GRACE_SECONDS)
         self._closers.push_async_callback(self._drain, runtime, sessions)
         for claim in claims:
             claim.restrict()
-        runtime.start()
         for service in ("", *(f"kvtier.v1.{name}" for name in _SERVICES)):
             await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._closers.push_async_callback(health_servicer.enter_graceful_shutdown)
@@ -145,7 +147,7 @@ class Server:
             # TCP only: clients on this host still attach through a socket, beside the default one.
             path = Path(default_endpoint().path or "")
             with _start_errors():
-                claim = SocketClaim(Endpoint(path=str(path.with_name(f"tcp-{self.config.endpoints[0].port}.sock"))))
+                claim = SocketClaim(Endpoint(path=str(path.with_name(f"tcp-{os.getpid()}.sock"))))
             self._closers.callback(claim.release)
             claims.append(claim)
         return claims
@@ -206,12 +208,13 @@ class Server:
             if not endpoint.is_unix:
                 self.ports.append(port)
 
-    def _start_metrics(self, loop: asyncio.AbstractEventLoop, runtime: TierRuntime, metrics: Metrics) -> None:
+    def _start_metrics(self, loop: asyncio.AbstractEventLoop, sessions: SessionRegistry, metrics: Metrics) -> None:
         if self.config.metrics is None:
             return
         with _start_errors():
             # A tier in trouble is no reason to be restarted; a loop that does not answer is.
-            server = MetricsServer(self.config.metrics, metrics.registry, on_loop(loop, lambda: None))
+            trouble = on_loop(loop, lambda: "draining" if sessions.draining else None)
+            server = MetricsServer(self.config.metrics, metrics.registry, trouble)
         self.metrics_port = server.port
         self._closers.push_async_callback(asyncio.to_thread, server.close)
 

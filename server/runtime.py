@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 from ..cuda.region import HostRegion, RegionError
@@ -51,11 +50,13 @@ class JobObserver(Protocol):
 
 
 def extent_bytes_for(region_bytes: int) -> int:
-    """Returns the size of an extent: a 32nd of the region, as a power of two from 64 KiB to 256 MiB.
+    """Returns the size of an extent, a power of two: 64 MiB in a region of 2 to 64 GiB.
 
-    A part of a block must fit an extent; each size class wastes one extent at most.
+    A part of a block must fit an extent, and each size class wastes one extent at most: so it is a 32nd of a smaller region
+    and a 512th of a larger one, from 64 KiB to 256 MiB.
     """
-    return 1 << min(28, max(16, (region_bytes // 32).bit_length() - 1))
+    wanted = max(min(region_bytes // 32, 64 << 20), min(region_bytes // 512, 256 << 20))
+    return 1 << (max(wanted, 64 << 10).bit_length() - 1)
 
 
 class TierRuntime:
@@ -81,11 +82,13 @@ class TierRuntime:
         self._backing: threading.Thread | None = None
         self._ticker: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Starts to back the region with pages and to let the core know of time. Called on the loop, once."""
+    async def start(self) -> None:
+        """Backs the first extent with pages, and the others in the background; lets the core know of time from now on."""
         self._loop = asyncio.get_running_loop()
-        self._backing = threading.Thread(target=self._back_region, name="kvtier-backing", daemon=True)
-        self._backing.start()
+        first = min(self.extent_bytes, self.region.size_bytes)
+        if await asyncio.to_thread(self._back, 0, first):
+            self._backing = threading.Thread(target=self._back_from, args=(first,), name="kvtier-backing", daemon=True)
+            self._backing.start()
         self._ticker = self._loop.create_task(self._tick())
         self.pump()
 
@@ -215,24 +218,25 @@ class TierRuntime:
             self.core.tick(self.now())
             self.pump()
 
-    def _back_region(self) -> None:
-        """Backs the region chunk by chunk, on a thread of its own; each chunk is used as soon as it is there."""
+    def _back_from(self, start: int) -> None:
+        """Backs the rest of the region chunk by chunk, on a thread of its own."""
         chunk = max(self.extent_bytes, _BACKING_CHUNK_BYTES)
-        for offset in range(0, self.region.size_bytes, chunk):
-            if self._closing.is_set():
+        for offset in range(start, self.region.size_bytes, chunk):
+            if self._closing.is_set() or not self._back(offset, min(chunk, self.region.size_bytes - offset)):
                 return
-            nbytes = min(chunk, self.region.size_bytes - offset)
-            try:
-                self.region.back(offset, nbytes)
-            except RegionError as error:
-                self._backing_trouble = f"only {offset} of {self.region.size_bytes} bytes are backed: {error}"
-                _log.error("region is smaller than configured", backed_bytes=offset, error=str(error))
-                return
-            try:
-                self._loop.call_soon_threadsafe(partial(self.core.add_memory, offset, nbytes))
-            except RuntimeError:  # the loop is closed: the server has ended meanwhile
-                return
-        _log.info("region backed", bytes=self.region.size_bytes)
+        _log.info("region backed", bytes=self.region.size_bytes, huge_bytes=self.region.huge_bytes)
+
+    def _back(self, offset: int, nbytes: int) -> bool:
+        """Backs a piece of the region and lets the core use it; returns whether there was memory for it."""
+        try:
+            self.region.back(offset, nbytes)
+        except RegionError as error:
+            self._backing_trouble = f"only {offset} of {self.region.size_bytes} bytes are backed: {error}"
+            _log.error("region is smaller than configured", backed_bytes=offset, error=str(error))
+            return False
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
+            self._loop.call_soon_threadsafe(self.core.add_memory, offset, nbytes)
+        return True
 
 
 def _ignore_job(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
