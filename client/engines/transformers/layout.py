@@ -67,7 +67,8 @@ class CacheLayout:
                 f"some layers keep a {', '.join(odd) or 'cache of no kind'}: only full attention can be restored from "
                 "blocks here (no sliding windows, linear attention or shared layers)"
             )
-        return cls([(layer.keys, layer.values) for layer in cache.layers], block_tokens)
+        layers: list[Any] = cache.layers
+        return cls([(layer.keys, layer.values) for layer in layers], block_tokens)
 
     def describe(self) -> str:
         """Returns the layout in words, for the namespace."""
@@ -78,7 +79,7 @@ class CacheLayout:
     def copy_out(self, cache: DynamicCache, blocks: Sequence[int], memory: memoryview, offsets: Sequence[int]) -> None:
         """Copies blocks, by their position in the sequence, from the cache to `memory` at `offsets`."""
         for tensor in self._tensors:
-            layer = cache.layers[tensor.layer]
+            layer: Any = cache.layers[tensor.layer]
             source = (layer.values if tensor.values else layer.keys)[0]
             for block, slot in zip(blocks, self._slots(tensor, memory, offsets), strict=True):
                 slot.copy_(source[:, block * self.block_tokens : (block + 1) * self.block_tokens])
