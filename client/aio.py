@@ -23,7 +23,7 @@ from .namespace import Namespace
 from .operations import Operations
 from .results import LookupResult, ReadBatch, WriteBatch
 from .timeouts import Timeouts
-from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of
+from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
 
 __all__ = ["AsyncClient", "AsyncLease"]
 
@@ -81,9 +81,7 @@ class AsyncClient:
         self._operations = Operations(namespace, self.timeouts, self._keeper.lost)
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._calls = {
-            method: self._channel.unary_unary(
-                path_of(method), lambda request: request.SerializeToString(), response.FromString
-            )
+            method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
         }
         self._push = self._channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)

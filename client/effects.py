@@ -6,7 +6,7 @@ same effects in their own way, and so does the fake server of `testing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -38,7 +38,7 @@ class Call:
 class Push:
     """Send frames. Result: `PushResponse`."""
 
-    frames: Callable[[], Iterable[bytes]]
+    frames: Callable[[], Iterator[bytes]]
     timeout: float
 
 

@@ -11,7 +11,7 @@ import os
 import random
 import threading
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 
@@ -204,7 +204,7 @@ class Keeper:
 class _Beats:
     """Heartbeats of one stream, read on a thread of their own so that their absence can be noticed."""
 
-    def __init__(self, stream: grpc.Call) -> None:
+    def __init__(self, stream: Any) -> None:  # grpc has no type for a call that is an iterator as well
         self._stream = stream
         self._news = threading.Condition()
         self._count = 0

@@ -24,7 +24,7 @@ from .namespace import Namespace
 from .operations import Operations
 from .results import LookupResult, ReadBatch, WriteBatch
 from .timeouts import Timeouts
-from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of
+from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
 
 __all__ = ["Client", "Lease"]
 
@@ -275,9 +275,7 @@ class _GrpcWire:
         tune_malloc()
         self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._calls = {
-            method: self._channel.unary_unary(
-                path_of(method), lambda request: request.SerializeToString(), response.FromString
-            )
+            method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
         }
         self._push = self._channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from types import MappingProxyType
 
 from google.protobuf import message_factory
@@ -9,7 +11,7 @@ from google.protobuf.message import Message
 
 from ..protos.v1 import admin_pb2, cache_pb2
 
-__all__ = ["CHANNEL_OPTIONS", "PULL", "PUSH", "RESPONSES", "path_of"]
+__all__ = ["CHANNEL_OPTIONS", "PULL", "PUSH", "RESPONSES", "path_of", "serialize"]
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
@@ -36,6 +38,10 @@ RESPONSES: MappingProxyType[str, type[Message]] = MappingProxyType(
     }
 )
 """The unary methods that operations call, and what they answer with."""
+
+
+serialize: Callable[[Message], bytes] = operator.methodcaller("SerializeToString")
+"""Turns any request into its bytes."""
 
 
 def path_of(method: str) -> str:

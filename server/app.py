@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from ..cuda.malloc import tune_malloc
@@ -105,7 +106,7 @@ class Server:
         metrics = Metrics(on_loop(loop, _snapshot_of(runtime, sessions, started)))
         runtime.observe_job = metrics.observe_job
         server = self._make_server(runtime, sessions, attach, metrics, started)
-        health_servicer = health.aio.HealthServicer()
+        health_servicer = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         self._listen(server, claims)
         self._start_metrics(loop, sessions, metrics)

@@ -42,7 +42,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         """Wraps the handler of a call."""
-        handler = await continuation(handler_call_details)
+        handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler
         method = handler_call_details.method

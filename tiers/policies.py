@@ -28,9 +28,11 @@ class EvictionPolicy(Protocol[T]):
 
     def victims(self) -> Iterator[T]:
         """Yields the items, the one to go first first. Nothing else may be called while iterating."""
+        ...
 
     def __len__(self) -> int:
         """Number of items."""
+        ...
 
 
 class LRU(Generic[T]):
