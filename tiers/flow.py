@@ -6,7 +6,8 @@ Every block of a job is pinned until the job has ended (B3.8), so that its slots
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .base import NamespaceId, Outcome, SecondaryTier
@@ -19,7 +20,7 @@ from .stats import TierStats
 __all__ = ["JobKind", "Lane", "TierFlow"]
 
 JOB_BYTES = 32 << 20
-"""How much one job moves: large enough for one LMDB transaction to pay off, small enough for results to come in time."""
+"""How much one job moves at most: enough for transactions to pay off, little enough for results to come in time."""
 
 
 class JobKind(enum.Enum):
@@ -46,7 +47,13 @@ class Lane:
         self.tier = tier
         self.catalog = Catalog(tier.capacity_bytes, LRU)
         self.max_queued_bytes = max_queued_bytes
+        self.queue: deque[Block] = deque()
+        """Blocks that wait to be stored; each is pinned, and has its entry in the catalog."""
+        self.doomed: list[CatalogEntry] = []
+        """Evicted entries that the tier still has to remove, before the next store."""
+        self.storing = False
         self.queued_bytes = 0
+        """Size of what waits or is being stored."""
         self.jobs = 0
         self.hits = 0
         self.asked = 0
@@ -92,7 +99,8 @@ class TierFlow:
     def recover(self) -> None:
         """Takes in what the tiers kept from an earlier life; removes what no longer fits."""
         for lane in self.lanes:
-            self._remove(lane, lane.catalog.recover(lane.tier.entries()))
+            lane.doomed += lane.catalog.recover(lane.tier.entries())
+            self._advance(lane)
 
     def find(self, namespace: NamespaceId, key: bytes) -> Lane | None:
         """Returns the first tier that can load this block."""
@@ -105,8 +113,6 @@ class TierFlow:
     def cascade(self, blocks: Sequence[Block], *, even_if_busy: bool = False) -> None:
         """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7)."""
         for lane in self.lanes:
-            planned: list[Block] = []
-            evicted: list[CatalogEntry] = []
             for block in blocks:
                 if lane.catalog.get(block.namespace, block.key) is not None:
                     continue
@@ -115,19 +121,25 @@ class TierFlow:
                 if victims is None:
                     lane.dropped += 1
                     continue
-                evicted += victims
+                lane.doomed += victims
                 lane.queued_bytes += block.nbytes
-                planned.append(block)
-            self._remove(lane, evicted)
-            for batch in _batches(planned):
-                self._submit(lane, JobKind.STORE, batch)
+                block.pins += 1
+                lane.queue.append(block)
+            self._advance(lane)
 
     def promote(self, found: Sequence[tuple[Lane, Block]]) -> None:
         """Loads blocks whose slots are reserved, one batch after another per tier (B3.16)."""
         for lane in self.lanes:
             blocks = [block for where, block in found if where is lane]
-            for batch in _batches(blocks):
-                self._submit(lane, JobKind.LOAD, batch)
+            while blocks:
+                batch = _batch(blocks)
+                del blocks[: len(batch)]
+                for block in batch:
+                    block.pins += 1
+                job = self._begin(lane, JobKind.LOAD, batch)
+                for entry in job.entries:
+                    entry.loads += 1
+                lane.catalog.touch(job.entries)
 
     def finish(self, job_id: JobId, outcomes: Sequence[Outcome]) -> tuple[JobKind, list[tuple[Block, bool]]] | None:
         """Takes in a job's result; returns its kind and which blocks succeeded, or None for a job that is not known.
@@ -145,6 +157,9 @@ class TierFlow:
             outcome = outcomes[number] if number < len(outcomes) else Outcome.FAILED
             take(job.lane, block, entry, outcome)
             results.append((block, outcome is Outcome.DONE))
+        if job.kind is JobKind.STORE:
+            job.lane.storing = False
+            self._advance(job.lane)
         return job.kind, results
 
     def is_durable(self, namespace: NamespaceId, key: bytes) -> bool:
@@ -162,7 +177,7 @@ class TierFlow:
         else:
             lane.catalog.drop(entry)
             # Nobody knows how far it came: what may be left of it must not take room that is not accounted for.
-            self._remove(lane, [entry])
+            lane.doomed.append(entry)
         self._unpin(block)
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
@@ -170,34 +185,38 @@ class TierFlow:
         if outcome in (Outcome.MISSING, Outcome.CORRUPT) and lane.catalog.get(block.namespace, block.key) is entry:
             lane.catalog.drop(entry)
 
-    def _submit(self, lane: Lane, kind: JobKind, blocks: Sequence[Block]) -> None:
+    def _advance(self, lane: Lane) -> None:
+        """Starts the next store of a tier, unless one runs: so what comes in meanwhile goes out in one batch."""
+        if lane.storing:
+            return
+        if lane.doomed:
+            self._command(RemoveFromTier(lane.index, [(entry.namespace, entry.key) for entry in lane.doomed]))
+            lane.doomed = []
+        if lane.queue:
+            batch = _batch(lane.queue)
+            for _ in batch:
+                lane.queue.popleft()
+            lane.storing = True
+            self._begin(lane, JobKind.STORE, batch)
+
+    def _begin(self, lane: Lane, kind: JobKind, blocks: Sequence[Block]) -> _Job:
         self._last_id += 1
         job_id = JobId(self._last_id)
         entries = [entry for block in blocks if (entry := lane.catalog.get(block.namespace, block.key))]
-        for block in blocks:
-            block.pins += 1
-        if kind is JobKind.LOAD:
-            for entry in entries:
-                entry.loads += 1
-            lane.catalog.touch(entries)
-        self._jobs[job_id] = _Job(lane, kind, blocks, entries)
+        job = self._jobs[job_id] = _Job(lane, kind, blocks, entries)
         lane.jobs += 1
         make = StoreInTier if kind is JobKind.STORE else LoadFromTier
         self._command(make(job_id, lane.index, blocks))
-
-    def _remove(self, lane: Lane, entries: Sequence[CatalogEntry]) -> None:
-        if entries:
-            self._command(RemoveFromTier(lane.index, [(entry.namespace, entry.key) for entry in entries]))
+        return job
 
 
-def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+def _batch(blocks: Iterable[Block]) -> list[Block]:
+    """Returns as many of the first blocks as make up a job, at least one."""
     batch: list[Block] = []
     nbytes = 0
     for block in blocks:
-        if batch and nbytes + block.nbytes > JOB_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(block)
         nbytes += block.nbytes
-    if batch:
-        yield batch
+        if batch and nbytes > JOB_BYTES:
+            break
+        batch.append(block)
+    return batch

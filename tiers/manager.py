@@ -270,9 +270,10 @@ class TierManager:
             if (block := blocks.get(key)) and block.ready and not self._flow.is_becoming_durable(namespace, key)
         ]
         self._flow.cascade(list(dict.fromkeys(waiting)), even_if_busy=True)
-        return bytes(self._durability_of(namespace, key) for key in keys)
+        return bytes(self.durability_of(namespace, key) for key in keys)
 
-    def _durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
+    def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
+        """Returns whether a block survives a restart."""
         if self._flow.is_durable(namespace, key):
             return DurableStatus.DURABLE
         block = self._primary.blocks_of(namespace).get(key)

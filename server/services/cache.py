@@ -160,13 +160,15 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         keys = self._edge.keys(request.keys)
         deadline = self._runtime.now() + self._edge.wait(request.wait)
-        while True:
-            statuses = self._core.durability(session, keys)
-            self._runtime.pump()
-            remaining = deadline - self._runtime.now()
-            if DurableStatus.PENDING not in statuses or remaining <= 0:
-                return cache_pb2.FlushResponse(statuses=statuses)
+        statuses = bytearray(self._core.durability(session, keys))
+        self._runtime.pump()
+        pending = [number for number, status in enumerate(statuses) if status == DurableStatus.PENDING]
+        while pending and (remaining := deadline - self._runtime.now()) > 0:
             await self._runtime.job_ended(remaining)
+            for number in pending:
+                statuses[number] = self._core.durability_of(session.namespace.id, keys[number])
+            pending = [number for number in pending if statuses[number] == DurableStatus.PENDING]
+        return cache_pb2.FlushResponse(statuses=bytes(statuses))
 
     async def FinishRequest(
         self, request: cache_pb2.FinishRequestRequest, context: grpc.aio.ServicerContext

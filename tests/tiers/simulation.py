@@ -325,6 +325,8 @@ class World:
             pins.update(store.blocks)
         for job in core._flow._jobs.values():
             pins.update(job.blocks)
+        for lane in core._flow.lanes:
+            pins.update(lane.queue)
         for block in blocks:
             assert block.pins == pins.pop(block, 0), f"{block!r}: pins do not add up"
             assert block.pins or any(slot is not None for slot in block.slots), f"{block!r}: an empty block stays"
@@ -347,7 +349,7 @@ class World:
         assert not self.core._flow._jobs
         assert not self.core._leases._waiting
         for lane, tier in zip(self.core._flow.lanes, self.tiers, strict=True):
-            assert lane.queued_bytes == 0
+            assert (lane.queued_bytes, len(lane.queue), lane.storing, lane.doomed) == (0, 0, False, [])
             held = {(e.namespace, e.key) for d in lane.catalog._entries.values() for e in d.values()}
             assert tier.blocks.keys() <= held, "a tier holds what nobody accounts for"
 

@@ -210,11 +210,23 @@ def test_a_tier_that_is_behind_drops_cascades() -> None:
     assert len(job.blocks) == 4, "a quarter of the region"
     statuses = rig.core.durability(rig.session, keys(0, 15))
     assert statuses == bytes([DurableStatus.PENDING] * 2)
-    rig.finish_jobs()
     rig.core.job_finished(job.job_id, [Outcome.DONE] * 4)
+    rig.finish_jobs()
     assert rig.core.durability(rig.session, keys(0, 15, 99)) == bytes(
         [DurableStatus.DURABLE, DurableStatus.DURABLE, DurableStatus.VOLATILE]
     )
+
+
+def test_stores_that_come_in_meanwhile_go_out_together() -> None:
+    """One job at a time per tier; what waits is merged, so that a transaction is worth its while."""
+    rig = Rig(ModelTier("near", 1 << 20), queue=EXTENT)
+    for number in range(5):
+        rig.store(keys(number))
+    (first,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
+    assert len(first.blocks) == 1
+    rig.core.job_finished(first.job_id, [Outcome.DONE])
+    (second,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
+    assert len(second.blocks) == 4
 
 
 def test_a_restart_finds_what_the_tiers_hold() -> None:
