@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .base import NamespaceId, Outcome, SecondaryTier
 from .blocks import Block
 from .catalog import Catalog, CatalogEntry, EntryState
 from .commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
-from .policies import LRU
+from .policies import DEFAULT_POLICY, POLICIES
 from .stats import TierStats
 
 __all__ = ["JobKind", "Lane", "TierFlow"]
@@ -41,11 +41,11 @@ class _Job:
 class Lane:
     """One secondary tier as the core sees it: its catalog, its queue, its counters."""
 
-    def __init__(self, index: int, tier: SecondaryTier, max_queued_bytes: int) -> None:
+    def __init__(self, index: int, tier: SecondaryTier, max_queued_bytes: int, policy: str) -> None:
         self.index = index
         """Position in the lookup order; the CPU tier is 0."""
         self.tier = tier
-        self.catalog = Catalog(tier.capacity_bytes, LRU)
+        self.catalog = Catalog(tier.capacity_bytes, POLICIES[policy])
         self.max_queued_bytes = max_queued_bytes
         self.queue: deque[Block] = deque()
         """Blocks that wait to be stored; each is pinned, and has its entry in the catalog."""
@@ -88,9 +88,13 @@ class TierFlow:
         max_queued_bytes: int,
         unpin: Callable[[Block], None],
         command: Callable[[Command], None],
+        policies: Mapping[str, str],
     ) -> None:
         """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored."""
-        self.lanes = [Lane(number + 1, tier, max_queued_bytes) for number, tier in enumerate(tiers)]
+        self.lanes = [
+            Lane(number, tier, max_queued_bytes, policies.get(tier.name, DEFAULT_POLICY))
+            for number, tier in enumerate(tiers, start=1)
+        ]
         self._unpin = unpin
         self._command = command
         self._jobs: dict[JobId, _Job] = {}
@@ -110,9 +114,10 @@ class TierFlow:
                 return lane
         return None
 
-    def cascade(self, blocks: Sequence[Block], *, even_if_busy: bool = False) -> None:
+    def cascade(self, blocks: Sequence[Block], request: Hashable, *, even_if_busy: bool = False) -> None:
         """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7)."""
         for lane in self.lanes:
+            entries = []
             for block in blocks:
                 if lane.catalog.get(block.namespace, block.key) is not None:
                     continue
@@ -125,9 +130,11 @@ class TierFlow:
                 lane.queued_bytes += block.nbytes
                 block.pins += 1
                 lane.queue.append(block)
+                entries.append(lane.catalog.get(block.namespace, block.key))
+            lane.catalog.use([entry for entry in entries if entry], request)
             self._advance(lane)
 
-    def promote(self, found: Sequence[tuple[Lane, Block]]) -> None:
+    def promote(self, found: Sequence[tuple[Lane, Block]], request: Hashable) -> None:
         """Loads blocks whose slots are reserved, one batch after another per tier (B3.16)."""
         for lane in self.lanes:
             blocks = [block for where, block in found if where is lane]
@@ -139,7 +146,12 @@ class TierFlow:
                 job = self._begin(lane, JobKind.LOAD, batch)
                 for entry in job.entries:
                     entry.loads += 1
-                lane.catalog.touch(job.entries)
+                lane.catalog.use(job.entries, request)
+
+    def request_finished(self, request: Hashable) -> None:
+        """Takes note that a request is over."""
+        for lane in self.lanes:
+            lane.catalog.finish(request)
 
     def finish(self, job_id: JobId, outcomes: Sequence[Outcome]) -> tuple[JobKind, list[tuple[Block, bool]]] | None:
         """Takes in a job's result; returns its kind and which blocks succeeded, or None for a job that is not known.

@@ -7,7 +7,7 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import islice
 
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer, StoreStatus
@@ -17,11 +17,13 @@ from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
 from .errors import InvalidItem, InvalidNamespace, UnknownSession
 from .flow import JobKind, Lane, TierFlow
 from .leases import Lease, LeaseTable, Owner, Store, StoreTable
-from .policies import LRU
+from .policies import DEFAULT_POLICY, POLICIES
 from .primary import PrimaryTier
 from .stats import ManagerStats, TierStats
 
 __all__ = ["TierManager"]
+
+CPU_TIER = "cpu"
 
 
 class TierManager:
@@ -35,6 +37,7 @@ class TierManager:
         *,
         max_queued_bytes: int | None = None,
         first_id: int = 1,
+        policies: Mapping[str, str] | None = None,
     ) -> None:
         """Recovers what the tiers kept from an earlier life.
 
@@ -45,13 +48,22 @@ class TierManager:
             max_queued_bytes: bounds what waits to be stored in one of them; a quarter of the region by default.
             first_id: where ids of leases and stores start. The shell picks it at random, so that an id from an earlier
                 life is never taken for one of this life.
+            policies: how tiers evict: per name of a tier (the CPU tier is "cpu") one of `POLICIES`; the default for
+                those that are not named.
+
+        Raises:
+            ValueError: `policies` names a tier or a policy that does not exist.
         """
+        policies = policies or {}
+        _check_policies(policies, {CPU_TIER, *(tier.name for tier in tiers)})
         self._commands: list[Command] = []
         self._region_bytes = region_bytes
-        self._primary = PrimaryTier(extent_bytes, LRU)
+        self._primary = PrimaryTier(extent_bytes, POLICIES[policies.get(CPU_TIER, DEFAULT_POLICY)])
         self._leases = LeaseTable(self._primary.unpin, first_id)
         self._stores = StoreTable(self._primary.release, first_id)
-        self._flow = TierFlow(tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append)
+        self._flow = TierFlow(
+            tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append, policies
+        )
         self._sessions: dict[bytes, Session] = {}
         self._requests: dict[tuple[str, str], tuple[bytes, Negotiation]] = {}
         self._namespaces: set[NamespaceId] = set()
@@ -140,6 +152,8 @@ class TierManager:
         key = (session.engine_id, request_id)
         if key in self._requests:
             self._end_request(key)
+        self._primary.finish(key)
+        self._flow.request_finished(key)
         owned = self._leases.owned_by(lambda owner: (owner.engine_id, owner.request_id) == key)
         for lease in owned:
             self._leases.release(lease)
@@ -152,12 +166,13 @@ class TierManager:
         With `prefix` whatever follows the first miss is a miss.
         """
         items, sources, promotions = self._match(session.namespace, keys, prefix=prefix)
-        self._start_promotions(items, promotions)
+        request = _request(session, request_id)
+        self._start_promotions(items, promotions, request)
         self._count(len(keys), items, sources)
         hits = [block for block in items if block is not None]
         if not hits:
             return None
-        self._primary.touch(hits)
+        self._primary.use(hits, request)
         owner = Owner(session.engine_id, session.id, request_id)
         sources += bytes(len(keys) - len(sources))
         return self._leases.grant(owner, expires_at, items, bytes(sources), keys=len(keys))
@@ -194,8 +209,10 @@ class TierManager:
             session.namespace.part_bytes_of(key)
         statuses = bytearray(len(keys))
         wanted: dict[Block, int] = {}
+        used: dict[Block, None] = {}
         for number, key in enumerate(keys):
             block = self._primary.find_or_add(session.namespace, key)
+            used[block] = None
             if block.ready or block.written >> rank & 1:
                 statuses[number] = StoreStatus.PRESENT
             elif block.promoting or block.slots[rank] is not None or block in wanted:
@@ -209,13 +226,14 @@ class TierManager:
             offset = block.slots[rank]
             if offset is None:
                 statuses[number] = StoreStatus.NO_ROOM
+                del used[block]
                 self._primary.unpin(block)
                 continue
             statuses[number] = StoreStatus.GRANTED
             block.writers += 1
             granted.append(block)
             slots.append(offset)
-        self._primary.touch(granted)
+        self._primary.use(used, _request(session, request_id))
         if not granted:
             return StoreAnswer(None, bytes(statuses), [])
         owner = Owner(session.engine_id, session.id, request_id)
@@ -251,7 +269,7 @@ class TierManager:
                 block.part_written(store.rank)
                 if block.ready:
                     complete.append(block)
-        self._flow.cascade(complete)
+        self._flow.cascade(complete, _request(session, store.owner.request_id))
         self._settle(store.blocks)
         for block in store.blocks:
             self._primary.unpin(block)
@@ -269,7 +287,7 @@ class TierManager:
             for key in keys
             if (block := blocks.get(key)) and block.ready and not self._flow.is_becoming_durable(namespace, key)
         ]
-        self._flow.cascade(list(dict.fromkeys(waiting)), even_if_busy=True)
+        self._flow.cascade(list(dict.fromkeys(waiting)), None, even_if_busy=True)
         return bytes(self.durability_of(namespace, key) for key in keys)
 
     def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
@@ -309,8 +327,8 @@ class TierManager:
         """Returns the figures of this moment."""
         memory = self._primary.memory
         cpu = TierStats(
-            name="cpu",
-            type="cpu",
+            name=CPU_TIER,
+            type=CPU_TIER,
             capacity_bytes=self._region_bytes,
             available_bytes=memory.available_bytes,
             used_bytes=memory.used_bytes(),
@@ -360,7 +378,9 @@ class TierManager:
             sources.append(source)
         return items, sources, promotions
 
-    def _start_promotions(self, items: list[Block | None], promotions: list[tuple[int, Lane, Block]]) -> None:
+    def _start_promotions(
+        self, items: list[Block | None], promotions: list[tuple[int, Lane, Block]], request: Hashable
+    ) -> None:
         """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
         self._primary.reserve(
             [(block, rank) for _, _, block in promotions for rank, slot in enumerate(block.slots) if slot is None]
@@ -376,7 +396,7 @@ class TierManager:
                         self._primary.unpin(block)
             else:
                 started.append((lane, block))
-        self._flow.promote(started)
+        self._flow.promote(started, request)
 
     def _drop_promotion(self, block: Block) -> None:
         """Takes all slots from a block that could not be filled. Only jobs write to them, so they are free at once."""
@@ -419,3 +439,16 @@ class TierManager:
             if block is not None and source:
                 self._primary_hits -= 1
                 self._flow.lanes[source - 1].hits += 1
+
+
+def _request(session: Session, request_id: str) -> Hashable:
+    """Returns what policies know a request by: None where the client did not say."""
+    return (session.engine_id, request_id) if request_id else None
+
+
+def _check_policies(policies: Mapping[str, str], tiers: Collection[str]) -> None:
+    for tier, policy in policies.items():
+        if tier not in tiers:
+            raise ValueError(f"there is no tier {tier!r} to evict by {policy!r}; there are {', '.join(sorted(tiers))}")
+        if policy not in POLICIES:
+            raise ValueError(f"tier {tier!r}: there is no policy {policy!r}; there are {', '.join(POLICIES)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
 
 from .base import NamespaceId
@@ -41,7 +41,8 @@ class PrimaryTier:
     def find_or_add(self, spec: NamespaceSpec, key: bytes) -> Block:
         """Returns the block with this key, adding an empty one where there is none.
 
-        The caller pins it: a block without slots and pins must not stay (`unpin` takes care of that).
+        The caller pins it: a block without slots and pins must not stay (`unpin` takes care of that). Where it comes to
+        stay, the caller says who uses it (`use`).
 
         Raises:
             InvalidKey: the key names a group that the namespace lacks.
@@ -52,18 +53,22 @@ class PrimaryTier:
             part_bytes = spec.part_bytes_of(key)
             block = Block(spec, key, part_bytes, self._policy_for(self.memory.slot_bytes_for(part_bytes)))
             blocks[key] = block
-            block.order.insert(block)
         return block
 
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Takes note that a request used these blocks, given head first.
-
-        They are touched tail first: the head is worth the most, because without it the tail is useless.
-        """
+    def use(self, blocks: Iterable[Block], request: Hashable) -> None:
+        """Takes note that a request used these blocks, given head first (see `EvictionPolicy.use`)."""
         self._clock += 1
-        for block in reversed(blocks):
+        by_order: dict[EvictionPolicy[Block], dict[Block, None]] = defaultdict(dict)
+        for block in blocks:
             block.last_use = self._clock
-            block.order.touch(block)
+            by_order[block.order][block] = None
+        for order, used in by_order.items():
+            order.use(list(used), request)
+
+    def finish(self, request: Hashable) -> None:
+        """Takes note that a request is over."""
+        for order in self._policies.values():
+            order.finish(request)
 
     def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
         """Gives slots to (block, rank) pairs, evicting where needed; those that get none keep None.
