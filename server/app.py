@@ -194,7 +194,7 @@ class Server:
         session_pb2_grpc.add_SessionServiceServicer_to_server(session_service, server)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(runtime, sessions, edge), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(runtime, sessions, started), server)
-        transfer = TransferService(runtime, sessions, limits.max_frame_bytes, metrics)
+        transfer = TransferService(runtime, sessions, edge, metrics)
         server.add_generic_rpc_handlers((transfer.handler(),))
         names = [f"kvtier.v1.{name}" for name in _SERVICES]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)

@@ -15,6 +15,7 @@ from .runtime import TierRuntime
 __all__ = ["OpenSession", "SessionRegistry"]
 
 PROTOCOL_VERSIONS = (1,)
+_MAX_NAME_LENGTH = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +58,9 @@ class SessionRegistry:
             raise Refused("LIMIT_EXCEEDED", f"{self._max_sessions} sessions are open already")
         if not request.engine_id:
             raise Refused("INVALID_ARGUMENT", "engine_id is missing")
+        for name in ("engine_id", "client_name", "transport"):
+            if len(getattr(request, name)) > _MAX_NAME_LENGTH:
+                raise Refused("INVALID_ARGUMENT", f"{name} is longer than {_MAX_NAME_LENGTH} characters")
         rank = request.rank if request.HasField("rank") else None
         session_id = secrets.token_bytes(16)
         spec = namespace_spec(request.namespace)
