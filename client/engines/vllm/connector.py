@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from ... import Client, Namespace
+from ... import Client, KVTierError, Namespace
 from .background import LimitedLog, logger
 from .compat import (
     CacheHitSource,
@@ -32,6 +32,8 @@ from .scheduler import SchedulerSide
 from .worker import WorkerSide
 
 __all__ = ["KVTierConnector"]
+
+_START_SECONDS = 2.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,9 +112,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         digest = namespace_digest(namespace)
-        logger.info("kvtier: namespace %s, %d KV cache group(s)", digest, len(geometry.groups))
+        client = self._connect(namespace, None)
+        try:
+            # Requests may come right away, and the start of an engine takes half a minute anyway.
+            client.wait_until_connected(_START_SECONDS)
+        except KVTierError as error:
+            logger.warning("kvtier: no server yet, the engine starts without: %s", error)
+        logger.info(
+            "kvtier: namespace %s, %d KV cache group(s), transport %s", digest, len(geometry.groups), client.transport
+        )
         return SchedulerSide(
-            self._connect(namespace, None),
+            client,
             geometry,
             digest,
             self._config,
