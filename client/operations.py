@@ -17,7 +17,7 @@ from ..protos.frames import decode_pull_frame, encode_push_frame
 from ..protos.packed import unpack_offsets
 from ..protos.v1 import admin_pb2, cache_pb2, transfer_pb2
 from .effects import Call, Connect, Copy, Operation, Pull, Push
-from .errors import ChecksumMismatch, InvalidRequest, KVTierError, ServerError, SessionLost
+from .errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, KVTierError, ServerError, SessionLost
 from .link import Link
 from .namespace import Namespace
 from .results import LookupResult, OffloadPolicy, ReadBatch, StoreStatus, TierVote, WriteBatch
@@ -74,7 +74,7 @@ class Operations:
             keys=keys,
             mode=_mode(prefix),
             prompt_tokens=prompt_tokens,
-            kv_transfer_params_json=json.dumps(kv_transfer_params) if kv_transfer_params else "",
+            kv_transfer_params_json=_json(kv_transfer_params),
             wait=_duration(wait),
             lease_duration=_duration(lease),
         )
@@ -159,7 +159,12 @@ class Operations:
         link: Link = yield Connect(self._timeouts.connect)
         request = cache_pb2.PrepareStoreRequest(session=link.ref, request_id=request_id, keys=keys)
         held.enter_context(link.using())
-        answer = yield from self._call(link, "CacheService/PrepareStore", request)
+        try:
+            answer = yield from self._call(link, "CacheService/PrepareStore", request)
+        except DeadlineExceeded:
+            # Slots may have been granted in an answer that came too late: only the end of the session frees them.
+            self._lost(link)
+            raise
         wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
         sizes = [self._namespace.part_bytes_of(keys[number]) for number in wanted]
         if link.region is not None:
@@ -322,6 +327,13 @@ def _lookup_result(
         policy=policy,
         votes=votes,
     )
+
+
+def _json(params: Mapping[str, Any] | None) -> str:
+    try:
+        return json.dumps(params) if params else ""
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"kv_transfer_params are not JSON: {error}") from error
 
 
 def _mode(prefix: bool) -> cache_pb2.LookupMode:  # noqa: FBT001 - named by its callers

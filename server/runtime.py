@@ -76,7 +76,7 @@ class TierRuntime:
         ]
         self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
         self._jobs = 0
-        self._job_ended = asyncio.Event()
+        self._changed = asyncio.Event()
         self._closing = threading.Event()
         self._backing_trouble: str | None = None
         self._backing: threading.Thread | None = None
@@ -118,18 +118,33 @@ class TierRuntime:
             if not waiting:
                 self._waiting.pop(lease_id, None)
 
-    async def job_ended(self, seconds: float) -> None:
-        """Waits until any job of a tier ends, or the time is over."""
+    async def changed(self, seconds: float) -> None:
+        """Waits until a job of a tier ends or a store fails, or the time is over."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._job_ended.wait(), seconds)
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    def notify(self) -> None:
+        """Wakes who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def drain(self, seconds: float) -> bool:
-        """Waits until no store is in flight and no job runs; returns whether that came about in time."""
+        """Waits until no store is in flight and all that fits is durable; returns whether that came about in time.
+
+        New stores must be refused meanwhile. What is not done in time is left out, the least recently used first.
+        """
         deadline = self.now() + seconds
-        while self._jobs or self.core.stats().stores:
+        if not await self._idle(deadline, lambda: self.core.stats().stores):
+            return False
+        self.core.make_durable()
+        self.pump()
+        return await self._idle(deadline, lambda: self._jobs)
+
+    async def _idle(self, deadline: float, busy: Callable[[], int]) -> bool:
+        while busy():
             if self.now() >= deadline:
                 return False
-            await self.job_ended(min(0.05, deadline - self.now()))
+            await self.changed(min(0.05, deadline - self.now()))
         return True
 
     def stats(self) -> ManagerStats:
@@ -157,6 +172,8 @@ class TierRuntime:
             tier.close()
 
     def _carry_out(self, command: Command) -> None:
+        if self._closing.is_set():
+            return
         match command:
             case StoreInTier(job_id, tier, blocks):
                 self._run_job(self._writers[tier - 1], self._tiers[tier - 1], "store", job_id, blocks)
@@ -201,8 +218,7 @@ class TierRuntime:
         self._jobs -= 1
         self.core.job_finished(job_id, outcomes)
         self.pump()
-        self._job_ended.set()
-        self._job_ended = asyncio.Event()
+        self.notify()
 
     def _block_bytes(self, block: Block) -> BlockBytes:
         memory = self.region.memory
@@ -217,6 +233,7 @@ class TierRuntime:
             await asyncio.sleep(_TICK_SECONDS)
             self.core.tick(self.now())
             self.pump()
+            self.notify()
 
     def _back_from(self, start: int) -> None:
         """Backs the rest of the region chunk by chunk, on a thread of its own."""

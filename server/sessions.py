@@ -81,6 +81,7 @@ class SessionRegistry:
         del self._sessions[session.core.id]
         self._runtime.core.close_session(session.core.id)
         self._runtime.pump()
+        self._runtime.notify()
 
     def get(self, ref: common_pb2.SessionRef) -> Session:
         """Returns the session that a call belongs to, or raises `Refused`."""

@@ -14,7 +14,7 @@ from .answers import DurableStatus, Negotiation, Session, StoreAnswer, StoreStat
 from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier
 from .blocks import Block, NamespaceSpec
 from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
-from .errors import InvalidItem, InvalidNamespace, UnknownSession
+from .errors import InvalidItem, InvalidNamespace, LimitExceeded, UnknownSession
 from .flow import JobKind, Lane, TierFlow
 from .leases import Lease, LeaseTable, Owner, Store, StoreTable
 from .policies import LRU
@@ -22,6 +22,9 @@ from .primary import PrimaryTier
 from .stats import ManagerStats, TierStats
 
 __all__ = ["TierManager"]
+
+MAX_REQUESTS = 65536
+"""Most requests that one session may have begun and not finished."""
 
 
 class TierManager:
@@ -53,7 +56,7 @@ class TierManager:
         self._stores = StoreTable(self._primary.release, first_id)
         self._flow = TierFlow(tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append)
         self._sessions: dict[bytes, Session] = {}
-        self._requests: dict[tuple[str, str], tuple[bytes, Negotiation]] = {}
+        self._requests: dict[tuple[str, str], tuple[Session, Negotiation]] = {}
         self._namespaces: set[NamespaceId] = set()
         self._asked = 0
         self._primary_hits = 0
@@ -101,8 +104,8 @@ class TierManager:
     def close_session(self, session_id: bytes) -> None:
         """Lets everything fall that the session holds. Slots that it may still write to are quarantined."""
         session = self.session(session_id)
-        for request in [key for key, (owner, _) in self._requests.items() if owner == session_id]:
-            self._end_request(request)
+        for request_id in list(session.requests):
+            self._end_request((session.engine_id, request_id))
         for lease in self._leases.owned_by(lambda owner: owner.session_id == session_id):
             self._leases.release(lease)
         for store in self._stores.owned_by(session_id):
@@ -124,15 +127,21 @@ class TierManager:
         """Asks every tier how it wants this request offloaded; REQUEST_LEVEL if any asks for it (B3.3).
 
         A request that was begun already keeps what was negotiated then.
+
+        Raises:
+            LimitExceeded: the session has begun too many that it never finished.
         """
         key = (session.engine_id, request.request_id)
         known = self._requests.get(key)
         if known is not None:
             return known[1]
+        if len(session.requests) >= MAX_REQUESTS:
+            raise LimitExceeded(f"the session has {MAX_REQUESTS} requests that it has not finished")
         votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)
         policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
         negotiation = Negotiation(policy, votes)
-        self._requests[key] = (session.id, negotiation)
+        self._requests[key] = (session, negotiation)
+        session.requests.add(request.request_id)
         return negotiation
 
     def finish_request(self, session: Session, request_id: str) -> None:
@@ -272,6 +281,10 @@ class TierManager:
         self._flow.cascade(list(dict.fromkeys(waiting)), even_if_busy=True)
         return bytes(self.durability_of(namespace, key) for key in keys)
 
+    def make_durable(self) -> None:
+        """Sends on their way, last used first, all ready blocks that some tier lacks. Called when the server ends."""
+        self._flow.cascade(self._primary.ready_blocks(), even_if_busy=True)
+
     def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""
         if self._flow.is_durable(namespace, key):
@@ -403,7 +416,8 @@ class TierManager:
                 self._commands.extend(map(LeaseSettled, self._leases.settle(block)))
 
     def _end_request(self, key: tuple[str, str]) -> None:
-        del self._requests[key]
+        session, _ = self._requests.pop(key)
+        session.requests.discard(key[1])
         for lane in self._flow.lanes:
             lane.tier.on_request_finished(key[1])
 

@@ -38,6 +38,11 @@ class PrimaryTier:
         """Returns the blocks of a namespace by key; for reading only."""
         return self._blocks[namespace]
 
+    def ready_blocks(self) -> list[Block]:
+        """Returns all visible blocks, the last used first."""
+        ready = [block for blocks in self._blocks.values() for block in blocks.values() if block.ready]
+        return sorted(ready, key=lambda block: block.last_use, reverse=True)
+
     def find_or_add(self, spec: NamespaceSpec, key: bytes) -> Block:
         """Returns the block with this key, adding an empty one where there is none.
 

@@ -155,6 +155,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise
         finally:
             self._runtime.pump()
+        if failed:
+            self._runtime.notify()
         return cache_pb2.CompleteStoreResponse()
 
     async def Flush(
@@ -167,7 +169,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._runtime.pump()
         pending = [number for number, status in enumerate(statuses) if status == DurableStatus.PENDING]
         while pending and (remaining := deadline - self._runtime.now()) > 0:
-            await self._runtime.job_ended(remaining)
+            await self._runtime.changed(remaining)
             for number in pending:
                 statuses[number] = self._core.durability_of(session.namespace.id, keys[number])
             pending = [number for number in pending if statuses[number] == DurableStatus.PENDING]

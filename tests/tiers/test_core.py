@@ -7,7 +7,15 @@ from kvtier.tiers.answers import DurableStatus, Session, StoreStatus
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
 from kvtier.tiers.blocks import NamespaceSpec
 from kvtier.tiers.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
-from kvtier.tiers.errors import InvalidItem, InvalidKey, InvalidNamespace, LeaseNotFound, StoreNotFound, UnknownSession
+from kvtier.tiers.errors import (
+    InvalidItem,
+    InvalidKey,
+    InvalidNamespace,
+    LeaseNotFound,
+    LimitExceeded,
+    StoreNotFound,
+    UnknownSession,
+)
 from kvtier.tiers.leases import KeyStatus
 from kvtier.tiers.manager import TierManager
 
@@ -215,6 +223,32 @@ def test_a_tier_that_is_behind_drops_cascades() -> None:
     assert rig.core.durability(rig.session, keys(0, 15, 99)) == bytes(
         [DurableStatus.DURABLE, DurableStatus.DURABLE, DurableStatus.VOLATILE]
     )
+
+
+def test_an_orderly_end_makes_up_for_what_was_dropped() -> None:
+    """Last used first, for there may not be time for all."""
+    rig = Rig(ModelTier("near", 1 << 20), extents=1)
+    rig.store(keys(*range(8)))
+    rig.store(keys(*range(100, 108)))
+    rig.finish_jobs()
+    rig.core.make_durable()
+    (job,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
+    assert [block.key for block in job.blocks[:8]] == keys(*range(100, 108))
+    assert {block.key for block in job.blocks[8:]} == set(keys(*range(4, 8)))
+
+
+def test_requests_that_are_never_finished_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fall with their session."""
+    monkeypatch.setattr("kvtier.tiers.manager.MAX_REQUESTS", 2)
+    rig = Rig()
+    for number in range(2):
+        rig.core.begin_request(rig.session, RequestInfo(f"{number}", SPEC.id))
+    with pytest.raises(LimitExceeded):
+        rig.core.begin_request(rig.session, RequestInfo("2", SPEC.id))
+    rig.core.finish_request(rig.session, "0")
+    rig.core.begin_request(rig.session, RequestInfo("2", SPEC.id))
+    rig.core.close_session(rig.session.id)
+    assert rig.core._requests == {}
 
 
 def test_stores_that_come_in_meanwhile_go_out_together() -> None:
