@@ -30,7 +30,7 @@ from .metadata import BlockRead, LoadJob, SaveJob, StepMetadata, WorkerReport
 __all__ = ["WorkerSide"]
 
 _BATCH_BYTES = 128 << 20
-_IDLE_WAIT_S = 0.002
+_IDLE_WAIT_S = 0.001
 _COOL_DOWN_S = 2.0
 
 
@@ -56,7 +56,6 @@ class WorkerSide:
         self._save_after = 0.0
         # Shared with the background threads, under the condition's lock.
         self._progress = threading.Condition()
-        self._running = 0
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._ended_saves: dict[int, int] = {}
@@ -101,11 +100,11 @@ class WorkerSide:
     def results(self, *, idle: bool) -> KVConnectorTransferResults:
         """Returns the loads that ended since the last call.
 
-        In an idle step it waits a moment for any copy to end: the engine has nothing else to do, and its busy
-        loop would only take the processor from the copies.
+        In an idle step it waits a moment for something to report: the engine has nothing else to do, and while it steps on for
+        a lookup or a copy, its busy loop (and those of other ranks) would take the processor and the GIL from just these.
         """
         with self._progress:
-            if idle and self._running and not (self._loaded or self._ended_saves):
+            if idle and not (self._loaded or self._ended_saves):
                 self._progress.wait(_IDLE_WAIT_S)
             loaded, failed = self._loaded, self._failed
             self._loaded, self._failed = set(), set()
@@ -134,8 +133,6 @@ class WorkerSide:
 
     def _queue(self, thread: int, job: Callable[[], None]) -> None:
         assert self._threads is not None
-        with self._progress:
-            self._running += 1
         self._threads[thread].submit(job)
 
     # ---- background threads from here on
@@ -150,7 +147,6 @@ class WorkerSide:
             self._log.warn("load", f"a load failed, its blocks are computed instead: {error}")
         finally:
             with self._progress:
-                self._running -= 1
                 self._loaded.add(job.request_id)
                 if failed:
                     self._failed.add(job.request_id)
@@ -178,7 +174,6 @@ class WorkerSide:
             self._log.warn("save", f"a save failed, its blocks are not stored: {error}")
         finally:
             with self._progress:
-                self._running -= 1
                 self._ended_saves[job.job_id] = 1
                 self._progress.notify_all()
 
