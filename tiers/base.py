@@ -24,6 +24,7 @@ __all__ = [
     "RequestInfo",
     "SecondaryTier",
     "TierError",
+    "TierInUseError",
     "TierOpenError",
     "Vote",
 ]
@@ -38,6 +39,10 @@ class TierError(Exception):
 
 class TierOpenError(TierError):
     """A tier cannot be opened: its directory is in use, not writable, or of a newer format."""
+
+
+class TierInUseError(TierOpenError):
+    """Another process, a server most likely, has the tier's directory."""
 
 
 class OffloadPolicy(enum.IntEnum):

@@ -31,7 +31,6 @@ from contracts.secondary_tier import (
 
 from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.lmdb import LMDBTier
-from kvtier.tiers.lmdb_env import UNWRITTEN_PAGES
 from kvtier.tiers.lmdb_format import (
     CHUNK_PAGES,
     FORMAT_VERSION,
@@ -41,6 +40,7 @@ from kvtier.tiers.lmdb_format import (
     chunk_spans,
     record_id_of,
 )
+from kvtier.tiers.lmdb_probe import UNWRITTEN_PAGES
 
 PAGE = 4096
 
