@@ -20,7 +20,15 @@ from .base import TierInUseError, TierOpenError
 from .lmdb_format import FORMAT_VERSION
 from .lmdb_probe import DATA_FILE, file_bytes, find_damage
 
-__all__ = ["LMDB_STORE", "DamagedStoreError", "Durability", "Environment", "Layout", "open_environment"]
+__all__ = [
+    "LMDB_STORE",
+    "DamagedStoreError",
+    "Durability",
+    "Environment",
+    "Layout",
+    "open_environment",
+    "sync_directory",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +170,7 @@ def _open(
         with env.begin(write=True) as txn:
             txn.put(layout.format_key, layout.format_version.to_bytes(4, "little"), db=meta)
         if synchronous:
-            _sync_directory(directory)
+            sync_directory(directory)
         return Environment(
             directory=directory,
             env=env,
@@ -205,7 +213,8 @@ def _engine(env: lmdb.Environment) -> int:
     return version[0]
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Waits until the names of new files are on the disk. Raises `OSError`."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
