@@ -115,13 +115,13 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One tier below the CPU tier; `[[tiers]]` in the file, in lookup order."""
 
-    type: Annotated[str, setting('Which tier: `lmdb`, or "module:Class" for one that is not part of kvtier.')]
+    type: Annotated[str, setting('Which tier: `lmdb`, `disk`, or "module:Class" for one that is not part of kvtier.')]
     name: Annotated[str, setting("Its name in status and metrics.", default="the type, or the class in lower case")]
     path: Annotated[Path, setting("Directory of its files.", default="`data_dir`/`name`")]
     size: Annotated[
         int,
         setting(
-            "What its files may grow to; `lmdb` fills four fifths of that.",
+            "What its files may grow to; `lmdb` fills four fifths of that, `disk` nine tenths.",
             unit="bytes",
             ge=1 * MIB,
             default="16 GiB, at most half of the free disk",

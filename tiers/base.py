@@ -23,6 +23,7 @@ __all__ = [
     "Outcome",
     "RequestInfo",
     "SecondaryTier",
+    "TierDamagedError",
     "TierError",
     "TierInUseError",
     "TierOpenError",
@@ -39,6 +40,10 @@ class TierError(Exception):
 
 class TierOpenError(TierError):
     """A tier cannot be opened: its directory is in use, not writable, or of a newer format."""
+
+
+class TierDamagedError(TierOpenError):
+    """What a tier keeps is damaged as a whole, and was to be left as it is."""
 
 
 class TierInUseError(TierOpenError):

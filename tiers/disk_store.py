@@ -123,15 +123,14 @@ class DiskStore:
 
         Returns whether it was. Raises `lmdb.Error`.
         """
-        space = self._recovered()
         if self.index.get([name]) != [packed]:
             return False
         removed = self.index.remove([name])
         if quarantine:
             self.quarantined_blocks += 1
             self.quarantined_bytes += sum(run.pages for record in removed for run in record.runs) * PAGE_BYTES
-        else:
-            self._free(space, removed)
+        elif self._space is not None:
+            self._free(self._space, removed)
         return True
 
     def free_bytes(self) -> int:

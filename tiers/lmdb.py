@@ -24,7 +24,9 @@ from .base import (
     Vote,
 )
 from .batches import BATCH_BLOCKS, batches
+from .fsck import Slice
 from .lmdb_blocks import clear_orphans, delete_block, last_record_id, put_block, read_block, read_index
+from .lmdb_check import check_slice
 from .lmdb_env import Durability, open_environment
 from .lmdb_format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, PAGE_HEADER_BYTES, DamagedRecordError
 from .troubles import Troubles
@@ -115,6 +117,16 @@ class LMDBTier(SecondaryTier):
         index_keys = [namespace + key for namespace, key in keys if _is_name(namespace, key)]
         for start in range(0, len(index_keys), BATCH_BLOCKS):
             self._remove(index_keys[start : start + BATCH_BLOCKS])
+
+    def blocks_to_check(self) -> int:
+        """See `fsck.Checkable`."""
+        with self._store.env.begin() as txn:
+            count: int = txn.stat(self._store.index)["entries"]
+        return count
+
+    def check_slice(self, after: bytes, *, repair: bool) -> Slice:
+        """See `fsck.Checkable`."""
+        return check_slice(self._store, self._writer, after, repair=repair)
 
     def close(self) -> None:
         """Flushes to the disk, and lets go of the directory."""

@@ -16,16 +16,16 @@ from typing import Any, Literal, NoReturn
 
 import lmdb
 
-from .base import TierInUseError, TierOpenError
+from .base import TierDamagedError, TierInUseError, TierOpenError
 from .lmdb_format import FORMAT_VERSION
 from .lmdb_probe import DATA_FILE, file_bytes, find_damage
 
 __all__ = [
     "LMDB_STORE",
-    "DamagedStoreError",
     "Durability",
     "Environment",
     "Layout",
+    "TierDamagedError",
     "open_environment",
     "sync_directory",
 ]
@@ -44,10 +44,6 @@ Durability = Literal["process", "power"]
 `process`: the end of the server, SIGKILL included; after a power failure the store may have to start empty.
 `power`: a power failure too; every transaction waits for the disk.
 """
-
-
-class DamagedStoreError(TierOpenError):
-    """A store is damaged, and was to be left as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,7 @@ def _move_aside(directory: Path, damage: str, layout: Layout) -> str:
 
 
 def _refuse(directory: Path, damage: str, layout: Layout) -> NoReturn:
-    raise DamagedStoreError(f"the {layout.what} in {directory} is damaged: {damage}")
+    raise TierDamagedError(f"the {layout.what} in {directory} is damaged: {damage}")
 
 
 def _open(
