@@ -176,7 +176,7 @@ class DiskStore:
 
     def _take(self, space: Space, pages: int) -> Run | None:
         run = space.take(pages)
-        while run is None and self._grow(space, pages):
+        while run is None and pages <= self._slab_pages and self._grow(space, pages):
             run = space.take(pages)
         return run
 
