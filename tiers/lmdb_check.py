@@ -32,7 +32,7 @@ def check_slice(store: Environment, writing: threading.Lock, after: bytes, *, re
             problem = _verify(store, name, sizes)
         checked += 1
         nbytes += sum(sizes)
-        if problem and _confirm(store, writing, name, packed, repair=repair):
+        if problem and _confirm(store, writing, name, packed, damaged=not sizes, repair=repair):
             findings.append(Finding(name, sum(sizes), problem, repair))
     at_end = checked == len(records) < SLICE_BLOCKS
     return Slice(None if at_end else records[checked - 1][0], checked, nbytes, tuple(findings))
@@ -58,18 +58,20 @@ def _verify(store: Environment, name: bytes, sizes: tuple[int, ...]) -> str:
     return "its bytes are not those that were stored" if outcome is Outcome.CORRUPT else ""
 
 
-def _confirm(store: Environment, writing: threading.Lock, name: bytes, packed: bytes, *, repair: bool) -> bool:
+def _confirm(
+    store: Environment, writing: threading.Lock, name: bytes, packed: bytes, *, damaged: bool, repair: bool
+) -> bool:
     """Returns whether a block is still what it was when it was checked, and removes it if it is to be repaired."""
-    with writing, store.env.begin(write=repair, buffers=True) as txn:
-        now = txn.get(name, db=store.index)
-        if now is None or bytes(now) != packed:
-            return False
+    with writing:
+        with store.env.begin() as txn:
+            if txn.get(name, db=store.index) != packed:
+                return False
+            # Chunks of a damaged record are those that no other record names.
+            live = {record_id for record_id, _, _ in read_index(store, txn)[0]} if repair and damaged else set()
         if repair:
-            try:
-                Record.unpack(name, packed)
-            except DamagedRecordError:
-                records, _ = read_index(store, txn)
-                clear_orphans(store, txn, {record_id for record_id, _, _ in records}, [name])
-            else:
-                delete_block(store, txn, name)
+            with store.env.begin(write=True, buffers=True) as txn:
+                if damaged:
+                    clear_orphans(store, txn, live, [name])
+                else:
+                    delete_block(store, txn, name)
         return True
