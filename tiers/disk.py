@@ -82,10 +82,11 @@ class DiskTier(SecondaryTier):
         """Writes blocks, and publishes up to 32 MiB of them at once."""
         outcomes: list[Outcome] = []
         for batch in batches(blocks, BATCH_BYTES):
-            fit = [block for block in batch if _is_storable(block)]
+            storable = list(map(_is_storable, batch))
+            fit = [block for block, good in zip(batch, storable, strict=True) if good]
             written = iter(self._put(fit) if fit else [])
-            outcomes += [next(written) if _is_storable(block) else Outcome.FAILED for block in batch]
-            if len(fit) < len(batch):
+            outcomes += [next(written) if good else Outcome.FAILED for good in storable]
+            if not all(storable):
                 self._troubles.note("store", "was given a block without bytes, or with a key that is too long")
         return outcomes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from operator import attrgetter
 from pathlib import Path
@@ -102,16 +102,24 @@ class Slabs:
                 return Run(number * self._slab_pages + have, grown)
         return None
 
-    def move(self, pieces: Iterable[Piece], *, write: bool) -> None:
-        """Writes pieces to their pages, or fills them from there. Raises `OSError`; by then nothing is under way."""
+    def move(self, pieces: Iterable[Piece], *, write: bool, meanwhile: Callable[[], None] | None = None) -> None:
+        """Writes pieces to their pages, or fills them from there. Raises `OSError`; by then nothing is under way.
+
+        `meanwhile` is called on this thread while others are at work.
+        """
         calls = list(self._calls(pieces))
-        if len(calls) == 1:
-            self._move(calls[0], write=write)
-        else:
-            futures = [self._threads.submit(self._move, call, write=write) for call in calls]
+        # One future per thread, not per call: for small blocks it would cost more than the call.
+        shares = [calls[number::IO_THREADS] for number in range(min(IO_THREADS, len(calls)))]
+        own = shares.pop() if shares and meanwhile is None else []
+        futures = [self._threads.submit(self._move_all, share, write=write) for share in shares]
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            self._move_all(own, write=write)
+        finally:
             wait(futures)
-            for future in futures:
-                future.result()
+        for future in futures:
+            future.result()
         if write:
             self._unsynced.update(call[0].page // self._slab_pages for call in calls)
 
@@ -151,6 +159,10 @@ class Slabs:
             end = move.page + -(-move.view.nbytes // PAGE_BYTES)
         if call:
             yield call
+
+    def _move_all(self, calls: list[list[_Move]], *, write: bool) -> None:
+        for call in calls:
+            self._move(call, write=write)
 
     def _move(self, call: list[_Move], *, write: bool) -> None:
         """Makes one system call."""

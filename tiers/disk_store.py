@@ -19,7 +19,7 @@ import lmdb
 from .base import BlockBytes, TierOpenError
 from .batches import BATCH_BLOCKS
 from .checksum import block_checksum
-from .disk_format import PAGE_BYTES, Piece, Record, Run, pages_for, pieces
+from .disk_format import PAGE_BYTES, Record, Run, pages_for, pieces
 from .disk_index import Index
 from .disk_recovery import Recovered, recover
 from .disk_slabs import Slabs
@@ -90,25 +90,27 @@ class DiskStore:
         Raises `OSError`, `lmdb.Error`; then none of them is there.
         """
         space = self._recovered()
-        sizes = [tuple(part.nbytes for part in block.parts) for block in blocks]
-        places = self._place(space, list(map(pages_for, sizes)))
-        moves: list[Piece] = []
+        places = self._place(space, [pages_for([part.nbytes for part in block.parts]) for block in blocks])
+        placed = [(block, tuple(runs)) for block, runs in zip(blocks, places, strict=True) if runs is not None]
+        moves = [piece for block, runs in placed for piece in pieces(runs, block.parts)]
         records: list[tuple[bytes, Record]] = []
-        for block, its_sizes, runs in zip(blocks, sizes, places, strict=True):
-            if runs is not None:
+
+        def sum_up() -> None:
+            for block, runs in placed:
                 self._number += 1
                 checksum = block_checksum(block.namespace, block.key, block.parts)
-                records.append((block.namespace + block.key, Record(self._number, checksum, its_sizes, tuple(runs))))
-                moves += pieces(runs, block.parts)
+                sizes = tuple(part.nbytes for part in block.parts)
+                records.append((block.namespace + block.key, Record(self._number, checksum, sizes, runs)))
+
         try:
-            self.slabs.move(moves, write=True)
+            self.slabs.move(moves, write=True, meanwhile=sum_up)
             if self._power:
                 self.slabs.sync()
             replaced = self.index.put(records)
         except (OSError, lmdb.Error) as error:
             # After any other error of the index nobody knows what it will say when it is opened again.
             if isinstance(error, (OSError, lmdb.MapFullError)):
-                self._free(space, [record for _, record in records])
+                space.give_back(run for _, runs in placed for run in runs)
             raise
         self._free(space, replaced)
         return [runs is not None for runs in places]
