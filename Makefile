@@ -8,7 +8,6 @@ PROTOC := build/protoc
 VLLM := build/vllm
 
 PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
-TYPED_SOURCES := src/kvtier
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
