@@ -39,7 +39,7 @@ WRITE_BYTES = 16 * _MIB
 RESERVE_PAGES = 32
 """Kept free, because a removal needs a dozen pages (copies of the paths through the trees) before it frees any."""
 BATCH_BLOCKS = 512
-"""Blocks of one transaction. Bounds the pages that one can add and free at once: `lmdb_env.UNWRITTEN_PAGES`."""
+"""Blocks of one transaction. Bounds the pages that one can add and free at once: `lmdb_probe.UNWRITTEN_PAGES`."""
 READER_CHECK_EVERY = 1024
 """Write transactions."""
 
