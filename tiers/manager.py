@@ -25,6 +25,8 @@ __all__ = ["TierManager"]
 
 MAX_REQUESTS = 65536
 """Most requests that one session may have begun and not finished."""
+MAX_LEASED_ITEMS = 4 << 20
+"""Most items that the leases of one session may add up to."""
 
 
 class TierManager:
@@ -106,7 +108,7 @@ class TierManager:
         session = self.session(session_id)
         for request_id in list(session.requests):
             self._end_request((session.engine_id, request_id))
-        for lease in self._leases.owned_by(lambda owner: owner.session_id == session_id):
+        for lease in self._leases.of_session(session_id):
             self._leases.release(lease)
         for store in self._stores.owned_by(session_id):
             self._abandon(store, session.writers)
@@ -149,8 +151,7 @@ class TierManager:
         key = (session.engine_id, request_id)
         if key in self._requests:
             self._end_request(key)
-        owned = self._leases.owned_by(lambda owner: (owner.engine_id, owner.request_id) == key)
-        for lease in owned:
+        for lease in self._leases.of_request(*key):
             self._leases.release(lease)
 
     def lookup(
@@ -159,7 +160,12 @@ class TierManager:
         """Finds blocks, pins what it finds, and starts promotions; returns None where nothing was found.
 
         With `prefix` whatever follows the first miss is a miss.
+
+        Raises:
+            LimitExceeded: the session holds leases on too many blocks.
         """
+        if self._leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
+            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
         items, sources, promotions = self._match(session.namespace, keys, prefix=prefix)
         self._start_promotions(items, promotions)
         self._count(len(keys), items, sources)
@@ -202,29 +208,34 @@ class TierManager:
         for key in keys:
             session.namespace.part_bytes_of(key)
         statuses = bytearray(len(keys))
-        wanted: dict[Block, int] = {}
+        found: dict[Block, int] = {}
+        wanted: list[Block] = []
         for number, key in enumerate(keys):
             block = self._primary.find_or_add(session.namespace, key)
             if block.ready or block.written >> rank & 1:
                 statuses[number] = StoreStatus.PRESENT
-            elif block.promoting or block.slots[rank] is not None or block in wanted:
+            elif block.promoting or block.slots[rank] is not None or block in found:
                 statuses[number] = StoreStatus.IN_PROGRESS
             else:
-                block.pins += 1
-                wanted[block] = number
+                wanted.append(block)
+            if block not in found:
+                block.pins += 1  # room for the tail must not be made at the cost of the head
+                found[block] = number
         self._primary.reserve([(block, rank) for block in wanted])
         granted, slots = [], []
-        for block, number in wanted.items():
+        for block in wanted:
             offset = block.slots[rank]
             if offset is None:
-                statuses[number] = StoreStatus.NO_ROOM
-                self._primary.unpin(block)
+                statuses[found[block]] = StoreStatus.NO_ROOM
                 continue
-            statuses[number] = StoreStatus.GRANTED
+            statuses[found[block]] = StoreStatus.GRANTED
+            block.pins += 1
             block.writers += 1
             granted.append(block)
             slots.append(offset)
-        self._primary.touch(granted)
+        self._primary.touch(list(found))
+        for block in found:
+            self._primary.unpin(block)
         if not granted:
             return StoreAnswer(None, bytes(statuses), [])
         owner = Owner(session.engine_id, session.id, request_id)
@@ -239,6 +250,12 @@ class TierManager:
             NotOwner: it belongs to another engine.
         """
         return self._stores.get(store_id, session.engine_id)
+
+    def renew_store(self, session: Session, store_id: StoreId, expires_at: float) -> Store:
+        """Extends a store that is being written to, and returns it; never shortens it. Raises like `store`."""
+        store = self._stores.get(store_id, session.engine_id)
+        store.expires_at = max(store.expires_at, expires_at)
+        return store
 
     def complete_store(self, session: Session, store_id: StoreId, failed: Collection[int] = ()) -> None:
         """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `store`.
@@ -331,6 +348,7 @@ class TierManager:
             hits=self._primary_hits,
             misses=self._asked - self._primary_hits,
             evictions=self._primary.evictions,
+            dropped=self._primary.no_room,
         )
         return ManagerStats(
             tiers=(cpu, *(lane.stats() for lane in self._flow.lanes)),
