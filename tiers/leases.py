@@ -10,11 +10,14 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from .blocks import Block
 from .commands import LeaseId, StoreId
 from .errors import InvalidItem, LeaseNotFound, NotOwner, NotReady, StoreNotFound
+
+if TYPE_CHECKING:
+    from .requests import Request
 
 __all__ = ["KeyStatus", "Lease", "LeaseTable", "Owner", "Store", "StoreTable"]
 
@@ -202,6 +205,8 @@ class Store:
     rank: int
     expires_at: float
     blocks: Sequence[Block]
+    request: Request | None = None
+    """The request on whose behalf it is; None for one that was never begun."""
 
     def slots(self) -> list[int]:
         """Returns the granted slots, in the order of the blocks."""
@@ -240,9 +245,11 @@ class StoreTable:
         """Bytes of slots that are out of use because of a writer that may still be there."""
         return sum(entry.nbytes for entry in self._quarantine.values())
 
-    def begin(self, owner: Owner, rank: int, expires_at: float, blocks: Sequence[Block]) -> Store:
+    def begin(
+        self, owner: Owner, rank: int, expires_at: float, blocks: Sequence[Block], request: Request | None = None
+    ) -> Store:
         """Registers a store of blocks that are pinned and have a slot for the rank."""
-        store = Store(StoreId(self.next_id), owner, rank, expires_at, blocks)
+        store = Store(StoreId(self.next_id), owner, rank, expires_at, blocks, request)
         self.next_id += 1
         self._stores[store.id] = store
         return store
