@@ -162,7 +162,7 @@ _TIER_COUNTERS = {
 _MANAGER_GAUGES = {
     "leases": "Leases that are held.",
     "stores": "Stores that are in flight.",
-    "quarantined_bytes": "Bytes out of use because a process that lost its store, fallen or merely silent, may still write to them.",
+    "quarantined_bytes": "Bytes out of use because a process that lost its store, fallen or merely silent, may still write there.",
     "namespaces": "Namespaces seen since start.",
 }
 _MANAGER_COUNTERS = {
