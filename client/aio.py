@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
@@ -17,7 +17,7 @@ from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
-from .errors import InvalidRequest, KVTierError, error_from_status
+from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Transport
 from .namespace import Namespace
 from .operations import Operations
@@ -215,7 +215,7 @@ class AsyncClient:
             while True:
                 try:
                     result = await self._perform(effect)
-                except Exception as error:  # noqa: BLE001 - the operation tidies up, and raises it again
+                except BaseException as error:  # noqa: BLE001 - the operation tidies up, and raises it again
                     effect = operation.throw(error)
                 else:
                     effect = operation.send(result)
@@ -225,18 +225,55 @@ class AsyncClient:
 
     async def _perform(self, effect: Effect) -> Any:
         try:
-            match effect:
-                case Connect(timeout, patient):
-                    return self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
-                case Call(method, request, timeout):
-                    return await self._calls[method](request, timeout=timeout)
-                case Push(frames, timeout):
-                    return await self._push(frames(), timeout=timeout)
-                case Pull(request, take, timeout):
-                    async for message in self._pull(request, timeout=timeout):
-                        take(message)
-                case Copy(run):
-                    await asyncio.to_thread(run)
+            return await self._do(effect)
         except grpc.aio.AioRpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+        except grpc.aio.UsageError:
+            raise NotConnected("the client is closed") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if isinstance(effect, Push | Pull) and effect.link.fallen and not (task and task.cancelling()):
+                raise SessionLost("the session has ended") from None
+            raise
+
+    async def _do(self, effect: Effect) -> Any:
+        match effect:
+            case Connect(timeout, patient):
+                return self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
+            case Call(method, request, timeout):
+                return await self._calls[method](request, timeout=timeout)
+            case Push(link, frames, timeout):
+                push = self._push(frames(), timeout=timeout)
+                with link.cancelling(self._from_any_thread(push.cancel)):
+                    return await push
+            case Pull(link, request, take, timeout):
+                pull = self._pull(request, timeout=timeout)
+                with link.cancelling(self._from_any_thread(pull.cancel)):
+                    async for message in pull:
+                        take(message)
+            case Copy(run):
+                await _to_its_end(asyncio.to_thread(run))
         return None
+
+    def _from_any_thread(self, cancel: Callable[[], object]) -> Callable[[], object]:
+        loop = asyncio.get_running_loop()
+
+        def call() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: so is the call
+                loop.call_soon_threadsafe(cancel)
+
+        return call
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for a thread even if cancelled: memory that it copies from or to must stay where it is meanwhile."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()

@@ -17,7 +17,7 @@ from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
-from .errors import InvalidRequest, KVTierError, error_from_status
+from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Transport
 from .link import Link
 from .namespace import Namespace
@@ -112,6 +112,12 @@ class Client:
     def connected(self) -> bool:
         """Whether there is a session now."""
         return self._wire.link is not None
+
+    @property
+    def max_keys(self) -> int | None:
+        """Most keys that one call may name; None while there is no session."""
+        link = self._wire.link
+        return link.limits.max_keys if link is not None else None
 
     @property
     def transport(self) -> str | None:
@@ -255,7 +261,7 @@ class Client:
             while True:
                 try:
                     result = self._wire.perform(effect)
-                except Exception as error:  # noqa: BLE001 - the operation tidies up, and raises it again
+                except BaseException as error:  # noqa: BLE001 - the operation tidies up, and raises it again
                     effect = operation.throw(error)
                 else:
                     effect = operation.send(result)
@@ -281,6 +287,7 @@ class _GrpcWire:
         self._push = self._channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
         self._pull = self._channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
         self._keeper = Keeper(self._channel, identity, timeouts.call)
+        self._closed = False
 
     @property
     def link(self) -> Link | None:
@@ -291,22 +298,36 @@ class _GrpcWire:
 
     def perform(self, effect: Effect) -> Any:
         try:
-            match effect:
-                case Connect(timeout, patient):
-                    return self._keeper.wait(timeout, patient=patient)
-                case Call(method, request, timeout):
-                    return self._calls[method](request, timeout=timeout)
-                case Push(frames, timeout):
-                    return self._push(frames(), timeout=timeout)
-                case Pull(request, take, timeout):
-                    for message in self._pull(request, timeout=timeout):
-                        take(message)
-                case Copy(run):
-                    run()
+            return self._do(effect)
         except grpc.RpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+        except grpc.FutureCancelledError:
+            raise SessionLost("the session has ended") from None
+        except ValueError:
+            if self._closed:  # gRPC's way to say so
+                raise NotConnected("the client is closed") from None
+            raise
+
+    def _do(self, effect: Effect) -> Any:
+        match effect:
+            case Connect(timeout, patient):
+                return self._keeper.wait(timeout, patient=patient)
+            case Call(method, request, timeout):
+                return self._calls[method](request, timeout=timeout)
+            case Push(link, frames, timeout):
+                push = self._push.future(frames(), timeout=timeout)
+                with link.cancelling(push.cancel):
+                    return push.result()
+            case Pull(link, request, take, timeout):
+                pull = self._pull(request, timeout=timeout)
+                with link.cancelling(pull.cancel):
+                    for message in pull:
+                        take(message)
+            case Copy(run):
+                run()
         return None
 
     def close(self) -> None:
+        self._closed = True
         self._keeper.close()
         self._channel.close()

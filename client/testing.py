@@ -338,9 +338,9 @@ class _FakeWire:
                 return self._connect()
             case Call(method, request, _):
                 return self._server._handle(method, request)  # noqa: SLF001 - two halves of one fake
-            case Push(frames, _):
+            case Push(_, frames, _):
                 return self._server._push(list(frames()))  # noqa: SLF001
-            case Pull(request, take, _):
+            case Pull(_, request, take, _):
                 self._server._pull(request, take)  # noqa: SLF001
             case Copy(run):
                 run()

@@ -223,7 +223,7 @@ class Server:
         """Takes no new work and waits for what is under way; then the sessions end."""
         sessions.draining = True
         if not await runtime.drain(_DRAIN_SECONDS):
-            _log.warning("jobs were still running when the time to drain was over", seconds=_DRAIN_SECONDS)
+            _log.warning("stores or jobs were still running when the time to drain was over", seconds=_DRAIN_SECONDS)
         sessions.ended.set()
 
 

@@ -81,7 +81,7 @@ class SessionConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval: Annotated[
         float,
         setting(
-            "Time between two heartbeats; a client that hears none for three of them registers again.",
+            "Time between two heartbeats; a client that hears none for five of them registers again.",
             unit="seconds",
             ge=0.01,
             le=60,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 import grpc
@@ -73,14 +73,29 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         return call
 
     def _wrap_stream(self, method: str, behavior: Any) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        # No generator, though gRPC takes one: of a call that is cancelled while an answer is being sent, gRPC drops the
+        # generator where it stands, and what its `finally` does (a session falls) waits until it is collected.
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
             with _Outcome(self._observe, method) as outcome:
                 try:
-                    async for answer in behavior(request, context):
-                        yield answer
+                    answers = behavior(request, context)
+                    if not hasattr(answers, "__anext__"):  # it writes its answers itself, as the health service does
+                        await answers
+                        return
                 except Exception as error:  # noqa: BLE001 - as above
                     del request
                     await outcome.abort(context, error)
+                async with contextlib.aclosing(answers):
+                    while True:
+                        try:
+                            answer = await anext(answers)
+                        except StopAsyncIteration:
+                            return
+                        except Exception as error:  # noqa: BLE001 - as above
+                            del request
+                            await outcome.abort(context, error)
+                        await context.write(answer)
+                        del answer  # a frame of 2 MiB, while the next may be long in coming
 
         return call
 
@@ -109,7 +124,8 @@ class _Outcome:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, asyncio.CancelledError | GeneratorExit):
+        if kind is not None and not issubclass(kind, grpc.aio.AbortError):
+            # Cancelled; or an answer could not be sent, because the client is gone.
             self._code = grpc.StatusCode.CANCELLED
         self._observe(self._method, self._code.name, time.monotonic() - self._started)
 

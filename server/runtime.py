@@ -39,6 +39,7 @@ _log = get_logger(__name__)
 
 _TICK_SECONDS = 1.0
 _LOAD_THREADS = 2
+_WRITERS_SECONDS = 3.0
 _BACKING_CHUNK_BYTES = 64 << 20
 
 
@@ -134,11 +135,13 @@ class TierRuntime:
         New stores must be refused meanwhile. What is not done in time is left out, the least recently used first.
         """
         deadline = self.now() + seconds
-        if not await self._idle(deadline, lambda: self.core.stats().stores):
-            return False
         self.core.make_durable()
         self.pump()
-        return await self._idle(deadline, lambda: self._jobs)
+        # Writers get a moment, not more: one that hangs must not cost what is there already.
+        stored = await self._idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
+        self.core.make_durable()
+        self.pump()
+        return await self._idle(deadline, lambda: self._jobs) and stored
 
     async def _idle(self, deadline: float, busy: Callable[[], int]) -> bool:
         while busy():
@@ -193,7 +196,11 @@ class TierRuntime:
         self._jobs += 1
         move = tier.store if operation == "store" else tier.load
         job = [self._block_bytes(block) for block in blocks]
-        pool.submit(self._move, tier, operation, move, job_id, job)
+        try:
+            pool.submit(self._move, tier, operation, move, job_id, job)
+        except RuntimeError as error:  # no thread to be had
+            _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
+            self._loop.call_soon(self._finish_job, job_id, [Outcome.FAILED] * len(job))
 
     def _move(
         self,
@@ -211,7 +218,10 @@ class TierRuntime:
             _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
             tier.trouble = f"{operation}: {error}"
             outcomes = [Outcome.FAILED] * len(job)
-        self.observe_job(tier.name, operation, time.monotonic() - started, sum(b.nbytes for b in job), outcomes)
+        try:
+            self.observe_job(tier.name, operation, time.monotonic() - started, sum(b.nbytes for b in job), outcomes)
+        except Exception as error:  # noqa: BLE001 - a figure less, not a job that never ends
+            _log.error("job not observed", exc_info=error)
         self._loop.call_soon_threadsafe(self._finish_job, job_id, outcomes)
 
     def _finish_job(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
@@ -231,9 +241,12 @@ class TierRuntime:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            self.core.tick(self.now())
-            self.pump()
-            self.notify()
+            try:
+                self.core.tick(self.now())
+                self.pump()
+                self.notify()
+            except Exception as error:  # noqa: BLE001 - without it nothing would ever expire again
+                _log.error("tick failed", exc_info=error)
 
     def _back_from(self, start: int) -> None:
         """Backs the rest of the region chunk by chunk, on a thread of its own."""

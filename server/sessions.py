@@ -65,7 +65,9 @@ class SessionRegistry:
         session_id = secrets.token_bytes(16)
         spec = namespace_spec(request.namespace)
         session = OpenSession(
-            core=self._runtime.core.open_session(session_id, request.engine_id, rank, spec),
+            core=self._runtime.core.open_session(
+                session_id, request.engine_id, rank, spec, tenant=request.namespace.tenant
+            ),
             ref=common_pb2.SessionRef(session_id=session_id, epoch=self.epoch),
             opened_at=self._runtime.now(),
             client_name=request.client_name,

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import lmdb
 
-from .base import BlockBytes, Entry, NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
+from .base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from .batches import BATCH_BLOCKS, batches
 from .checksum import block_checksum
 from .disk_check import check_slice
@@ -18,6 +18,7 @@ from .disk_store import FULL, DiskStore
 from .fsck import Slice
 from .lmdb_env import Durability
 from .lmdb_format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, DamagedRecordError
+from .rules import vote
 from .troubles import Troubles
 
 __all__ = ["DiskTier"]
@@ -56,8 +57,8 @@ class DiskTier(SecondaryTier):
         self._troubles.note("open", self._store.index.warning)
 
     def on_new_request(self, request: RequestInfo) -> Vote:
-        """Votes for the default."""
-        return Vote(OffloadPolicy.BLOCK_LEVEL, "the default")
+        """Votes by its rules."""
+        return vote(self.rules, request)
 
     def entries(self) -> Iterator[Entry]:
         """Yields the blocks in the order in which they were stored. Clears away records that cannot be used."""

@@ -16,7 +16,6 @@ from .base import (
     BlockBytes,
     Entry,
     NamespaceId,
-    OffloadPolicy,
     Outcome,
     RequestInfo,
     SecondaryTier,
@@ -29,6 +28,7 @@ from .lmdb_blocks import clear_orphans, delete_block, last_record_id, put_block,
 from .lmdb_check import check_slice
 from .lmdb_env import Durability, open_environment
 from .lmdb_format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, PAGE_HEADER_BYTES, DamagedRecordError
+from .rules import vote
 from .troubles import Troubles
 
 __all__ = ["LMDBTier"]
@@ -84,8 +84,8 @@ class LMDBTier(SecondaryTier):
             raise TierOpenError(f"cannot read the LMDB store in {directory}: {error!r}") from error
 
     def on_new_request(self, request: RequestInfo) -> Vote:
-        """Votes for the default."""
-        return Vote(OffloadPolicy.BLOCK_LEVEL, "the default")
+        """Votes by its rules."""
+        return vote(self.rules, request)
 
     def entries(self) -> Iterator[Entry]:
         """Yields the blocks in the order in which they were stored. Clears away damaged index records."""

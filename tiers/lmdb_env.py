@@ -1,7 +1,7 @@
 """Opening an LMDB environment so that nothing found on the disk can take the server down.
 
-LMDB maps its file and trusts it: some kinds of damage end in SIGBUS, SIGSEGV or a failed assertion, and with them the
-process. So a child process walks the file first. What it does not survive is moved aside, and the store starts empty.
+What is damaged (see `lmdb_probe`) is moved aside, and the store starts empty. What could not be looked through is refused
+and stays as it is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -17,18 +19,10 @@ from typing import Any, Literal, NoReturn
 import lmdb
 
 from .base import TierDamagedError, TierInUseError, TierOpenError
-from .lmdb_format import FORMAT_VERSION
-from .lmdb_probe import DATA_FILE, file_bytes, find_damage
+from .lmdb_format import DATA_FILE, DATABASES, FORMAT_VERSION
+from .lmdb_probe import find_damage
 
-__all__ = [
-    "LMDB_STORE",
-    "Durability",
-    "Environment",
-    "Layout",
-    "TierDamagedError",
-    "open_environment",
-    "sync_directory",
-]
+__all__ = ["LMDB_STORE", "Durability", "Environment", "Layout", "open_environment", "sync_directory"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +30,8 @@ LOCK_FILE = "lock.mdb"
 OWNER_FILE = "owner.lock"
 MAX_READERS = 512
 """Read transactions open at once: one per load that runs."""
+KEPT_DAMAGED = 2
+"""Damaged files that are kept, the newest: each may be as large as the store."""
 
 
 Durability = Literal["process", "power"]
@@ -57,7 +53,7 @@ class Layout:
     format_version: int
 
 
-LMDB_STORE = Layout("LMDB store", (b"meta", b"index", b"data"), b"format", FORMAT_VERSION)
+LMDB_STORE = Layout("LMDB store", DATABASES, b"format", FORMAT_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +87,14 @@ def open_environment(
 ) -> Environment:
     """Opens or creates the environment in `directory`, whose file may grow to `size_bytes`.
 
-    A file that is longer already keeps its length. A damaged one is moved to `damaged-<n>` beside it and
-    kept; with `mend` off it stays and is refused. Raises `TierOpenError`.
+    A file that is longer already keeps its length. A damaged one is moved to `damaged-<n>` beside it, and the newest
+    of these are kept; with `mend` off it stays and is refused. Raises `TierOpenError`, and then has moved nothing.
     """
     owner_fd = _own(directory, layout)
     try:
         warning = None
-        size_bytes = max(size_bytes, file_bytes(directory))
-        if damage := find_damage(directory, size_bytes, layout.databases):
+        size_bytes = max(size_bytes, _file_bytes(directory))
+        if _file_bytes(directory) and (damage := find_damage(directory, size_bytes, layout.databases)):
             warning = _move_aside(directory, damage, layout) if mend else _refuse(directory, damage, layout)
         return _open(directory, size_bytes, durability, layout, owner_fd, warning)
     except BaseException as error:
@@ -128,17 +124,36 @@ def _own(directory: Path, layout: Layout) -> int:
     return fd
 
 
+def _file_bytes(directory: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return (directory / DATA_FILE).stat().st_size
+    return 0
+
+
 def _move_aside(directory: Path, damage: str, layout: Layout) -> str:
-    number = 1
-    while (aside := directory / f"damaged-{number}").exists():
-        number += 1
+    earlier = _damaged(directory)
+    aside = directory / f"damaged-{_number_of(earlier[-1]) + 1 if earlier else 1}"
     aside.mkdir(mode=0o700)
     for name in (DATA_FILE, LOCK_FILE):
         with contextlib.suppress(FileNotFoundError):
             (directory / name).rename(aside / name)
     warning = f"the {layout.what} in {directory} was damaged ({damage}); it was moved to {aside} and a new one begun"
     _log.error("%s", warning)
+    for old in [*earlier, aside][:-KEPT_DAMAGED]:
+        _log.warning("removing %s: only the last %d damaged stores are kept", old, KEPT_DAMAGED)
+        shutil.rmtree(old, ignore_errors=True)
     return warning
+
+
+def _damaged(directory: Path) -> list[Path]:
+    """Returns where damaged files were moved to, the oldest first."""
+    return sorted(filter(_number_of, directory.iterdir()), key=_number_of)
+
+
+def _number_of(path: Path) -> int:
+    """Returns the n of `damaged-<n>`; 0 of anything else."""
+    match = re.fullmatch(r"damaged-([1-9]\d*)", path.name, re.ASCII)
+    return int(match[1]) if match else 0
 
 
 def _refuse(directory: Path, damage: str, layout: Layout) -> NoReturn:
@@ -198,9 +213,8 @@ def _check_format(directory: Path, env: lmdb.Environment, layout: Layout) -> Non
         raise TierOpenError(f"the LMDB environment in {directory} is not a kvtier {layout.what}")
     found = int.from_bytes(version, "little")
     if found > layout.format_version:
-        raise TierOpenError(
-            f"the {layout.what} in {directory} has format {found}; this release knows formats up to {layout.format_version}"
-        )
+        known = f"this release knows formats up to {layout.format_version}"
+        raise TierOpenError(f"the {layout.what} in {directory} has format {found}; {known}")
 
 
 def _engine(env: lmdb.Environment) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from .base import NamespaceId
@@ -12,6 +12,9 @@ from .policies import EvictionPolicy
 from .slots import SlotAllocator
 
 __all__ = ["PrimaryTier"]
+
+_EXTENT_CANDIDATES = 256
+"""Victims of another class that are looked at for an extent that can be taken over."""
 
 
 class PrimaryTier:
@@ -25,6 +28,8 @@ class PrimaryTier:
     def __init__(self, extent_bytes: int, new_policy: Callable[[], EvictionPolicy[Block]]) -> None:
         self.memory = SlotAllocator(extent_bytes)
         self.evictions = 0
+        self.no_room = 0
+        """Slots that were asked for and could not be had."""
         self._new_policy = new_policy
         self._policies: dict[int, EvictionPolicy[Block]] = {}
         self._blocks: dict[NamespaceId, dict[bytes, Block]] = defaultdict(dict)
@@ -79,7 +84,9 @@ class PrimaryTier:
         for block, rank in wanted:
             by_class[self.memory.slot_bytes_for(block.part_bytes)].append((block, rank))
         for slot_bytes, pairs in by_class.items():
-            for (block, rank), offset in zip(pairs, self._take(slot_bytes, len(pairs)), strict=False):
+            offsets = self._take(slot_bytes, len(pairs))
+            self.no_room += len(pairs) - len(offsets)
+            for (block, rank), offset in zip(pairs, offsets, strict=False):
                 block.slots[rank] = offset
                 self._owners[offset] = block
 
@@ -133,35 +140,49 @@ class PrimaryTier:
     def _make_room(self, slot_bytes: int, count: int) -> bool:
         """Evicts own blocks or takes over another class' extent. Returns whether anything was freed."""
         own = list(islice(self._evictable(slot_bytes), count))
-        extent_offsets = self._extent_idle_since(slot_bytes, own[0].last_use if own else None)
-        victims = {self._owners[offset] for offset in extent_offsets} if extent_offsets else own
+        victims = self._idle_extent(slot_bytes, own[0].last_use if own else None) or own
         for block in victims:
             self.evict(block)
         self.evictions += len(victims)
         return bool(victims)
 
-    def _evictable(self, slot_bytes: int) -> Iterable[Block]:
+    def _evictable(self, slot_bytes: int) -> Iterator[Block]:
         policy = self._policies.get(slot_bytes)
-        return (block for block in policy.victims() if block.pins == 0) if policy else ()
+        return (block for block in policy.victims() if block.pins == 0) if policy else iter(())
 
-    def _extent_idle_since(self, slot_bytes: int, before: int | None) -> set[int] | None:
-        """Returns the slots of another class' extent that may be taken over, or None.
+    def _idle_extent(self, slot_bytes: int, before: int | None) -> list[Block] | None:
+        """Returns the blocks of another class' extent that may be taken over, or None.
 
-        Its class' next victim lies in it and was last used before `before` (None: at any time).
+        It holds one of that class' next victims, last used before `before` (None: at any time), and nothing that is pinned,
+        being written or in quarantine; the one idle for longest is preferred.
         """
-        others = (
-            next(iter(self._evictable(other)), None)
-            for other in self._policies
-            if other != slot_bytes and slot_bytes <= self.memory.extent_bytes
-        )
-        oldest = min((block for block in others if block is not None), key=lambda block: block.last_use, default=None)
-        if oldest is None or (before is not None and oldest.last_use >= before):
+        if slot_bytes > self.memory.extent_bytes:
             return None
-        for offset in oldest.slots:
+        best: tuple[int, list[Block]] | None = None
+        for other in self._policies:
+            if other == slot_bytes:
+                continue
+            blocked: set[int] = set()
+            for block in islice(self._evictable(other), _EXTENT_CANDIDATES):
+                if (before is not None and block.last_use >= before) or (best and block.last_use >= best[0]):
+                    break
+                blocks = self._blocks_of_extent(block, blocked)
+                if blocks:
+                    best = (block.last_use, blocks)
+                    break
+        return best[1] if best else None
+
+    def _blocks_of_extent(self, block: Block, blocked: set[int]) -> list[Block] | None:
+        """Returns all blocks of an extent that a block lies in, if all can be evicted; notes extents where that is not so."""
+        for offset in block.slots:
             if offset is None:
                 continue
-            in_use = self.memory.extent_at(offset).in_use
-            owners = [self._owners.get(slot) for slot in in_use]
-            if all(owner is not None and owner.pins == 0 for owner in owners):
-                return set(in_use)
+            extent = self.memory.extent_at(offset)
+            if extent.offset in blocked:
+                continue
+            owners = [self._owners.get(slot) for slot in extent.in_use]
+            blocks = {owner for owner in owners if owner is not None and owner.pins == 0}
+            if all(owner in blocks for owner in owners):
+                return list(blocks)
+            blocked.add(extent.offset)
         return None

@@ -50,6 +50,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             request_id=self._edge.request_id(request.request_id),
             namespace=session.namespace.id,
             prompt_tokens=request.prompt_tokens,
+            tenant=session.tenant,
+            priority=request.priority,
             kv_transfer_params=_params(request.kv_transfer_params_json),
         )
         lease_seconds, wait = self._edge.lease(request.lease_duration), self._edge.wait(request.wait)
@@ -179,9 +181,12 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.FinishRequestRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.FinishRequestResponse:
         session = self._sessions.get(request.session)
-        self._core.finish_request(session, self._edge.request_id(request.request_id))
+        deadline = self._runtime.now() + self._edge.wait(request.wait)
+        finished = self._core.finish_request(session, self._edge.request_id(request.request_id))
         self._runtime.pump()
-        return cache_pb2.FinishRequestResponse()
+        while not finished.settled and (remaining := deadline - self._runtime.now()) > 0:
+            await self._runtime.changed(remaining)
+        return cache_pb2.FinishRequestResponse(settled=finished.settled, incomplete_blocks=finished.incomplete)
 
     async def _look_up(
         self,

@@ -70,7 +70,8 @@ class TransferService:
                 self._damaged.inc()
                 raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {fields.offset_bytes} arrived damaged")
             # Asked anew for every frame: the store may have ended meanwhile, and its slots be somebody else's.
-            self._core.store(session, store_id)
+            expires_at = self._runtime.now() + self._edge.leases.default
+            self._core.renew_store(session, store_id, expires_at)
             taken = 0
             try:
                 for start, nbytes in parts.locate(fields.offset_bytes, payload.nbytes):

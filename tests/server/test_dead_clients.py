@@ -98,6 +98,23 @@ def test_writer_killed_in_mid_write(server: ServerProcess, transport: str, then:
         assert_serves(other, many)
 
 
+@pytest.mark.parametrize("how", ["killed", "channel closed", "stream cancelled"])
+def test_a_client_that_vanishes_is_noticed_at_once(tmp_path: Path, how: str) -> None:
+    """A session falls in well under a second, whatever the server was doing with its stream at that moment."""
+    with ServerProcess(tmp_path, region=32 * MIB, config="[sessions]\nheartbeat_interval = 0.01").start() as server:
+        for number in range(3):
+            with contextlib.ExitStack() as closing:
+                if how == "killed":
+                    vanish = closing.enter_context(writer(server, "grpc", "time.sleep(60)")).kill
+                else:
+                    raw = closing.enter_context(RawSession(server.endpoint, NAMESPACE, engine_id=f"raw {number}"))
+                    vanish = raw.channel.close if how == "channel closed" else raw.fall
+                server.wait_for(lambda status: len(status.sessions) == 1)
+                time.sleep(0.1 + number * 0.003)
+                vanish()
+                server.wait_for(lambda status: not status.sessions, 0.7)
+
+
 def test_slots_of_a_fallen_session_wait_for_its_process(server: ServerProcess) -> None:
     """A session falls while its process lives on and has the region mapped: its slots stay out of use until it hangs up.
 
