@@ -92,7 +92,7 @@ class Record(NamedTuple):
         fields = _fields(count).unpack_from(value, _HEAD.size)
         sizes = fields[:parts]
         record = cls(number, checksum, sizes, tuple(map(Run, fields[parts::2], fields[parts + 1 :: 2])))
-        if pages_for(sizes) != sum(run.pages for run in record.runs):
+        if pages_for(sizes) != sum(fields[parts + 1 :: 2]):
             raise DamagedRecordError
         return record
 
@@ -104,7 +104,10 @@ def _fields(count: int) -> struct.Struct:
 
 def pages_for(sizes: Sequence[int]) -> int:
     """Returns how many pages parts of these sizes take."""
-    return sum(-(-size // PAGE_BYTES) for size in sizes)
+    pages = 0
+    for size in sizes:
+        pages += -(-size // PAGE_BYTES)
+    return pages
 
 
 def pieces(runs: Sequence[Run], parts: Sequence[memoryview]) -> Iterator[Piece]:
