@@ -25,7 +25,7 @@ __all__ = ["measure_disk"]
 
 SIZES = (64 << 10, 2 << 20)
 ROUND_BYTES = 64 << 20
-ROUNDS = 9
+ROUNDS = 18
 TIER_BYTES = 1 << 30
 SPACE = NamespaceId(bytes(16))
 
