@@ -32,7 +32,7 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
 def _open(config: TierConfig) -> SecondaryTier:
     try:
         make = _tier_class(config)
-        return make(
+        tier = make(
             name=config.name,
             directory=config.path,
             size_bytes=config.size,
@@ -43,6 +43,9 @@ def _open(config: TierConfig) -> SecondaryTier:
         raise TierOpenError(f"tier {config.name}: {error}") from error
     except (TypeError, ValueError, OSError) as error:
         raise TierOpenError(f"tier {config.name}: {type(error).__name__}: {error}") from error
+    if config.rules is not None:
+        tier.rules = tuple(rule.to_rule() for rule in config.rules)
+    return tier
 
 
 def _tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
