@@ -21,7 +21,7 @@ from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, erro
 from .keeper import Identity, Keeper, Transport
 from .namespace import Namespace
 from .operations import Operations
-from .results import LookupResult, ReadBatch, WriteBatch
+from .results import LookupResult, ReadBatch, RequestOutcome, WriteBatch
 from .timeouts import Timeouts
 from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
 
@@ -108,6 +108,7 @@ class AsyncClient:
         keys: Sequence[bytes] = (),
         *,
         prompt_tokens: int = 0,
+        priority: int = 0,
         kv_transfer_params: Mapping[str, Any] | None = None,
         wait: float = 0.0,
         prefix: bool = True,
@@ -119,6 +120,7 @@ class AsyncClient:
                 request_id,
                 keys,
                 prompt_tokens=prompt_tokens,
+                priority=priority,
                 kv_transfer_params=kv_transfer_params,
                 wait=wait,
                 prefix=prefix,
@@ -185,9 +187,9 @@ class AsyncClient:
         """See `Client.release`."""
         await self._run(self._operations.release(lease_ids))
 
-    async def finish_request(self, request_id: str) -> None:
+    async def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
         """See `Client.finish_request`."""
-        await self._run(self._operations.finish_request(request_id))
+        return await self._run(self._operations.finish_request(request_id, wait=wait))
 
     async def status(self) -> admin_pb2.GetStatusResponse:
         """See `Client.status`."""

@@ -21,7 +21,7 @@ from .effects import Call, Connect, Copy, Operation, Pull, Push
 from .errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, KVTierError, ServerError, SessionLost
 from .link import Link
 from .namespace import Namespace
-from .results import LookupResult, OffloadPolicy, ReadBatch, StoreStatus, TierVote, WriteBatch
+from .results import LookupResult, OffloadPolicy, ReadBatch, RequestOutcome, StoreStatus, TierVote, WriteBatch
 from .staging import StagingPool
 from .timeouts import Timeouts
 
@@ -62,6 +62,7 @@ class Operations:
         keys: Sequence[bytes],
         *,
         prompt_tokens: int,
+        priority: int,
         kv_transfer_params: Mapping[str, Any] | None,
         wait: float,
         prefix: bool,
@@ -76,6 +77,7 @@ class Operations:
             keys=keys,
             mode=_mode(prefix),
             prompt_tokens=prompt_tokens,
+            priority=priority,
             kv_transfer_params_json=_json(kv_transfer_params),
             wait=_duration(wait),
             lease_duration=_duration(lease),
@@ -236,11 +238,14 @@ class Operations:
         answer = yield from self._call(link, "CacheService/Touch", request)
         return list(answer.missing_lease_ids)
 
-    def finish_request(self, request_id: str) -> Operation[None]:
+    def finish_request(self, request_id: str, *, wait: float) -> Operation[RequestOutcome]:
         """Ends a request."""
         link: Link = yield Connect(self._timeouts.connect)
-        request = _message(cache_pb2.FinishRequestRequest, session=link.ref, request_id=request_id)
-        yield from self._call(link, "CacheService/FinishRequest", request)
+        request = _message(
+            cache_pb2.FinishRequestRequest, session=link.ref, request_id=request_id, wait=_duration(wait)
+        )
+        answer = yield from self._call(link, "CacheService/FinishRequest", request, wait)
+        return RequestOutcome(answer.settled, answer.incomplete_blocks)
 
     def status(self) -> Operation[admin_pb2.GetStatusResponse]:
         """Asks for the server's status."""

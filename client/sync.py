@@ -22,7 +22,7 @@ from .keeper import Identity, Keeper, Transport
 from .link import Link
 from .namespace import Namespace
 from .operations import Operations
-from .results import LookupResult, ReadBatch, WriteBatch
+from .results import LookupResult, ReadBatch, RequestOutcome, WriteBatch
 from .timeouts import Timeouts
 from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
 
@@ -135,6 +135,7 @@ class Client:
         keys: Sequence[bytes] = (),
         *,
         prompt_tokens: int = 0,
+        priority: int = 0,
         kv_transfer_params: Mapping[str, Any] | None = None,
         wait: float = 0.0,
         prefix: bool = True,
@@ -149,6 +150,7 @@ class Client:
                 request_id,
                 keys,
                 prompt_tokens=prompt_tokens,
+                priority=priority,
                 kv_transfer_params=kv_transfer_params,
                 wait=wait,
                 prefix=prefix,
@@ -231,9 +233,14 @@ class Client:
         """Gives leases back; unknown ones are ignored."""
         self._run(self._operations.release(lease_ids))
 
-    def finish_request(self, request_id: str) -> None:
-        """Ends a request: its leases are released."""
-        self._run(self._operations.finish_request(request_id))
+    def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
+        """Ends a request: its leases are released, and its tiers told once it has settled.
+
+        Args:
+            request_id: as announced with `begin_request`; one that was not is fine.
+            wait: seconds to wait until nothing more is going to be stored for it.
+        """
+        return self._run(self._operations.finish_request(request_id, wait=wait))
 
     def status(self) -> admin_pb2.GetStatusResponse:
         """Asks the server for its tiers and sessions."""

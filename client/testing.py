@@ -285,7 +285,7 @@ class FakeServer:
         self._leases = {
             number: lease for number, lease in self._leases.items() if (lease.engine_id, lease.request_id) != owner
         }
-        return cache_pb2.FinishRequestResponse()
+        return cache_pb2.FinishRequestResponse(settled=True)
 
     def _get_status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
         used = sum(len(part) for parts in self._blocks.values() for part in parts.values())

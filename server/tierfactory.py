@@ -39,7 +39,7 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
     leave: dict[str, Any] = {} if mend or config.is_custom else {"mend": False}
     try:
         make = _tier_class(config)
-        return make(
+        tier = make(
             name=config.name,
             directory=config.path,
             size_bytes=config.size,
@@ -53,6 +53,9 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
         raise kind(f"tier {config.name}: {error}") from error
     except (TypeError, ValueError, OSError) as error:
         raise TierOpenError(f"tier {config.name}: {type(error).__name__}: {error}") from error
+    if config.rules is not None:
+        tier.rules = tuple(rule.to_rule() for rule in config.rules)
+    return tier
 
 
 def _tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
