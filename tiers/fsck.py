@@ -50,6 +50,7 @@ class Checkable(Protocol):
 
     def blocks_to_check(self) -> int:
         """Returns about how many blocks there are. Called on any thread."""
+        ...
 
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
         """Verifies the next blocks by name, a few megabytes of them; with `repair` quarantines those that are damaged.
@@ -57,6 +58,7 @@ class Checkable(Protocol):
         `after` is `b""` at first. Called on any thread, beside loads and one store or removal; takes milliseconds. A
         block that is stored, replaced or removed meanwhile is never reported.
         """
+        ...
 
 
 def check(tier: object, *, repair: bool) -> Iterator[Slice]:

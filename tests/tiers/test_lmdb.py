@@ -226,7 +226,10 @@ def assert_untouched(directory: Path, blocks: int = 80) -> None:
 def test_the_look_is_killed(sound: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Whoever kills the child (systemd, the OOM killer, a hand) does not damage the store: it is refused, and stays."""
     with monkeypatch.context() as patched:
-        while_looking(patched, f"os.kill(os.getpid(), {int(getattr(signal, name))})")
+        # A background job inherits that SIGINT is ignored, one under nohup SIGHUP as well.
+        number = int(getattr(signal, name))
+        default = "" if name == "SIGKILL" else f"signal.signal({number}, signal.SIG_DFL); "
+        while_looking(patched, f"import signal; {default}os.kill(os.getpid(), {number})")
         with pytest.raises(TierOpenError, match=f"{sound}, which stays as it was.* ended by .*{signal_text(name)}"):
             opened(sound)
     assert_untouched(sound)
