@@ -8,7 +8,6 @@ PROTOC := build/protoc
 VLLM := build/vllm
 
 PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
-TYPED_SOURCES := src/kvtier
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -25,7 +24,7 @@ demo-vllm: $(VLLM)/.stamp  ## The same with vLLM on the CPU (installs it in buil
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
 
 test: $(VENV)/.stamp  ## Run every test that needs no LLM server (< 5 minutes)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines $(ARGS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvtier.cuda.malloc import tune_malloc
 
+from .disk import measure_disk
 from .durable import measure_durable
 from .lookups import measure_lookups
 from .machine import facts
@@ -22,6 +23,7 @@ PARTS: dict[str, Callable[[Report, Path], None]] = {
     "movement": measure_movement,
     "lookups": measure_lookups,
     "durable": measure_durable,
+    "disk": measure_disk,
 }
 
 

@@ -16,7 +16,17 @@ from .errors import (
     Unavailable,
 )
 from .namespace import Group, GroupKind, Namespace, make_key
-from .results import DurableStatus, KeyStatus, LookupResult, OffloadPolicy, ReadBatch, StoreStatus, TierVote, WriteBatch
+from .results import (
+    DurableStatus,
+    KeyStatus,
+    LookupResult,
+    OffloadPolicy,
+    ReadBatch,
+    RequestOutcome,
+    StoreStatus,
+    TierVote,
+    WriteBatch,
+)
 from .sync import Client, Lease
 from .timeouts import Timeouts
 
@@ -42,6 +52,7 @@ __all__ = [
     "NotOwner",
     "OffloadPolicy",
     "ReadBatch",
+    "RequestOutcome",
     "ServerError",
     "SessionLost",
     "StoreStatus",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
@@ -17,11 +17,11 @@ from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
-from .errors import InvalidRequest, KVTierError, error_from_status
+from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Transport
 from .namespace import Namespace
 from .operations import Operations
-from .results import LookupResult, ReadBatch, WriteBatch
+from .results import LookupResult, ReadBatch, RequestOutcome, WriteBatch
 from .timeouts import Timeouts
 from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
 
@@ -108,6 +108,7 @@ class AsyncClient:
         keys: Sequence[bytes] = (),
         *,
         prompt_tokens: int = 0,
+        priority: int = 0,
         kv_transfer_params: Mapping[str, Any] | None = None,
         wait: float = 0.0,
         prefix: bool = True,
@@ -119,6 +120,7 @@ class AsyncClient:
                 request_id,
                 keys,
                 prompt_tokens=prompt_tokens,
+                priority=priority,
                 kv_transfer_params=kv_transfer_params,
                 wait=wait,
                 prefix=prefix,
@@ -185,9 +187,9 @@ class AsyncClient:
         """See `Client.release`."""
         await self._run(self._operations.release(lease_ids))
 
-    async def finish_request(self, request_id: str) -> None:
+    async def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
         """See `Client.finish_request`."""
-        await self._run(self._operations.finish_request(request_id))
+        return await self._run(self._operations.finish_request(request_id, wait=wait))
 
     async def status(self) -> admin_pb2.GetStatusResponse:
         """See `Client.status`."""
@@ -215,7 +217,7 @@ class AsyncClient:
             while True:
                 try:
                     result = await self._perform(effect)
-                except Exception as error:  # noqa: BLE001 - the operation tidies up, and raises it again
+                except BaseException as error:  # noqa: BLE001 - the operation tidies up, and raises it again
                     effect = operation.throw(error)
                 else:
                     effect = operation.send(result)
@@ -225,18 +227,55 @@ class AsyncClient:
 
     async def _perform(self, effect: Effect) -> Any:
         try:
-            match effect:
-                case Connect(timeout, patient):
-                    return self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
-                case Call(method, request, timeout):
-                    return await self._calls[method](request, timeout=timeout)
-                case Push(frames, timeout):
-                    return await self._push(frames(), timeout=timeout)
-                case Pull(request, take, timeout):
-                    async for message in self._pull(request, timeout=timeout):
-                        take(message)
-                case Copy(run):
-                    await asyncio.to_thread(run)
+            return await self._do(effect)
         except grpc.aio.AioRpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+        except grpc.aio.UsageError:
+            raise NotConnected("the client is closed") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if isinstance(effect, Push | Pull) and effect.link.fallen and not (task and task.cancelling()):
+                raise SessionLost("the session has ended") from None
+            raise
+
+    async def _do(self, effect: Effect) -> Any:
+        match effect:
+            case Connect(timeout, patient):
+                return self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
+            case Call(method, request, timeout):
+                return await self._calls[method](request, timeout=timeout)
+            case Push(link, frames, timeout):
+                push = self._push(frames(), timeout=timeout)
+                with link.cancelling(self._from_any_thread(push.cancel)):
+                    return await push
+            case Pull(link, request, take, timeout):
+                pull = self._pull(request, timeout=timeout)
+                with link.cancelling(self._from_any_thread(pull.cancel)):
+                    async for message in pull:
+                        take(message)
+            case Copy(run):
+                await _to_its_end(asyncio.to_thread(run))
         return None
+
+    def _from_any_thread(self, cancel: Callable[[], object]) -> Callable[[], object]:
+        loop = asyncio.get_running_loop()
+
+        def call() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: so is the call
+                loop.call_soon_threadsafe(cancel)
+
+        return call
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for a thread even if cancelled: memory that it copies from or to must stay where it is meanwhile."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from .link import Link
+
 __all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Pull", "Push"]
 
 T = TypeVar("T")
@@ -36,16 +38,18 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Send frames. Result: `PushResponse`."""
+    """Send frames, as long as the link stands. Result: `PushResponse`."""
 
+    link: Link
     frames: Callable[[], Iterator[bytes]]
     timeout: float
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Ask for frames and give each to `take`. Result: None."""
+    """Ask for frames, as long as the link stands, and give each to `take`. Result: None."""
 
+    link: Link
     request: Any
     take: Callable[[bytes], None]
     timeout: float
@@ -53,7 +57,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Run a copy, off the event loop if there is one. Result: None."""
+    """Run a copy, off the event loop if there is one, and to its end whatever happens. Result: None."""
 
     run: Callable[[], None]
 

@@ -6,17 +6,20 @@ own). A server that hangs is noticed by its silence, one that dies by the end of
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import grpc
 
+from ..cuda.region import RegionError
 from ..protos.v1 import session_pb2, session_pb2_grpc
-from .errors import Draining, InvalidRequest, KVTierError, NotConnected, error_from_status
+from .errors import Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from .link import AttachError, Attachment, Link
 from .namespace import Namespace
 
@@ -27,10 +30,12 @@ _log = logging.getLogger(__name__)
 Transport = Literal["auto", "shm", "grpc"]
 
 PROTOCOL_VERSION = 1
-_SILENT_INTERVALS = 3
+_SILENT_INTERVALS = 5
+"""A host that is short of processors makes even a live server fall silent for a second or two."""
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 1.0
-_POPULATE_CHUNK_BYTES = 256 << 20
+_POPULATE_CHUNK_BYTES = 64 << 20
+_POPULATE_ROUNDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,10 @@ class Keeper:
             except KVTierError as error:
                 self._report(error)
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
+            except Exception as error:  # noqa: BLE001 - no threads, no descriptors: later there may be some again
+                _log.exception("kvtier: cannot open a session")
+                self._report(ServerError(f"{type(error).__name__}: {error}"))
+                delay = _LAST_RETRY_SECONDS
             # Jittered, so that the engines of a host do not come back in step.
             self._closing.wait(delay * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret
 
@@ -126,11 +135,12 @@ class Keeper:
             try:
                 first = beats.first(self._call_timeout)
                 link = self._make_link(first, capabilities, transport)
-                interval = first.heartbeat_interval.ToNanoseconds() / 1e9
                 self._publish(link)
-                while beats.next_within(_SILENT_INTERVALS * interval):
-                    pass
-                self._retire(link)
+                try:
+                    while beats.next_within(_SILENT_INTERVALS * first.heartbeat_interval.ToNanoseconds() / 1e9):
+                        pass
+                finally:
+                    self._retire(link)
             finally:
                 beats.cancel()
         except grpc.RpcError as error:
@@ -170,8 +180,10 @@ class Keeper:
             if self._asked_for("shm"):
                 raise InvalidRequest(f"transport shm: {error}") from error
             return Link(first.session, capabilities, None, f"shm failed: {error}")
-        threading.Thread(target=_populate, args=(attachment,), name="kvtier-populate", daemon=True).start()
-        return Link(first.session, capabilities, attachment, "same host")
+        link = Link(first.session, capabilities, attachment, "same host")
+        with contextlib.suppress(RuntimeError):  # no thread to be had: then the first copies are slower
+            threading.Thread(target=_populate, args=(attachment, link), name="kvtier-populate", daemon=True).start()
+        return link
 
     def _asked_for(self, transport: str) -> bool:
         return self._identity.transport == transport
@@ -250,11 +262,17 @@ class _Beats:
                 self._news.notify_all()
 
 
-def _populate(attachment: Attachment) -> None:
-    """Enters the region into our page table chunk by chunk, so that the first copies do not pay for it."""
+def _populate(attachment: Attachment, link: Link) -> None:
+    """Enters the region into our page table chunk by chunk, so that the first copies do not pay for it.
+
+    A server that has just been started is still backing its region: what is not there yet is looked for again.
+    """
     region = attachment.region
-    try:
-        for offset in range(0, region.size_bytes, _POPULATE_CHUNK_BYTES):
-            region.populate(offset, min(_POPULATE_CHUNK_BYTES, region.size_bytes - offset))
-    except Exception:  # noqa: BLE001 - closed meanwhile; copies work without it, the first ones more slowly
-        _log.debug("kvtier: region not populated", exc_info=True)
+    starts = list(range(0, region.size_bytes, _POPULATE_CHUNK_BYTES))
+    with contextlib.suppress(RegionError):  # closed meanwhile
+        for _ in range(_POPULATE_ROUNDS):
+            chunks = ((start, min(_POPULATE_CHUNK_BYTES, region.size_bytes - start)) for start in starts)
+            starts = [start for start, size in chunks if region.populate(start, size) < size]
+            if not starts or link.fallen:
+                return
+            time.sleep(1.0)

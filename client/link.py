@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..cuda.region import HostRegion, RegionError
@@ -107,6 +107,7 @@ class Link:
         self._lock = threading.Lock()
         self._users = 0
         self._fallen = False
+        self._cancels: set[Callable[[], object]] = set()
 
     @property
     def fallen(self) -> bool:
@@ -138,6 +139,20 @@ class Link:
             if close:
                 self._close()
 
+    @contextlib.contextmanager
+    def cancelling(self, cancel: Callable[[], object]) -> Iterator[None]:
+        """Calls `cancel`, on whichever thread notices, if the session falls meanwhile: a stream must not outlast it."""
+        with self._lock:
+            fallen = self._fallen
+            self._cancels.add(cancel)
+        if fallen:
+            cancel()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._cancels.discard(cancel)
+
     def fall(self) -> None:
         """Ends the link; what it holds is given up as soon as nobody uses it."""
         with self._lock:
@@ -145,6 +160,9 @@ class Link:
                 return
             self._fallen = True
             close = not self._users
+            cancels = list(self._cancels)
+        for cancel in cancels:
+            cancel()
         if close:
             self._close()
 

@@ -7,20 +7,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from ..cuda.copy import HostBuffer, address_of, copy_batch
 from ..protos.frames import decode_pull_frame, encode_push_frame
 from ..protos.packed import unpack_offsets
 from ..protos.v1 import admin_pb2, cache_pb2, transfer_pb2
 from .effects import Call, Connect, Copy, Operation, Pull, Push
-from .errors import ChecksumMismatch, InvalidRequest, KVTierError, ServerError, SessionLost
+from .errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, KVTierError, ServerError, SessionLost
 from .link import Link
 from .namespace import Namespace
-from .results import LookupResult, OffloadPolicy, ReadBatch, StoreStatus, TierVote, WriteBatch
+from .results import LookupResult, OffloadPolicy, ReadBatch, RequestOutcome, StoreStatus, TierVote, WriteBatch
 from .staging import StagingPool
 from .timeouts import Timeouts
 
@@ -61,6 +62,7 @@ class Operations:
         keys: Sequence[bytes],
         *,
         prompt_tokens: int,
+        priority: int,
         kv_transfer_params: Mapping[str, Any] | None,
         wait: float,
         prefix: bool,
@@ -68,13 +70,15 @@ class Operations:
     ) -> Operation[LookupResult]:
         """Announces a request and looks up its keys."""
         link: Link = yield Connect(self._timeouts.connect)
-        request = cache_pb2.BeginRequestRequest(
+        request = _message(
+            cache_pb2.BeginRequestRequest,
             session=link.ref,
             request_id=request_id,
             keys=keys,
             mode=_mode(prefix),
             prompt_tokens=prompt_tokens,
-            kv_transfer_params_json=json.dumps(kv_transfer_params) if kv_transfer_params else "",
+            priority=priority,
+            kv_transfer_params_json=_json(kv_transfer_params),
             wait=_duration(wait),
             lease_duration=_duration(lease),
         )
@@ -94,7 +98,8 @@ class Operations:
     ) -> Operation[LookupResult]:
         """Looks up keys and leases the hits."""
         link: Link = yield Connect(self._timeouts.connect)
-        request = cache_pb2.LookupRequest(
+        request = _message(
+            cache_pb2.LookupRequest,
             session=link.ref,
             request_id=request_id,
             keys=keys,
@@ -116,7 +121,7 @@ class Operations:
             slots = [lease.slots[item] for item in items]
             sizes = [self._namespace.part_bytes_of(lease.keys[item]) for item in items]
         else:
-            request = cache_pb2.PrepareLoadRequest(session=link.ref, lease_id=lease_id, items=items)
+            request = _message(cache_pb2.PrepareLoadRequest, session=link.ref, lease_id=lease_id, items=items)
             answer = yield from self._call(link, "CacheService/PrepareLoad", request)
             slots, sizes = unpack_offsets(answer.slot_offsets), unpack_offsets(answer.part_sizes_bytes)
         if link.region is not None:
@@ -130,7 +135,9 @@ class Operations:
 
     def end_read(self, reading: Reading, *, release: bool = False) -> Operation[None]:
         """Makes sure that a lease held while it was read: asks on the very session that read."""
-        request = cache_pb2.CompleteLoadRequest(session=reading.link.ref, lease_id=reading.lease_id, release=release)
+        request = _message(
+            cache_pb2.CompleteLoadRequest, session=reading.link.ref, lease_id=reading.lease_id, release=release
+        )
         yield from self._call(reading.link, "CacheService/CompleteLoad", request)
 
     def load(
@@ -149,7 +156,7 @@ class Operations:
             sources = [batch.address + offset for offset in batch.offsets]
             yield Copy(lambda: copy_batch(destinations[: len(sources)], sources, batch.sizes))
             yield from self.end_read(reading, release=True)
-        except KVTierError:
+        except BaseException:
             yield from self._quietly(self.release([found.id]))
             raise
         return found.prefix_hits
@@ -157,9 +164,9 @@ class Operations:
     def begin_write(self, held: ExitStack, keys: Sequence[bytes], *, request_id: str) -> Operation[Writing]:
         """Makes slots, or staging, writable until `held` is closed; `end_write` must follow."""
         link: Link = yield Connect(self._timeouts.connect)
-        request = cache_pb2.PrepareStoreRequest(session=link.ref, request_id=request_id, keys=keys)
+        request = _message(cache_pb2.PrepareStoreRequest, session=link.ref, request_id=request_id, keys=keys)
         held.enter_context(link.using())
-        answer = yield from self._call(link, "CacheService/PrepareStore", request)
+        answer = yield from self._call_for_sure(link, "CacheService/PrepareStore", request)
         wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
         sizes = [self._namespace.part_bytes_of(keys[number]) for number in wanted]
         if link.region is not None:
@@ -175,17 +182,21 @@ class Operations:
         link, batch = writing.link, writing.batch
         if not writing.store_id:
             return
-        request = cache_pb2.CompleteStoreRequest(
-            session=link.ref, store_id=writing.store_id, failed_items=sorted(batch.failed), abort=abort
+        request = _message(
+            cache_pb2.CompleteStoreRequest,
+            session=link.ref,
+            store_id=writing.store_id,
+            failed_items=sorted(batch.failed),
+            abort=abort,
         )
         if link.region is None and not abort:
             try:
                 yield from self._push(writing)
             except KVTierError:
                 request.abort = True
-                yield from self._quietly(self._call(link, "CacheService/CompleteStore", request))
+                yield from self._quietly(self._call_for_sure(link, "CacheService/CompleteStore", request))
                 raise
-        yield from self._call(link, "CacheService/CompleteStore", request)
+        yield from self._call_for_sure(link, "CacheService/CompleteStore", request)
 
     def store(
         self, held: ExitStack, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str
@@ -196,14 +207,18 @@ class Operations:
         batch = writing.batch
         wanted = [sources[number] for number in batch.wanted]
         destinations = [batch.address + offset for offset in batch.offsets]
-        yield Copy(lambda: copy_batch(destinations, wanted, batch.sizes))
+        try:
+            yield Copy(lambda: copy_batch(destinations, wanted, batch.sizes))
+        except BaseException:
+            yield from self._quietly(self.end_write(writing, abort=True))
+            raise
         yield from self.end_write(writing)
         return batch.statuses
 
     def flush(self, keys: Sequence[bytes], *, wait: float) -> Operation[bytes]:
         """Waits until blocks are durable; returns a `DurableStatus` per key."""
         link: Link = yield Connect(self._timeouts.connect)
-        request = cache_pb2.FlushRequest(session=link.ref, keys=keys, wait=_duration(wait))
+        request = _message(cache_pb2.FlushRequest, session=link.ref, keys=keys, wait=_duration(wait))
         answer = yield from self._call(link, "CacheService/Flush", request, wait)
         statuses: bytes = answer.statuses
         return statuses
@@ -211,21 +226,26 @@ class Operations:
     def release(self, lease_ids: Iterable[int]) -> Operation[None]:
         """Gives leases back."""
         link: Link = yield Connect(self._timeouts.connect)
-        request = cache_pb2.ReleaseLeaseRequest(session=link.ref, lease_ids=lease_ids)
+        request = _message(cache_pb2.ReleaseLeaseRequest, session=link.ref, lease_ids=lease_ids)
         yield from self._call(link, "CacheService/ReleaseLease", request)
 
     def touch(self, lease_ids: Iterable[int], *, lease: float | None) -> Operation[list[int]]:
         """Extends leases; returns those that are gone."""
         link: Link = yield Connect(self._timeouts.connect)
-        request = cache_pb2.TouchRequest(session=link.ref, lease_ids=lease_ids, lease_duration=_duration(lease))
+        request = _message(
+            cache_pb2.TouchRequest, session=link.ref, lease_ids=lease_ids, lease_duration=_duration(lease)
+        )
         answer = yield from self._call(link, "CacheService/Touch", request)
         return list(answer.missing_lease_ids)
 
-    def finish_request(self, request_id: str) -> Operation[None]:
+    def finish_request(self, request_id: str, *, wait: float) -> Operation[RequestOutcome]:
         """Ends a request."""
         link: Link = yield Connect(self._timeouts.connect)
-        request = cache_pb2.FinishRequestRequest(session=link.ref, request_id=request_id)
-        yield from self._call(link, "CacheService/FinishRequest", request)
+        request = _message(
+            cache_pb2.FinishRequestRequest, session=link.ref, request_id=request_id, wait=_duration(wait)
+        )
+        answer = yield from self._call(link, "CacheService/FinishRequest", request, wait)
+        return RequestOutcome(answer.settled, answer.incomplete_blocks)
 
     def status(self) -> Operation[admin_pb2.GetStatusResponse]:
         """Asks for the server's status."""
@@ -239,6 +259,19 @@ class Operations:
             return (yield Call(method, request, self._timeouts.call + wait))
         except SessionLost:
             self._lost(link)
+            raise
+
+    def _call_for_sure(self, link: Link, method: str, request: Any) -> Operation[Any]:
+        """Calls what grants slots or gives them back.
+
+        Where nobody knows whether it was carried out (no answer in time, or the caller was cancelled), slots could stay with
+        a session that does not know of them: so that session ends, and with it whatever it holds.
+        """
+        try:
+            return (yield from self._call(link, method, request))
+        except BaseException as error:
+            if isinstance(error, DeadlineExceeded) or not isinstance(error, KVTierError):
+                self._lost(link)
             raise
 
     def _quietly(self, operation: Operation[None]) -> Operation[None]:
@@ -261,7 +294,7 @@ class Operations:
                 else:
                     yield encode_push_frame(start, checksum, [payload], session=link.ref, store_id=writing.store_id)
 
-        answer = yield Push(frames, self._timeouts.transfer)
+        answer = yield Push(link, frames, self._timeouts.transfer)
         if answer.received_bytes != total:
             raise ServerError(f"the server took {answer.received_bytes} of {total} bytes")
 
@@ -282,8 +315,8 @@ class Operations:
             staging[fields.offset_bytes : end] = payload
             received += payload.nbytes
 
-        request = transfer_pb2.PullRequest(session=link.ref, lease_id=lease_id, items=items)
-        yield Pull(request, take, self._timeouts.transfer)
+        request = _message(transfer_pb2.PullRequest, session=link.ref, lease_id=lease_id, items=items)
+        yield Pull(link, request, take, self._timeouts.transfer)
         return received
 
     def _addresses(self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, writable: bool) -> list[int]:
@@ -322,6 +355,24 @@ def _lookup_result(
         policy=policy,
         votes=votes,
     )
+
+
+M = TypeVar("M", bound=Message)
+
+
+def _message(make: type[M], **fields: Any) -> M:
+    """Makes a request of what the user gave us."""
+    try:
+        return make(**fields)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def _json(params: Mapping[str, Any] | None) -> str:
+    try:
+        return json.dumps(params) if params else ""
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"kv_transfer_params are not JSON: {error}") from error
 
 
 def _mode(prefix: bool) -> cache_pb2.LookupMode:  # noqa: FBT001 - named by its callers

@@ -15,6 +15,7 @@ __all__ = [
     "LookupResult",
     "OffloadPolicy",
     "ReadBatch",
+    "RequestOutcome",
     "StoreStatus",
     "TierVote",
     "WriteBatch",
@@ -61,6 +62,19 @@ class TierVote:
     tier: str
     policy: OffloadPolicy
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutcome:
+    """What became of a request.
+
+    Attributes:
+        settled: whether nothing more is going to be stored for it.
+        incomplete_blocks: blocks that a REQUEST_LEVEL tier asked for and did not get, as far as is known.
+    """
+
+    settled: bool
+    incomplete_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
-from .errors import InvalidRequest, KVTierError, error_from_status
+from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Transport
 from .link import Link
 from .namespace import Namespace
 from .operations import Operations
-from .results import LookupResult, ReadBatch, WriteBatch
+from .results import LookupResult, ReadBatch, RequestOutcome, WriteBatch
 from .timeouts import Timeouts
 from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
 
@@ -114,6 +114,12 @@ class Client:
         return self._wire.link is not None
 
     @property
+    def max_keys(self) -> int | None:
+        """Most keys that one call may name; None while there is no session."""
+        link = self._wire.link
+        return link.limits.max_keys if link is not None else None
+
+    @property
     def transport(self) -> str | None:
         """How bytes move: "shm" or "grpc"; None while there is no session."""
         link = self._wire.link
@@ -129,6 +135,7 @@ class Client:
         keys: Sequence[bytes] = (),
         *,
         prompt_tokens: int = 0,
+        priority: int = 0,
         kv_transfer_params: Mapping[str, Any] | None = None,
         wait: float = 0.0,
         prefix: bool = True,
@@ -143,6 +150,7 @@ class Client:
                 request_id,
                 keys,
                 prompt_tokens=prompt_tokens,
+                priority=priority,
                 kv_transfer_params=kv_transfer_params,
                 wait=wait,
                 prefix=prefix,
@@ -225,9 +233,14 @@ class Client:
         """Gives leases back; unknown ones are ignored."""
         self._run(self._operations.release(lease_ids))
 
-    def finish_request(self, request_id: str) -> None:
-        """Ends a request: its leases are released."""
-        self._run(self._operations.finish_request(request_id))
+    def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
+        """Ends a request: its leases are released, and its tiers told once it has settled.
+
+        Args:
+            request_id: as announced with `begin_request`; one that was not is fine.
+            wait: seconds to wait until nothing more is going to be stored for it.
+        """
+        return self._run(self._operations.finish_request(request_id, wait=wait))
 
     def status(self) -> admin_pb2.GetStatusResponse:
         """Asks the server for its tiers and sessions."""
@@ -255,7 +268,7 @@ class Client:
             while True:
                 try:
                     result = self._wire.perform(effect)
-                except Exception as error:  # noqa: BLE001 - the operation tidies up, and raises it again
+                except BaseException as error:  # noqa: BLE001 - the operation tidies up, and raises it again
                     effect = operation.throw(error)
                 else:
                     effect = operation.send(result)
@@ -281,6 +294,7 @@ class _GrpcWire:
         self._push = self._channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
         self._pull = self._channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
         self._keeper = Keeper(self._channel, identity, timeouts.call)
+        self._closed = False
 
     @property
     def link(self) -> Link | None:
@@ -291,22 +305,36 @@ class _GrpcWire:
 
     def perform(self, effect: Effect) -> Any:
         try:
-            match effect:
-                case Connect(timeout, patient):
-                    return self._keeper.wait(timeout, patient=patient)
-                case Call(method, request, timeout):
-                    return self._calls[method](request, timeout=timeout)
-                case Push(frames, timeout):
-                    return self._push(frames(), timeout=timeout)
-                case Pull(request, take, timeout):
-                    for message in self._pull(request, timeout=timeout):
-                        take(message)
-                case Copy(run):
-                    run()
+            return self._do(effect)
         except grpc.RpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+        except grpc.FutureCancelledError:
+            raise SessionLost("the session has ended") from None
+        except ValueError:
+            if self._closed:  # gRPC's way to say so
+                raise NotConnected("the client is closed") from None
+            raise
+
+    def _do(self, effect: Effect) -> Any:
+        match effect:
+            case Connect(timeout, patient):
+                return self._keeper.wait(timeout, patient=patient)
+            case Call(method, request, timeout):
+                return self._calls[method](request, timeout=timeout)
+            case Push(link, frames, timeout):
+                push = self._push.future(frames(), timeout=timeout)
+                with link.cancelling(push.cancel):
+                    return push.result()
+            case Pull(link, request, take, timeout):
+                pull = self._pull(request, timeout=timeout)
+                with link.cancelling(pull.cancel):
+                    for message in pull:
+                        take(message)
+            case Copy(run):
+                run()
         return None
 
     def close(self) -> None:
+        self._closed = True
         self._keeper.close()
         self._channel.close()

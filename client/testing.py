@@ -285,7 +285,7 @@ class FakeServer:
         self._leases = {
             number: lease for number, lease in self._leases.items() if (lease.engine_id, lease.request_id) != owner
         }
-        return cache_pb2.FinishRequestResponse()
+        return cache_pb2.FinishRequestResponse(settled=True)
 
     def _get_status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
         used = sum(len(part) for parts in self._blocks.values() for part in parts.values())
@@ -338,9 +338,9 @@ class _FakeWire:
                 return self._connect()
             case Call(method, request, _):
                 return self._server._handle(method, request)  # noqa: SLF001 - two halves of one fake
-            case Push(frames, _):
+            case Push(_, frames, _):
                 return self._server._push(list(frames()))  # noqa: SLF001
-            case Pull(request, take, _):
+            case Pull(_, request, take, _):
                 self._server._pull(request, take)  # noqa: SLF001
             case Copy(run):
                 run()

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
 from ..cuda.malloc import tune_malloc
@@ -25,6 +24,7 @@ from .attach import AttachServer
 from .config import Config
 from .edge import Edge
 from .errors import RefusalInterceptor
+from .health import Health
 from .logs import get_logger
 from .metrics import Metrics, ServerStats
 from .metrics_http import MetricsServer, MetricsServerError, on_loop
@@ -44,6 +44,7 @@ _log = get_logger(__name__)
 _SERVICES = ("SessionService", "CacheService", "TransferService", "AdminService")
 _DRAIN_SECONDS = 20.0
 _GRACE_SECONDS = 1.0
+_HEALTH_SECONDS = 1.0
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 
 
@@ -97,7 +98,7 @@ class Server:
         loop = asyncio.get_running_loop()
         started = loop.time()
         claims = self._claim_sockets()
-        runtime = self._open_runtime(claims)
+        runtime = await self._open_runtime()
         sessions = SessionRegistry(runtime, self.config.limits.max_sessions)
         attach = AttachServer(_attach_path(claims), runtime.region.fd, runtime.region.size_bytes, sessions)
         with _start_errors():
@@ -106,8 +107,8 @@ class Server:
         metrics = Metrics(on_loop(loop, _snapshot_of(runtime, sessions, started)))
         runtime.observe_job = metrics.observe_job
         server = self._make_server(runtime, sessions, attach, metrics, started)
-        health_servicer = HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        health = Health([f"kvtier.v1.{name}" for name in _SERVICES])
+        await health.register(server)
         self._listen(server, claims)
         self._start_metrics(loop, sessions, metrics)
         # The first pages are there before the first call is.
@@ -117,9 +118,10 @@ class Server:
         self._closers.push_async_callback(self._drain, runtime, sessions)
         for claim in claims:
             claim.restrict()
-        for service in ("", *(f"kvtier.v1.{name}" for name in _SERVICES)):
-            await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
-        self._closers.push_async_callback(health_servicer.enter_graceful_shutdown)
+        await health.update(runtime.stats())
+        watch = loop.create_task(_watch(runtime, health))
+        self._closers.callback(watch.cancel)
+        self._closers.push_async_callback(health.shut_down)
         _log.info(
             "ready",
             listen=list(self.config.listen),
@@ -153,10 +155,11 @@ class Server:
             claims.append(claim)
         return claims
 
-    def _open_runtime(self, claims: list[SocketClaim]) -> TierRuntime:
+    async def _open_runtime(self) -> TierRuntime:
         region_bytes = self.config.region_size // PAGE_BYTES * PAGE_BYTES
         with _start_errors():
-            tiers = open_tiers(self.config.tiers)
+            # On a thread: looking through a large store takes seconds, and signals are to be heard meanwhile.
+            tiers = await asyncio.to_thread(open_tiers, self.config.tiers)
         try:
             with _start_errors():
                 region = HostRegion.create(region_bytes)
@@ -194,10 +197,10 @@ class Server:
         session_pb2_grpc.add_SessionServiceServicer_to_server(session_service, server)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(runtime, sessions, edge), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(runtime, sessions, started), server)
-        transfer = TransferService(runtime, sessions, limits.max_frame_bytes, metrics)
+        transfer = TransferService(runtime, sessions, edge, metrics)
         server.add_generic_rpc_handlers((transfer.handler(),))
         names = [f"kvtier.v1.{name}" for name in _SERVICES]
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        reflection.enable_server_reflection([*names, SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server
 
     def _listen(self, server: grpc.aio.Server, claims: list[SocketClaim]) -> None:
@@ -223,8 +226,14 @@ class Server:
         """Takes no new work and waits for what is under way; then the sessions end."""
         sessions.draining = True
         if not await runtime.drain(_DRAIN_SECONDS):
-            _log.warning("jobs were still running when the time to drain was over", seconds=_DRAIN_SECONDS)
+            _log.warning("stores or jobs were still running when the time to drain was over", seconds=_DRAIN_SECONDS)
         sessions.ended.set()
+
+
+async def _watch(runtime: TierRuntime, health: Health) -> None:
+    while True:
+        await asyncio.sleep(_HEALTH_SECONDS)
+        await health.update(runtime.stats())
 
 
 @contextlib.contextmanager

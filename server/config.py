@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..protos.endpoint import Endpoint, parse_endpoint
+from ..tiers.rules import OffloadPolicy, Rule
 from .units import GIB, KIB, MIB
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "LogConfig",
     "LogFormat",
     "LogLevel",
+    "RuleConfig",
     "SessionConfig",
     "TierConfig",
     "setting",
@@ -81,7 +83,7 @@ class SessionConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval: Annotated[
         float,
         setting(
-            "Time between two heartbeats; a client that hears none for three of them registers again.",
+            "Time between two heartbeats; a client that hears none for five of them registers again.",
             unit="seconds",
             ge=0.01,
             le=60,
@@ -112,16 +114,38 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sessions: Annotated[int, setting("Most sessions that are open at once.", ge=1, le=65536)] = 1024
 
 
+class RuleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rule of a tier's vote: all its conditions must hold, and the first rule that matches decides."""
+
+    policy: Literal["block_level", "request_level"]
+    why: str = "as configured"
+    kv_transfer_params: dict[str, Any] = msgspec.field(default_factory=dict)
+    tenant: str | None = None
+    min_prompt_tokens: int | None = None
+    min_priority: int | None = None
+
+    def to_rule(self) -> Rule:
+        """Returns the rule that the tier votes by."""
+        return Rule(
+            OffloadPolicy[self.policy.upper()],
+            self.why,
+            kv_transfer_params=self.kv_transfer_params,
+            tenant=self.tenant,
+            min_prompt_tokens=self.min_prompt_tokens,
+            min_priority=self.min_priority,
+        )
+
+
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One tier below the CPU tier; `[[tiers]]` in the file, in lookup order."""
 
-    type: Annotated[str, setting('Which tier: `lmdb`, or "module:Class" for one that is not part of kvtier.')]
+    type: Annotated[str, setting('Which tier: `lmdb`, `disk`, or "module:Class" for one that is not part of kvtier.')]
     name: Annotated[str, setting("Its name in status and metrics.", default="the type, or the class in lower case")]
     path: Annotated[Path, setting("Directory of its files.", default="`data_dir`/`name`")]
     size: Annotated[
         int,
         setting(
-            "What its files may grow to; `lmdb` fills four fifths of that.",
+            "What its files may grow to; `lmdb` fills four fifths of that, `disk` nine tenths.",
             unit="bytes",
             ge=1 * MIB,
             default="16 GiB, at most half of the free disk",
@@ -130,6 +154,14 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     durability: Annotated[
         Durability, setting("What acknowledged blocks survive: a crash of the `process`, or a loss of `power` as well.")
     ] = "process"
+    rules: Annotated[
+        tuple[RuleConfig, ...] | None,
+        setting(
+            "How the tier votes on a request: tables with `policy` (block_level or request_level), and as conditions "
+            "`kv_transfer_params`, `tenant`, `min_prompt_tokens`, `min_priority`; the first that matches decides.",
+            default="request_level where `do_remote_decode` is set",
+        ),
+    ] = None
     options: Annotated[
         Mapping[str, Any], setting('What a "module:Class" tier takes besides; passed on as it stands.', default="{}")
     ] = msgspec.field(default_factory=dict)

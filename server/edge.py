@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
-from ..tiers.blocks import GROUP_INDEX_BYTES
+from ..tiers.blocks import GROUP_INDEX_BYTES, NamespaceSpec
 from .config import LeaseConfig, LimitConfig
 from .errors import Refused
 
@@ -23,8 +23,8 @@ class Edge:
         self.limits = limits
         self.leases = leases
 
-    def keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Checks number and length of keys. None at all is fine."""
+    def keys(self, keys: Sequence[bytes], namespace: NamespaceSpec) -> Sequence[bytes]:
+        """Checks number and length of keys, and that they name groups of the namespace. None at all is fine."""
         if len(keys) > self.limits.max_keys:
             raise Refused("TOO_MANY_KEYS", f"{len(keys)} keys in one call; the limit is {self.limits.max_keys}")
         if keys:
@@ -35,7 +35,17 @@ class Edge:
                     f"keys are {GROUP_INDEX_BYTES + 1} to {self.limits.max_key_bytes} bytes long; "
                     f"got {min(lengths)} to {max(lengths)}",
                 )
+            # Big-endian, so that bytes compare like the numbers they are.
+            last = int.from_bytes(max(key[-GROUP_INDEX_BYTES:] for key in keys), "big")
+            if last >= len(namespace.part_bytes):
+                raise Refused("INVALID_KEY", f"a key names group {last}, the namespace has {len(namespace.part_bytes)}")
         return keys
+
+    def numbers(self, numbers: Sequence[int], name: str) -> Sequence[int]:
+        """Checks that a call lists no more leases or items than it may name keys."""
+        if len(numbers) > self.limits.max_keys:
+            raise Refused("INVALID_ARGUMENT", f"{len(numbers)} {name} in one call; the limit is {self.limits.max_keys}")
+        return numbers
 
     def request_id(self, request_id: str) -> str:
         """Checks the length of a request's id."""

@@ -67,7 +67,10 @@ class Metrics:
             "kvtier_tier_job_blocks", "Blocks of jobs on tiers, by what became of them.", ("tier", "job", "outcome")
         )
         self.transfer_bytes = self._counter(
-            "kvtier_transfer_bytes", "Bytes between engines and the region.", ("transport", "direction")
+            "kvtier_transfer_bytes",
+            "Bytes between engines and the region, as far as the server moves them: over gRPC. Copies of engines that have"
+            " the region mapped pass the server by and are not counted.",
+            ("transport", "direction"),
         )
         self.checksum_mismatches = self._counter(
             "kvtier_checksum_mismatches", "Bytes that were not what had been written, by where it showed.", ("where",)
@@ -87,7 +90,7 @@ class Metrics:
         child.observe(seconds)
 
     def observe_job(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
-        """Counts a job that ended: "store", "load" or "remove", and an outcome per block. Any thread may call it."""
+        """Counts a job that ended, "store" or "load", and an outcome per block. Any thread may call it."""
         duration, moved = self._jobs.get((tier, job)) or self._bind_job(tier, job)
         duration.observe(seconds)
         moved.inc(nbytes)
@@ -100,7 +103,7 @@ class Metrics:
                 self.mismatches(tier).inc(blocks)
 
     def transfer(self, transport: str, direction: Direction) -> Counter:
-        """Returns the counter of bytes moved by a transport, into ("in") or out of the region. Keep it."""
+        """Returns the counter of bytes that the server moves for a transport, into ("in") or out of the region. Keep it."""
         return self.transfer_bytes.labels(transport, direction)
 
     def mismatches(self, where: str) -> Counter:
@@ -159,7 +162,7 @@ _TIER_COUNTERS = {
 _MANAGER_GAUGES = {
     "leases": "Leases that are held.",
     "stores": "Stores that are in flight.",
-    "quarantined_bytes": "Bytes out of use because a fallen session's process may still write to them.",
+    "quarantined_bytes": "Bytes out of use because a process that lost its store, fallen or merely silent, may still write there.",
     "namespaces": "Namespaces seen since start.",
 }
 _MANAGER_COUNTERS = {

@@ -7,10 +7,13 @@ import hashlib
 from ..protos.v1 import common_pb2
 from ..tiers.base import NamespaceId
 from ..tiers.blocks import NamespaceSpec
+from ..tiers.errors import InvalidNamespace
 
 __all__ = ["namespace_spec"]
 
 _FORMAT = b"kvtier.namespace.1"
+_MAX_BYTES = 64 << 10
+"""As a message. The server keeps some of it for as long as the session is open."""
 
 
 def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
@@ -22,6 +25,8 @@ def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
     Raises:
         InvalidNamespace: it contradicts itself.
     """
+    if namespace.ByteSize() > _MAX_BYTES:
+        raise InvalidNamespace(f"a namespace of {namespace.ByteSize()} bytes; the limit is {_MAX_BYTES}")
     fields: list[str] = [
         namespace.model,
         namespace.revision,

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from .config import TierConfig
 from .settings import SETTINGS, TABLES, TIER_SETTINGS, Setting
 from .sources import Loaded
@@ -67,8 +69,9 @@ def _toml_settings(loaded: Loaded, settings: list[Setting]) -> list[str]:
 
 def _toml_tier(tier: TierConfig) -> Iterator[str]:
     for key, setting in TIER_SETTINGS.items():
-        if key != "options" or tier.options:
-            yield f"{key} = {_toml_value(setting, getattr(tier, key))}"
+        if key in ("options", "rules") and not getattr(tier, key):
+            continue  # there is no word for "as by default" in a table of tables
+        yield f"{key} = {_toml_value(setting, getattr(tier, key))}"
 
 
 def _toml_value(setting: Setting, value: Any) -> str:
@@ -84,6 +87,8 @@ def _toml(value: Any) -> str:
     if isinstance(value, (str, Path)):
         # JSON's strings are TOML's, but for DEL, which TOML wants escaped.
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, msgspec.Struct):
+        value = {key: item for key, item in msgspec.structs.asdict(value).items() if item is not None}
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):

@@ -39,6 +39,7 @@ _log = get_logger(__name__)
 
 _TICK_SECONDS = 1.0
 _LOAD_THREADS = 2
+_WRITERS_SECONDS = 3.0
 _BACKING_CHUNK_BYTES = 64 << 20
 
 
@@ -76,7 +77,7 @@ class TierRuntime:
         ]
         self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
         self._jobs = 0
-        self._job_ended = asyncio.Event()
+        self._changed = asyncio.Event()
         self._closing = threading.Event()
         self._backing_trouble: str | None = None
         self._backing: threading.Thread | None = None
@@ -118,18 +119,35 @@ class TierRuntime:
             if not waiting:
                 self._waiting.pop(lease_id, None)
 
-    async def job_ended(self, seconds: float) -> None:
-        """Waits until any job of a tier ends, or the time is over."""
+    async def changed(self, seconds: float) -> None:
+        """Waits until a job of a tier ends or a store fails, or the time is over."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._job_ended.wait(), seconds)
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    def notify(self) -> None:
+        """Wakes who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def drain(self, seconds: float) -> bool:
-        """Waits until no store is in flight and no job runs; returns whether that came about in time."""
+        """Waits until no store is in flight and all that fits is durable; returns whether that came about in time.
+
+        New stores must be refused meanwhile. What is not done in time is left out, the least recently used first.
+        """
         deadline = self.now() + seconds
-        while self._jobs or self.core.stats().stores:
+        self.core.make_durable()
+        self.pump()
+        # Writers get a moment, not more: one that hangs must not cost what is there already.
+        stored = await self._idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
+        self.core.make_durable()
+        self.pump()
+        return await self._idle(deadline, lambda: self._jobs) and stored
+
+    async def _idle(self, deadline: float, busy: Callable[[], int]) -> bool:
+        while busy():
             if self.now() >= deadline:
                 return False
-            await self.job_ended(min(0.05, deadline - self.now()))
+            await self.changed(min(0.05, deadline - self.now()))
         return True
 
     def stats(self) -> ManagerStats:
@@ -157,6 +175,8 @@ class TierRuntime:
             tier.close()
 
     def _carry_out(self, command: Command) -> None:
+        if self._closing.is_set():
+            return
         match command:
             case StoreInTier(job_id, tier, blocks):
                 self._run_job(self._writers[tier - 1], self._tiers[tier - 1], "store", job_id, blocks)
@@ -176,7 +196,11 @@ class TierRuntime:
         self._jobs += 1
         move = tier.store if operation == "store" else tier.load
         job = [self._block_bytes(block) for block in blocks]
-        pool.submit(self._move, tier, operation, move, job_id, job)
+        try:
+            pool.submit(self._move, tier, operation, move, job_id, job)
+        except RuntimeError as error:  # no thread to be had
+            _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
+            self._loop.call_soon(self._finish_job, job_id, [Outcome.FAILED] * len(job))
 
     def _move(
         self,
@@ -194,15 +218,17 @@ class TierRuntime:
             _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
             tier.trouble = f"{operation}: {error}"
             outcomes = [Outcome.FAILED] * len(job)
-        self.observe_job(tier.name, operation, time.monotonic() - started, sum(b.nbytes for b in job), outcomes)
+        try:
+            self.observe_job(tier.name, operation, time.monotonic() - started, sum(b.nbytes for b in job), outcomes)
+        except Exception as error:  # noqa: BLE001 - a figure less, not a job that never ends
+            _log.error("job not observed", exc_info=error)
         self._loop.call_soon_threadsafe(self._finish_job, job_id, outcomes)
 
     def _finish_job(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         self._jobs -= 1
         self.core.job_finished(job_id, outcomes)
         self.pump()
-        self._job_ended.set()
-        self._job_ended = asyncio.Event()
+        self.notify()
 
     def _block_bytes(self, block: Block) -> BlockBytes:
         memory = self.region.memory
@@ -215,8 +241,12 @@ class TierRuntime:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            self.core.tick(self.now())
-            self.pump()
+            try:
+                self.core.tick(self.now())
+                self.pump()
+                self.notify()
+            except Exception as error:  # noqa: BLE001 - without it nothing would ever expire again
+                _log.error("tick failed", exc_info=error)
 
     def _back_from(self, start: int) -> None:
         """Backs the rest of the region chunk by chunk, on a thread of its own."""

@@ -15,6 +15,7 @@ from .runtime import TierRuntime
 __all__ = ["OpenSession", "SessionRegistry"]
 
 PROTOCOL_VERSIONS = (1,)
+_MAX_NAME_LENGTH = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +58,16 @@ class SessionRegistry:
             raise Refused("LIMIT_EXCEEDED", f"{self._max_sessions} sessions are open already")
         if not request.engine_id:
             raise Refused("INVALID_ARGUMENT", "engine_id is missing")
+        for name in ("engine_id", "client_name", "transport"):
+            if len(getattr(request, name)) > _MAX_NAME_LENGTH:
+                raise Refused("INVALID_ARGUMENT", f"{name} is longer than {_MAX_NAME_LENGTH} characters")
         rank = request.rank if request.HasField("rank") else None
         session_id = secrets.token_bytes(16)
         spec = namespace_spec(request.namespace)
         session = OpenSession(
-            core=self._runtime.core.open_session(session_id, request.engine_id, rank, spec),
+            core=self._runtime.core.open_session(
+                session_id, request.engine_id, rank, spec, tenant=request.namespace.tenant
+            ),
             ref=common_pb2.SessionRef(session_id=session_id, epoch=self.epoch),
             opened_at=self._runtime.now(),
             client_name=request.client_name,
@@ -77,6 +83,7 @@ class SessionRegistry:
         del self._sessions[session.core.id]
         self._runtime.core.close_session(session.core.id)
         self._runtime.pump()
+        self._runtime.notify()
 
     def get(self, ref: common_pb2.SessionRef) -> Session:
         """Returns the session that a call belongs to, or raises `Refused`."""

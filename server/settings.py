@@ -76,8 +76,10 @@ class Setting:
             value = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower(), value.lower())
         try:
             return msgspec.convert(value, self.type, strict=not is_text)
-        except msgspec.ValidationError:
-            raise ValueError(f"must be {_TYPE_NAMES.get(self.type, str(self.type))}") from None
+        except msgspec.ValidationError as error:
+            # A table within a table says itself what is wrong with it, and where.
+            wanted = _TYPE_NAMES.get(self.type)
+            raise ValueError(f"must be {wanted}" if wanted else str(error)) from None
 
     def bounds(self) -> str:
         """Returns the bounds as people write them: "between 1MiB and 1GiB"."""

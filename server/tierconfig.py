@@ -14,7 +14,7 @@ from .units import GIB, MIB
 
 __all__ = ["BUILT_IN_TYPES", "default_size", "default_tiers", "read_tiers"]
 
-BUILT_IN_TYPES = ("lmdb",)
+BUILT_IN_TYPES = ("lmdb", "disk")
 """The tiers that are part of kvtier. The CPU tier is always there and has no table."""
 
 _DEFAULT_SIZE = 16 * GIB

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..tiers.base import SecondaryTier, TierError, TierOpenError
 from .config import TierConfig
 
-__all__ = ["open_tiers"]
+__all__ = ["open_tier", "open_tiers"]
 
 
 def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
@@ -21,7 +22,7 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
     """
     tiers: list[SecondaryTier] = []
     try:
-        tiers.extend(map(_open, configs))
+        tiers.extend(map(open_tier, configs))
     except TierError:
         for tier in tiers:
             tier.close()
@@ -29,20 +30,32 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
     return tiers
 
 
-def _open(config: TierConfig) -> SecondaryTier:
+def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
+    """Opens a tier. With `mend` off, one that is part of kvtier leaves damage where it is and raises `TierDamagedError`.
+
+    Raises:
+        TierError: it cannot be opened; the message names it.
+    """
+    leave: dict[str, Any] = {} if mend or config.is_custom else {"mend": False}
     try:
         make = _tier_class(config)
-        return make(
+        tier = make(
             name=config.name,
             directory=config.path,
             size_bytes=config.size,
             durability=config.durability,
+            **leave,
             **config.options,
         )
     except TierError as error:
-        raise TierOpenError(f"tier {config.name}: {error}") from error
+        # Of its own kind: a tier that is in use is no damaged one.
+        kind = type(error) if isinstance(error, TierOpenError) else TierOpenError
+        raise kind(f"tier {config.name}: {error}") from error
     except (TypeError, ValueError, OSError) as error:
         raise TierOpenError(f"tier {config.name}: {type(error).__name__}: {error}") from error
+    if config.rules is not None:
+        tier.rules = tuple(rule.to_rule() for rule in config.rules)
+    return tier
 
 
 def _tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
@@ -50,6 +63,10 @@ def _tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
         from ..tiers.lmdb import LMDBTier
 
         return LMDBTier
+    if config.type == "disk":
+        from ..tiers.disk import DiskTier
+
+        return DiskTier
     module_name, _, class_name = config.type.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

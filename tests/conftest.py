@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections import Counter
@@ -10,6 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# Read by OpenMP when torch is loaded: threads that spin while they wait slow the tests down on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 SETTLE_SECONDS = 3.0
 """How long threads and descriptors may take to go after the test has closed what it opened."""

@@ -38,8 +38,11 @@ class Session:
     engine_id: str
     rank: int | None
     namespace: NamespaceSpec
+    tenant: str = ""
     writers: set[int] = field(default_factory=set)
     """Connections that keep the region mapped: while one lives, the process may write to its slots."""
+    requests: set[str] = field(default_factory=set)
+    """Requests that it has begun and not finished."""
 
     def own_rank(self) -> int:
         """Returns the rank whose parts this session reads and writes.

@@ -12,8 +12,10 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, NewType
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .rules import DEFAULT_RULES, NamespaceId, OffloadPolicy, RequestInfo, Rule, Vote
 
 __all__ = [
     "BlockBytes",
@@ -23,13 +25,12 @@ __all__ = [
     "Outcome",
     "RequestInfo",
     "SecondaryTier",
+    "TierDamagedError",
     "TierError",
+    "TierInUseError",
     "TierOpenError",
     "Vote",
 ]
-
-NamespaceId = NewType("NamespaceId", bytes)
-"""Digest of everything that must agree for blocks to be shared; 16 bytes."""
 
 
 class TierError(Exception):
@@ -40,31 +41,12 @@ class TierOpenError(TierError):
     """A tier cannot be opened: its directory is in use, not writable, or of a newer format."""
 
 
-class OffloadPolicy(enum.IntEnum):
-    """How a request is offloaded. Numbers as in `kvtier.v1.OffloadPolicy`."""
-
-    BLOCK_LEVEL = 1
-    """Only newly computed blocks."""
-    REQUEST_LEVEL = 2
-    """Every block of the request, prefix hits included."""
+class TierDamagedError(TierOpenError):
+    """What a tier keeps is damaged as a whole, and was to be left as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestInfo:
-    """A request, as far as a tier may base its vote on it."""
-
-    request_id: str
-    namespace: NamespaceId
-    prompt_tokens: int = 0
-    kv_transfer_params: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """A tier's answer to a new request: how it wants it offloaded, and why (for people)."""
-
-    policy: OffloadPolicy
-    why: str
+class TierInUseError(TierOpenError):
+    """Another process, a server most likely, has the tier's directory."""
 
 
 class Outcome(enum.Enum):
@@ -131,6 +113,8 @@ class SecondaryTier(ABC):
         self.capacity_bytes = capacity_bytes
         self.trouble: str | None = None
         """What is wrong, for people; None when all is well. Set by the tier, read by health and metrics."""
+        self.rules: Sequence[Rule] = DEFAULT_RULES
+        """How it is configured to vote; what becomes of them is the tier's business (`rules.vote`)."""
 
     @abstractmethod
     def on_new_request(self, request: RequestInfo) -> Vote:

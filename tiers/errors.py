@@ -4,6 +4,7 @@
     ├── InvalidKey
     ├── InvalidNamespace
     ├── InvalidItem
+    ├── LimitExceeded
     ├── UnknownSession
     ├── LeaseNotFound
     ├── StoreNotFound
@@ -23,6 +24,7 @@ __all__ = [
     "InvalidKey",
     "InvalidNamespace",
     "LeaseNotFound",
+    "LimitExceeded",
     "NotOwner",
     "NotReady",
     "StoreNotFound",
@@ -52,6 +54,12 @@ class InvalidItem(CoreError):
     """An item number lies outside of the lease or store that it is meant for."""
 
     reason = "INVALID_ARGUMENT"
+
+
+class LimitExceeded(CoreError):
+    """A session holds more than any engine needs."""
+
+    reason = "LIMIT_EXCEEDED"
 
 
 class UnknownSession(CoreError):

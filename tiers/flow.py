@@ -15,9 +15,10 @@ from .blocks import Block
 from .catalog import Catalog, CatalogEntry, EntryState
 from .commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
 from .policies import DEFAULT_POLICY, POLICIES
+from .requests import Request
 from .stats import TierStats
 
-__all__ = ["JobKind", "Lane", "TierFlow"]
+__all__ = ["Finished", "JobKind", "Lane", "TierFlow"]
 
 JOB_BYTES = 32 << 20
 """How much one job moves at most: enough for transactions to pay off, little enough for results to come in time."""
@@ -38,6 +39,15 @@ class _Job:
     entries: Sequence[CatalogEntry]
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What became of a job: which of its blocks succeeded, and the requests that it was owed to."""
+
+    kind: JobKind
+    results: list[tuple[Block, bool]]
+    paid: list[Request]
+
+
 class Lane:
     """One secondary tier as the core sees it: its catalog, its queue, its counters."""
 
@@ -52,6 +62,8 @@ class Lane:
         self.doomed: list[CatalogEntry] = []
         """Evicted entries that the tier still has to remove, before the next store."""
         self.storing = False
+        self.owed: dict[tuple[NamespaceId, bytes], list[Request]] = {}
+        """Blocks on their way that requests insist on."""
         self.queued_bytes = 0
         """Size of what waits or is being stored."""
         self.jobs = 0
@@ -59,6 +71,11 @@ class Lane:
         self.asked = 0
         self.dropped = 0
         """Blocks whose cascade was dropped: the queue or the tier was full."""
+
+    def use(self, blocks: Iterable[Block], user: Hashable) -> None:
+        """Takes note that a request used these blocks, as far as they are here, given head first."""
+        entries = (self.catalog.get(block.namespace, block.key) for block in blocks)
+        self.catalog.use([entry for entry in entries if entry is not None], user)
 
     def stats(self) -> TierStats:
         """Returns the figures of this moment."""
@@ -88,11 +105,11 @@ class TierFlow:
         max_queued_bytes: int,
         unpin: Callable[[Block], None],
         command: Callable[[Command], None],
-        policies: Mapping[str, str],
+        eviction: Mapping[str, str],
     ) -> None:
         """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored."""
         self.lanes = [
-            Lane(number, tier, max_queued_bytes, policies.get(tier.name, DEFAULT_POLICY))
+            Lane(number, tier, max_queued_bytes, eviction.get(tier.name, DEFAULT_POLICY))
             for number, tier in enumerate(tiers, start=1)
         ]
         self._unpin = unpin
@@ -114,27 +131,41 @@ class TierFlow:
                 return lane
         return None
 
-    def cascade(self, blocks: Sequence[Block], request: Hashable, *, even_if_busy: bool = False) -> None:
-        """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7)."""
+    def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
+        """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10).
+
+        `user` is the request that used the blocks, by the name that eviction policies know it by.
+        """
         for lane in self.lanes:
-            entries = []
             for block in blocks:
-                if lane.catalog.get(block.namespace, block.key) is not None:
-                    continue
-                busy = lane.queued_bytes + block.nbytes > lane.max_queued_bytes and not even_if_busy
-                victims = None if busy else lane.catalog.begin_store(block.namespace, block.key, block.nbytes)
-                if victims is None:
-                    lane.dropped += 1
-                    continue
-                lane.doomed += victims
-                lane.queued_bytes += block.nbytes
-                block.pins += 1
-                lane.queue.append(block)
-                entries.append(lane.catalog.get(block.namespace, block.key))
-            lane.catalog.use([entry for entry in entries if entry], request)
+                if lane.catalog.get(block.namespace, block.key) is None:
+                    limit = None if even_if_busy else lane.max_queued_bytes
+                    lane.dropped += not self._enqueue(lane, block, limit)
+            lane.use(blocks, user)
             self._advance(lane)
 
-    def promote(self, found: Sequence[tuple[Lane, Block]], request: Hashable) -> None:
+    def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:
+        """Stores ready blocks in the tiers that insist on this request, and keeps account of what they are owed (B3.6).
+
+        They may fall behind twice as far as others; what is beyond that makes the request incomplete, and it is said (B3.10).
+        """
+        for lane in self.lanes:
+            if lane.index not in request.insisting:
+                continue
+            for block in blocks:
+                entry = lane.catalog.get(block.namespace, block.key)
+                if entry is not None and entry.state is EntryState.HELD:
+                    continue
+                if entry is None and not self._enqueue(lane, block, 2 * lane.max_queued_bytes):
+                    lane.dropped += 1
+                    request.incomplete += 1
+                    continue
+                request.owed += 1
+                lane.owed.setdefault((block.namespace, block.key), []).append(request)
+            lane.use(blocks, request.user)
+            self._advance(lane)
+
+    def promote(self, found: Sequence[tuple[Lane, Block]], user: Hashable) -> None:
         """Loads blocks whose slots are reserved, one batch after another per tier (B3.16)."""
         for lane in self.lanes:
             blocks = [block for where, block in found if where is lane]
@@ -146,15 +177,15 @@ class TierFlow:
                 job = self._begin(lane, JobKind.LOAD, batch)
                 for entry in job.entries:
                     entry.loads += 1
-                lane.catalog.use(job.entries, request)
+                lane.catalog.use(job.entries, user)
 
-    def request_finished(self, request: Hashable) -> None:
-        """Takes note that a request is over."""
+    def user_finished(self, user: Hashable) -> None:
+        """Takes note that a request uses nothing any more."""
         for lane in self.lanes:
-            lane.catalog.finish(request)
+            lane.catalog.finish(user)
 
-    def finish(self, job_id: JobId, outcomes: Sequence[Outcome]) -> tuple[JobKind, list[tuple[Block, bool]]] | None:
-        """Takes in a job's result; returns its kind and which blocks succeeded, or None for a job that is not known.
+    def finish(self, job_id: JobId, outcomes: Sequence[Outcome]) -> Finished | None:
+        """Takes in a job's result; returns what became of it, or None for a job that is not known.
 
         The pins of a load's blocks are the caller's from here on; those of a store are dropped.
         """
@@ -162,6 +193,7 @@ class TierFlow:
         if job is None:
             return None
         job.lane.jobs -= 1
+        paid: list[Request] = []
         take = self._finish_store if job.kind is JobKind.STORE else self._finish_load
         results = []
         for number, (block, entry) in enumerate(zip(job.blocks, job.entries, strict=True)):
@@ -169,10 +201,12 @@ class TierFlow:
             outcome = outcomes[number] if number < len(outcomes) else Outcome.FAILED
             take(job.lane, block, entry, outcome)
             results.append((block, outcome is Outcome.DONE))
+            if job.kind is JobKind.STORE:
+                paid += self._pay(job.lane, block, stored=outcome is Outcome.DONE)
         if job.kind is JobKind.STORE:
             job.lane.storing = False
             self._advance(job.lane)
-        return job.kind, results
+        return Finished(job.kind, results, paid)
 
     def is_durable(self, namespace: NamespaceId, key: bytes) -> bool:
         """Returns whether a tier that survives restarts holds this block."""
@@ -196,6 +230,27 @@ class TierFlow:
         entry.loads -= 1
         if outcome in (Outcome.MISSING, Outcome.CORRUPT) and lane.catalog.get(block.namespace, block.key) is entry:
             lane.catalog.drop(entry)
+
+    def _enqueue(self, lane: Lane, block: Block, limit: int | None) -> bool:
+        """Lets a block wait for a tier, unless more than `limit` bytes would, or the tier has no room; returns whether."""
+        if limit is not None and lane.queued_bytes + block.nbytes > limit:
+            return False
+        victims = lane.catalog.begin_store(block.namespace, block.key, block.nbytes)
+        if victims is None:
+            return False
+        lane.doomed += victims
+        lane.queued_bytes += block.nbytes
+        block.pins += 1
+        lane.queue.append(block)
+        return True
+
+    def _pay(self, lane: Lane, block: Block, *, stored: bool) -> list[Request]:
+        """Takes a block off the account of the requests that a tier owed it to."""
+        requests = lane.owed.pop((block.namespace, block.key), [])
+        for request in requests:
+            request.owed -= 1
+            request.incomplete += not stored
+        return requests
 
     def _advance(self, lane: Lane) -> None:
         """Starts the next store of a tier, unless one runs: so what comes in meanwhile goes out in one batch."""

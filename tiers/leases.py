@@ -10,12 +10,18 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
 from .blocks import Block
 from .commands import LeaseId, StoreId
 from .errors import InvalidItem, LeaseNotFound, NotOwner, NotReady, StoreNotFound
 
+if TYPE_CHECKING:
+    from .requests import Request
+
 __all__ = ["KeyStatus", "Lease", "LeaseTable", "Owner", "Store", "StoreTable"]
+
+K = TypeVar("K")
 
 
 class KeyStatus(enum.IntEnum):
@@ -90,6 +96,9 @@ class LeaseTable:
         self._unpin = unpin
         self._leases: dict[LeaseId, Lease] = {}
         self._waiting: dict[Block, list[Lease]] = defaultdict(list)
+        self._by_session: dict[bytes, dict[Lease, None]] = defaultdict(dict)
+        self._by_request: dict[tuple[str, str], dict[Lease, None]] = defaultdict(dict)
+        self._items: dict[bytes, int] = defaultdict(int)
         self._next_id = first_id
 
     def __len__(self) -> int:
@@ -104,6 +113,9 @@ class LeaseTable:
                 lease.pending += 1
                 self._waiting[block].append(lease)
         self._leases[lease.id] = lease
+        self._by_session[owner.session_id][lease] = None
+        self._by_request[owner.engine_id, owner.request_id][lease] = None
+        self._items[owner.session_id] += len(items)
         return lease
 
     def get(self, lease_id: LeaseId, engine_id: str) -> Lease:
@@ -123,6 +135,11 @@ class LeaseTable:
     def release(self, lease: Lease) -> None:
         """Ends a lease: its pins fall."""
         del self._leases[lease.id]
+        owner = lease.owner
+        self._items[owner.session_id] -= len(lease.items)
+        _discard(self._by_request, (owner.engine_id, owner.request_id), lease)
+        if _discard(self._by_session, owner.session_id, lease):
+            del self._items[owner.session_id]
         if lease.pending:
             self._stop_waiting(lease)
         for block in lease.items:
@@ -153,13 +170,30 @@ class LeaseTable:
                 settled.append(lease.id)
         return settled
 
-    def owned_by(self, matches: Callable[[Owner], bool]) -> list[Lease]:
-        """Returns the leases whose owner matches."""
-        return [lease for lease in self._leases.values() if matches(lease.owner)]
+    def of_session(self, session_id: bytes) -> list[Lease]:
+        """Returns the leases of a session."""
+        return list(self._by_session.get(session_id, ()))
+
+    def of_request(self, engine_id: str, request_id: str) -> list[Lease]:
+        """Returns the leases of a request."""
+        return list(self._by_request.get((engine_id, request_id), ()))
+
+    def items_of(self, session_id: bytes) -> int:
+        """Returns how many items the leases of a session add up to."""
+        return self._items.get(session_id, 0)
 
     def expired(self, now: float) -> list[Lease]:
         """Returns the leases whose time is over."""
         return [lease for lease in self._leases.values() if lease.expires_at <= now]
+
+
+def _discard(index: dict[K, dict[Lease, None]], key: K, lease: Lease) -> bool:
+    """Takes a lease out of an index; returns whether it was the last one under its key."""
+    leases = index[key]
+    del leases[lease]
+    if not leases:
+        del index[key]
+    return not leases
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +205,8 @@ class Store:
     rank: int
     expires_at: float
     blocks: Sequence[Block]
+    request: Request | None = None
+    """The request on whose behalf it is; None for one that was never begun."""
 
     def slots(self) -> list[int]:
         """Returns the granted slots, in the order of the blocks."""
@@ -209,9 +245,11 @@ class StoreTable:
         """Bytes of slots that are out of use because of a writer that may still be there."""
         return sum(entry.nbytes for entry in self._quarantine.values())
 
-    def begin(self, owner: Owner, rank: int, expires_at: float, blocks: Sequence[Block]) -> Store:
+    def begin(
+        self, owner: Owner, rank: int, expires_at: float, blocks: Sequence[Block], request: Request | None = None
+    ) -> Store:
         """Registers a store of blocks that are pinned and have a slot for the rank."""
-        store = Store(StoreId(self.next_id), owner, rank, expires_at, blocks)
+        store = Store(StoreId(self.next_id), owner, rank, expires_at, blocks, request)
         self.next_id += 1
         self._stores[store.id] = store
         return store

@@ -16,16 +16,20 @@ from .base import (
     BlockBytes,
     Entry,
     NamespaceId,
-    OffloadPolicy,
     Outcome,
     RequestInfo,
     SecondaryTier,
     TierOpenError,
     Vote,
 )
+from .batches import BATCH_BLOCKS, batches
+from .fsck import Slice
 from .lmdb_blocks import clear_orphans, delete_block, last_record_id, put_block, read_block, read_index
+from .lmdb_check import check_slice
 from .lmdb_env import Durability, open_environment
 from .lmdb_format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, PAGE_HEADER_BYTES, DamagedRecordError
+from .rules import vote
+from .troubles import Troubles
 
 __all__ = ["LMDBTier"]
 
@@ -38,8 +42,6 @@ WRITE_BYTES = 16 * _MIB
 """Payload of one write transaction; less in a small file, for what one frees can be used two transactions later."""
 RESERVE_PAGES = 32
 """Kept free, because a removal needs a dozen pages (copies of the paths through the trees) before it frees any."""
-BATCH_BLOCKS = 512
-"""Blocks of one transaction. Bounds the pages that one can add and free at once: `lmdb_env.UNWRITTEN_PAGES`."""
 READER_CHECK_EVERY = 1024
 """Write transactions."""
 
@@ -56,23 +58,24 @@ class LMDBTier(SecondaryTier):
     type: ClassVar[str] = "lmdb"
     durable: ClassVar[bool] = True
 
-    def __init__(self, name: str, directory: Path, size_bytes: int, durability: Durability) -> None:
+    def __init__(
+        self, name: str, directory: Path, size_bytes: int, durability: Durability, *, mend: bool = True
+    ) -> None:
         """Opens or creates the store in `directory`; its file never grows beyond `size_bytes`.
 
-        A file that is larger already stays so. A damaged one is moved aside, and `trouble` says so from then on.
-        Raises `TierOpenError`.
+        A file that is larger already stays so. A damaged one is moved aside, and `trouble` says so from then on; with
+        `mend` off it is refused. Raises `TierOpenError`.
         """
         super().__init__(name, int(size_bytes * PAYLOAD_SHARE))
-        self._store = open_environment(directory, size_bytes, durability)
+        self._store = open_environment(directory, size_bytes, durability, mend=mend)
         self._write_bytes = min(WRITE_BYTES, size_bytes // 32)
         self._writer = threading.Lock()
         """Makes a load that drops a corrupt block wait for the store beside it."""
         self._writes = 0
         self._pages_to_come = True
         """Whether pages may have been freed that the next transaction cannot use yet."""
-        self._troubles: dict[str, str] = {}
-        self._noting = threading.Lock()
-        self._note("open", self._store.warning)
+        self._troubles = Troubles(self)
+        self._troubles.note("open", self._store.warning)
         try:
             with self._store.env.begin() as txn:
                 self._record_id = last_record_id(self._store, txn)
@@ -81,8 +84,8 @@ class LMDBTier(SecondaryTier):
             raise TierOpenError(f"cannot read the LMDB store in {directory}: {error!r}") from error
 
     def on_new_request(self, request: RequestInfo) -> Vote:
-        """Votes for the default."""
-        return Vote(OffloadPolicy.BLOCK_LEVEL, "the default")
+        """Votes by its rules."""
+        return vote(self.rules, request)
 
     def entries(self) -> Iterator[Entry]:
         """Yields the blocks in the order in which they were stored. Clears away damaged index records."""
@@ -98,7 +101,7 @@ class LMDBTier(SecondaryTier):
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Writes blocks, all or none of each transaction."""
         outcomes: list[Outcome] = []
-        for batch in _batches(blocks, self._write_bytes):
+        for batch in batches(blocks, self._write_bytes):
             outcomes += self._store_batch(batch)
         return outcomes
 
@@ -106,7 +109,7 @@ class LMDBTier(SecondaryTier):
         """Copies blocks out of the map and verifies them where they then are. Drops those that are corrupt."""
         outcomes = [self._load_block(block) for block in blocks]
         if Outcome.FAILED not in outcomes:
-            self._note("load", None)
+            self._troubles.note("load", None)
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
@@ -114,6 +117,16 @@ class LMDBTier(SecondaryTier):
         index_keys = [namespace + key for namespace, key in keys if _is_name(namespace, key)]
         for start in range(0, len(index_keys), BATCH_BLOCKS):
             self._remove(index_keys[start : start + BATCH_BLOCKS])
+
+    def blocks_to_check(self) -> int:
+        """See `fsck.Checkable`."""
+        with self._store.env.begin() as txn:
+            count: int = txn.stat(self._store.index)["entries"]
+        return count
+
+    def check_slice(self, after: bytes, *, repair: bool) -> Slice:
+        """See `fsck.Checkable`."""
+        return check_slice(self._store, self._writer, after, repair=repair)
 
     def close(self) -> None:
         """Flushes to the disk, and lets go of the directory."""
@@ -123,7 +136,7 @@ class LMDBTier(SecondaryTier):
         fit = [block for block in batch if _is_storable(block)]
         written = self._write(fit) if fit else Outcome.DONE
         if len(fit) < len(batch):
-            self._note("store", "was given a block without bytes, or with a key that is too long")
+            self._troubles.note("store", "was given a block without bytes, or with a key that is too long")
         return [written if _is_storable(block) else Outcome.FAILED for block in batch]
 
     def _write(self, blocks: Sequence[BlockBytes]) -> Outcome:
@@ -138,9 +151,9 @@ class LMDBTier(SecondaryTier):
                     self._take_in_pages()
                     self._put(blocks)
         except lmdb.Error as error:
-            self._note("store", f"cannot store: {error}")
+            self._troubles.note("store", f"cannot store: {error}")
             return Outcome.NO_SPACE if self._is_full(error) else Outcome.FAILED
-        self._note("store", None)
+        self._troubles.note("store", None)
         return Outcome.DONE
 
     def _put(self, blocks: Sequence[BlockBytes]) -> None:
@@ -185,7 +198,7 @@ class LMDBTier(SecondaryTier):
             with self._store.env.begin(buffers=True) as txn:
                 outcome = read_block(self._store, txn, block)
         except lmdb.Error as error:
-            self._note("load", f"cannot load: {error}")
+            self._troubles.note("load", f"cannot load: {error}")
             return Outcome.FAILED
         return self._drop(block) if outcome is Outcome.CORRUPT else outcome
 
@@ -206,9 +219,9 @@ class LMDBTier(SecondaryTier):
             if isinstance(error, lmdb.MapFullError) and middle:
                 first, second = self._remove(index_keys[:middle]), self._remove(index_keys[middle:])
                 return first and second
-            self._note("remove", f"cannot remove: {error}")
+            self._troubles.note("remove", f"cannot remove: {error}")
             return False
-        self._note("remove", None)
+        self._troubles.note("remove", None)
         return True
 
     def _clear(self, damaged: Sequence[bytes], live: set[int]) -> None:
@@ -217,19 +230,7 @@ class LMDBTier(SecondaryTier):
             with self._writer, self._store.env.begin(write=True, buffers=True) as txn:
                 clear_orphans(self._store, txn, live, damaged)
         except (lmdb.Error, DamagedRecordError) as error:
-            self._note("clear", f"cannot clear away damaged records: {error!r}")
-
-    def _note(self, what: str, trouble: str | None) -> None:
-        """Takes down what is wrong with one kind of work, or that it went well."""
-        with self._noting:
-            if trouble == self._troubles.get(what):
-                return
-            if trouble is None:
-                del self._troubles[what]
-            else:
-                self._troubles[what] = trouble
-                _log.error("tier %s: %s", self.name, trouble)
-            self.trouble = "; ".join(self._troubles.values()) or None
+            self._troubles.note("clear", f"cannot clear away damaged records: {error!r}")
 
 
 def _is_name(namespace: bytes, key: bytes) -> bool:
@@ -238,21 +239,3 @@ def _is_name(namespace: bytes, key: bytes) -> bool:
 
 def _is_storable(block: BlockBytes) -> bool:
     return _is_name(block.namespace, block.key) and len(block.parts) <= MAX_PARTS and block.nbytes > 0
-
-
-def _batches(blocks: Sequence[BlockBytes], limit_bytes: int) -> Iterator[list[BlockBytes]]:
-    """Splits blocks, in order, into batches of limited bytes and number that name no block twice."""
-    batch: list[BlockBytes] = []
-    names: set[bytes] = set()
-    nbytes = 0
-    for block in blocks:
-        name = block.namespace + block.key
-        full = nbytes + block.nbytes > limit_bytes or len(batch) == BATCH_BLOCKS
-        if batch and (full or name in names):
-            yield batch
-            batch, names, nbytes = [], set(), 0
-        batch.append(block)
-        names.add(name)
-        nbytes += block.nbytes
-    if batch:
-        yield batch

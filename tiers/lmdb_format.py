@@ -24,6 +24,8 @@ import xxhash
 
 __all__ = [
     "CHUNK_PAGES",
+    "DATABASES",
+    "DATA_FILE",
     "FORMAT_VERSION",
     "MAX_KEY_BYTES",
     "MAX_PARTS",
@@ -38,6 +40,9 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+DATA_FILE = "data.mdb"
+"""What LMDB calls its file in the directory of a store."""
+DATABASES = (b"meta", b"index", b"data")
 NAMESPACE_BYTES = 16
 MAX_KEY_BYTES = 511 - NAMESPACE_BYTES
 """LMDB's limit of 511 bytes, less the namespace."""

@@ -14,16 +14,19 @@ from .answers import DurableStatus, Negotiation, Session, StoreAnswer, StoreStat
 from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier
 from .blocks import Block, NamespaceSpec
 from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
-from .errors import InvalidItem, InvalidNamespace, UnknownSession
+from .errors import InvalidItem, InvalidNamespace, LimitExceeded, UnknownSession
 from .flow import JobKind, Lane, TierFlow
 from .leases import Lease, LeaseTable, Owner, Store, StoreTable
 from .policies import DEFAULT_POLICY, POLICIES
 from .primary import PrimaryTier
+from .requests import Request, RequestTable
 from .stats import ManagerStats, TierStats
 
 __all__ = ["TierManager"]
 
 CPU_TIER = "cpu"
+MAX_LEASED_ITEMS = 4 << 20
+"""Most items that the leases of one session may add up to."""
 
 
 class TierManager:
@@ -37,7 +40,7 @@ class TierManager:
         *,
         max_queued_bytes: int | None = None,
         first_id: int = 1,
-        policies: Mapping[str, str] | None = None,
+        eviction: Mapping[str, str] | None = None,
     ) -> None:
         """Recovers what the tiers kept from an earlier life.
 
@@ -48,24 +51,24 @@ class TierManager:
             max_queued_bytes: bounds what waits to be stored in one of them; a quarter of the region by default.
             first_id: where ids of leases and stores start. The shell picks it at random, so that an id from an earlier
                 life is never taken for one of this life.
-            policies: how tiers evict: per name of a tier (the CPU tier is "cpu") one of `POLICIES`; the default for
+            eviction: how tiers evict: per name of a tier (the CPU tier is "cpu") one of `POLICIES`; the default for
                 those that are not named.
 
         Raises:
-            ValueError: `policies` names a tier or a policy that does not exist.
+            ValueError: `eviction` names a tier or a policy that does not exist.
         """
-        policies = policies or {}
-        _check_policies(policies, {CPU_TIER, *(tier.name for tier in tiers)})
+        eviction = eviction or {}
+        _check_eviction(eviction, {CPU_TIER, *(tier.name for tier in tiers)})
         self._commands: list[Command] = []
         self._region_bytes = region_bytes
-        self._primary = PrimaryTier(extent_bytes, POLICIES[policies.get(CPU_TIER, DEFAULT_POLICY)])
+        self._primary = PrimaryTier(extent_bytes, POLICIES[eviction.get(CPU_TIER, DEFAULT_POLICY)])
         self._leases = LeaseTable(self._primary.unpin, first_id)
         self._stores = StoreTable(self._primary.release, first_id)
         self._flow = TierFlow(
-            tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append, policies
+            tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append, eviction
         )
         self._sessions: dict[bytes, Session] = {}
-        self._requests: dict[tuple[str, str], tuple[bytes, Negotiation]] = {}
+        self._requests = RequestTable(self._tell_tiers)
         self._namespaces: set[NamespaceId] = set()
         self._asked = 0
         self._primary_hits = 0
@@ -82,7 +85,9 @@ class TierManager:
         """Takes note that a piece of the region is backed by pages and may be used."""
         self._primary.memory.add_memory(offset, nbytes)
 
-    def open_session(self, session_id: bytes, engine_id: str, rank: int | None, namespace: NamespaceSpec) -> Session:
+    def open_session(
+        self, session_id: bytes, engine_id: str, rank: int | None, namespace: NamespaceSpec, *, tenant: str = ""
+    ) -> Session:
         """Registers a client process.
 
         Raises:
@@ -94,7 +99,7 @@ class TierManager:
             raise InvalidNamespace(f"a part of {largest} bytes is larger than this server takes ({limit} bytes)")
         if rank is not None and rank >= namespace.world_size:
             raise InvalidNamespace(f"rank {rank} is not within a world of {namespace.world_size}")
-        session = Session(session_id, engine_id, rank, namespace)
+        session = Session(session_id, engine_id, rank, namespace, tenant)
         self._sessions[session_id] = session
         self._namespaces.add(namespace.id)
         return session
@@ -113,12 +118,14 @@ class TierManager:
     def close_session(self, session_id: bytes) -> None:
         """Lets everything fall that the session holds. Slots that it may still write to are quarantined."""
         session = self.session(session_id)
-        for request in [key for key, (owner, _) in self._requests.items() if owner == session_id]:
-            self._end_request(request)
-        for lease in self._leases.owned_by(lambda owner: owner.session_id == session_id):
+        for lease in self._leases.of_session(session_id):
             self._leases.release(lease)
         for store in self._stores.owned_by(session_id):
             self._abandon(store, session.writers)
+        for request_id in list(session.requests):
+            request = self._requests.get(session.engine_id, request_id)
+            if request is not None:
+                self._requests.finish(request, give_up=True)
         del self._sessions[session_id]
 
     def writer_attached(self, session_id: bytes, writer: int) -> None:
@@ -136,27 +143,39 @@ class TierManager:
         """Asks every tier how it wants this request offloaded; REQUEST_LEVEL if any asks for it (B3.3).
 
         A request that was begun already keeps what was negotiated then.
+
+        Raises:
+            LimitExceeded: the session has begun too many that it never finished.
         """
-        key = (session.engine_id, request.request_id)
-        known = self._requests.get(key)
-        if known is not None:
-            return known[1]
+        known = self._requests.get(session.engine_id, request.request_id)
+        if known is not None and not known.finished:
+            return known.negotiation
         votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)
         policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
         negotiation = Negotiation(policy, votes)
-        self._requests[key] = (session.id, negotiation)
+        self._requests.add(session, request.request_id, negotiation)
         return negotiation
 
-    def finish_request(self, session: Session, request_id: str) -> None:
-        """Ends a request: its leases fall, and its tiers are told once. An unknown one is fine."""
-        key = (session.engine_id, request_id)
-        if key in self._requests:
-            self._end_request(key)
-        self._primary.finish(key)
-        self._flow.request_finished(key)
-        owned = self._leases.owned_by(lambda owner: (owner.engine_id, owner.request_id) == key)
-        for lease in owned:
+    def finish_request(self, session: Session, request_id: str) -> Request:
+        """Takes note that an engine has finished a request: its leases fall, and its tiers are told once it has settled.
+
+        One that was never announced is announced first, so that tiers see both calls, in order (B3.13).
+
+        Raises:
+            LimitExceeded: the session has begun too many that it never finished.
+        """
+        for lease in self._leases.of_request(session.engine_id, request_id):
             self._leases.release(lease)
+        request = self._requests.get(session.engine_id, request_id)
+        if request is None:
+            self.begin_request(session, RequestInfo(request_id, session.namespace.id))
+            request = self._requests.get(session.engine_id, request_id)
+            assert request is not None
+        user = _user(session.engine_id, request_id)
+        self._primary.finish(user)
+        self._flow.user_finished(user)
+        self._requests.finish(request)
+        return request
 
     def lookup(
         self, session: Session, keys: Sequence[bytes], *, prefix: bool, request_id: str, expires_at: float
@@ -164,15 +183,20 @@ class TierManager:
         """Finds blocks, pins what it finds, and starts promotions; returns None where nothing was found.
 
         With `prefix` whatever follows the first miss is a miss.
+
+        Raises:
+            LimitExceeded: the session holds leases on too many blocks.
         """
+        if self._leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
+            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
         items, sources, promotions = self._match(session.namespace, keys, prefix=prefix)
-        request = _request(session, request_id)
-        self._start_promotions(items, promotions, request)
+        user = _user(session.engine_id, request_id)
+        self._start_promotions(items, promotions, user)
         self._count(len(keys), items, sources)
         hits = [block for block in items if block is not None]
         if not hits:
             return None
-        self._primary.use(hits, request)
+        self._primary.use(hits, user)
         owner = Owner(session.engine_id, session.id, request_id)
         sources += bytes(len(keys) - len(sources))
         return self._leases.grant(owner, expires_at, items, bytes(sources), keys=len(keys))
@@ -207,37 +231,33 @@ class TierManager:
         rank = session.own_rank()
         for key in keys:
             session.namespace.part_bytes_of(key)
-        statuses = bytearray(len(keys))
-        wanted: dict[Block, int] = {}
-        used: dict[Block, None] = {}
-        for number, key in enumerate(keys):
-            block = self._primary.find_or_add(session.namespace, key)
-            used[block] = None
-            if block.ready or block.written >> rank & 1:
-                statuses[number] = StoreStatus.PRESENT
-            elif block.promoting or block.slots[rank] is not None or block in wanted:
-                statuses[number] = StoreStatus.IN_PROGRESS
-            else:
-                block.pins += 1
-                wanted[block] = number
+        statuses, found, wanted = self._claim(session, keys, rank)
         self._primary.reserve([(block, rank) for block in wanted])
-        granted, slots = [], []
-        for block, number in wanted.items():
+        granted, slots, refused = [], [], set()
+        for block in wanted:
             offset = block.slots[rank]
             if offset is None:
-                statuses[number] = StoreStatus.NO_ROOM
-                del used[block]
-                self._primary.unpin(block)
+                statuses[found[block]] = StoreStatus.NO_ROOM
+                refused.add(block)
                 continue
-            statuses[number] = StoreStatus.GRANTED
+            statuses[found[block]] = StoreStatus.GRANTED
+            block.pins += 1
             block.writers += 1
             granted.append(block)
             slots.append(offset)
-        self._primary.use(used, _request(session, request_id))
+        user = _user(session.engine_id, request_id)
+        self._primary.use((block for block in found if block not in refused), user)
+        request = self._requests.get(session.engine_id, request_id)
+        if request is not None and request.insisting:
+            self._cascade_present(request, list(found), set(granted))
+        for block in found:
+            self._primary.unpin(block)
         if not granted:
             return StoreAnswer(None, bytes(statuses), [])
+        if request is not None:
+            request.stores += 1
         owner = Owner(session.engine_id, session.id, request_id)
-        store = self._stores.begin(owner, rank, expires_at, granted)
+        store = self._stores.begin(owner, rank, expires_at, granted, request)
         return StoreAnswer(store.id, bytes(statuses), slots)
 
     def store(self, session: Session, store_id: StoreId) -> Store:
@@ -248,6 +268,12 @@ class TierManager:
             NotOwner: it belongs to another engine.
         """
         return self._stores.get(store_id, session.engine_id)
+
+    def renew_store(self, session: Session, store_id: StoreId, expires_at: float) -> Store:
+        """Extends a store that is being written to, and returns it; never shortens it. Raises like `store`."""
+        store = self._stores.get(store_id, session.engine_id)
+        store.expires_at = max(store.expires_at, expires_at)
+        return store
 
     def complete_store(self, session: Session, store_id: StoreId, failed: Collection[int] = ()) -> None:
         """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `store`.
@@ -269,10 +295,14 @@ class TierManager:
                 block.part_written(store.rank)
                 if block.ready:
                     complete.append(block)
-        self._flow.cascade(complete, _request(session, store.owner.request_id))
+        request = store.request
+        if request is not None:
+            self._flow.cascade_for(request, complete)
+        self._flow.cascade(complete, _user(store.owner.engine_id, store.owner.request_id))
         self._settle(store.blocks)
         for block in store.blocks:
             self._primary.unpin(block)
+        self._store_ended(request)
 
     def writer_done(self, session: Session, store_id: StoreId) -> None:
         """Takes note of a completion that came after its store had ended: at least, nobody writes any more."""
@@ -289,6 +319,10 @@ class TierManager:
         ]
         self._flow.cascade(list(dict.fromkeys(waiting)), None, even_if_busy=True)
         return bytes(self.durability_of(namespace, key) for key in keys)
+
+    def make_durable(self) -> None:
+        """Sends on their way, last used first, all ready blocks that some tier lacks. Called when the server ends."""
+        self._flow.cascade(self._primary.ready_blocks(), None, even_if_busy=True)
 
     def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""
@@ -311,16 +345,19 @@ class TierManager:
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         """Takes in the result of a job, an outcome per block. A job that is not known is ignored."""
         finished = self._flow.finish(job_id, outcomes)
-        if finished is None or finished[0] is JobKind.STORE:
+        if finished is None:
             return
-        results = finished[1]
-        for block, done in results:
+        for request in finished.paid:
+            self._requests.end_if_settled(request)
+        if finished.kind is JobKind.STORE:
+            return
+        for block, done in finished.results:
             if done:
                 block.promoted()
             else:
                 self._drop_promotion(block)
-        self._settle([block for block, _ in results])
-        for block, _ in results:
+        self._settle([block for block, _ in finished.results])
+        for block, _ in finished.results:
             self._primary.unpin(block)
 
     def stats(self) -> ManagerStats:
@@ -336,6 +373,7 @@ class TierManager:
             hits=self._primary_hits,
             misses=self._asked - self._primary_hits,
             evictions=self._primary.evictions,
+            dropped=self._primary.no_room,
         )
         return ManagerStats(
             tiers=(cpu, *(lane.stats() for lane in self._flow.lanes)),
@@ -378,8 +416,28 @@ class TierManager:
             sources.append(source)
         return items, sources, promotions
 
+    def _claim(
+        self, session: Session, keys: Sequence[bytes], rank: int
+    ) -> tuple[bytearray, dict[Block, int], list[Block]]:
+        """Pins the blocks of a store; returns what is known of each key, where each block stands, and which want a slot."""
+        statuses = bytearray(len(keys))
+        found: dict[Block, int] = {}
+        wanted: list[Block] = []
+        for number, key in enumerate(keys):
+            block = self._primary.find_or_add(session.namespace, key)
+            if block.ready or block.written >> rank & 1:
+                statuses[number] = StoreStatus.PRESENT
+            elif block.promoting or block.slots[rank] is not None or block in found:
+                statuses[number] = StoreStatus.IN_PROGRESS
+            else:
+                wanted.append(block)
+            if block not in found:
+                block.pins += 1  # room for the tail must not be made at the cost of the head
+                found[block] = number
+        return statuses, found, wanted
+
     def _start_promotions(
-        self, items: list[Block | None], promotions: list[tuple[int, Lane, Block]], request: Hashable
+        self, items: list[Block | None], promotions: list[tuple[int, Lane, Block]], user: Hashable
     ) -> None:
         """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
         self._primary.reserve(
@@ -396,7 +454,7 @@ class TierManager:
                         self._primary.unpin(block)
             else:
                 started.append((lane, block))
-        self._flow.promote(started, request)
+        self._flow.promote(started, user)
 
     def _drop_promotion(self, block: Block) -> None:
         """Takes all slots from a block that could not be filled. Only jobs write to them, so they are free at once."""
@@ -416,16 +474,35 @@ class TierManager:
         self._settle(store.blocks)
         for block in store.blocks:
             self._primary.unpin(block)
+        self._store_ended(store.request)
 
     def _settle(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            if not block.pending:
-                self._commands.extend(map(LeaseSettled, self._leases.settle(block)))
+            if block.pending:
+                continue
+            self._commands.extend(map(LeaseSettled, self._leases.settle(block)))
+            for request in self._requests.settled(block):
+                if block.ready:
+                    self._flow.cascade_for(request, [block])
+                else:
+                    request.incomplete += 1
+                self._requests.end_if_settled(request)
 
-    def _end_request(self, key: tuple[str, str]) -> None:
-        del self._requests[key]
+    def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
+        """Gives the tiers that insist on a request what the CPU tier has of it already; waits for what is coming (B3.6, B3.9)."""
+        self._flow.cascade_for(request, [block for block in blocks if block.ready])
+        for block in blocks:
+            if block.pending and block not in own:
+                self._requests.wait_for(request, block)
+
+    def _store_ended(self, request: Request | None) -> None:
+        if request is not None:
+            request.stores -= 1
+            self._requests.end_if_settled(request)
+
+    def _tell_tiers(self, request: Request) -> None:
         for lane in self._flow.lanes:
-            lane.tier.on_request_finished(key[1])
+            lane.tier.on_request_finished(request.id)
 
     def _count(self, asked: int, items: Sequence[Block | None], sources: bytes | bytearray) -> None:
         """Counts every key once: as a hit of the tier that answered for it, or as a miss."""
@@ -441,13 +518,13 @@ class TierManager:
                 self._flow.lanes[source - 1].hits += 1
 
 
-def _request(session: Session, request_id: str) -> Hashable:
-    """Returns what policies know a request by: None where the client did not say."""
-    return (session.engine_id, request_id) if request_id else None
+def _user(engine_id: str, request_id: str) -> Hashable:
+    """Returns what eviction policies know a request by: None where the client did not say."""
+    return (engine_id, request_id) if request_id else None
 
 
-def _check_policies(policies: Mapping[str, str], tiers: Collection[str]) -> None:
-    for tier, policy in policies.items():
+def _check_eviction(eviction: Mapping[str, str], tiers: Collection[str]) -> None:
+    for tier, policy in eviction.items():
         if tier not in tiers:
             raise ValueError(f"there is no tier {tier!r} to evict by {policy!r}; there are {', '.join(sorted(tiers))}")
         if policy not in POLICIES:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from .base import NamespaceId
 from .blocks import Block, NamespaceSpec
@@ -12,6 +12,9 @@ from .policies import EvictionPolicy
 from .slots import SlotAllocator
 
 __all__ = ["PrimaryTier"]
+
+_EXTENT_CANDIDATES = 256
+"""Victims of another class that are looked at for an extent that can be taken over."""
 
 
 class PrimaryTier:
@@ -25,6 +28,8 @@ class PrimaryTier:
     def __init__(self, extent_bytes: int, new_policy: Callable[[], EvictionPolicy[Block]]) -> None:
         self.memory = SlotAllocator(extent_bytes)
         self.evictions = 0
+        self.no_room = 0
+        """Slots that were asked for and could not be had."""
         self._new_policy = new_policy
         self._policies: dict[int, EvictionPolicy[Block]] = {}
         self._blocks: dict[NamespaceId, dict[bytes, Block]] = defaultdict(dict)
@@ -37,6 +42,11 @@ class PrimaryTier:
     def blocks_of(self, namespace: NamespaceId) -> dict[bytes, Block]:
         """Returns the blocks of a namespace by key; for reading only."""
         return self._blocks[namespace]
+
+    def ready_blocks(self) -> list[Block]:
+        """Returns all visible blocks, the last used first."""
+        ready = [block for blocks in self._blocks.values() for block in blocks.values() if block.ready]
+        return sorted(ready, key=lambda block: block.last_use, reverse=True)
 
     def find_or_add(self, spec: NamespaceSpec, key: bytes) -> Block:
         """Returns the block with this key, adding an empty one where there is none.
@@ -79,7 +89,9 @@ class PrimaryTier:
         for block, rank in wanted:
             by_class[self.memory.slot_bytes_for(block.part_bytes)].append((block, rank))
         for slot_bytes, pairs in by_class.items():
-            for (block, rank), offset in zip(pairs, self._take(slot_bytes, len(pairs)), strict=False):
+            offsets = self._take(slot_bytes, len(pairs))
+            self.no_room += len(pairs) - len(offsets)
+            for (block, rank), offset in zip(pairs, offsets, strict=False):
                 block.slots[rank] = offset
                 self._owners[offset] = block
 
@@ -133,35 +145,50 @@ class PrimaryTier:
     def _make_room(self, slot_bytes: int, count: int) -> bool:
         """Evicts own blocks or takes over another class' extent. Returns whether anything was freed."""
         own = list(islice(self._evictable(slot_bytes), count))
-        extent_offsets = self._extent_idle_since(slot_bytes, own[0].last_use if own else None)
-        victims = {self._owners[offset] for offset in extent_offsets} if extent_offsets else own
+        victims = self._idle_extent(slot_bytes, at_any_time=not own) or own
         for block in victims:
             self.evict(block)
         self.evictions += len(victims)
         return bool(victims)
 
-    def _evictable(self, slot_bytes: int) -> Iterable[Block]:
+    def _evictable(self, slot_bytes: int) -> Iterator[Block]:
         policy = self._policies.get(slot_bytes)
-        return (block for block in policy.victims() if block.pins == 0) if policy else ()
+        return (block for block in policy.victims() if block.pins == 0) if policy else iter(())
 
-    def _extent_idle_since(self, slot_bytes: int, before: int | None) -> set[int] | None:
-        """Returns the slots of another class' extent that may be taken over, or None.
+    def _idle_extent(self, slot_bytes: int, *, at_any_time: bool) -> list[Block] | None:
+        """Returns the blocks of another class' extent that may be taken over, or None.
 
-        Its class' next victim lies in it and was last used before `before` (None: at any time).
+        Its class has a block that has been idle for longer than any of this class, unless that does not matter; it lies in
+        the extent, or one of the class' next victims does; and nothing in it is pinned, being written or in quarantine.
         """
-        others = (
-            next(iter(self._evictable(other)), None)
-            for other in self._policies
-            if other != slot_bytes and slot_bytes <= self.memory.extent_bytes
-        )
-        oldest = min((block for block in others if block is not None), key=lambda block: block.last_use, default=None)
-        if oldest is None or (before is not None and oldest.last_use >= before):
+        if slot_bytes > self.memory.extent_bytes:
             return None
-        for offset in oldest.slots:
+        own = None if at_any_time else self._policies[slot_bytes].oldest()
+        others = []
+        for other, policy in self._policies.items():
+            oldest = policy.oldest() if other != slot_bytes else None
+            if oldest is not None and (own is None or oldest.last_use < own.last_use):
+                others.append((oldest.last_use, other, oldest))
+        for _, other, oldest in sorted(others, key=lambda entry: entry[:2]):
+            blocked: set[int] = set()
+            candidates = islice(self._evictable(other), _EXTENT_CANDIDATES)
+            for block in chain([oldest] if oldest.pins == 0 else [], candidates):
+                blocks = self._blocks_of_extent(block, blocked)
+                if blocks:
+                    return blocks
+        return None
+
+    def _blocks_of_extent(self, block: Block, blocked: set[int]) -> list[Block] | None:
+        """Returns all blocks of an extent that a block lies in, if all can be evicted; notes extents where that is not so."""
+        for offset in block.slots:
             if offset is None:
                 continue
-            in_use = self.memory.extent_at(offset).in_use
-            owners = [self._owners.get(slot) for slot in in_use]
-            if all(owner is not None and owner.pins == 0 for owner in owners):
-                return set(in_use)
+            extent = self.memory.extent_at(offset)
+            if extent.offset in blocked:
+                continue
+            owners = [self._owners.get(slot) for slot in extent.in_use]
+            blocks = {owner for owner in owners if owner is not None and owner.pins == 0}
+            if all(owner in blocks for owner in owners):
+                return list(blocks)
+            blocked.add(extent.offset)
         return None

@@ -58,7 +58,7 @@ class ManagerStats:
     stores: int = 0
     """Stores that are in flight."""
     quarantined_bytes: int = 0
-    """Bytes kept out of use because a fallen session's process may still write to them."""
+    """Bytes kept out of use because a process that lost its store may still write to them."""
     sessions: int = 0
     """Open sessions."""
     namespaces: int = 0

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+# Threads that wait do not spin: on a busy machine the first token otherwise takes seconds instead of tenths.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 

@@ -64,7 +64,7 @@ class SessionServiceServicer(object):
         """Opens a session and keeps it open: the stream IS the liveness.
 
         The first response carries the session's id and the boot epoch; further ones are
-        heartbeats, at least one every `heartbeat_interval`. A client that hears none for three
+        heartbeats, at least one every `heartbeat_interval`. A client that hears none for five
         intervals MUST treat the session as lost. When the stream falls, every pin of the session
         falls; slots that the process may still write to stay out of use until its attach
         connection (see `Region`) is closed.

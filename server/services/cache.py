@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
 
@@ -41,13 +43,15 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.BeginRequestResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        keys = self._edge.keys(request.keys)
+        keys = self._edge.keys(request.keys, session.namespace)
         if not request.request_id:
             raise Refused("INVALID_ARGUMENT", "request_id is missing")
         info = RequestInfo(
             request_id=self._edge.request_id(request.request_id),
             namespace=session.namespace.id,
             prompt_tokens=request.prompt_tokens,
+            tenant=session.tenant,
+            priority=request.priority,
             kv_transfer_params=_params(request.kv_transfer_params_json),
         )
         lease_seconds, wait = self._edge.lease(request.lease_duration), self._edge.wait(request.wait)
@@ -68,7 +72,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         return await self._look_up(
             session,
-            self._edge.keys(request.keys),
+            self._edge.keys(request.keys, session.namespace),
             request.mode,
             self._edge.request_id(request.request_id),
             self._edge.lease(request.lease_duration),
@@ -81,8 +85,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrepareLoadResponse:
         session = self._sessions.get(request.session)
         lease = self._core.lease(session, LeaseId(request.lease_id))
-        slots = lease.slots(request.items, session.own_rank())
-        sizes = [block.part_bytes for item in request.items if (block := lease.items[item]) is not None]
+        items = self._edge.numbers(request.items, "items")
+        slots = lease.slots(items, session.own_rank())
+        sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
         return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
 
     async def CompleteLoad(
@@ -100,7 +105,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.ReleaseLeaseRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.ReleaseLeaseResponse:
         session = self._sessions.get(request.session)
-        for lease_id in request.lease_ids:
+        for lease_id in self._edge.numbers(request.lease_ids, "lease_ids"):
             try:
                 self._core.release(session, LeaseId(lease_id))
             except LeaseNotFound:
@@ -113,7 +118,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         expires_at = self._runtime.now() + self._edge.lease(request.lease_duration)
         missing = []
-        for lease_id in request.lease_ids:
+        for lease_id in self._edge.numbers(request.lease_ids, "lease_ids"):
             try:
                 self._core.renew(session, LeaseId(lease_id), expires_at)
             except LeaseNotFound:
@@ -125,7 +130,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrepareStoreResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        keys = self._edge.keys(request.keys)
+        keys = self._edge.keys(request.keys, session.namespace)
         answer = self._core.prepare_store(
             session,
             keys,
@@ -143,7 +148,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         store_id = StoreId(request.store_id)
         try:
-            failed: Sequence[int] = request.failed_items
+            failed = self._edge.numbers(request.failed_items, "failed_items")
             if request.abort:
                 failed = range(len(self._core.store(session, store_id).blocks))
             self._core.complete_store(session, store_id, failed)
@@ -152,19 +157,21 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise
         finally:
             self._runtime.pump()
+        if failed:
+            self._runtime.notify()
         return cache_pb2.CompleteStoreResponse()
 
     async def Flush(
         self, request: cache_pb2.FlushRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.FlushResponse:
         session = self._sessions.get(request.session)
-        keys = self._edge.keys(request.keys)
+        keys = self._edge.keys(request.keys, session.namespace)
         deadline = self._runtime.now() + self._edge.wait(request.wait)
         statuses = bytearray(self._core.durability(session, keys))
         self._runtime.pump()
         pending = [number for number, status in enumerate(statuses) if status == DurableStatus.PENDING]
         while pending and (remaining := deadline - self._runtime.now()) > 0:
-            await self._runtime.job_ended(remaining)
+            await self._runtime.changed(remaining)
             for number in pending:
                 statuses[number] = self._core.durability_of(session.namespace.id, keys[number])
             pending = [number for number in pending if statuses[number] == DurableStatus.PENDING]
@@ -174,9 +181,12 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.FinishRequestRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.FinishRequestResponse:
         session = self._sessions.get(request.session)
-        self._core.finish_request(session, self._edge.request_id(request.request_id))
+        deadline = self._runtime.now() + self._edge.wait(request.wait)
+        finished = self._core.finish_request(session, self._edge.request_id(request.request_id))
         self._runtime.pump()
-        return cache_pb2.FinishRequestResponse()
+        while not finished.settled and (remaining := deadline - self._runtime.now()) > 0:
+            await self._runtime.changed(remaining)
+        return cache_pb2.FinishRequestResponse(settled=finished.settled, incomplete_blocks=finished.incomplete)
 
     async def _look_up(
         self,
@@ -189,6 +199,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         *,
         want_slots: bool = False,
     ) -> cache_pb2.LookupResponse:
+        rank = session.own_rank() if want_slots else 0  # refused before a lease is granted that nobody would know of
         lease = self._core.lookup(
             session,
             keys,
@@ -198,7 +209,12 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         )
         self._runtime.pump()
         if lease is not None and lease.pending and wait:
-            await self._runtime.settled(lease.id, wait)
+            try:
+                await self._runtime.settled(lease.id, wait)
+            except asyncio.CancelledError:  # the caller has hung up, and will never know of the lease
+                with contextlib.suppress(CoreError):
+                    self._core.release(session, lease.id)
+                raise
             lease = self._still_held(session, lease)
         if lease is None:
             return cache_pb2.LookupResponse(statuses=bytes([KeyStatus.MISS]) * len(keys), sources=bytes(len(keys)))
@@ -206,7 +222,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
         answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=lease.sources, lease_id=lease.id)
         if want_slots:
-            answer.slot_offsets = pack_offsets(lease.slots(range(hits), session.own_rank()))
+            answer.slot_offsets = pack_offsets(lease.slots(range(hits), rank))
         return answer
 
     def _still_held(self, session: Session, lease: Lease) -> Lease | None:

@@ -16,6 +16,7 @@ from ...protos.sequence import PartSequence
 from ...protos.v1 import transfer_pb2
 from ...tiers.answers import Session
 from ...tiers.commands import LeaseId, StoreId
+from ..edge import Edge
 from ..errors import Refused
 from ..metrics import Metrics
 from ..runtime import TierRuntime
@@ -27,12 +28,12 @@ __all__ = ["TransferService"]
 class TransferService:
     """Serves `kvtier.v1.TransferService` with handlers that take and give raw bytes."""
 
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, max_frame_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge, metrics: Metrics) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._memory = runtime.region.memory
         self._sessions = sessions
-        self._max_frame_bytes = max_frame_bytes
+        self._edge = edge
         self._pushed = metrics.transfer("grpc", "in")
         self._pulled = metrics.transfer("grpc", "out")
         self._damaged = metrics.mismatches("grpc")
@@ -69,7 +70,8 @@ class TransferService:
                 self._damaged.inc()
                 raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {fields.offset_bytes} arrived damaged")
             # Asked anew for every frame: the store may have ended meanwhile, and its slots be somebody else's.
-            self._core.store(session, store_id)
+            expires_at = self._runtime.now() + self._edge.leases.default
+            self._core.renew_store(session, store_id, expires_at)
             taken = 0
             try:
                 for start, nbytes in parts.locate(fields.offset_bytes, payload.nbytes):
@@ -79,6 +81,8 @@ class TransferService:
                 raise Refused("WRONG_SIZE", str(error)) from error
             received += taken
             self._pushed.inc(taken)
+        if session is None:
+            raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
         return transfer_pb2.PushResponse(received_bytes=received)
 
     async def Pull(self, request: transfer_pb2.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
@@ -86,13 +90,14 @@ class TransferService:
         session = self._sessions.get(request.session)
         lease_id = LeaseId(request.lease_id)
         lease = self._core.lease(session, lease_id)
-        slots = lease.slots(request.items, session.own_rank())
-        sizes = [block.part_bytes for item in request.items if (block := lease.items[item]) is not None]
+        items = self._edge.numbers(request.items, "items")
+        slots = lease.slots(items, session.own_rank())
+        sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
         parts = PartSequence(slots, sizes)
         offset = 0
         while offset < parts.total_bytes:
             self._core.lease(session, lease_id)  # raises if it ended meanwhile, as above
-            nbytes = min(self._max_frame_bytes, parts.total_bytes - offset)
+            nbytes = min(self._edge.limits.max_frame_bytes, parts.total_bytes - offset)
             pieces = [self._memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
             yield encode_pull_frame(offset, _checksum(pieces), pieces)
             offset += nbytes

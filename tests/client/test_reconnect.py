@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.server_process import ServerProcess
@@ -17,15 +18,25 @@ from kvtier.client import AsyncClient, Client, KVTierError, LeaseLost, NotConnec
 
 PART_BYTES = 64 << 10
 NAMESPACE = namespace_of(PART_BYTES)
-KEYS = [key_of(number) for number in range(8)]
-BLOCKS = [payload(key, PART_BYTES) for key in KEYS]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that restarts quickly; a test finds it as the one before left it."""
+    with ServerProcess(tmp_path_factory.mktemp("reconnect"), standby=True) as process:
+        yield process.start()
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server that restarts quickly."""
-    with ServerProcess(tmp_path, standby=True) as process:
-        yield process.start()
+def keys(request: pytest.FixtureRequest) -> list[bytes]:
+    """Keys of this test's own."""
+    return [key_of(number, salt=request.node.name) for number in range(8)]
+
+
+@pytest.fixture
+def blocks(keys: list[bytes]) -> list[np.ndarray]:
+    """The blocks of these keys."""
+    return [payload(key, PART_BYTES) for key in keys]
 
 
 def wait_for(what: Callable[[], object], seconds: float = 10.0) -> float:
@@ -38,11 +49,13 @@ def wait_for(what: Callable[[], object], seconds: float = 10.0) -> float:
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_client_registers_again_by_itself(server: ServerProcess, transport: str) -> None:
+def test_client_registers_again_by_itself(
+    server: ServerProcess, transport: str, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
     """After a SIGKILL the client opens a new session in the new epoch, and finds what was durable; nobody tells it to."""
     with Client(server.endpoint, namespace=NAMESPACE, transport=transport) as client:
-        client.store(KEYS, BLOCKS)
-        assert set(client.flush(KEYS)) == {1}
+        client.store(keys, blocks)
+        assert set(client.flush(keys)) == {1}
         first = server.status()
         server.restart()
         took = wait_for(lambda: client.connected)
@@ -51,34 +64,36 @@ def test_client_registers_again_by_itself(server: ServerProcess, transport: str)
         assert second.epoch != first.epoch
         assert client.transport == transport
         assert [session.client_name for session in second.sessions] == ["python"]
-        assert_serves(client, KEYS)
+        assert_serves(client, keys)
 
 
-def test_client_that_came_first_finds_the_server(tmp_path: Path) -> None:
+def test_client_that_came_first_finds_the_server(tmp_path: Path, keys: list[bytes], blocks: list[np.ndarray]) -> None:
     """A client made before there is a server refuses calls at once, and connects as soon as there is one."""
     with ServerProcess(tmp_path) as server, Client(server.endpoint, namespace=NAMESPACE) as client:
         with pytest.raises(Unavailable):
             client.wait_until_connected(1)
         began = time.monotonic()
         with pytest.raises(NotConnected):
-            client.lookup(KEYS)
+            client.lookup(keys)
         assert time.monotonic() - began < 1
         server.start()
         print(f"connected {wait_for(lambda: client.connected):.3f} s after the server was ready")
-        client.store(KEYS, BLOCKS)
-        assert_serves(client, KEYS)
+        client.store(keys, blocks)
+        assert_serves(client, keys)
 
 
-def test_lease_of_the_earlier_life_is_refused(server: ServerProcess) -> None:
+def test_lease_of_the_earlier_life_is_refused(
+    server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
     """A lease of the earlier life is never taken for one of this life: reading with it raises, releasing it is harmless."""
     with Client(server.endpoint, namespace=NAMESPACE) as client:
-        client.store(KEYS, BLOCKS)
-        assert set(client.flush(KEYS)) == {1}
-        old = client.lookup(KEYS)
-        assert old.prefix_hits == len(KEYS)
+        client.store(keys, blocks)
+        assert set(client.flush(keys)) == {1}
+        old = client.lookup(keys)
+        assert old.prefix_hits == len(keys)
         server.restart()
         wait_for(lambda: client.connected)
-        new = client.lookup(KEYS, wait=5)
+        new = client.lookup(keys, wait=5)
         assert new.id != old.id
         with pytest.raises(LeaseLost) as refusal, client.read(old, range(8)):
             pytest.fail("gave access with a lease of an earlier life")
@@ -86,53 +101,57 @@ def test_lease_of_the_earlier_life_is_refused(server: ServerProcess) -> None:
         assert client.touch(old.id, new.id) == [old.id]
         old.release()
         with client.read(new, range(8)) as batch:
-            assert all(bytes(view) == block.tobytes() for view, block in zip(batch.views(), BLOCKS, strict=True))
+            assert all(bytes(view) == block.tobytes() for view, block in zip(batch.views(), blocks, strict=True))
 
 
-def test_read_across_a_restart_is_refused(server: ServerProcess) -> None:
+def test_read_across_a_restart_is_refused(server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]) -> None:
     """A read that the server did not live through raises at its end: what was copied out does not count.
 
     The session that has taken the old one's place meanwhile is none the worse for it.
     """
     with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
-        client.store(KEYS, BLOCKS)
-        assert set(client.flush(KEYS)) == {1}
-        lease = client.lookup(KEYS)
+        client.store(keys, blocks)
+        assert set(client.flush(keys)) == {1}
+        lease = client.lookup(keys)
         with pytest.raises(SessionLost), client.read(lease, range(8)) as batch:  # noqa: PT012 - it is the end that raises
             server.restart()
             # The mapping outlives the server: no SIGBUS, and the bytes are still there.
-            assert bytes(batch.views()[0]) == BLOCKS[0].tobytes()
+            assert bytes(batch.views()[0]) == blocks[0].tobytes()
             wait_for(lambda: client.connected)
-        assert_serves(client, KEYS)
+        assert_serves(client, keys)
 
 
-def test_write_across_a_restart_is_refused_and_never_seen(server: ServerProcess) -> None:
+def test_write_across_a_restart_is_refused_and_never_seen(
+    server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
     """A store that was prepared in the earlier life raises, and publishes nothing in this one (B4.5)."""
     with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
         client.wait_until_connected()
-        with pytest.raises(SessionLost), client.write(KEYS) as batch:  # noqa: PT012 - as above
-            for view, block in zip(batch.views(), BLOCKS, strict=True):
+        with pytest.raises(SessionLost), client.write(keys) as batch:  # noqa: PT012 - as above
+            for view, block in zip(batch.views(), blocks, strict=True):
                 view[:] = block.data
             server.restart()
             wait_for(lambda: client.connected)
-        assert client.lookup(KEYS, prefix=False).prefix_hits == 0
+        assert client.lookup(keys, prefix=False).prefix_hits == 0
         status = server.status()
         assert (status.leases, status.stores, status.quarantined_bytes) == (0, 0, 0)
 
 
-def test_calls_end_in_time_while_the_server_hangs(server: ServerProcess) -> None:
+def test_calls_end_in_time_while_the_server_hangs(
+    server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
     """A server that is there but silent (SIGSTOP) costs a call its deadline and no more; after SIGCONT the client is back."""
     timeouts = Timeouts(connect=0.3, call=0.3, transfer=0.5)
     buffers = filled(8, PART_BYTES)
     with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts) as client:
-        client.store(KEYS, BLOCKS)
+        client.store(keys, blocks)
         server.suspend()
         try:
             for call in (
-                lambda: client.lookup(KEYS),
-                lambda: client.load(KEYS, buffers, wait=0.2),
-                lambda: client.store(KEYS, BLOCKS),
-                lambda: client.flush(KEYS, wait=0.2),
+                lambda: client.lookup(keys),
+                lambda: client.load(keys, buffers, wait=0.2),
+                lambda: client.store(keys, blocks),
+                lambda: client.flush(keys, wait=0.2),
                 client.status,
             ):
                 began = time.monotonic()
@@ -144,18 +163,18 @@ def test_calls_end_in_time_while_the_server_hangs(server: ServerProcess) -> None
         finally:
             server.resume()
         print(f"back {wait_for(lambda: client.connected):.3f} s after SIGCONT")
-        assert_serves(client, KEYS)
+        assert_serves(client, keys)
         client.close()
     server.wait_for(lambda status: not status.sessions and not status.leases and not status.stores)
 
 
-def test_refused_calls_leave_nothing_behind(tmp_path: Path) -> None:
+def test_refused_calls_leave_nothing_behind(tmp_path: Path, keys: list[bytes]) -> None:
     """While there is no server, calls may fail a million times: each gets an error of its own, whose trace is its own."""
     with Client(f"unix:{tmp_path / 'nobody'}", namespace=NAMESPACE) as client:
         errors = []
         for _ in range(20):
             try:
-                client.lookup(KEYS)
+                client.lookup(keys)
             except KVTierError as error:
                 errors.append(error)
         assert len(set(map(id, errors))) == 20
@@ -176,12 +195,14 @@ def test_close_in_the_middle_of_connecting(server: ServerProcess) -> None:
     server.wait_for(lambda status: not status.sessions)
 
 
-async def test_async_client_registers_again_by_itself(server: ServerProcess) -> None:
+async def test_async_client_registers_again_by_itself(
+    server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
     """The asyncio client comes back like the other: new epoch, old leases void, what was durable is found."""
     async with AsyncClient(server.endpoint, namespace=NAMESPACE) as client:
-        await client.store(KEYS, BLOCKS)
-        assert set(await client.flush(KEYS)) == {1}
-        old = await client.lookup(KEYS)
+        await client.store(keys, blocks)
+        assert set(await client.flush(keys)) == {1}
+        old = await client.lookup(keys)
         first = server.status().epoch
         await asyncio.to_thread(server.restart)
         took = await asyncio.to_thread(wait_for, lambda: client.connected)
@@ -192,5 +213,5 @@ async def test_async_client_registers_again_by_itself(server: ServerProcess) -> 
                 pytest.fail("gave access with a lease of an earlier life")
         await old.release()
         buffers = filled(8, PART_BYTES)
-        assert await client.load(KEYS, buffers, wait=5) == 8
-        assert all(map(is_payload, KEYS, buffers))
+        assert await client.load(keys, buffers, wait=5) == 8
+        assert all(map(is_payload, keys, buffers))

@@ -1,4 +1,4 @@
-"""The transformers adapter against a real server."""
+"""The transformers adapter: against a real server where bytes cross processes, against the fake one elsewhere."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvtier.client.engines.transformers import KVTierCache
+from kvtier.client.testing import FakeServer
 
 BLOCK = 8
 PROMPT = torch.randint(4, 64, (1, 40), generator=torch.Generator().manual_seed(1))
@@ -56,8 +57,16 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
         process.terminate()
 
 
-def _cache(model: Any, endpoint: str, **options: Any) -> KVTierCache:
-    return KVTierCache(model, endpoint, block_tokens=BLOCK, **options)
+@pytest.fixture
+def server() -> FakeServer:
+    """A server that is none."""
+    return FakeServer()
+
+
+def _cache(model: Any, server: FakeServer | str, **options: Any) -> KVTierCache:
+    if isinstance(server, str):
+        return KVTierCache(model, server, block_tokens=BLOCK, **options)
+    return KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
 
 
 def _plain(model: Any, prompt: torch.Tensor, tokens: int = 12) -> list[int]:
@@ -83,27 +92,27 @@ def test_a_second_engine_loads_what_the_first_computed(model: Any, endpoint: str
         assert second.last_hit.tiers == {"cpu": 32}
 
 
-def test_generated_tokens_are_found_again(model: Any, endpoint: str) -> None:
+def test_generated_tokens_are_found_again(model: Any, server: FakeServer) -> None:
     """The blocks that a generation filled are stored too: the next turn of a conversation finds them."""
-    with _cache(model, endpoint) as cache:
+    with _cache(model, server) as cache:
         output = torch.tensor([_kept(cache, PROMPT, tokens=25)])
         follow_up = torch.cat([output, PROMPT[:, :5]], dim=1)
         assert _kept(cache, follow_up) == _plain(model, follow_up)
         assert cache.last_hit.tokens == 64
 
 
-def test_at_least_one_token_is_computed(model: Any, endpoint: str) -> None:
+def test_at_least_one_token_is_computed(model: Any, server: FakeServer) -> None:
     """A prompt that ends with a block leaves its last block to be computed (B4.2)."""
-    with _cache(model, endpoint) as cache:
+    with _cache(model, server) as cache:
         _kept(cache, PROMPT)
         assert _kept(cache, PROMPT) == _plain(model, PROMPT)
         assert cache.last_hit.tokens == PROMPT.shape[1] - BLOCK
 
 
-def test_a_shared_prefix_is_restored_and_the_rest_computed(model: Any, endpoint: str) -> None:
+def test_a_shared_prefix_is_restored_and_the_rest_computed(model: Any, server: FakeServer) -> None:
     """A prompt that begins alike loads what is alike, and no more."""
     other = torch.cat([PROMPT[:, :20], PROMPT.flip(1)[:, :20]], dim=1)
-    with _cache(model, endpoint) as cache:
+    with _cache(model, server) as cache:
         _kept(cache, PROMPT)
         assert _kept(cache, other) == _plain(model, other)
         assert cache.last_hit.tokens == 16
@@ -133,9 +142,9 @@ def test_what_differs_is_not_shared(model: Any, endpoint: str, options: dict[str
         assert second.last_hit.tokens == 0
 
 
-def test_other_weights_are_not_shared(model: Any, endpoint: str) -> None:
+def test_other_weights_are_not_shared(model: Any, server: FakeServer) -> None:
     """A model of the same shape with other weights finds nothing, without being told."""
-    with _cache(model, endpoint) as first, _cache(_llama(seed=1), endpoint) as second:
+    with _cache(model, server) as first, _cache(_llama(seed=1), server) as second:
         _kept(first, PROMPT)
         _kept(second, PROMPT)
         assert second.last_hit.tokens == 0
@@ -150,21 +159,54 @@ def test_without_a_server_everything_is_a_miss(model: Any, tmp_path: Path, caplo
     assert "computing instead" in caplog.text
 
 
-def test_a_batch_goes_past_the_cache(model: Any, endpoint: str) -> None:
+def test_a_batch_goes_past_the_cache(model: Any, server: FakeServer) -> None:
     """`generate` passes a batch on as it is; `restore` and `save` refuse one."""
     batch = PROMPT.repeat(2, 1)
-    with _cache(model, endpoint) as cache:
+    with _cache(model, server) as cache:
         output = cache.generate(batch, attention_mask=torch.ones_like(batch), do_sample=False, max_new_tokens=3)
         assert output.shape == (2, 43)
         with pytest.raises(ValueError, match="one sequence"):
             cache.restore(batch)
 
 
-def test_generate_returns_what_the_model_would(model: Any, endpoint: str) -> None:
+def test_generate_returns_what_the_model_would(model: Any, server: FakeServer) -> None:
     """With `return_dict_in_generate` the caller gets the model's own answer, scores included."""
-    with _cache(model, endpoint) as cache:
+    with _cache(model, server) as cache:
         answer = cache.generate(
             PROMPT, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_scores=True
         )
         assert len(answer.scores) == 3
         assert answer.sequences.shape == (1, 43)
+
+
+def test_a_server_that_fails_is_a_miss_and_one_warning(
+    model: Any, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither a server that is down nor one that hangs raises into the engine; the log says so once, until it is well again."""
+    with _cache(model, server) as cache, caplog.at_level(logging.WARNING):
+        for trouble in ("down", "hanging"):
+            caplog.clear()
+            _kept(cache, PROMPT)
+            setattr(server, trouble, True)
+            assert [_kept(cache, PROMPT), _kept(cache, PROMPT)] == [_plain(model, PROMPT)] * 2
+            assert cache.last_hit.tokens == 0
+            assert cache.flush(PROMPT) == 0
+            assert len(caplog.records) == 1
+            setattr(server, trouble, False)
+
+
+def test_a_restart_between_two_prompts_is_survived(model: Any, server: FakeServer) -> None:
+    """After a restart of the server its blocks are found again, by the same cache."""
+    with _cache(model, server) as cache:
+        _kept(cache, PROMPT)
+        server.restart()
+        cache.restore(PROMPT)
+        assert _kept(cache, PROMPT) == _plain(model, PROMPT)
+        assert cache.last_hit.tokens == 32
+
+
+def test_flush_counts_what_survives(model: Any, server: FakeServer) -> None:
+    """`flush` says how many blocks are durable: those of the prompt and of what was generated."""
+    with _cache(model, server) as cache:
+        output = _kept(cache, PROMPT, tokens=9)
+        assert cache.flush(output) == 6

@@ -21,6 +21,8 @@ from server_process import ServerProcess  # noqa: E402
 from tiny_models import make_dense, make_hybrid  # noqa: E402
 
 ENGINE_SECONDS = 240
+PATIENCE_SECONDS = 20.0
+"""Lookup budget where hits are counted: the ranks of a CPU engine spin, and may starve a server on the same cores."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,11 +56,17 @@ def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEng
     folder = tmp_path_factory.mktemp("engines")
 
     def run(
-        steps: list[dict[str, Any]], *, model: str = "dense", endpoint: str | None = None, bind: str = "0", **llm: Any
+        steps: list[dict[str, Any]],
+        *,
+        model: str = "dense",
+        endpoint: str | None = None,
+        lookup_timeout_s: float = PATIENCE_SECONDS,
+        bind: str = "0",
+        **llm: Any,
     ) -> dict[str, Any]:
         settings = {"model": str(models / model), "block_size": 32, **llm}
         if endpoint is not None:
-            settings["kv_transfer_config"] = connector_config(endpoint)
+            settings["kv_transfer_config"] = connector_config(endpoint, lookup_timeout_s)
         path = folder / str(time.monotonic_ns())
         path.with_suffix(".job").write_text(json.dumps({"llm": settings, "steps": steps}))
         environment = {
@@ -81,12 +89,12 @@ def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEng
     return run
 
 
-def connector_config(endpoint: str) -> dict[str, Any]:
+def connector_config(endpoint: str, lookup_timeout_s: float) -> dict[str, Any]:
     """Returns the engine's `kv_transfer_config`."""
     return {
         "kv_connector": "KVTierConnector",
         "kv_connector_module_path": "kvtier.client.engines.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"endpoint": endpoint},
+        "kv_connector_extra_config": {"endpoint": endpoint, "lookup_timeout_s": lookup_timeout_s},
     }

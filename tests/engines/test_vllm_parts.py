@@ -5,29 +5,26 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, wait_for
 
-from kvtier.client import KeyStatus, NotConnected, make_key
+from kvtier.client import NotConnected, make_key
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.copies import make_copier
 from kvtier.client.engines.vllm.groups import CacheGeometry, CacheGroup, Unsupported
 from kvtier.client.engines.vllm.hits import longest_hit, usable_limit
 from kvtier.client.engines.vllm.layout import build_layouts
-from kvtier.client.engines.vllm.lookup import LookupService, LookupState
+from kvtier.client.engines.vllm.lookup import Announcement, LookupService, LookupState
 from kvtier.client.engines.vllm.metadata import BlockRead, LoadJob, SaveJob, StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.saves import SavePlanner, SaveProgress
+from kvtier.client.engines.vllm.reads import plan_reads
+from kvtier.client.engines.vllm.reports import WorkerReports
 from kvtier.client.engines.vllm.worker import WorkerSide
-
-PAGE = 64
-FULL = CacheGroup(0, 4, None, ("a", "b"), (PAGE, PAGE))
-WINDOW = CacheGroup(1, 4, 7, ("c", "d"), (PAGE, PAGE))
-
 
 # ---- how far a hit reaches
 
@@ -127,130 +124,11 @@ def test_a_wrong_setting_stops_the_start(extra: dict[str, Any]) -> None:
         ConnectorConfig.parse(extra, lambda _: None)
 
 
-# ---- saves
-
-
-class FakePool:
-    """References of blocks, like vLLM's block pool."""
-
-    def __init__(self, num_blocks: int = 100) -> None:
-        self.num_gpu_blocks = num_blocks
-        self.blocks = [SimpleNamespace(block_id=number, ref_cnt=1) for number in range(num_blocks)]
-
-    def touch(self, blocks: Sequence[Any]) -> None:
-        for block in blocks:
-            block.ref_cnt += 1
-
-    def free_blocks(self, blocks: Sequence[Any]) -> None:
-        for block in blocks:
-            block.ref_cnt -= 1
-
-
-def _request(count: int) -> Any:
-    return SimpleNamespace(request_id="r", block_hashes=[bytes([number]) * 32 for number in range(count)])
-
-
-def _planner(pool: FakePool, world_size: int = 1, held: float = 1.0) -> SavePlanner:
-    planner = SavePlanner(CacheGeometry((FULL,), 4, 4), world_size, held)
-    planner.bind_pool(pool)
-    return planner
-
-
-def test_blocks_are_offered_once_and_pinned_until_all_workers_report() -> None:
-    """B4.5, B5.3 Blocks carry a reference until every worker has ended the job."""
-    pool = FakePool()
-    planner, progress = _planner(pool, world_size=2), SaveProgress()
-    job = planner.plan(_request(4), progress, 13, lambda: [[7, 8, 9, 10]])
-    assert job is not None
-    assert job.block_ids == [7, 8, 9]
-    assert job.keys == [make_key(bytes([number]) * 32, 0) for number in range(3)]
-    assert planner.plan(_request(4), progress, 15, lambda: [[7, 8, 9, 10]]) is None
-    planner.report({job.job_id: 1})
-    assert planner.pending
-    assert pool.blocks[8].ref_cnt == 2
-    planner.report({job.job_id: 1})
-    assert not planner.pending
-    assert [pool.blocks[number].ref_cnt for number in (7, 8, 9)] == [1, 1, 1]
-
-
-def test_a_block_in_flight_is_not_stored_twice_but_its_twin_is() -> None:
-    """B5.1, B5.2, B5.4 By block id and across requests; equal content in another block is another block."""
-    planner = _planner(FakePool())
-    first = planner.plan(_request(2), SaveProgress(), 8, lambda: [[7, 8]])
-    assert first is not None
-    assert planner.plan(_request(2), SaveProgress(), 8, lambda: [[7, 8]]) is None
-    twin = planner.plan(_request(2), SaveProgress(), 8, lambda: [[7, 9]])
-    assert twin is not None
-    assert twin.block_ids == [9]
-    planner.report({first.job_id: 1})
-    again = planner.plan(_request(2), SaveProgress(), 8, lambda: [[7, 8]])
-    assert again is not None
-    assert again.block_ids == [7, 8]  # the server says that it has them
-
-
-def test_drafts_null_blocks_and_loaded_blocks_are_not_offered() -> None:
-    """B4.6, B4.9 Only blocks with a hash, never the null block, never what just came from the server."""
-    planner = _planner(FakePool())
-    job = planner.plan(_request(4), SaveProgress(loaded=range(4, 8)), 100, lambda: [[7, 8, 0, 10, 11, 12]])
-    assert job is not None
-    assert job.block_ids == [7, 10]
-
-
-def test_holding_too_much_puts_the_rest_off() -> None:
-    """Saves in flight hold at most their share of the engine's blocks; the rest follows later."""
-    planner, progress = _planner(FakePool(8), held=0.25), SaveProgress()
-    job = planner.plan(_request(4), progress, 16, lambda: [[1, 2, 3, 4]])
-    assert job is not None
-    assert job.block_ids == [1, 2]
-    assert planner.plan(_request(4), progress, 16, lambda: [[1, 2, 3, 4]]) is None
-    planner.report({job.job_id: 1})
-    rest = planner.plan(_request(4), progress, 16, lambda: [[1, 2, 3, 4]])
-    assert rest is not None
-    assert rest.block_ids == [3, 4]
-
-
-def test_reports_of_workers_add_up() -> None:
-    """B3.14 vLLM aggregates what the workers of one step report."""
-    assert WorkerReport({1: 1, 2: 1}).aggregate(WorkerReport({2: 1})).ended_saves == {1: 1, 2: 2}
-
-
 # ---- lookups
-
-
-class FakeClient:
-    """Answers lookups from a set of keys, through hooks that tests replace."""
-
-    def __init__(self, keys: set[bytes] | None = None, before: Callable[[], None] = lambda: None) -> None:
-        self.connected = True
-        self.keys = keys or set()
-        self.before = before
-        self.asked: list[int] = []
-        self.released: list[int] = []
-
-    def lookup(self, keys: Sequence[bytes], *, request_id: str, wait: float, prefix: bool) -> Any:
-        self.before()
-        self.asked.append(len(keys))
-        number = len(self.asked)
-        return SimpleNamespace(
-            id=number,
-            statuses=bytes(KeyStatus.HIT if key in self.keys else KeyStatus.MISS for key in keys),
-            sources=("cpu",) * len(keys),
-            release=lambda: self.released.append(number),
-        )
-
-    def finish_request(self, request_id: str) -> None:
-        pass
 
 
 def _hashes(*counts: int) -> dict[int, list[bytes]]:
     return {group: [bytes([number]) * 32 for number in range(count)] for group, count in enumerate(counts)}
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -264,14 +142,14 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
     """B4.10 One call for the full group, one for the last blocks of the sliding windows."""
     client = FakeClient({make_key(bytes([number]) * 32, group) for number in range(3) for group in (0, 1)})
     with _lookups(client, CacheGeometry((FULL, WINDOW), 4, 4)) as service:
-        lookup = service.start("r", _hashes(4, 4), 0, 16)
+        lookup = service.start(Announcement("r"), _hashes(4, 4), 0, 16)
         assert lookup is not None
-        _wait_for(lambda: lookup.state is LookupState.DONE)
+        wait_for(lambda: lookup.state is LookupState.DONE)
         assert lookup.hit_tokens == 12
         assert client.asked == [4, 2]
         assert set(lookup.items[1]) == {1, 2}
         service.drop(lookup)
-        _wait_for(lambda: sorted(client.released) == [1, 2])
+        wait_for(lambda: sorted(client.released) == [1, 2])
 
 
 def test_a_lookup_that_nobody_waits_for_gives_its_lease_back() -> None:
@@ -284,13 +162,13 @@ def test_a_lookup_that_nobody_waits_for_gives_its_lease_back() -> None:
 
     client = FakeClient({make_key(bytes(32), 0)}, before=hang)
     with _lookups(client, CacheGeometry((FULL,), 4, 4), 0.5) as service:
-        lookup = service.start("r", _hashes(1), 0, 4)
+        lookup = service.start(Announcement("r"), _hashes(1), 0, 4)
         assert lookup is not None
         assert started.wait(5)
         service.timed_out(lookup)
-        assert service.start("s", _hashes(1), 0, 4) is None  # left in peace for a moment
+        assert service.start(Announcement("s"), _hashes(1), 0, 4) is None  # left in peace for a moment
         gate.set()
-        _wait_for(lambda: client.released == [1])
+        wait_for(lambda: client.released == [1])
 
 
 def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
@@ -298,52 +176,64 @@ def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
     client = FakeClient()
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         client.connected = False
-        assert service.start("r", _hashes(1), 0, 4) is None
+        assert service.start(Announcement("r"), _hashes(1), 0, 4) is None
         client.connected = True
 
         def fail() -> None:
             raise NotConnected("gone")
 
         client.before = fail
-        lookup = service.start("r", _hashes(1), 0, 4)
+        lookup = service.start(Announcement("r"), _hashes(1), 0, 4)
         assert lookup is not None
-        _wait_for(lambda: lookup.state is LookupState.DONE)
+        wait_for(lambda: lookup.state is LookupState.DONE)
         assert lookup.hit_tokens == 0
 
 
+def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
+    """More keys than one call may have are several calls, of which the first begins the request; the first miss ends it."""
+    client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(5)})
+    client.max_keys = 2
+    with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
+        lookup = service.start(Announcement("r"), _hashes(9), 0, 36)
+        assert lookup is not None
+        wait_for(lambda: lookup.state is LookupState.DONE)
+        assert lookup.hit_tokens == 20
+        assert client.asked == [2, 2, 2]
+        assert lookup.items[0] == {0: (1, 0), 1: (1, 1), 2: (2, 0), 3: (2, 1), 4: (3, 0)}
+
+
+def test_a_request_is_finished_after_its_last_lookup() -> None:
+    """B3.12 A request that ends while it is looked up is not finished before it was begun."""
+    started, gate = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        started.set()
+        gate.wait(5)
+
+    client, request = FakeClient({make_key(bytes(32), 0)}, before=hang), Announcement("r", 5, {"peer": object()})
+    with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
+        lookup = service.start(request, _hashes(1), 0, 4)
+        assert lookup is not None
+        assert started.wait(5)
+        service.drop(lookup)
+        service.finish_request(request)
+        time.sleep(0.05)
+        assert not client.finished
+        gate.set()
+        wait_for(lambda: client.finished == ["r"])
+        assert client.begun == {"r": (5, None)}  # what is not JSON is not sent
+        assert client.released == [1]
+
+
 # ---- the worker
-
-
-class FakeTransfers:
-    """A client whose reads and writes end as the test says."""
-
-    connected = True
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.memory = memoryview(bytearray(1024))
-
-    @contextlib.contextmanager
-    def read(self, lease_id: int, items: Sequence[int]) -> Iterator[Any]:
-        yield SimpleNamespace(memory=self.memory, offsets=[2 * PAGE * item for item in items])
-        if self.error:
-            raise self.error
-
-    @contextlib.contextmanager
-    def write(self, keys: Sequence[bytes], *, request_id: str) -> Iterator[Any]:
-        yield SimpleNamespace(memory=self.memory, wanted=[1], offsets=[0])
-        if self.error:
-            raise self.error
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("error", [None, NotConnected("gone"), ValueError("a defect")])
 def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None:
     """Loads that fail are reported as failed, saves as ended: the engine waits for neither for ever."""
     client, caches = FakeTransfers(error), _caches(8)
-    worker = WorkerSide(lambda: client, [FULL], "ns", 8, LimitedLog())  # type: ignore[arg-type,return-value]
+    reports = WorkerReports()
+    worker = WorkerSide(lambda: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(caches)
     step = StepMetadata(
         loads=[LoadJob("good", [BlockRead(1, [0], [0], [2])]), LoadJob("impossible")],
@@ -357,13 +247,13 @@ def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None
     ended: dict[int, int] = {}
 
     def all_reported() -> bool:
-        results, report = worker.results(idle=True), worker.report()
+        results, report = reports.take_results(idle=True), reports.take_report()
         loaded.update(results.finished_recving)
         failed.update(results.failed_recving)
         ended.update(report.ended_saves if report else {})
         return loaded == {"good", "impossible"} and ended == {1: 1}
 
-    _wait_for(all_reported)
+    wait_for(all_reported)
     assert failed == ({"good", "impossible"} if error else {"impossible"})
     if error is None:
         assert bytes(client.memory[:PAGE]) == bytes(caches["a"].view(8, PAGE)[5].tolist())
@@ -372,11 +262,56 @@ def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None
 
 def test_a_worker_of_another_namespace_moves_nothing() -> None:
     """Scheduler and worker that disagree about the namespace are a miss, never wrong bytes."""
-    worker = WorkerSide(FakeTransfers, [FULL], "ns", 8, LimitedLog())  # type: ignore[arg-type]
+    reports = WorkerReports()
+    worker = WorkerSide(FakeTransfers, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type]
     worker.register(_caches(8))
-    step = StepMetadata([LoadJob("r", [BlockRead(1, [0], [0], [2])])], [SaveJob(1, "r")], namespace_digest="other")
+    step = StepMetadata(
+        [LoadJob("r", [BlockRead(1, [0], [0], [2])])], [SaveJob(1, "r", [b"k"], [0], [3])], namespace_digest="other"
+    )
     worker.start_loads(step)
     worker.start_saves(step)
-    assert worker.results(idle=False).failed_recving == {"r"}
-    assert worker.report() == WorkerReport({1: 1})
+    assert reports.take_results(idle=False).failed_recving == {"r"}
+    assert reports.take_report() == WorkerReport({1: 1}, {1: {0}})
     worker.close()
+
+
+def test_a_worker_says_what_it_did_not_store() -> None:
+    """B3.5 No room, and a block that another writer is at, are not stored for sure; calls hold at most the server's keys."""
+    client, reports = FakeTransfers(max_keys=4), WorkerReports()
+    worker = WorkerSide(lambda: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(_caches(8))
+    keys = [bytes([number]) * 8 for number in range(6)]
+    job = SaveJob(1, "r", keys, [0] * 6, [1, 2, 3, 4, 5, 6])
+    worker.start_saves(StepMetadata(saves=[job], namespace_digest="ns"))
+    worker.close()
+    assert client.written == [keys[:4], keys[4:]]
+    assert reports.take_report() == WorkerReport({1: 1}, {1: {2, 3}})
+
+
+def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> None:
+    """B4.4, B4.11 A step's loads wait for one event and its saves for another; the copies get the one of their own step."""
+    client, reports, copied = FakeTransfers(), WorkerReports(), []
+    worker = WorkerSide(lambda: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(_caches(8))
+    marks = iter(("loads 1", "saves 1", "saves 2"))
+    worker._copier = SimpleNamespace(  # type: ignore[assignment]
+        mark=lambda: next(marks),
+        copy_in=lambda _group, ids, _memory, _offsets, after: copied.append((ids, after)),
+        copy_out=lambda _group, ids, _memory, _offsets, after: copied.append((ids, after)),
+    )
+    loads = [LoadJob(name, [BlockRead(1, [0], [0], [block])]) for name, block in (("r", 2), ("s", 3))]
+    saves = [SaveJob(number, "t", [b"k0", b"k1"], [0, 0], [4, 4 + number]) for number in (1, 2)]
+    worker.start_loads(StepMetadata(loads, [], "ns"))
+    worker.start_saves(StepMetadata([], saves, "ns"))
+    worker.start_saves(StepMetadata([], [SaveJob(3, "t", [b"k0", b"k1"], [0, 0], [4, 7])], "ns"))
+    worker.close()
+    expected = [([2], "loads 1"), ([3], "loads 1"), ([5], "saves 1"), ([6], "saves 1"), ([7], "saves 2")]
+    assert sorted(copied) == expected
+
+
+def test_half_a_load_is_none() -> None:
+    """B4.3 The engine may accept fewer tokens than offered, but not part of a block."""
+    geometry = CacheGeometry((FULL,), 4, 4)
+    lookup = SimpleNamespace(items={0: {0: (9, 0), 1: (9, 1)}})
+    reads = [plan_reads(geometry, lookup, [[5, 6]], 0, end) for end in (8, 4, 6)]  # type: ignore[arg-type]
+    assert reads == [[BlockRead(9, [0, 1], [0, 0], [5, 6])], [BlockRead(9, [0], [0], [5])], []]

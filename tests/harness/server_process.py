@@ -39,13 +39,21 @@ class ServerProcess:
     Args:
         directory: where everything of it goes; short, because a socket's path is.
         region: size of the CPU tier in bytes.
-        lmdb: size of the LMDB tier in bytes.
+        lmdb: size of the tier on disk in bytes.
         config: more of the TOML file.
         standby: keeps the next process ready, with everything imported, so that a restart is quick.
+        tier: type of the tier on disk.
     """
 
     def __init__(
-        self, directory: Path, *, region: int = 64 * MIB, lmdb: int = 256 * MIB, config: str = "", standby: bool = False
+        self,
+        directory: Path,
+        *,
+        region: int = 64 * MIB,
+        lmdb: int = 256 * MIB,
+        config: str = "",
+        standby: bool = False,
+        tier: str = "lmdb",
     ) -> None:
         self.directory = directory
         self.path = directory / "s"
@@ -55,7 +63,7 @@ class ServerProcess:
         config_path = directory / "kvtier.toml"
         config_path.write_text(
             f'region_size = {region}\ndata_dir = "{self.data_dir}"\nlisten = ["{self.endpoint}"]\n'
-            f'{config}\n[log]\nformat = "json"\n[[tiers]]\ntype = "lmdb"\nsize = {lmdb}\n'
+            f'{config}\n[log]\nformat = "json"\n[[tiers]]\ntype = "{tier}"\nsize = {lmdb}\n'
         )
         self._region = region
         self._arguments = ["serve", "--config", str(config_path)]

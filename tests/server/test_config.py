@@ -171,8 +171,8 @@ class TestRefusals:
         ("text", "problem"),
         [
             ("tiers = 3", "tiers: must be a list of tables"),
-            ('[[tiers]]\nsize = "1GiB"', "tiers, number 1: type: must be given: lmdb, or module:Class"),
-            ('[[tiers]]\ntype = "lmbd"', 'type = "lmbd": must be lmdb, or module:Class; did you mean lmdb?'),
+            ('[[tiers]]\nsize = "1GiB"', "tiers, number 1: type: must be given: lmdb or disk, or module:Class"),
+            ('[[tiers]]\ntype = "lmbd"', 'type = "lmbd": must be lmdb or disk, or module:Class; did you mean lmdb?'),
             ('[[tiers]]\ntype = "lmdb"\nsizes = 1', "tiers, number 1: sizes: no such setting; did you mean size?"),
             ('[[tiers]]\ntype = "lmdb"\nsize = "lots"', 'tiers, number 1: size = "lots": not a size'),
             ('[[tiers]]\ntype = "lmdb"\nname = "cpu"', 'name = "cpu": must be'),

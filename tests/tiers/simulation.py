@@ -16,7 +16,6 @@ from kvtier.tiers.base import (
     BlockBytes,
     Entry,
     NamespaceId,
-    OffloadPolicy,
     Outcome,
     RequestInfo,
     SecondaryTier,
@@ -27,8 +26,10 @@ from kvtier.tiers.commands import LeaseSettled, LoadFromTier, RemoveFromTier, St
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.leases import KeyStatus
 from kvtier.tiers.manager import TierManager
+from kvtier.tiers.rules import vote
 
 EXTENT = 64 << 10
+REQUESTS = ("", "r1", "r2", "r3")
 SPECS = (
     NamespaceSpec(NamespaceId(b"A" * 16), world_size=1, part_bytes=(4096, 12288)),
     NamespaceSpec(NamespaceId(b"B" * 16), world_size=2, part_bytes=(8192,)),
@@ -44,10 +45,12 @@ class ModelTier(SecondaryTier):
     def __init__(self, name: str, capacity_bytes: int) -> None:
         super().__init__(name, capacity_bytes)
         self.blocks: dict[tuple[NamespaceId, bytes], tuple[int, tuple[str, ...]]] = {}
+        self.begun: list[str] = []
         self.finished: list[str] = []
 
     def on_new_request(self, request: RequestInfo) -> Vote:
-        return Vote(OffloadPolicy.BLOCK_LEVEL, "the default")
+        self.begun.append(request.request_id)
+        return vote(self.rules, request)
 
     def on_request_finished(self, request_id: str) -> None:
         self.finished.append(request_id)
@@ -87,6 +90,9 @@ class World:
     def start_core(self) -> None:
         """Starts a server's life: memory is gone, what the tiers hold stays."""
         region = 8 * EXTENT
+        for tier in self.tiers:
+            tier.begun.clear()
+            tier.finished.clear()
         self.core = TierManager(region, EXTENT, self.tiers, max_queued_bytes=region // 4)
         self.core.add_memory(0, region)
         self.slots.clear()
@@ -113,6 +119,8 @@ class World:
             self.scribble: 3,
             self.tick: 1,
             self.flush: 1,
+            self.begin_request: 4,
+            self.finish_request: 3,
             self.crash: 0.05,
         }
         self.rng.choices(list(actions), list(actions.values()))[0]()
@@ -151,7 +159,7 @@ class World:
         keys = self.some_keys(session)
         try:
             answer = self.core.prepare_store(
-                session, keys, request_id="", expires_at=self.now + self.rng.choice((3, 30))
+                session, keys, request_id=self.rng.choice(REQUESTS), expires_at=self.now + self.rng.choice((3, 30))
             )
         except CoreError:
             assert session.rank is None
@@ -199,7 +207,7 @@ class World:
             session,
             keys,
             prefix=self.rng.random() < 0.5,
-            request_id=self.rng.choice(("", "r1", "r2")),
+            request_id=self.rng.choice(REQUESTS),
             expires_at=self.now + self.rng.choice((3, 30)),
         )
         if lease is not None:
@@ -269,6 +277,18 @@ class World:
             for slot in slots:
                 if self.rng.random() < 0.3:
                     self.slots[slot] = "scribble"
+
+    def begin_request(self) -> None:
+        session = self.pick_session()
+        if session is not None:
+            params = {"do_remote_decode": self.rng.random() < 0.5}
+            request_id = self.rng.choice(REQUESTS)
+            self.core.begin_request(session, RequestInfo(request_id, session.namespace.id, kv_transfer_params=params))
+
+    def finish_request(self) -> None:
+        session = self.pick_session()
+        if session is not None:
+            self.core.finish_request(session, self.rng.choice(REQUESTS))
 
     def tick(self) -> None:
         self.now += self.rng.choice((0.5, 2, 40))
@@ -348,9 +368,12 @@ class World:
         assert (stats.leases, stats.stores, stats.quarantined_bytes) == (0, 0, 0), stats
         assert not self.core._flow._jobs
         assert not self.core._leases._waiting
+        assert (len(self.core._requests), self.core._requests._waiting) == (0, {})
         for lane, tier in zip(self.core._flow.lanes, self.tiers, strict=True):
             assert (lane.queued_bytes, len(lane.queue), lane.storing, lane.doomed) == (0, 0, False, [])
             held = {(e.namespace, e.key) for d in lane.catalog._entries.values() for e in d.values()}
+            assert lane.owed == {}
+            assert Counter(tier.begun) == Counter(tier.finished), "a tier was not told once of each request's end"
             assert tier.blocks.keys() <= held, "a tier holds what nobody accounts for"
 
 

@@ -7,7 +7,15 @@ from kvtier.tiers.answers import DurableStatus, Session, StoreStatus
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
 from kvtier.tiers.blocks import NamespaceSpec
 from kvtier.tiers.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
-from kvtier.tiers.errors import InvalidItem, InvalidKey, InvalidNamespace, LeaseNotFound, StoreNotFound, UnknownSession
+from kvtier.tiers.errors import (
+    InvalidItem,
+    InvalidKey,
+    InvalidNamespace,
+    LeaseNotFound,
+    LimitExceeded,
+    StoreNotFound,
+    UnknownSession,
+)
 from kvtier.tiers.leases import KeyStatus
 from kvtier.tiers.manager import TierManager
 
@@ -104,6 +112,62 @@ def test_a_class_in_use_keeps_its_extent() -> None:
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=60)
     assert lease is not None
     assert rig.store(keys(0, group=1)) == NO_ROOM
+
+
+def test_one_blocked_extent_does_not_keep_a_class_from_the_others() -> None:
+    """A pin, or a slot in quarantine, in the extent of the oldest block costs that extent and no other."""
+    rig = Rig(extents=4)
+    rig.store(keys(*range(64)))
+    pinned = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60)
+    assert pinned is not None
+    rig.store(keys(*range(1, 64)))
+    assert rig.store(keys(*range(12), group=1)) == GRANTED * 12
+    assert rig.store(keys(12, group=1)) == GRANTED, "within its own class from now on"
+    assert rig.look_up(keys(0)) == HIT
+
+
+def test_a_store_does_not_evict_the_prefix_that_it_found() -> None:
+    """B4.15: what is PRESENT for the same store is its head; room for the tail comes from elsewhere."""
+    rig = Rig(extents=2)
+    rig.store(keys(*range(16)))
+    rig.store(keys(*range(100, 116)))
+    assert rig.store(keys(*range(32))) == PRESENT * 16 + GRANTED * 16
+    assert rig.look_up(keys(*range(32))) == HIT * 32
+    assert rig.look_up(keys(100)) == MISS
+
+
+def test_leases_of_one_session_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that never releases cannot grow the server; once it does, it may go on."""
+    monkeypatch.setattr("kvtier.tiers.manager.MAX_LEASED_ITEMS", 4)
+    rig = Rig()
+    rig.store(keys(0, 1))
+    leases = [rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60) for _ in range(2)]
+    with pytest.raises(LimitExceeded):
+        rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60)
+    assert leases[0] is not None
+    rig.core.release(rig.session, leases[0].id)
+    assert rig.look_up(keys(0, 1)) == HIT * 2
+
+
+def test_what_finds_no_room_is_counted() -> None:
+    """B3.5: nothing is cascaded, and a counter rises."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    assert rig.core.prepare_store(rig.session, keys(*range(20)), request_id="", expires_at=60).statuses == (
+        GRANTED * 16 + NO_ROOM * 4
+    )
+    assert rig.core.stats().tiers[0].dropped == 4
+    assert rig.core.take_commands() == []
+
+
+def test_a_store_that_is_being_written_can_be_renewed() -> None:
+    """A slow stream does not lose its slots while bytes arrive."""
+    rig = Rig()
+    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
+    assert answer.store_id is not None
+    rig.core.renew_store(rig.session, answer.store_id, 20)
+    rig.core.tick(10)
+    rig.core.complete_store(rig.session, answer.store_id)
+    assert rig.look_up(keys(0)) == HIT
 
 
 def test_memory_is_used_as_it_arrives() -> None:
@@ -217,6 +281,32 @@ def test_a_tier_that_is_behind_drops_cascades() -> None:
     )
 
 
+def test_an_orderly_end_makes_up_for_what_was_dropped() -> None:
+    """Last used first, for there may not be time for all."""
+    rig = Rig(ModelTier("near", 1 << 20), extents=1)
+    rig.store(keys(*range(8)))
+    rig.store(keys(*range(100, 108)))
+    rig.finish_jobs()
+    rig.core.make_durable()
+    (job,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
+    assert [block.key for block in job.blocks[:8]] == keys(*range(100, 108))
+    assert {block.key for block in job.blocks[8:]} == set(keys(*range(4, 8)))
+
+
+def test_requests_that_are_never_finished_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fall with their session."""
+    monkeypatch.setattr("kvtier.tiers.requests.MAX_REQUESTS", 2)
+    rig = Rig()
+    for number in range(2):
+        rig.core.begin_request(rig.session, RequestInfo(f"{number}", SPEC.id))
+    with pytest.raises(LimitExceeded):
+        rig.core.begin_request(rig.session, RequestInfo("2", SPEC.id))
+    rig.core.finish_request(rig.session, "0")
+    rig.core.begin_request(rig.session, RequestInfo("2", SPEC.id))
+    rig.core.close_session(rig.session.id)
+    assert len(rig.core._requests) == 0
+
+
 def test_stores_that_come_in_meanwhile_go_out_together() -> None:
     """One job at a time per tier; what waits is merged, so that a transaction is worth its while."""
     rig = Rig(ModelTier("near", 1 << 20), queue=EXTENT)
@@ -311,7 +401,6 @@ def test_tiers_vote_once_per_request_and_are_told_once_of_its_end() -> None:
         ("eager", OffloadPolicy.REQUEST_LEVEL),
     ]
     assert rig.core.begin_request(rig.session, request) is negotiation
-    rig.core.finish_request(rig.session, "r")
     rig.core.finish_request(rig.session, "r")
     assert calm.finished == eager.finished == ["r"]
 

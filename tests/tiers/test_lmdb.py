@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -29,9 +31,9 @@ from contracts.secondary_tier import (
     full,
 )
 
+from kvtier.tiers import lmdb_probe
 from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.lmdb import LMDBTier
-from kvtier.tiers.lmdb_env import UNWRITTEN_PAGES
 from kvtier.tiers.lmdb_format import (
     CHUNK_PAGES,
     FORMAT_VERSION,
@@ -41,6 +43,7 @@ from kvtier.tiers.lmdb_format import (
     chunk_spans,
     record_id_of,
 )
+from kvtier.tiers.lmdb_probe import UNWRITTEN_PAGES
 
 PAGE = 4096
 
@@ -175,12 +178,207 @@ def test_a_damaged_file_is_moved_aside(
     again.close()
 
 
-def test_damaged_twice(tmp_path: Path) -> None:
-    """A second damaged file does not take the place of the first."""
-    for number in (1, 2):
+def damaged_stores(directory: Path) -> list[str]:
+    """Returns the names of the folders to which damaged files were moved."""
+    return sorted(path.name for path in directory.glob("damaged-*"))
+
+
+def test_damaged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest two damaged files are kept; an older one is removed, with a line in the log."""
+    for _ in range(2):
         zero_everything(filled(tmp_path))
         opened(tmp_path).close()
-        assert (tmp_path / f"damaged-{number}" / "data.mdb").exists()
+    assert damaged_stores(tmp_path) == ["damaged-1", "damaged-2"]
+    (tmp_path / "damaged-by-me").mkdir()
+    for _ in range(10):
+        zero_everything(filled(tmp_path, 1))
+        opened(tmp_path).close()
+    assert damaged_stores(tmp_path) == ["damaged-11", "damaged-12", "damaged-by-me"]
+    assert all((tmp_path / f"damaged-{number}" / "data.mdb").exists() for number in (11, 12))
+    assert f"removing {tmp_path / 'damaged-1'}:" in caplog.text
+
+
+# ----- a look through the file that comes to no answer
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> Path:
+    """A directory with a sound store of 80 blocks."""
+    filled(tmp_path, 100)
+    return tmp_path
+
+
+def while_looking(monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+    """Makes the child do something in the middle of its walk."""
+    monkeypatch.setattr(lmdb_probe, "_PROBE", lmdb_probe._PROBE.replace('    say("walking")', f"    {action}"))
+
+
+def assert_untouched(directory: Path, blocks: int = 80) -> None:
+    """Fails unless the store opens with all of its blocks, and nothing was moved aside."""
+    assert damaged_stores(directory) == []
+    tier = opened(directory)
+    assert len(list(tier.entries())) == blocks
+    assert tier.trouble is None
+    tier.close()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL", "SIGHUP", "SIGRTMIN"])
+def test_the_look_is_killed(sound: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whoever kills the child (systemd, the OOM killer, a hand) does not damage the store: it is refused, and stays."""
+    with monkeypatch.context() as patched:
+        # A background job inherits that SIGINT is ignored, one under nohup SIGHUP as well.
+        number = int(getattr(signal, name))
+        default = "" if name == "SIGKILL" else f"signal.signal({number}, signal.SIG_DFL); "
+        while_looking(patched, f"import signal; {default}os.kill(os.getpid(), {number})")
+        with pytest.raises(TierOpenError, match=f"{sound}, which stays as it was.* ended by .*{signal_text(name)}"):
+            opened(sound)
+    assert_untouched(sound)
+
+
+def signal_text(name: str) -> str:
+    """Returns how a signal is called in messages."""
+    return name if name != "SIGRTMIN" else "SIGRTMIN|signal"
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS", "SIGABRT"])
+def test_the_look_crashes(sound: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A child that crashes while it looks says that the file is damaged; one that crashes before says nothing about it."""
+    crash = f"import os; os.kill(os.getpid(), {int(getattr(signal, name))})\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_probe, "_PROBE", crash + lmdb_probe._PROBE)
+        with pytest.raises(TierOpenError, match=name):
+            opened(sound)
+    assert_untouched(sound)
+    while_looking(monkeypatch, crash.partition("; ")[2].strip())
+    tier = opened(sound)
+    assert list(tier.entries()) == []
+    assert name in (tier.trouble or "")
+    tier.close()
+    assert damaged_stores(sound) == ["damaged-1"]
+
+
+def test_the_look_comes_no_further(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs is not damage either; one that is slow gets all the time it takes, as long as it goes on."""
+    monkeypatch.setattr(lmdb_probe, "SILENCE_SECONDS", 1.0)
+    with monkeypatch.context() as patched:
+        while_looking(patched, "import time; time.sleep(60)")
+        with pytest.raises(TierOpenError, match="no further for 1 s"):
+            opened(sound)
+    with monkeypatch.context() as patched:
+        while_looking(patched, 'import time; [(time.sleep(0.3), say("walking")) for _ in range(5)]')
+        began = time.monotonic()
+        assert_untouched(sound)
+        assert time.monotonic() - began > 1.5
+
+
+@pytest.mark.parametrize(
+    ("executable", "probe"),
+    [
+        ("/nowhere/python", None),
+        (None, "raise SystemExit(3)"),
+        (None, "raise ImportError('lmdb')"),
+        (None, ""),
+        (None, lmdb_probe._PROBE.replace("def look():", "def look():\n    raise OSError(5, 'I/O error')")),
+        (None, lmdb_probe._PROBE.replace("def look():", "def look():\n    raise lmdb.MemoryError('no memory')")),
+    ],
+    ids=["no python", "exit code", "traceback", "silence", "I/O error", "no memory"],
+)
+def test_the_look_cannot_be_had(
+    sound: Path, monkeypatch: pytest.MonkeyPatch, executable: str | None, probe: str | None
+) -> None:
+    """A child that cannot be started, or cannot work, says nothing about the file."""
+    with monkeypatch.context() as patched:
+        if executable is not None:
+            patched.setattr(sys, "executable", executable)
+        if probe is not None:
+            patched.setattr(lmdb_probe, "_PROBE", probe)
+        with pytest.raises(TierOpenError, match=str(sound)):
+            opened(sound)
+    assert_untouched(sound)
+
+
+# Opens a store with a child that says its id and then takes its time.
+OPEN_SLOWLY = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from kvtier.tiers import lmdb_probe
+from kvtier.tiers.lmdb import LMDBTier
+
+pause = f'say("walking"); import time; print(os.getpid(), file=open({sys.argv[2]!r}, "w")); time.sleep({sys.argv[3]})'
+lmdb_probe._PROBE = lmdb_probe._PROBE.replace('    say("walking")', "    " + pause, 1)
+
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # as a server does
+    tier = LMDBTier("lmdb", Path(sys.argv[1]), 32 << 20, "process")
+    print(len(list(tier.entries())), tier.trouble)
+    tier.close()
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def opening(store: Path, note: Path, seconds: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process, alone in its process group, that is opening a store; and the id of its child, which is looking."""
+    command = [sys.executable, "-c", OPEN_SLOWLY, str(store), str(note), str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while not (note.exists() and note.read_text().endswith("\n")):
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.01)
+            yield process, int(note.read_text())
+        finally:
+            process.kill()
+
+
+def test_interrupted_while_looking(tmp_path: Path) -> None:
+    """A Ctrl-C, which goes to the whole process group, does not reach the child: the store opens with all it had."""
+    filled(tmp_path / "store", 100)
+    with opening(tmp_path / "store", tmp_path / "note", 0.3) as (process, _):
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=20)[0] == "80 None\n"
+    assert_untouched(tmp_path / "store")
+
+
+def test_killed_while_looking(tmp_path: Path) -> None:
+    """The child dies with the server that wanted its answer, so that nobody looks on beside the next one."""
+    filled(tmp_path / "store", 100)
+    with opening(tmp_path / "store", tmp_path / "note", 60) as (process, child):
+        assert Path(f"/proc/{child}").exists()
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 5
+        while is_running(child):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert_untouched(tmp_path / "store")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and not merely waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_an_orphan_does_not_look(sound: Path) -> None:
+    """A child whose parent was gone before it could ask to die with it ends at once."""
+    arguments = ["0", str(sound), str(32 * MIB), str(Path(lmdb.__file__).parent.parent)]
+    command = [sys.executable, "-I", "-S", "-c", lmdb_probe._PROBE, *arguments]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (child.returncode, child.stdout) == (1, "")
+
+
+def test_the_look_never_shortens_the_file(sound: Path) -> None:
+    """A file that is longer than its pages keeps its length."""
+    path = sound / "data.mdb"
+    os.truncate(path, path.stat().st_size + 40 * PAGE)
+    size = path.stat().st_size
+    assert_untouched(sound)
+    assert path.stat().st_size == size
 
 
 # Opens a damaged store, uses all of it, and says how it went.

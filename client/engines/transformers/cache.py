@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,7 @@ from typing import Any, Self
 import torch
 from transformers import DynamicCache
 
-from ... import Client, DurableStatus, Group, KVTierError, Namespace, Unavailable, make_key
+from ... import Client, DurableStatus, Group, KVTierError, Namespace, make_key
 from .fingerprint import config_digest, weights_digest
 from .hashes import HASH_SCHEME, block_hashes
 from .layout import CacheLayout
@@ -71,15 +72,15 @@ class KVTierCache:
         tenant: str = "",
         extra: bytes = b"",
         wait: float = 2.0,
-        client: Client | None = None,
+        connect: Callable[[Namespace], Client] | None = None,
     ) -> None:
         """Takes the model's measure, which costs one token and a look at its weights.
 
         Two processes share blocks if they agree on `name`, `revision`, `block_tokens`, `tenant`, `extra` and the model's
         configuration. Without a `name` and a `revision` the weights are sampled instead (see `fingerprint`). `extra` is
         whatever else changes the meaning of tokens, an adapter say. `wait` is how many seconds to wait for the server at
-        first, and in each lookup for blocks that have to come from a lower tier. A `client` is used as it is, and stays
-        open.
+        first, and in each lookup for blocks that have to come from a lower tier. `connect` makes the client instead of
+        `endpoint`: one with other settings, or of a `kvtier.client.testing.FakeServer`.
 
         Raises `UnsupportedModelError` for a model whose cache is not full attention throughout.
         """
@@ -87,18 +88,13 @@ class KVTierCache:
         self._extra = extra
         self._wait = wait
         self._layout = CacheLayout.probe(model, block_tokens)
-        self._owns_client = client is None
-        self._client = client or Client(
-            endpoint,
-            namespace=self._namespace(name, revision, tenant),
-            name="transformers",
-        )
+        namespace = self._namespace(name, revision, tenant)
+        self._client = connect(namespace) if connect else Client(endpoint, namespace=namespace, name="transformers")
+        self._in_trouble = False
         self.last_hit = Hit()
         """What the latest `restore` or `generate` found."""
-        try:
+        with contextlib.suppress(KVTierError):  # the client goes on trying, and has said so
             self._client.wait_until_connected(wait)
-        except Unavailable as error:
-            _log.warning("kvtier: no server yet, everything is computed until there is one: %s", error)
 
     @property
     def client(self) -> Client:
@@ -120,8 +116,9 @@ class KVTierCache:
         self.last_hit = Hit()
         try:
             cache, self.last_hit = self._restore(tokens[:-1])
+            self._in_trouble = False
         except Exception as error:  # noqa: BLE001 - the engine goes on without the cache, whatever is wrong with it
-            _log.warning("kvtier: not restored, computing instead: %s", error)
+            self._complain("not restored, computing instead", error)
             cache = DynamicCache()
         return cache, self.last_hit
 
@@ -134,7 +131,7 @@ class KVTierCache:
         try:
             return self._save(tokens[: cache.get_seq_length()], cache)
         except Exception as error:  # noqa: BLE001 - a save that failed is a miss later on, no more
-            _log.warning("kvtier: not saved: %s", error)
+            self._complain("not saved", error)
             return 0
 
     def generate(self, input_ids: torch.Tensor, **options: Any) -> Any:
@@ -159,13 +156,12 @@ class KVTierCache:
         try:
             return self._client.flush(keys, wait=wait).count(DurableStatus.DURABLE) if keys else 0
         except KVTierError as error:
-            _log.warning("kvtier: not flushed: %s", error)
+            self._complain("not flushed", error)
             return 0
 
     def close(self) -> None:
         """Ends the session."""
-        if self._owns_client:
-            self._client.close()
+        self._client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -208,6 +204,11 @@ class KVTierCache:
             if batch.wanted:
                 self._layout.copy_out(cache, batch.wanted, batch.memory, batch.offsets)
             return len(batch.wanted)
+
+    def _complain(self, what: str, error: Exception) -> None:
+        """Warns of the first failure after a success; those that follow are for whoever debugs."""
+        _log.log(logging.DEBUG if self._in_trouble else logging.WARNING, "kvtier: %s: %s", what, error)
+        self._in_trouble = True
 
     def _namespace(self, name: str | None, revision: str | None, tenant: str) -> Namespace:
         trusted = name is not None and revision is not None

@@ -5,7 +5,16 @@
         "kv_connector_extra_config": {"endpoint": "unix:/run/kvtier/kvtier.sock"}}'
 
 Where things are: ``connector`` maps vLLM's hooks; ``scheduler`` decides (with ``lookup``, ``hits``, ``saves``); ``worker`` copies
-(with ``layout``, ``copies``); ``groups`` and ``namespace`` say what an engine's blocks are; ``metadata`` travels between the two.
+(with ``layout``, ``copies``, ``reports``); ``groups`` and ``namespace`` say what an engine's blocks are; ``metadata`` travels
+between the two.
+
+Limits, of which vLLM gives a connector no way around:
+
+- ``reset_prefix_cache(reset_connector=True)`` drops what is looked up, not what is stored. An engine whose weights are updated in
+  place (RL) would find the old weights' KV again: restart it from other files, give it another ``tenant``, or do without.
+- ``reset_prefix_cache(reset_running_requests=True)`` raises, in vLLM, while saves are in flight, for they hold references to their
+  blocks, and no hook precedes it. Call it again when they have ended: idle steps do that, within milliseconds.
+- Requests with a LoRA adapter are computed as if nothing were cached, and not saved: an adapter's name does not tell its weights.
 """
 
 from .connector import KVTierConnector

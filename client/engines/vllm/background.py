@@ -26,12 +26,13 @@ class LimitedLog:
         self._last: dict[str, float] = {}
         self._held_back: dict[str, int] = {}
 
-    def warn(self, kind: str, text: str, *, exc_info: bool = False) -> None:
+    def warn(self, kind: str, text: str, *, exc_info: bool = False, interval_s: float | None = None) -> None:
         """Log ``text`` unless a warning of ``kind`` was logged less than ``interval_s`` ago."""
         now = time.monotonic()
+        interval_s = self._interval_s if interval_s is None else interval_s
         with self._lock:
             last = self._last.get(kind)
-            if last is not None and now - last < self._interval_s:
+            if last is not None and now - last < interval_s:
                 self._held_back[kind] = self._held_back.get(kind, 0) + 1
                 return
             self._last[kind] = now

@@ -23,6 +23,7 @@ try:
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.logger import init_logger
     from vllm.v1.core.kv_cache_utils import (
         resolve_block_hashes,
@@ -51,6 +52,7 @@ __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorRole",
+    "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "MLAAttentionSpec",

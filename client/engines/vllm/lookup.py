@@ -7,18 +7,20 @@ waited for, and after a failure no lookups are made for a moment: a hung server 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from ... import Client, KeyStatus, KVTierError, Lease, make_key
-from .background import BackgroundThreads, LimitedLog
+from ... import Client, KeyStatus, KVTierError, Lease, OffloadPolicy, make_key
+from .background import BackgroundThreads, LimitedLog, logger
 from .groups import CacheGeometry, CacheGroup
 from .hits import longest_hit
 
-__all__ = ["Lookup", "LookupService", "LookupState"]
+__all__ = ["Announcement", "Lookup", "LookupService", "LookupState"]
 
 _COOL_DOWN_S = 2.0
 _WAIT_SHARE = 0.8
@@ -33,6 +35,23 @@ class LookupState(Enum):
 
 
 @dataclass
+class Announcement:
+    """What the server is told of a request, and says of it: begun with its first lookup, finished after its last store (B3.12).
+
+    ``policy`` is how the server's tiers want it offloaded, once they were asked; the engine's side offers every block either way.
+    """
+
+    request_id: str
+    prompt_tokens: int = 0
+    kv_transfer_params: Mapping[str, Any] | None = None
+    policy: OffloadPolicy | None = None
+    # Under the service's lock:
+    begun: bool = False
+    ended: bool = False
+    pending: int = 0
+
+
+@dataclass
 class Lookup:
     """One request's lookup: where the blocks of [``start``, ``limit``) tokens are.
 
@@ -40,7 +59,7 @@ class Lookup:
     had it in the first group. Both belong to the background thread until the state is DONE, then to the scheduler's.
     """
 
-    request_id: str
+    request: Announcement
     start: int
     limit: int
     hashes: dict[int, Sequence[bytes]]
@@ -67,7 +86,7 @@ class LookupService:
         # Its own thread: giving back must not queue behind lookups that wait for promotions.
         self._returns = BackgroundThreads("release", log)
 
-    def start(self, request_id: str, hashes: dict[int, Sequence[bytes]], start: int, limit: int) -> Lookup | None:
+    def start(self, request: Announcement, hashes: dict[int, Sequence[bytes]], start: int, limit: int) -> Lookup | None:
         """Begin to look up the blocks between ``start`` and ``limit`` tokens.
 
         ``hashes[group][i]`` is that of the i-th one after ``start``. Returns None when the server is not there: a miss at once.
@@ -80,7 +99,8 @@ class LookupService:
             return None
         if now < self._cool_until:
             return None
-        lookup = Lookup(request_id, start, limit, hashes, deadline=now + self._timeout_s)
+        lookup = Lookup(request, start, limit, hashes, deadline=now + self._timeout_s)
+        self.hold(request)
         self._lookups.submit(lambda: self._run(lookup))
         return lookup
 
@@ -98,15 +118,35 @@ class LookupService:
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
         self.drop(lookup)
 
-    def finish_request(self, request_id: str) -> None:
-        """Tell the server, in the background, that the request has ended."""
-        if self._client.connected:
-            self._returns.submit(lambda: self._finish(request_id))
+    def hold(self, request: Announcement) -> None:
+        """A lookup or store of the request begins: the server is not told of its end before as many ``let_go``."""
+        with self._lock:
+            request.pending += 1
+
+    def let_go(self, request: Announcement) -> None:
+        """A lookup or store of the request has ended."""
+        with self._lock:
+            request.pending -= 1
+            finish = request.ended and request.pending == 0
+        if finish:
+            self._submit_finish(request)
+
+    def finish_request(self, request: Announcement) -> None:
+        """Tell the server, in the background, that the request has ended: once nothing of it is pending."""
+        with self._lock:
+            request.ended = True
+            finish = request.pending == 0
+        if finish:
+            self._submit_finish(request)
 
     def close(self) -> None:
         """End the threads; called at shutdown."""
         self._lookups.close(0.5)
         self._returns.close(1.0)
+
+    def _submit_finish(self, request: Announcement) -> None:
+        if self._client.connected:
+            self._returns.submit(lambda: self._finish(request.request_id))
 
     def _finish(self, request_id: str) -> None:
         try:
@@ -129,6 +169,11 @@ class LookupService:
         except KVTierError as error:
             self._cool_until = time.monotonic() + _COOL_DOWN_S
             self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
+        finally:
+            # Whatever happened: a lookup that is never done would make its request wait for its whole budget.
+            self._done(lookup, hit)
+
+    def _done(self, lookup: Lookup, hit: int) -> None:
         with self._lock:
             dropped = lookup.state is LookupState.DROPPED
             lookup.hit_tokens, lookup.done_at = hit, time.monotonic()
@@ -136,6 +181,7 @@ class LookupService:
                 lookup.state = LookupState.DONE
         if dropped or hit <= lookup.start:
             self._release(lookup)
+        self.let_go(lookup.request)
 
     def _search(self, lookup: Lookup) -> int:
         """How far the hit reaches; fills in items and leases."""
@@ -167,17 +213,26 @@ class LookupService:
         return longest_hit(groups, present, start, limit, step)
 
     def _ask(self, lookup: Lookup, wanted: list[tuple[CacheGroup, range]], *, prefix: bool) -> int:
-        """One Lookup call; notes what hit, and returns how many did (with ``prefix``: in a row from the first)."""
+        """Looks up in calls of at most the server's number of keys; returns how many hit (with ``prefix``: in a row)."""
         places = [(group, position) for group, positions in wanted for position in positions]
-        if not places:
-            return 0
+        most = self._client.max_keys or max(1, len(places))
+        count = 0
+        for first in range(0, len(places), most):
+            chunk = places[first : first + most]
+            found = self._ask_once(lookup, chunk, prefix=prefix)
+            count += found
+            if prefix and found < len(chunk):
+                break
+        return count
+
+    def _ask_once(self, lookup: Lookup, places: Sequence[tuple[CacheGroup, int]], *, prefix: bool) -> int:
         keys = [
             make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
             for g, position in places
         ]
         # Less than the budget: what is ready by then comes back in time to be used.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
-        lease = self._client.lookup(keys, request_id=lookup.request_id, wait=wait, prefix=prefix)
+        lease = self._call(lookup.request, keys, wait, prefix=prefix)
         lookup.leases.append(lease)
         statuses, sources = lease.statuses, lease.sources
         count = 0
@@ -191,3 +246,34 @@ class LookupService:
             if group.index == self._geometry.groups[0].index:
                 lookup.sources[position] = sources[index]
         return count
+
+    def _call(self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool) -> Lease:
+        """A request's first call announces it, so that the tiers vote on it; the others only look up."""
+        with self._lock:
+            first, request.begun = not request.begun, True
+        if not first:
+            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix)
+        try:
+            lease = self._client.begin_request(
+                request.request_id,
+                keys,
+                prompt_tokens=request.prompt_tokens,
+                kv_transfer_params=_plain(request.kv_transfer_params),
+                wait=wait,
+                prefix=prefix,
+            )
+        except KVTierError:
+            request.begun = False
+            raise
+        request.policy = lease.policy
+        logger.debug("kvtier: request %s: %s, votes %s", request.request_id, lease.policy, lease.votes)
+        return lease
+
+
+def _plain(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Returns ``params`` where they can be sent as JSON; others are between this engine and its peers."""
+    try:
+        json.dumps(params)
+    except (TypeError, ValueError):
+        return None
+    return params

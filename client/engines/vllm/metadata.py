@@ -56,14 +56,20 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Save jobs that ended (stored, dropped or failed alike), each with the number of workers that say so."""
+    """Save jobs that ended (stored, dropped or failed alike), each with the number of workers that say so.
+
+    ``not_stored[job_id]`` are positions in the job's keys that some worker did not store; a job that was stored whole is not in it.
+    """
 
     ended_saves: dict[int, int] = field(default_factory=dict)
+    not_stored: dict[int, set[int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Add another worker's report of the same step; called by vLLM's KVOutputAggregator on the engine's main thread."""
-        merged = dict(self.ended_saves)
+        merged = WorkerReport(dict(self.ended_saves), dict(self.not_stored))
         if isinstance(other, WorkerReport):
             for job_id, count in other.ended_saves.items():
-                merged[job_id] = merged.get(job_id, 0) + count
-        return WorkerReport(merged)
+                merged.ended_saves[job_id] = merged.ended_saves.get(job_id, 0) + count
+            for job_id, missed in other.not_stored.items():
+                merged.not_stored[job_id] = merged.not_stored.get(job_id, set()) | missed
+        return merged

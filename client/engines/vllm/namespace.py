@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import torch
 
 from ... import Group, GroupKind, Namespace
 from .compat import KVCacheConfig, vllm_version
-from .groups import CacheGeometry
+from .groups import CacheGeometry, Unsupported
 
 __all__ = ["build_namespace", "namespace_digest"]
 
 _KINDS = {True: GroupKind.FULL_ATTENTION, False: GroupKind.SLIDING_WINDOW}
+_COMMIT = re.compile("[0-9a-f]{40}")
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 8
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -31,7 +33,10 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 def build_namespace(
     vllm_config: Any, kv_cache_config: KVCacheConfig, geometry: CacheGeometry, tenant: str = ""
 ) -> Namespace:
-    """Returns the Namespace of this engine and tenant. Reads a local model's files a little (see _model_fingerprint)."""
+    """Returns the Namespace of this engine and tenant. Reads a local model's files a little (see _model_fingerprint).
+
+    Raises Unsupported where it cannot tell which weights the model has, and OSError for files that cannot be read.
+    """
     model = vllm_config.model_config
     groups = tuple(
         Group(name=g.name, kind=_KINDS[g.retained_tokens is None], block_tokens=g.block_tokens, part_bytes=g.part_bytes)
@@ -79,9 +84,28 @@ def _attributes(vllm_config: Any, geometry: CacheGeometry) -> dict[str, str]:
             json.dumps([[list(g.layers), list(g.page_bytes)] for g in geometry.groups]).encode()
         ).hexdigest(),
     }
-    if Path(model.model).is_dir():
-        attributes["weights"] = _model_fingerprint(Path(model.model))
+    attributes["weights"] = _weights_of(model)
     return attributes
+
+
+def _weights_of(model: Any) -> str:
+    """Returns what tells this model's weights from others of its name: a branch of a hub repository moves, its commits do not."""
+    if Path(model.model).is_dir():
+        return _model_fingerprint(Path(model.model))
+    revision = str(model.revision or "")
+    commit = revision if _COMMIT.fullmatch(revision) else getattr(model.revision, "resolved", None)
+    if commit is None and not getattr(model, "hf_config_path", None):
+        commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit is None:
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(str(model.model), "config.json", revision=revision or None)
+        commit = Path(config).parent.name if isinstance(config, str) else None
+    if commit is not None:
+        return f"commit {commit}"
+    if revision:
+        return f"revision {revision}"
+    raise Unsupported(f"it is not known which weights {model.model!r} has; name a --revision or a local folder")
 
 
 def _stable_text(value: object) -> str:

@@ -24,8 +24,11 @@ def plan_reads(
     """Returns the reads that fill all blocks that the engine allocated for [``start``, ``end``) tokens, one per lease.
 
     None at all when the lookup lacks one of them, for example because the engine took less than was offered and a sliding window
-    now ends elsewhere: the engine will take every allocated block for loaded, so half a load is none.
+    now ends elsewhere: the engine will take every allocated block for loaded, so half a load is none. Likewise when it took part
+    of a block.
     """
+    if start % geometry.step_tokens or end % geometry.step_tokens:
+        return []
     reads: dict[int, BlockRead] = {}
     for group in geometry.groups:
         found = lookup.items.get(group.index, {})

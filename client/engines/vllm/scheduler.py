@@ -20,7 +20,7 @@ from .compat import CacheHitSource, resolve_block_hashes
 from .config import ConnectorConfig
 from .groups import CacheGeometry
 from .hits import usable_limit
-from .lookup import Lookup, LookupService, LookupState
+from .lookup import Announcement, Lookup, LookupService, LookupState
 from .metadata import LoadJob, SaveJob, StepMetadata, WorkerReport
 from .reads import count_sources, plan_reads
 from .saves import SavePlanner, SaveProgress
@@ -39,6 +39,7 @@ class _RequestState:
     """
 
     request: Any
+    announcement: Announcement
     progress: SaveProgress = field(default_factory=SaveProgress)
     lookup: Lookup | None = None
     offered_from: int = 0
@@ -75,6 +76,9 @@ class SchedulerSide:
         self._requests: dict[str, _RequestState] = {}
         self._next_loads: list[LoadJob] = []
         self._next_saves: list[SaveJob] = []
+        # Whose save jobs are in flight: the server hears of a request's end after the last of them.
+        self._saving: dict[int, Announcement] = {}
+        self._not_stored_blocks = 0
 
     def bind_pool(self, block_pool: Any) -> None:
         """Take note of the engine's block pool, once."""
@@ -86,16 +90,16 @@ class SchedulerSide:
     def new_request(self, request: Any) -> None:
         """A request arrived: begin to look up what the engine does not have itself."""
         state = self._state(request)
-        if self._may_load and not request.skip_reading_prefix_cache:
+        if self._may_look_up(request):
             self._begin_lookup(state, self._local_tokens(request))
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed_tokens`` can be loaded; None while that is not known yet."""
         state = self._state(request)
         step = self._geometry.step_tokens
-        if not self._may_load or state.compute_only or request.skip_reading_prefix_cache or computed_tokens % step:
+        if state.compute_only or not self._may_look_up(request):
             return 0, False
-        if usable_limit(request.num_tokens, step) <= computed_tokens:
+        if computed_tokens % step or usable_limit(request.num_tokens, step) <= computed_tokens:
             return 0, False
         lookup = state.lookup
         if lookup is not None and (lookup.start > computed_tokens or self._is_stale(lookup)):
@@ -158,8 +162,8 @@ class SchedulerSide:
         self._next_loads, self._next_saves = [], []
         return step
 
-    def workers_reported(self, finished_loads: Iterable[str], failed_loads: Iterable[str], report: object) -> None:
-        """What all workers have finished since the last step."""
+    def loads_reported(self, finished_loads: Iterable[str], failed_loads: Iterable[str]) -> None:
+        """Loads that all workers have ended since the last step."""
         for request_id in failed_loads:
             state = self._requests.get(request_id)
             if state is not None:
@@ -169,8 +173,17 @@ class SchedulerSide:
             state = self._requests.get(request_id)
             if state is not None:
                 self._load_ended(state)
+
+    def saves_reported(self, report: object) -> None:
+        """Saves that workers have ended since the last step."""
         if isinstance(report, WorkerReport):
-            self._saves.report(report.ended_saves)
+            ended = self._saves.report(report.ended_saves, report.not_stored)
+            for job_id in ended:
+                self._lookups.let_go(self._saving.pop(job_id))
+            missed = sum(ended.values())
+            self._not_stored_blocks += missed
+            if missed:
+                self._log.warn("missed", f"{missed} blocks were not stored; requests that still run offer them again")
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """The request has ended: offer the blocks that its last step filled (B4.14), give everything else back."""
@@ -182,12 +195,19 @@ class SchedulerSide:
         if state.loading is not None:
             # Workers are still writing to its blocks; vLLM keeps them until the load is reported.
             return
-        confirmed = request.num_computed_tokens - request.num_output_placeholders
-        if self._may_save and confirmed > 0:
-            job = self._saves.plan(request, state.progress, confirmed, lambda: block_ids)
-            if job is not None:
-                self._next_saves.append(job)
-        self._forget(state)
+        try:
+            confirmed = request.num_computed_tokens - request.num_output_placeholders
+            if self._may_save and confirmed > 0 and self._serves(request):
+                self._add_save(
+                    state, self._saves.plan(request, state.progress, confirmed, lambda: block_ids, last=True)
+                )
+        finally:
+            self._forget(state)
+
+    def take_not_stored(self) -> int:
+        """Returns how many blocks were offered and not stored since the last call."""
+        count, self._not_stored_blocks = self._not_stored_blocks, 0
+        return count
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping for saves to be sent or reported (B4.8)."""
@@ -213,21 +233,39 @@ class SchedulerSide:
     def _state(self, request: Any) -> _RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            state = self._requests[request.request_id] = _RequestState(request)
+            announcement = Announcement(request.request_id, request.num_prompt_tokens, request.kv_transfer_params)
+            state = self._requests[request.request_id] = _RequestState(request, announcement)
         return state
+
+    def _may_look_up(self, request: Any) -> bool:
+        return self._may_load and not request.skip_reading_prefix_cache and self._serves(request)
+
+    def _serves(self, request: Any) -> bool:
+        """Whether the request's KV may be shared: that of an adapter may not, its name does not say which weights it has."""
+        if request.lora_request is None:
+            return True
+        self._log.warn("lora", "requests with a LoRA adapter are neither loaded nor saved", interval_s=float("inf"))
+        return False
 
     def _plan_saves(self, scheduler_output: Any) -> None:
         tables = scheduler_output.kv_connector_block_state
+        if tables is None:
+            return
         for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or tables is None:
+            if state is None or not self._serves(state.request):
                 continue
             computed = state.request.num_computed_tokens + new_tokens
             job = self._saves.plan(
                 state.request, state.progress, computed, functools.partial(tables.get_block_ids, request_id)
             )
-            if job is not None:
-                self._next_saves.append(job)
+            self._add_save(state, job)
+
+    def _add_save(self, state: _RequestState, job: SaveJob | None) -> None:
+        if job is not None:
+            self._next_saves.append(job)
+            self._saving[job.job_id] = state.announcement
+            self._lookups.hold(state.announcement)
 
     def _begin_lookup(self, state: _RequestState, start: int) -> Lookup | None:
         request = state.request
@@ -243,7 +281,7 @@ class SchedulerSide:
             hashes[group.index] = all_hashes[start // group.block_tokens : limit // group.block_tokens]
         if limit <= start:
             return None
-        state.lookup = self._lookups.start(request.request_id, hashes, start, limit)
+        state.lookup = self._lookups.start(state.announcement, hashes, start, limit)
         return state.lookup
 
     def _local_tokens(self, request: Any) -> int:
@@ -276,6 +314,5 @@ class SchedulerSide:
             self._forget(state)
 
     def _forget(self, state: _RequestState) -> None:
-        request_id = state.request.request_id
-        self._requests.pop(request_id, None)
-        self._lookups.finish_request(request_id)
+        self._requests.pop(state.request.request_id, None)
+        self._lookups.finish_request(state.announcement)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,19 +18,19 @@ from typing import Any
 
 import torch
 
-from ... import Client, KVTierError
+from ... import Client, KVTierError, StoreStatus
 from .background import BackgroundThreads, LimitedLog
-from .compat import KVConnectorTransferResults
 from .copies import BlockCopier, make_copier
 from .groups import CacheGroup
 from .layout import build_layouts
-from .metadata import BlockRead, LoadJob, SaveJob, StepMetadata, WorkerReport
+from .metadata import BlockRead, LoadJob, SaveJob, StepMetadata
+from .reports import WorkerReports
 
 __all__ = ["WorkerSide"]
 
 _BATCH_BYTES = 128 << 20
-_IDLE_WAIT_S = 0.002
 _COOL_DOWN_S = 2.0
+_HAS = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
 
 
 class WorkerSide:
@@ -43,6 +42,7 @@ class WorkerSide:
         groups: Sequence[CacheGroup],
         namespace_digest: str,
         num_blocks: int,
+        reports: WorkerReports,
         log: LimitedLog,
     ) -> None:
         self._connect = connect
@@ -54,12 +54,7 @@ class WorkerSide:
         self._copier: BlockCopier | None = None
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
         self._save_after = 0.0
-        # Shared with the background threads, under the condition's lock.
-        self._progress = threading.Condition()
-        self._running = 0
-        self._loaded: set[str] = set()
-        self._failed: set[str] = set()
-        self._ended_saves: dict[int, int] = {}
+        self._reports = reports
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV tensors exist: lay views over them and connect. Raises Unsupported for layouts that cannot be served."""
@@ -74,48 +69,34 @@ class WorkerSide:
         )
 
     def start_loads(self, step: StepMetadata) -> None:
-        """Queue the step's loads, ordered behind the compute submitted so far (it may still use the blocks' last content)."""
+        """Queue the step's loads, ordered behind the compute submitted so far (it may still use the blocks' last content).
+
+        Raises only before the first of them is queued: afterwards each is reported by itself (see reports.py).
+        """
+        if not step.loads:
+            return
+        if not self._usable(step):
+            self._reports.refuse_loads(step)
+            return
+        assert self._copier is not None
+        after = self._copier.mark()
         for job in step.loads:
-            if not job.reads or not self._usable(step):
-                with self._progress:
-                    self._loaded.add(job.request_id)
-                    self._failed.add(job.request_id)
-                continue
-            assert self._copier is not None
-            after = self._copier.mark()
-            self._queue(0, functools.partial(self._load, job, after))
+            if job.reads:
+                self._queue(0, functools.partial(self._load, job, after))
+            else:
+                self._reports.load_ended(job.request_id, failed=True)
 
     def start_saves(self, step: StepMetadata) -> None:
-        """Queue the step's saves, ordered behind the compute that wrote the blocks (B4.11)."""
+        """Queue the step's saves, ordered behind the compute that wrote the blocks (B4.11). Raises like start_loads."""
         if not step.saves:
             return
         if not self._usable(step):
-            with self._progress:
-                self._ended_saves.update((job.job_id, 1) for job in step.saves)
+            self._reports.refuse_saves(step)
             return
         assert self._copier is not None
         after = self._copier.mark()
         for job in step.saves:
             self._queue(1, functools.partial(self._save, job, after))
-
-    def results(self, *, idle: bool) -> KVConnectorTransferResults:
-        """Returns the loads that ended since the last call.
-
-        In an idle step it waits a moment for any copy to end: the engine has nothing else to do, and its busy
-        loop would only take the processor from the copies.
-        """
-        with self._progress:
-            if idle and self._running and not (self._loaded or self._ended_saves):
-                self._progress.wait(_IDLE_WAIT_S)
-            loaded, failed = self._loaded, self._failed
-            self._loaded, self._failed = set(), set()
-        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
-
-    def report(self) -> WorkerReport | None:
-        """Returns the saves that ended since the last call."""
-        with self._progress:
-            ended, self._ended_saves = self._ended_saves, {}
-        return WorkerReport(ended) if ended else None
 
     def close(self) -> None:
         """Let queued copies end, briefly, and disconnect."""
@@ -125,7 +106,7 @@ class WorkerSide:
             self._client.close()
 
     def _usable(self, step: StepMetadata) -> bool:
-        if self._client is None:
+        if self._client is None or self._threads is None:
             return False
         if step.namespace_digest != self._digest:
             self._log.warn("namespace", "scheduler and worker disagree about the namespace; nothing is loaded or saved")
@@ -134,8 +115,6 @@ class WorkerSide:
 
     def _queue(self, thread: int, job: Callable[[], None]) -> None:
         assert self._threads is not None
-        with self._progress:
-            self._running += 1
         self._threads[thread].submit(job)
 
     # ---- background threads from here on
@@ -149,12 +128,7 @@ class WorkerSide:
         except KVTierError as error:
             self._log.warn("load", f"a load failed, its blocks are computed instead: {error}")
         finally:
-            with self._progress:
-                self._running -= 1
-                self._loaded.add(job.request_id)
-                if failed:
-                    self._failed.add(job.request_id)
-                self._progress.notify_all()
+            self._reports.load_ended(job.request_id, failed=failed)
 
     def _read(self, read: BlockRead, after: Any) -> None:
         assert self._client is not None
@@ -168,21 +142,20 @@ class WorkerSide:
                     self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after)
 
     def _save(self, job: SaveJob, after: Any) -> None:
+        not_stored = set(range(len(job.keys)))
         try:
             # A hung server costs one deadline, not one per job: blocks are held back from reuse meanwhile.
             if time.monotonic() >= self._save_after and self._client is not None and self._client.connected:
                 for chunk in self._chunks(job.groups):
-                    self._write(job, chunk, after)
+                    not_stored.difference_update(self._write(job, chunk, after))
         except KVTierError as error:
             self._save_after = time.monotonic() + _COOL_DOWN_S
             self._log.warn("save", f"a save failed, its blocks are not stored: {error}")
         finally:
-            with self._progress:
-                self._running -= 1
-                self._ended_saves[job.job_id] = 1
-                self._progress.notify_all()
+            self._reports.save_ended(job.job_id, not_stored)
 
-    def _write(self, job: SaveJob, chunk: slice, after: Any) -> None:
+    def _write(self, job: SaveJob, chunk: slice, after: Any) -> list[int]:
+        """Returns the positions in the job that the store has now; one that another writer is at may yet come to nothing."""
         assert self._client is not None
         assert self._copier is not None
         groups, block_ids = job.groups[chunk], job.block_ids[chunk]
@@ -191,13 +164,15 @@ class WorkerSide:
             for group, rows in _by_group([groups[index] for index in wanted]).items():
                 ids = [block_ids[wanted[row]] for row in rows]
                 self._copier.copy_out(group, ids, batch.memory, [offsets[row] for row in rows], after)
+        return [chunk.start + index for index, status in enumerate(batch.statuses) if status in _HAS]
 
     def _chunks(self, groups: Sequence[int]) -> list[slice]:
-        """Slices of at most _BATCH_BYTES (and at least one block) each."""
+        """Slices of at most _BATCH_BYTES and the server's number of keys (and at least one block) each."""
+        most = (self._client.max_keys if self._client is not None else None) or len(groups)
         chunks, start, size = [], 0, 0
         for index, group in enumerate(groups):
             part_bytes = self._groups[group].part_bytes
-            if index > start and size + part_bytes > _BATCH_BYTES:
+            if index > start and (size + part_bytes > _BATCH_BYTES or index - start >= most):
                 chunks.append(slice(start, index))
                 start, size = index, 0
             size += part_bytes

@@ -1,0 +1,204 @@
+"""`kvtier fsck`: checks what the tiers keep, before a server starts or beside its work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..tiers.base import SecondaryTier, TierDamagedError, TierError, TierInUseError
+from ..tiers.fsck import Checkable, Finding, Slice, check
+from .config import TierConfig
+from .tierfactory import open_tier
+from .units import human_size
+
+__all__ = [
+    "EXIT_CLEAN",
+    "EXIT_DAMAGED",
+    "EXIT_REPAIRED",
+    "EXIT_UNCHECKED",
+    "TierReport",
+    "check_offline",
+    "check_online",
+    "exit_code",
+    "lines",
+    "progress_bar",
+    "to_json",
+]
+
+EXIT_CLEAN = 0
+EXIT_DAMAGED = 1
+"""There is damage, and it is still there."""
+EXIT_REPAIRED = 3
+"""There was damage; all of it was put out of the way."""
+EXIT_UNCHECKED = 4
+"""A tier could not be checked: a server has it, say."""
+
+Progress = Callable[[int, int], None]
+"""Is told how many blocks have been checked, and of how many."""
+
+
+@dataclass(slots=True)
+class TierReport:
+    """What was found in one tier."""
+
+    tier: TierConfig
+    blocks: int = 0
+    nbytes: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    damage: str | None = None
+    """What is wrong with the store as a whole; its blocks are lost then."""
+    damage_repaired: bool = False
+    note: str | None = None
+    """Why there was nothing to check."""
+    error: str | None = None
+    """Why it could not be checked."""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether there is damage that was not repaired."""
+        whole = self.damage is not None and not self.damage_repaired
+        return whole or not all(finding.repaired for finding in self.findings)
+
+
+def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None = None) -> TierReport:
+    """Checks the tier of a server that does not run. Without `repair` no block changes, and no damage is moved."""
+    report = TierReport(config)
+    try:
+        if not config.path.is_dir() or not any(config.path.iterdir()):
+            report.note = "no files"
+            return report
+        with _opened(report, repair=repair) as tier:
+            if tier is None:
+                return report
+            if not isinstance(tier, Checkable):
+                report.note = f"{config.type} has no check of its own"
+                return report
+            total = tier.blocks_to_check()
+            for step in check(tier, repair=repair):
+                report.blocks += step.blocks
+                report.nbytes += step.nbytes
+                report.findings += step.findings
+                if progress:
+                    progress(report.blocks, max(total, report.blocks))
+    except TierInUseError as error:
+        report.error = f"{error}; stop it, or let it check itself: kvtier fsck --online"
+    except TierError as error:
+        report.error = f"{error}"
+    except Exception as error:  # noqa: BLE001 - a tier's own; the other tiers are checked all the same
+        report.error = f"tier {config.name}: {type(error).__name__}: {error}"
+    return report
+
+
+@contextlib.contextmanager
+def _opened(report: TierReport, *, repair: bool) -> Iterator[SecondaryTier | None]:
+    """Opens a tier; None if it is damaged as a whole and was left so."""
+    tier = None
+    try:
+        tier = open_tier(report.tier, mend=False)
+    except TierDamagedError as error:
+        report.damage = f"{error}"
+        if repair:
+            tier = open_tier(report.tier)
+            report.damage_repaired = True
+    try:
+        yield tier
+    finally:
+        if tier is not None:
+            tier.close()
+
+
+async def check_online(tier: SecondaryTier, *, repair: bool, rest: float = 0.0) -> AsyncIterator[Slice]:
+    """Yields one slice after another of a tier that is at work; each is checked on a thread.
+
+    `rest` seconds lie between two slices. Whoever ends this early waits for the slice that is under way (`aclose`), before
+    the tier may be closed.
+
+    Raises:
+        TierError: the tier cannot be checked.
+    """
+    steps = check(tier, repair=repair)
+    while True:
+        step = asyncio.ensure_future(asyncio.to_thread(next, steps, None))
+        try:
+            found = await asyncio.shield(step)
+        except asyncio.CancelledError:
+            await asyncio.wait([step])
+            raise
+        if found is None:
+            return
+        yield found
+        await asyncio.sleep(rest)
+
+
+def exit_code(reports: Sequence[TierReport]) -> int:
+    """Returns what `kvtier fsck` ends with."""
+    if any(report.damaged for report in reports):
+        return EXIT_DAMAGED
+    if any(report.error for report in reports):
+        return EXIT_UNCHECKED
+    return EXIT_REPAIRED if any(report.findings or report.damage for report in reports) else EXIT_CLEAN
+
+
+def lines(report: TierReport) -> Iterator[str]:
+    """Yields the report for people: each damaged block, then the counts."""
+    name = report.tier.name
+    for finding in report.findings:
+        yield f"{name}: {finding}{', quarantined' if finding.repaired else ''}"
+    if report.damage:
+        yield f"{name}: {report.damage}{', moved aside' if report.damage_repaired else ''}"
+    if report.error:
+        yield f"{name}: not checked: {report.error}"
+    elif report.note:
+        yield f"{name}: nothing to check: {report.note} ({report.tier.path})"
+    elif not report.damage or report.damage_repaired:
+        found = f"{len(report.findings)} damaged" if report.findings else "all sound"
+        yield f"{name}: {report.blocks} blocks, {human_size(report.nbytes)}, {found} ({report.tier.path})"
+
+
+def to_json(reports: Sequence[TierReport]) -> str:
+    """Returns the reports as JSON."""
+    tiers = [
+        {
+            "name": report.tier.name,
+            "type": report.tier.type,
+            "path": str(report.tier.path),
+            "blocks": report.blocks,
+            "bytes": report.nbytes,
+            "damage": report.damage,
+            "damage_repaired": report.damage_repaired,
+            "note": report.note,
+            "error": report.error,
+            "findings": [
+                {
+                    "namespace": finding.name[:16].hex(),
+                    "key": finding.name[16:].hex(),
+                    "bytes": finding.nbytes,
+                    "problem": finding.problem,
+                    "repaired": finding.repaired,
+                }
+                for finding in report.findings
+            ],
+        }
+        for report in reports
+    ]
+    return json.dumps({"exit_code": exit_code(reports), "tiers": tiers}, indent=2)
+
+
+@contextlib.contextmanager
+def progress_bar(name: str) -> Iterator[Progress | None]:
+    """Shows how far a check has come, on a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

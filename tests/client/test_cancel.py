@@ -1,0 +1,125 @@
+"""What is under way when a caller gives up, or the session falls: nothing is torn, nothing is left behind."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from harness.payloads import assert_serves, filled, key_of, namespace_of, payload
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import AsyncClient, Client, KVTierError, NotConnected, SessionLost, Timeouts
+from kvtier.client import aio as aio_module
+
+NAMESPACE = namespace_of(MIB)
+
+
+async def test_a_store_that_is_cancelled_while_it_copies_is_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy runs to its end before the memory is let go; then its slots are given back."""
+    copying, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    real = aio_module._to_its_end
+
+    async def slow(work: object) -> None:
+        async def with_pause() -> None:
+            copying.set()
+            await asyncio.to_thread(go_on.wait, 10)
+            await work  # type: ignore[misc]
+            ended.set()
+
+        await real(with_pause())
+
+    monkeypatch.setattr(aio_module, "_to_its_end", slow)
+    keys = [key_of(number) for number in range(4)]
+    with ServerProcess(tmp_path).start() as server:
+        async with AsyncClient(server.endpoint, namespace=NAMESPACE) as client:
+            await client.wait_until_connected(10)
+            store = asyncio.create_task(client.store(keys, [payload(key, MIB) for key in keys]))
+            await asyncio.to_thread(copying.wait, 10)
+            store.cancel()
+            await asyncio.sleep(0.05)
+            assert not store.done(), "the copy has not ended yet"
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await store
+            assert ended.is_set()
+            status = await client.status()
+            assert (status.stores, status.quarantined_bytes) == (0, 0)
+            assert (await client.lookup(keys)).id == 0
+
+
+def test_a_completion_without_an_answer_keeps_no_slots(tmp_path: Path) -> None:
+    """B5.6: a client that does not know whether its store ended ends its session; the slots come back, and so does it."""
+    keys = [key_of(number) for number in range(4)]
+    config = "[leases]\ndefault = 1\n"
+    with (
+        ServerProcess(tmp_path, config=config).start() as server,
+        Client(server.endpoint, namespace=NAMESPACE, timeouts=Timeouts(call=0.3)) as client,
+    ):
+        client.wait_until_connected(10)
+        with pytest.raises(KVTierError), client.write(keys):
+            server.suspend()
+        server.resume()
+        deadline = time.monotonic() + 15
+        while not client.connected or server.status().quarantined_bytes or server.status().stores:
+            assert time.monotonic() < deadline, server.status()
+            time.sleep(0.05)
+        client.store(keys, [payload(key, MIB) for key in keys])
+        assert_serves(client, keys)
+
+
+def test_a_stream_does_not_outlast_its_session(tmp_path: Path) -> None:
+    """A load over gRPC from a server that hangs ends when its silence is noticed, long before the deadline of a stream."""
+    keys = [key_of(number) for number in range(32)]
+    with (
+        ServerProcess(tmp_path).start() as server,
+        Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client,
+    ):
+        client.wait_until_connected(10)
+        client.store(keys, [payload(key, MIB) for key in keys])
+        lease = client.lookup(keys)
+        link = lease.link
+        stopper = threading.Timer(0.0, server.suspend)
+        started = time.monotonic()
+        stopper.start()
+        with pytest.raises(KVTierError):
+            _read_again_and_again(client, lease.id)
+        assert time.monotonic() - started < 20
+        server.resume()
+        assert link.transport == "grpc"
+
+
+def _read_again_and_again(client: Client, lease_id: int) -> None:
+    for _ in range(1000):
+        with client.read(lease_id, range(32)):
+            pass
+
+
+def test_a_push_ends_with_its_link(tmp_path: Path) -> None:
+    """Cancelled from another thread, and said to be what it is."""
+    with (
+        ServerProcess(tmp_path).start() as server,
+        Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client,
+    ):
+        client.wait_until_connected(10)
+        keys = [key_of(number) for number in range(8)]
+        link = client._wire.link
+        assert link is not None
+        with pytest.raises(SessionLost), client.write(keys):
+            client._wire.lost(link)
+        client.wait_until_connected(10)
+
+
+def test_a_closed_client_raises_nothing_else(tmp_path: Path) -> None:
+    """Every call of a closed client says that it is closed."""
+    with ServerProcess(tmp_path).start() as server:
+        client = Client(server.endpoint, namespace=NAMESPACE)
+        client.wait_until_connected(10)
+        lease = client.lookup([key_of(1)])
+        client.close()
+        for call in (client.status, lambda: client.load([key_of(1)], filled(1, MIB)), lambda: client.release(1)):
+            with pytest.raises(NotConnected):
+                call()
+        lease.release()

@@ -1,0 +1,134 @@
+"""Stand-ins for vLLM's objects and for the client, for tests without either's processes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
+from kvtier.client.engines.vllm.groups import CacheGroup
+
+__all__ = ["FULL", "PAGE", "WINDOW", "FakeClient", "FakePool", "FakeTransfers", "make_request", "wait_for"]
+
+PAGE = 64
+FULL = CacheGroup(0, 4, None, ("a", "b"), (PAGE, PAGE))
+WINDOW = CacheGroup(1, 4, 7, ("c", "d"), (PAGE, PAGE))
+
+
+class FakePool:
+    """References of blocks, like vLLM's block pool."""
+
+    def __init__(self, num_blocks: int = 100) -> None:
+        self.num_gpu_blocks = num_blocks
+        self.blocks = [SimpleNamespace(block_id=number, ref_cnt=1) for number in range(num_blocks)]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+
+
+def make_request(count: int, request_id: str = "r", **fields: Any) -> Any:
+    """Returns a request with ``count`` block hashes of four tokens each."""
+    fields = {
+        "num_tokens": 4 * count + 1,
+        "num_prompt_tokens": 4 * count + 1,
+        "num_computed_tokens": 0,
+        "num_output_placeholders": 0,
+        "kv_transfer_params": None,
+        "lora_request": None,
+        "skip_reading_prefix_cache": False,
+        **fields,
+    }
+    hashes = [bytes([number]) * 32 for number in range(count)]
+    return SimpleNamespace(request_id=request_id, block_hashes=hashes, **fields)
+
+
+class FakeClient:
+    """Answers lookups from a set of keys, through hooks that tests replace."""
+
+    def __init__(self, keys: set[bytes] | None = None, before: Callable[[], None] = lambda: None) -> None:
+        self.connected = True
+        self.max_keys: int | None = None
+        self.begun: dict[str, Any] = {}
+        self.finished: list[str] = []
+        self.keys = keys or set()
+        self.before = before
+        self.asked: list[int] = []
+        self.released: list[int] = []
+
+    def lookup(self, keys: Sequence[bytes], *, request_id: str, wait: float, prefix: bool) -> Any:
+        self.before()
+        self.asked.append(len(keys))
+        number = len(self.asked)
+        return SimpleNamespace(
+            id=number,
+            statuses=bytes(KeyStatus.HIT if key in self.keys else KeyStatus.MISS for key in keys),
+            sources=("cpu",) * len(keys),
+            policy=OffloadPolicy.BLOCK_LEVEL,
+            votes=(),
+            release=lambda: self.released.append(number),
+        )
+
+    def begin_request(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        *,
+        prompt_tokens: int,
+        kv_transfer_params: Any,
+        wait: float,
+        prefix: bool,
+    ) -> Any:
+        assert request_id not in self.begun
+        self.begun[request_id] = (prompt_tokens, kv_transfer_params)
+        return self.lookup(keys, request_id=request_id, wait=wait, prefix=prefix)
+
+    def finish_request(self, request_id: str) -> None:
+        self.finished.append(request_id)
+
+    def close(self) -> None:
+        self.connected = False
+
+
+class FakeTransfers:
+    """A client whose reads and writes end as the test says."""
+
+    connected = True
+
+    def __init__(self, error: Exception | None = None, max_keys: int | None = None) -> None:
+        self.error = error
+        self.max_keys = max_keys
+        self.written: list[list[bytes]] = []
+        self.memory = memoryview(bytearray(1024))
+
+    @contextlib.contextmanager
+    def read(self, lease_id: int, items: Sequence[int]) -> Iterator[Any]:
+        yield SimpleNamespace(memory=self.memory, offsets=[2 * PAGE * item for item in items])
+        if self.error:
+            raise self.error
+
+    @contextlib.contextmanager
+    def write(self, keys: Sequence[bytes], *, request_id: str) -> Iterator[Any]:
+        self.written.append(list(keys))
+        statuses = bytes([StoreStatus.PRESENT, StoreStatus.GRANTED, StoreStatus.NO_ROOM, StoreStatus.IN_PROGRESS])
+        yield SimpleNamespace(memory=self.memory, wanted=[1], offsets=[0], statuses=statuses[: len(keys)])
+        if self.error:
+            raise self.error
+
+    def close(self) -> None:
+        pass
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Waits for a condition, for seconds."""
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

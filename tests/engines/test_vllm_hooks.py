@@ -1,0 +1,268 @@
+"""No hook of the vLLM connector raises into the engine, and nothing that the engine waits for is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from connector_fakes import FULL, make_request
+
+from kvtier.client.engines.vllm import KVTierConnector, connector, namespace
+from kvtier.client.engines.vllm.compat import CacheHitSource, KVConnectorRole, KVConnectorTransferResults
+from kvtier.client.engines.vllm.groups import CacheGeometry, Unsupported, resolve_geometry
+from kvtier.client.engines.vllm.metadata import BlockRead, LoadJob, SaveJob, StepMetadata, WorkerReport
+
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+LIFECYCLE = {"__init__", "requires_kv_delivery", "build_kv_connector_stats"}
+STEP = StepMetadata(
+    loads=[LoadJob("r", [BlockRead(1, [0], [0], [2])])],
+    saves=[SaveJob(7, "r", [b"k0", b"k1"], [0, 0], [4, 5])],
+    namespace_digest="ns",
+)
+
+
+class Broken:
+    """A side whose every method raises."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def fail(*_: object, **__: object) -> None:
+            raise KeyError(name)
+
+        return fail
+
+
+class Warnings:
+    """Notes what would have been logged."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def warn(self, kind: str, text: str, *, exc_info: bool = False) -> None:
+        self.kinds.append(kind)
+
+
+def _config(**extra: Any) -> Any:
+    transfer = SimpleNamespace(
+        kv_connector_extra_config=extra,
+        kv_load_failure_policy="recompute",
+        is_kv_consumer=True,
+        is_kv_producer=True,
+        engine_id="e",
+    )
+    parallel = SimpleNamespace(
+        world_size=1, rank=0, pipeline_parallel_size=1, decode_context_parallel_size=1, tensor_parallel_size=1
+    )
+    cache = SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo="sha256")
+    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, cache_config=cache)
+
+
+def _broken(monkeypatch: pytest.MonkeyPatch, role: Any) -> Any:
+    monkeypatch.setattr(KVTierConnector, "_set_up", lambda _: None)
+    made: Any = KVTierConnector(_config(), role, SimpleNamespace())
+    made.log = Warnings()
+    made._scheduler, made._worker = (Broken(), None) if role == SCHEDULER else (None, Broken())
+    return made
+
+
+def _blocks() -> Any:
+    return SimpleNamespace(get_block_ids=lambda: [[1]])
+
+
+WORKER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
+    "register_kv_caches": (({},), None, "register_kv_caches"),
+    "handle_preemptions": ((STEP,), None, None),
+    "start_load_kv": ((None,), None, "_start_loads"),
+    "wait_for_layer_load": (("layer",), None, None),
+    "save_kv_layer": (("layer", None, None), None, None),
+    "wait_for_save": ((), None, "_start_saves"),
+    "get_transfer_results": ((set(),), KVConnectorTransferResults(), "get_transfer_results"),
+    "build_connector_worker_meta": ((), None, "build_connector_worker_meta"),
+    "shutdown": ((), None, "_close_worker"),
+}
+SCHEDULER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
+    "bind_gpu_block_pool": ((object(),), None, "bind_gpu_block_pool"),
+    "on_new_request": ((make_request(1),), None, "on_new_request"),
+    "get_num_new_matched_tokens": ((make_request(1), 0), (0, False), "get_num_new_matched_tokens"),
+    "update_state_after_alloc": ((make_request(1), _blocks(), 4), None, "update_state_after_alloc"),
+    "get_external_cache_hit_sources": (
+        (make_request(1), 4),
+        {CacheHitSource.EXTERNAL_UNSPECIFIED: 4},
+        "_hit_sources",
+    ),
+    "build_connector_meta": ((SimpleNamespace(),), StepMetadata(), "_build_step"),
+    "update_connector_output": ((SimpleNamespace(),), None, "_take_loads"),
+    "get_kv_connector_stats": ((), None, "get_kv_connector_stats"),
+    "request_finished": ((make_request(1), [1]), (False, None), "request_finished_all_groups"),
+    "request_finished_all_groups": ((make_request(1), ([1],)), (False, None), "request_finished_all_groups"),
+    "has_pending_push_work": ((), False, "has_pending_push_work"),
+    "has_pending_block_frees": ((), False, "has_pending_block_frees"),
+    "reset_cache": ((), False, "reset_cache"),
+    "shutdown": ((), None, "_close_scheduler"),
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "hook"), [*((WORKER, hook) for hook in WORKER_HOOKS), *((SCHEDULER, hook) for hook in SCHEDULER_HOOKS)]
+)
+def test_a_hook_that_fails_answers_with_its_fallback(monkeypatch: pytest.MonkeyPatch, role: Any, hook: str) -> None:
+    """Whatever the side behind a hook raises, the engine gets an answer and the log a warning."""
+    arguments, fallback, warning = (WORKER_HOOKS if role == WORKER else SCHEDULER_HOOKS)[hook]
+    made = _broken(monkeypatch, role)
+    if hook in {"get_transfer_results", "build_connector_worker_meta"}:
+        made._reports = Broken()
+    made.bind_connector_metadata(STEP)
+    assert getattr(made, hook)(*arguments) == fallback
+    assert warning is None or warning in made.log.kinds
+
+
+def test_every_hook_is_in_these_tests() -> None:
+    """A hook that is added is tested too."""
+    hooks = {
+        name
+        for name, value in vars(KVTierConnector).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, (property, classmethod)))
+    }
+    assert hooks - LIFECYCLE == WORKER_HOOKS.keys() | SCHEDULER_HOOKS.keys()
+
+
+def test_what_is_logged_can_be_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real log takes what a contained hook gives it."""
+    monkeypatch.setattr(KVTierConnector, "_set_up", lambda _: None)
+    made: Any = KVTierConnector(_config(), SCHEDULER, SimpleNamespace())
+    made._scheduler = Broken()
+    assert made.get_num_new_matched_tokens(make_request(1), 0) == (0, False)
+
+
+@pytest.mark.parametrize("worker", [Broken(), None])
+def test_a_worker_that_cannot_start_its_jobs_reports_them(monkeypatch: pytest.MonkeyPatch, worker: Any) -> None:
+    """Requests do not wait for a load that nobody does, nor blocks for a save: with a defect, and in a worker without a side."""
+    made = _broken(monkeypatch, WORKER)
+    made._worker = worker
+    made.bind_connector_metadata(STEP)
+    made.start_load_kv(None)
+    made.wait_for_save()
+    results = made.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
+    assert made.build_connector_worker_meta() == WorkerReport({7: 1}, {7: {0, 1}})
+    assert made.get_transfer_results(set()) == KVConnectorTransferResults()
+    assert made.build_connector_worker_meta() is None
+
+
+class Scheduler:
+    """A side that works as the test says."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetadata] = []
+        self.saves: list[object] = []
+
+    def blocks_allocated(self, request: Any, block_ids: Any, external_tokens: int) -> None:
+        if request.request_id == "bad":
+            raise KeyError("blocks")
+
+    def build_step(self, scheduler_output: Any) -> StepMetadata:
+        return self.steps.pop(0)
+
+    def saves_reported(self, report: object) -> None:
+        self.saves.append(report)
+        raise KeyError("saves")
+
+    def loads_reported(self, finished: Any, failed: Any) -> None:
+        self.saves.append((finished, failed))
+
+
+def test_a_load_that_the_scheduler_lost_is_sent_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed when blocks were allocated, or when the step was built, is a load that fails: once, and no load is done twice."""
+    made, side = _broken(monkeypatch, SCHEDULER), Scheduler()
+    made._scheduler = side
+    good = LoadJob("good", [BlockRead(1, [0], [0], [2])])
+    for name, external_tokens in (("bad", 4), ("good", 4), ("none", 0)):
+        made.update_state_after_alloc(make_request(1, name), _blocks(), external_tokens)
+    side.steps = [StepMetadata([good], [], "ns")]
+    assert made.build_connector_meta(None).loads == [LoadJob("bad"), good]
+    # The next step fails; what it had is not sent after all in the one that follows.
+    made.update_state_after_alloc(make_request(1, "good"), _blocks(), 4)
+    assert made.build_connector_meta(None).loads == [LoadJob("good")]
+    side.steps = [StepMetadata([good], [], "ns")]
+    assert made.build_connector_meta(None).loads == []
+
+
+def test_reports_of_saves_and_loads_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect in one kind of report leaves the other in order."""
+    made, side = _broken(monkeypatch, SCHEDULER), Scheduler()
+    made._scheduler = side
+    made.update_connector_output(
+        SimpleNamespace(kv_connector_worker_meta="report", finished_recving={"r"}, failed_recving=None)
+    )
+    assert side.saves == ["report", ({"r"}, ())]
+
+
+# ---- the start
+
+
+def test_a_typo_in_the_endpoint_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one thing that may raise: a setting that cannot be meant."""
+    plain = namespace.Namespace("m", "d", ())
+    monkeypatch.setattr(connector, "resolve_geometry", lambda *_: CacheGeometry((FULL,), 4, 4))
+    monkeypatch.setattr(connector, "build_namespace", lambda *_: plain)
+    with pytest.raises(ValueError, match="kvtier: "):
+        KVTierConnector(_config(endpoint="unix:"), SCHEDULER, SimpleNamespace(num_blocks=8))
+
+
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+@pytest.mark.parametrize("error", [PermissionError("config.json"), KeyError("a defect"), Unsupported("so")])
+def test_a_set_up_that_fails_disables_the_connector(
+    monkeypatch: pytest.MonkeyPatch, role: Any, error: Exception
+) -> None:
+    """A model's files that cannot be read are misses, not the end of the engine."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(connector, "resolve_geometry", lambda *_: None)
+    monkeypatch.setattr(connector, "build_namespace", fail)
+    made: Any = KVTierConnector(_config(), role, SimpleNamespace())
+    assert made._scheduler is None
+    assert made._worker is None
+    assert made.get_num_new_matched_tokens(make_request(1), 0) == (0, False)
+    assert made.build_connector_meta(SimpleNamespace()) == StepMetadata()
+    made.register_kv_caches({})
+
+
+def test_without_prefix_caching_the_connector_disables_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4.1 One warning, and misses from then on."""
+    warnings: list[str] = []
+    monkeypatch.setattr(connector.logger, "warning", lambda text, *values, **_: warnings.append(text % values))
+    config = _config()
+    config.cache_config.enable_prefix_caching = False
+    with pytest.raises(Unsupported, match="prefix caching is off"):
+        resolve_geometry(config, SimpleNamespace())  # type: ignore[arg-type]
+    made: Any = KVTierConnector(config, SCHEDULER, SimpleNamespace())
+    assert [text for text in warnings if "disabled" in text and "prefix caching" in text]
+    assert made.get_num_new_matched_tokens(make_request(1), 0) == (0, False)
+
+
+# ---- which weights
+
+
+def _model(**fields: Any) -> Any:
+    config = SimpleNamespace(_commit_hash=fields.pop("commit", None))
+    return SimpleNamespace(**{"model": "org/name", "revision": None, "hf_config": config} | fields)
+
+
+def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A branch moves: the commit is what counts, wherever it is known from, and a model without any is refused."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert namespace._weights_of(_model(commit="a" * 40)) == "commit " + "a" * 40
+    assert namespace._weights_of(_model(revision="b" * 40, commit="a" * 40)) == "commit " + "b" * 40
+    assert namespace._weights_of(_model(revision="v1")) == "revision v1"
+    with pytest.raises(Unsupported, match="revision"):
+        namespace._weights_of(_model())
+    with pytest.raises(Unsupported, match="revision"):
+        namespace._weights_of(_model(commit="a" * 40, hf_config_path="elsewhere"))
+    (tmp_path / "config.json").write_text("{}")
+    first = namespace._weights_of(_model(model=str(tmp_path)))
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert namespace._weights_of(_model(model=str(tmp_path))) != first

@@ -1,0 +1,227 @@
+"""Disks that fill up, files that rot, descriptors that run out: the tier degrades and says so, the rest goes on."""
+
+from __future__ import annotations
+
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.raw import attach_reply
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import Client, DurableStatus, StoreStatus
+from kvtier.client.errors import KVTierError
+
+PART = 256 << 10
+NAMESPACE = namespace_of(PART)
+UNLIMITED = resource.RLIM_INFINITY
+
+
+def keys_of(count: int, salt: str) -> list[bytes]:
+    """Returns keys that no other call returns."""
+    return [key_of(number, salt=salt) for number in range(count)]
+
+
+def store(client: Client, keys: list[bytes]) -> None:
+    """Stores blocks, all of which must find room in the CPU tier."""
+    assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
+
+
+def file_of(server: ServerProcess) -> Path:
+    """Returns the file of the LMDB tier."""
+    return server.data_dir / "lmdb" / "data.mdb"
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """When the disk is full, blocks still go to the CPU tier, the status says so, and what was durable stays so.
+
+    As soon as there is room again, blocks become durable again.
+    """
+    before, during, after = keys_of(32, "before"), keys_of(32, "during"), keys_of(32, "after")
+    with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
+        store(client, before)
+        assert set(client.flush(before)) == {DurableStatus.DURABLE}
+        server.limit(resource.RLIMIT_FSIZE, file_of(server).stat().st_size + PART)
+        store(client, during)
+        began = time.monotonic()
+        assert set(client.flush(during, wait=3)) == {DurableStatus.VOLATILE}
+        assert time.monotonic() - began < 2, "waited for what cannot come about"
+        tier = server.tier("lmdb")
+        assert not tier.healthy
+        assert "cannot store" in tier.trouble
+        assert_serves(client, [*before, *during])
+        assert set(client.flush(before)) == {DurableStatus.DURABLE}
+        server.limit(resource.RLIMIT_FSIZE, UNLIMITED)
+        store(client, after)
+        assert set(client.flush([*during, *after])) == {DurableStatus.DURABLE}
+        assert server.tier("lmdb").healthy
+        server.restart()
+        read_when_back(client, [*before, *during, *after])
+
+
+def test_full_disk_across_a_restart(tmp_path: Path) -> None:
+    """A server that is killed while its disk is full loses nothing that was durable, and serves nothing wrong."""
+    before, during = keys_of(32, "before"), keys_of(32, "during")
+    with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
+        store(client, before)
+        assert set(client.flush(before)) == {DurableStatus.DURABLE}
+        server.limit(resource.RLIMIT_FSIZE, file_of(server).stat().st_size)
+        store(client, during)
+        client.flush(during, wait=0.5)
+        server.restart()
+        read_when_back(client, before)
+        buffers = filled(len(during), PART)
+        hits = client.load(during, buffers, wait=2)
+        assert all(is_payload(key, found) for key, found in zip(during[:hits], buffers, strict=False))
+
+
+def test_file_that_is_no_store_any_more(tmp_path: Path) -> None:
+    """A server that finds its LMDB file destroyed starts without it, says so in log and status, and serves."""
+    keys = keys_of(32, "a")
+    with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
+        store(client, keys)
+        assert set(client.flush(keys)) == {DurableStatus.DURABLE}
+        server.kill()
+        with file_of(server).open("r+b") as file:
+            file.write(random.Random(1).randbytes(3 * 4096))
+        server.start()
+        tier = server.tier("lmdb")
+        assert "damaged" in tier.trouble
+        assert "damaged" in server.log
+        assert not tier.healthy
+        assert (server.data_dir / "lmdb" / "damaged-1" / "data.mdb").exists()
+        wait_until(lambda: client.connected)
+        assert client.lookup(keys).prefix_hits == 0
+        store(client, keys)
+        assert set(client.flush(keys)) == {DurableStatus.DURABLE}
+        server.restart()
+        read_when_back(client, keys)
+        assert server.tier("lmdb").healthy
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_file_with_flipped_bytes(tmp_path: Path, seed: int) -> None:
+    """Whatever bytes of the LMDB file change between two lives, the server starts, and no block is served wrong."""
+    keys = keys_of(64, "a")
+    rng = random.Random(seed)
+    with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
+        store(client, keys)
+        assert set(client.flush(keys)) == {DurableStatus.DURABLE}
+        server.kill()
+        size = file_of(server).stat().st_size
+        with file_of(server).open("r+b") as file:
+            for _ in range(16):
+                file.seek(rng.randrange(2 * 4096, size - 64))
+                file.write(rng.randbytes(64))
+        server.start()
+        wait_until(lambda: client.connected)
+        found = 0
+        for key in keys:
+            buffers = filled(1, PART)
+            if client.load([key], buffers, wait=2):
+                assert is_payload(key, buffers[0])
+                found += 1
+        print(f"{found} of {len(keys)} blocks survived")
+        assert found < len(keys)
+        # The rest is written anew.
+        client.store(keys, [payload(key, PART) for key in keys])
+        assert set(client.flush(keys)) == {DurableStatus.DURABLE}
+        assert_serves(client, keys)
+
+
+def test_directory_that_is_gone(tmp_path: Path) -> None:
+    """A data directory that is removed under a running server costs durability after a restart, and nothing else."""
+    keys = keys_of(16, "a")
+    with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
+        store(client, keys)
+        client.flush(keys)
+        for path in (server.data_dir / "lmdb").iterdir():
+            path.unlink()
+        (server.data_dir / "lmdb").rmdir()
+        more = keys_of(16, "b")
+        store(client, more)
+        assert_serves(client, [*keys, *more])
+        server.restart()
+        wait_until(lambda: client.connected)
+        assert client.lookup(keys).prefix_hits == 0
+        store(client, keys)
+        assert_serves(client, keys)
+
+
+def test_descriptors_run_out(tmp_path: Path) -> None:
+    """A server without descriptors left turns newcomers away, goes on serving those it has, and takes new ones later."""
+    keys = keys_of(16, "a")
+    with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
+        store(client, keys)
+        path = f"{server.path}.shm"
+        server.limit(resource.RLIMIT_NOFILE, server.descriptors() + 8)
+        idle = []
+        for _ in range(40):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.connect(path)
+            idle.append(connection)
+        time.sleep(0.3)
+        assert_serves(client, keys)
+        store(client, keys_of(16, "b"))
+        assert set(client.flush(keys)) == {DurableStatus.DURABLE}
+        late = Client(server.endpoint, namespace=NAMESPACE, name="late")
+        with late:
+            time.sleep(0.3)
+            assert_serves(client, keys)
+            for connection in idle:
+                connection.close()
+            wait_until(lambda: late.connected)
+            assert_serves(late, keys)
+            with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as fresh:
+                wait_until(lambda: fresh.connected)
+                assert_serves(fresh, keys)
+        assert attach_reply(path, client._wire.link.ref) == 64 * MIB  # type: ignore[union-attr]
+
+
+def test_terminate_under_load(tmp_path: Path) -> None:
+    """SIGTERM under load ends the server in time, with everything that was stored on the disk, and nothing left behind."""
+    stored: list[bytes] = []
+    with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
+
+        def run() -> None:
+            # No more than may wait to be stored in the LMDB tier: beyond that it is left out.
+            for number in range(0, 64, 2):
+                keys = [key_of(number + i, salt="t") for i in range(2)]
+                try:
+                    store(client, keys)
+                except KVTierError:
+                    return
+                stored.extend(keys)
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        time.sleep(0.2)
+        began = time.monotonic()
+        assert server.terminate() == 0
+        print(f"{len(stored)} blocks stored; ended {time.monotonic() - began:.2f} s after SIGTERM")
+        thread.join()
+        assert 0 < len(stored) < 64
+        assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("s")]
+        server.start()
+        read_when_back(client, stored)
+
+
+def wait_until(what: Callable[[], object], seconds: float = 10.0) -> None:
+    """Waits until something holds."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def read_when_back(client: Client, keys: list[bytes]) -> None:
+    """Waits for the client to come back by itself, then reads all blocks."""
+    wait_until(lambda: client.connected)
+    assert_serves(client, keys)

@@ -1,0 +1,218 @@
+"""Clients that die, hang or lose their session in mid-write or mid-read: nothing of theirs is seen or stays pinned."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.raw import RawSession, refusal_of
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import Client, KeyStatus, StoreStatus
+from kvtier.protos.packed import unpack_offsets
+from kvtier.protos.v1 import cache_pb2
+
+PART = 1 * MIB
+NAMESPACE = namespace_of(PART)
+KEYS = [key_of(number) for number in range(16)]
+LEASE_SECONDS = 1.0
+
+# Takes slots, and says so in the middle of its work; what happens then is up to the test.
+_WRITER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from harness.payloads import key_of, namespace_of
+from kvtier.client import Client
+keys = [key_of(number) for number in range(16)]
+with Client(sys.argv[2], namespace=namespace_of(1 << 20), name="writer", transport=sys.argv[3]) as client:
+    client.wait_until_connected(10)
+    try:
+        with client.write(keys) as batch:
+            for number, view in enumerate(batch.views()):
+                view[:] = b"\\xee" * len(view)
+                if number == 7:
+                    print("writing", flush=True)
+                    {then}
+    except Exception as error:
+        print(type(error).__name__, getattr(error, "reason", ""), flush=True)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server whose leases end soon, with a CPU tier of 32 blocks."""
+    config = f"[leases]\ndefault = {LEASE_SECONDS}"
+    with ServerProcess(tmp_path, region=32 * MIB, config=config) as process:
+        yield process.start()
+
+
+@contextlib.contextmanager
+def writer(server: ServerProcess, transport: str, then: str) -> Iterator[subprocess.Popen[str]]:
+    """A client process that has filled eight of its sixteen slots."""
+    program = _WRITER.replace("{then}", then)
+    tests = str(Path(__file__).parent.parent)
+    command = [sys.executable, "-c", program, tests, server.endpoint, transport]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "writing\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def statuses_of(client: Client, keys: list[bytes]) -> set[int]:
+    """Returns what a lookup says of these keys, one by one."""
+    with client.lookup(keys, prefix=False) as found:
+        return set(found.statuses)
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("then", ["time.sleep(60)", "batch.memory[0:0]"], ids=["between two copies", "while copying"])
+def test_writer_killed_in_mid_write(server: ServerProcess, transport: str, then: str) -> None:
+    """A client that is killed in mid-write publishes nothing (B4.5); its slots are used again once it is gone."""
+    then = (
+        then if "sleep" in then else "end = time.time() + 60\n" + " " * 20 + "while time.time() < end: view[:] = view"
+    )
+    with Client(server.endpoint, namespace=NAMESPACE) as other:
+        with writer(server, transport, then) as process:
+            assert statuses_of(other, KEYS) == {KeyStatus.HIT_PENDING}
+            assert set(other.store(KEYS, [payload(key, PART) for key in KEYS])) == {StoreStatus.IN_PROGRESS}
+            process.kill()
+        status = server.wait_for(lambda status: len(status.sessions) == 1 and not status.quarantined_bytes, 5)
+        assert (status.stores, status.leases) == (0, 0)
+        assert statuses_of(other, KEYS) == {KeyStatus.MISS}
+        # All of the memory is there again: 32 blocks fit, the killed client's among them.
+        many = [*KEYS, *(key_of(number, salt="more") for number in range(15))]
+        assert set(other.store(many, [payload(key, PART) for key in many])) == {StoreStatus.GRANTED}
+        assert_serves(other, many)
+
+
+@pytest.mark.parametrize("how", ["killed", "channel closed", "stream cancelled"])
+def test_a_client_that_vanishes_is_noticed_at_once(tmp_path: Path, how: str) -> None:
+    """A session falls in well under a second, whatever the server was doing with its stream at that moment."""
+    with ServerProcess(tmp_path, region=32 * MIB, config="[sessions]\nheartbeat_interval = 0.01").start() as server:
+        for number in range(3):
+            with contextlib.ExitStack() as closing:
+                if how == "killed":
+                    vanish = closing.enter_context(writer(server, "grpc", "time.sleep(60)")).kill
+                else:
+                    raw = closing.enter_context(RawSession(server.endpoint, NAMESPACE, engine_id=f"raw {number}"))
+                    vanish = raw.channel.close if how == "channel closed" else raw.fall
+                server.wait_for(lambda status: len(status.sessions) == 1)
+                time.sleep(0.1 + number * 0.003)
+                vanish()
+                server.wait_for(lambda status: not status.sessions, 0.7)
+
+
+def test_slots_of_a_fallen_session_wait_for_its_process(server: ServerProcess) -> None:
+    """A session falls while its process lives on and has the region mapped: its slots stay out of use until it hangs up.
+
+    Otherwise its late bytes would end in another client's block: hole 1 of the peers.
+    """
+    with Client(server.endpoint, namespace=NAMESPACE) as other:
+        with RawSession(server.endpoint, NAMESPACE, engine_id="raw", transport="shm") as raw:
+            late = raw.attach()
+            second = raw.attach()
+            request = cache_pb2.PrepareStoreRequest(session=raw.ref, keys=KEYS)
+            offsets = unpack_offsets(raw.cache.PrepareStore(request).slot_offsets)
+            raw.fall()
+            status = server.wait_for(lambda status: len(status.sessions) == 1)
+            assert status.quarantined_bytes == len(KEYS) * PART
+            assert statuses_of(other, KEYS) == {KeyStatus.MISS}
+            # As much as fits without those slots is stored, while the fallen one writes on.
+            many = [key_of(number, salt="more") for number in range(32)]
+            granted = other.store(many, [payload(key, PART) for key in many])
+            stored = [key for key, status in zip(many, granted, strict=True) if status == StoreStatus.GRANTED]
+            assert 12 <= len(stored) <= 16
+            for offset in offsets:
+                late.region.memory[offset : offset + PART] = b"\xdd" * PART
+            assert_serves(other, stored, wait=0)
+            second.close()
+            assert server.status().quarantined_bytes == len(KEYS) * PART
+            late.close()
+            server.wait_for(lambda status: not status.quarantined_bytes)
+        assert set(other.store(KEYS, [payload(key, PART) for key in KEYS])) == {StoreStatus.GRANTED}
+        assert_serves(other, KEYS)
+
+
+def test_completion_of_a_fallen_session_is_refused(server: ServerProcess) -> None:
+    """A store that fell with its session cannot be completed by a later session of the same engine."""
+    with RawSession(server.endpoint, NAMESPACE, engine_id="raw") as raw:
+        store_id = raw.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=raw.ref, keys=KEYS)).store_id
+        raw.fall()
+        server.wait_for(lambda status: not status.sessions)
+    with RawSession(server.endpoint, NAMESPACE, engine_id="raw") as raw:
+        with pytest.raises(grpc.RpcError) as refusal:
+            raw.cache.CompleteStore(cache_pb2.CompleteStoreRequest(session=raw.ref, store_id=store_id))
+        assert refusal_of(refusal.value) == ("NOT_FOUND", "STORE_NOT_FOUND")
+        found = raw.cache.Lookup(cache_pb2.LookupRequest(session=raw.ref, keys=KEYS))
+        assert found.lease_id == 0
+
+
+def test_writer_that_hangs(server: ServerProcess) -> None:
+    """A client that is stopped in mid-write loses its store when its time is over; its slots wait until it is heard of.
+
+    Its completion then is refused, tells the server that nobody writes any more, and publishes nothing.
+    """
+    with Client(server.endpoint, namespace=NAMESPACE) as other, writer(server, "shm", "time.sleep(0.5)") as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        status = server.wait_for(lambda status: not status.stores, LEASE_SECONDS + 5)
+        assert status.quarantined_bytes == len(KEYS) * PART
+        assert len(status.sessions) == 2
+        assert statuses_of(other, KEYS) == {KeyStatus.MISS}
+        half = KEYS[:8]
+        assert set(other.store(half, [payload(key, PART) for key in half])) == {StoreStatus.GRANTED}
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "LeaseLost STORE_NOT_FOUND\n"
+        server.wait_for(lambda status: not status.quarantined_bytes)
+        assert_serves(other, half, wait=0)
+        assert statuses_of(other, KEYS[8:]) == {KeyStatus.MISS}
+
+
+def test_reader_that_hangs(server: ServerProcess) -> None:
+    """A lease that nobody renews ends, its blocks may be evicted (B4.9), and what its holder read meanwhile does not count."""
+    with (
+        Client(server.endpoint, namespace=NAMESPACE) as reader,
+        Client(server.endpoint, namespace=NAMESPACE) as other,
+    ):
+        reader.store(KEYS, [payload(key, PART) for key in KEYS])
+        pinned = reader.lookup(KEYS)
+        assert pinned.prefix_hits == len(KEYS)
+        many, again = ([key_of(number, salt=salt) for number in range(32)] for salt in ("more", "again"))
+        crowd = other.store(many, [payload(key, PART) for key in many])
+        assert StoreStatus.NO_ROOM in crowd, "a pinned block was evicted"
+        assert_serves(reader, KEYS, wait=0)
+        with contextlib.ExitStack() as reading:
+            batch = reading.enter_context(reader.read(pinned, range(len(KEYS))))
+            server.wait_for(lambda status: not status.leases, LEASE_SECONDS + 5)
+            other.store(again, [payload(key, PART) for key in again])
+            stale = [
+                not np.array_equal(view, payload(key, PART)) for view, key in zip(batch.views(), KEYS, strict=True)
+            ]
+            assert any(stale), "no slot was given to somebody else"
+            with pytest.raises(Exception, match="lease") as refusal:
+                reading.close()
+            assert refusal.value.reason == "LEASE_NOT_FOUND"  # type: ignore[attr-defined]
+
+
+def test_sessions_of_stopped_clients_do_not_hold_up_others(server: ServerProcess) -> None:
+    """While one client is stopped in mid-write, others store and load at full length."""
+    with Client(server.endpoint, namespace=NAMESPACE) as other, writer(server, "grpc", "time.sleep(60)") as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        keys = [key_of(number, salt="other") for number in range(8)]
+        began = time.monotonic()
+        other.store(keys, [payload(key, PART) for key in keys])
+        assert_serves(other, keys, wait=0)
+        assert time.monotonic() - began < 2

@@ -1,0 +1,102 @@
+"""The interceptor of all calls: what becomes of streams whose client is gone, and of handlers of other people."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtier.server.errors import RefusalInterceptor, Refused
+
+Observed = list[tuple[str, str, float]]
+SOON = 0.5
+"""Seconds."""
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Nothing is noticed only because the collector happens to run."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@contextlib.asynccontextmanager
+async def served(handler: Any) -> AsyncIterator[tuple[grpc.aio.Channel, Observed]]:
+    """A server of one call, `/test/Stream`, and what was observed of it."""
+    observed: Observed = []
+    server = grpc.aio.server(interceptors=[RefusalInterceptor(lambda *call: observed.append(call))])
+    handlers = {"Stream": grpc.unary_stream_rpc_method_handler(handler)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel, observed
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("answer_bytes", [1, 1 << 20], ids=["while it waits", "while it sends"])
+@pytest.mark.parametrize("vanish", ["cancel", "close"])
+async def test_a_client_that_vanishes(answer_bytes: int, vanish: str) -> None:
+    """A stream ends at once with its client, also where an answer is on its way that nobody reads."""
+    fallen = asyncio.Event()
+
+    async def stream(_request: bytes, _context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield bytes(answer_bytes)
+                if answer_bytes == 1:
+                    await asyncio.sleep(60)
+        finally:
+            fallen.set()
+
+    async with served(stream) as (channel, observed):
+        call = channel.unary_stream("/test/Stream")(b"")
+        await call.read()
+        await asyncio.sleep(0.1)  # until the window is full
+        assert not fallen.is_set()
+        began = time.monotonic()
+        await channel.close() if vanish == "close" else call.cancel()
+        await asyncio.wait_for(fallen.wait(), 5)
+        assert time.monotonic() - began < SOON
+        assert [(method, code) for method, code, _ in observed] == [("/test/Stream", "CANCELLED")]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(Refused("STORE_NOT_FOUND", "gone"), "NOT_FOUND"), (RuntimeError("defect"), "INTERNAL")]
+)
+async def test_a_stream_that_fails(error: Exception, code: str) -> None:
+    """What a stream has said arrives, and then the refusal."""
+
+    async def stream(_request: bytes, _context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        yield b"first"
+        raise error
+
+    async with served(stream) as (channel, observed):
+        call = channel.unary_stream("/test/Stream")(b"")
+        assert await call.read() == b"first"
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await call.read()
+        assert refusal.value.code().name == code
+        assert observed[0][1] == code
+
+
+async def test_a_handler_that_writes() -> None:
+    """A handler may write its answers itself instead of yielding them: the health service does."""
+
+    async def stream(_request: bytes, context: grpc.aio.ServicerContext) -> None:
+        await context.write(b"first")
+        await context.write(b"second")
+
+    async with served(stream) as (channel, observed):
+        assert [answer async for answer in channel.unary_stream("/test/Stream")(b"")] == [b"first", b"second"]
+        assert observed[0][1] == "OK"

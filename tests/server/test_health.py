@@ -1,0 +1,108 @@
+"""What the health service says, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvtier.server.errors import RefusalInterceptor
+from kvtier.server.health import Health, tier_service
+from kvtier.tiers.stats import ManagerStats, TierStats
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICES = ("kvtier.v1.CacheService", "kvtier.v1.AdminService")
+
+
+def stats(*, memory: int = 1, cpu: bool = True, lmdb: bool = True) -> ManagerStats:
+    """Returns the figures of a server with two tiers."""
+    return ManagerStats(
+        (
+            TierStats("cpu", "cpu", 10, memory, 0, healthy=cpu),
+            TierStats("lmdb", "lmdb", 10, 10, 0, healthy=lmdb),
+        )
+    )
+
+
+@pytest.fixture
+async def health() -> AsyncIterator[tuple[Health, health_pb2_grpc.HealthStub]]:
+    """A health service behind the interceptor of the server, and a client of it."""
+    health = Health(SERVICES)
+    server = grpc.aio.server(interceptors=[RefusalInterceptor(lambda *_: None)])
+    await health.register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield health, health_pb2_grpc.HealthStub(channel)
+    await server.stop(0)
+
+
+Fixture = tuple[Health, health_pb2_grpc.HealthStub]
+
+
+async def said(stub: health_pb2_grpc.HealthStub, service: str) -> int:
+    """Returns what it says of a service."""
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+    return int(answer.status)
+
+
+async def all_said(stub: health_pb2_grpc.HealthStub) -> list[int]:
+    """Returns what it says of the server and its services."""
+    return [await said(stub, service) for service in ("", *SERVICES)]
+
+
+async def test_before_and_after(health: Fixture) -> None:
+    """Nothing serves before the first update, everything after it, and nothing for good once the server goes down."""
+    ours, stub = health
+    assert await all_said(stub) == [NOT_SERVING] * 3
+    await ours.update(stats())
+    assert await all_said(stub) == [SERVING] * 3
+    await ours.shut_down()
+    await ours.update(stats(lmdb=False))
+    await ours.update(stats())
+    assert await all_said(stub) == [NOT_SERVING] * 3
+    assert await said(stub, tier_service("lmdb")) == NOT_SERVING
+
+
+async def test_a_tier_in_trouble(health: Fixture) -> None:
+    """A tier in trouble says so under its own name, and again when all is well; the server goes on serving."""
+    ours, stub = health
+    for lmdb in (True, False, True):
+        await ours.update(stats(lmdb=lmdb))
+        assert await said(stub, "kvtier.tier.lmdb") == (SERVING if lmdb else NOT_SERVING)
+        assert await said(stub, "kvtier.tier.cpu") == SERVING
+        assert await all_said(stub) == [SERVING] * 3
+
+
+async def test_the_cpu_tier(health: Fixture) -> None:
+    """A region that is smaller than it should be serves, and says so; without any memory nothing is served."""
+    ours, stub = health
+    await ours.update(stats(cpu=False))
+    assert await said(stub, "kvtier.tier.cpu") == NOT_SERVING
+    assert await all_said(stub) == [SERVING] * 3
+    await ours.update(stats(cpu=False, memory=0))
+    assert await all_said(stub) == [NOT_SERVING] * 3
+    assert await said(stub, "kvtier.tier.lmdb") == SERVING
+
+
+async def test_an_unknown_service(health: Fixture) -> None:
+    """A service that is not there is NOT_FOUND, as the health protocol wants it."""
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await said(health[1], "kvtier.tier.nvme")
+    assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_watchers(health: Fixture) -> None:
+    """Who watches a tier hears of every change, and of nothing else."""
+    ours, stub = health
+    await ours.update(stats())
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service="kvtier.tier.lmdb"))
+    assert (await watch.read()).status == SERVING
+    for lmdb in (True, False):
+        await ours.update(stats(lmdb=lmdb))
+    assert (await asyncio.wait_for(watch.read(), 5)).status == NOT_SERVING
+    watch.cancel()

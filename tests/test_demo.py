@@ -1,0 +1,64 @@
+"""The demo's verdict can be that something is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
+PROMPT = 640
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The demo's program, as a module."""
+    monkeypatch.syspath_prepend(str(DEMO))
+    spec = importlib.util.spec_from_file_location("demo_run", DEMO / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _results(demo: ModuleType) -> list[Any]:
+    loads: tuple[dict[str, int], ...] = ({}, {"cpu": 576}, {"lmdb": 576})
+    return [demo.Result(PROMPT - sum(loaded.values()), loaded, 1.0, [1, 2, 3]) for loaded in loads]
+
+
+def test_what_should_be_passes(demo: ModuleType) -> None:
+    """Nothing known, then all but the last block from the CPU tier, then from LMDB; one output."""
+    assert demo.verdict(_results(demo), PROMPT) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "complaint"),
+    [
+        (1, {"output": [1, 2, 4]}, "output of engine 2"),
+        (2, {"loaded": {"cpu": 576}}, "engine 3 loaded"),
+        (1, {"loaded": {"cpu": 512}, "computed": 128}, "engine 2 loaded"),
+        (1, {"computed": PROMPT}, "engine 2 computed"),
+        (0, {"loaded": {"lmdb": 576}}, "engine 1 loaded"),
+    ],
+)
+def test_what_should_not_be_fails(demo: ModuleType, number: int, change: dict[str, Any], complaint: str) -> None:
+    """Another output, another tier, too little loaded, or computing what was loaded: each is told."""
+    results = _results(demo)
+    results[number] = replace(results[number], **change)
+    assert any(complaint in line for line in demo.verdict(results, PROMPT))
+
+
+def test_tokens_from_outside_are_attributed_to_the_tier_that_had_them(demo: ModuleType) -> None:
+    """VLLM says how much came from outside; the lowest tier whose hits grew is where it was found."""
+    result = demo.Result(64, {"": 576}, 1.0, [])
+    before = {"tiers": [{"name": "cpu", "hits": 3}, {"name": "lmdb", "hits": 0}]}
+    after = {"tiers": [{"name": "cpu", "hits": 12}, {"name": "lmdb", "hits": 9}]}
+    assert demo.attributed(result, before, after).loaded == {"lmdb": 576}
+    assert demo.attributed(result, before, before).loaded == {"?": 576}

@@ -1,0 +1,30 @@
+"""Cuts a job into batches that are published together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .base import BlockBytes
+
+__all__ = ["BATCH_BLOCKS", "batches"]
+
+BATCH_BLOCKS = 512
+"""Blocks of one transaction. Bounds the pages that one can add and free at once: `lmdb_probe.UNWRITTEN_PAGES`."""
+
+
+def batches(blocks: Sequence[BlockBytes], limit_bytes: int) -> Iterator[list[BlockBytes]]:
+    """Splits blocks, in order, into batches of limited bytes and number that name no block twice."""
+    batch: list[BlockBytes] = []
+    names: set[bytes] = set()
+    nbytes = 0
+    for block in blocks:
+        name = block.namespace + block.key
+        full = nbytes + block.nbytes > limit_bytes or len(batch) == BATCH_BLOCKS
+        if batch and (full or name in names):
+            yield batch
+            batch, names, nbytes = [], set(), 0
+        batch.append(block)
+        names.add(name)
+        nbytes += block.nbytes
+    if batch:
+        yield batch
