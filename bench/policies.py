@@ -1,6 +1,6 @@
 """Eviction policies on a trace, replayed through the real core; the share of blocks that hit in an unbroken run from the start.
 
-make bench-policies TRACE=FILE [JSON=FILE]        or        python -m bench.policies --trace FILE [--json FILE]
+make bench-policies TRACE=FILE [JSON=FILE]        or        python -m bench.policies --trace FILE [--json FILE] [--variants]
 
 A trace has one request per line, as JSON; `hash_ids` are its blocks, chained: equal ids have equal prefixes.
 """
@@ -20,6 +20,8 @@ from kvtier.tiers.blocks import SLOT_ALIGNMENT, NamespaceSpec
 from kvtier.tiers.manager import CPU_TIER, TierManager
 from kvtier.tiers.policies import DEFAULT_POLICY, POLICIES
 
+from .traces import MADE_UP, Trace, variants_of
+
 __all__ = ["Replay", "optimum", "read_trace"]
 
 CAPACITIES = (1_000, 3_000, 10_000, 30_000)
@@ -28,8 +30,6 @@ BLOCK_BYTES = SLOT_ALIGNMENT
 GROUP = bytes(4)
 FOREVER = float("inf")
 OPTIMUM = "optimum"
-
-Trace = Sequence[Sequence[int]]
 
 
 def read_trace(path: Path) -> Trace:
@@ -75,8 +75,8 @@ class Replay:
 def optimum(trace: Trace, capacity: int) -> float:
     """Returns what could be reached by who knows the future (Belady), and keeps nothing that is not asked for again.
 
-    A block is asked for no later than the blocks behind it, so keeping those that are needed soonest, of one request the head first,
-    never keeps a block whose prefix is gone.
+    A block is asked for no later than the blocks behind it: what is needed soonest, of one request the head first, never
+    leaves out a block and keeps one behind it.
     """
     never = len(trace)
     held: dict[int, int] = {}
@@ -108,6 +108,31 @@ def _next_uses(trace: Trace) -> Iterator[list[int]]:
     return reversed(found)
 
 
+def compare(trace: Trace, policies: Sequence[str], capacities: Sequence[int]) -> list[dict[str, object]]:
+    """Prints a table of hit ratios; returns its rows."""
+    references = sum(map(len, trace))
+    distinct = len({block for blocks in trace for block in blocks})
+    print(f"{len(trace):,} requests, {references:,} blocks, {distinct:,} of them distinct; capacity in blocks")
+    print(f"{'policy':12}" + "".join(f"{capacity:>10,}" for capacity in capacities) + f"{'µs/block':>12}")
+    rows: list[dict[str, object]] = []
+    for policy in [*policies, OPTIMUM]:
+        started = time.process_time()
+        ratios = [
+            optimum(trace, capacity) if policy == OPTIMUM else Replay(policy, capacity).run(trace)
+            for capacity in capacities
+        ]
+        cost = (time.process_time() - started) / len(ratios) / max(1, references) * 1e6
+        default = policy == DEFAULT_POLICY
+        name = policy + " *" * default
+        price = "" if policy == OPTIMUM else f"{cost:12.1f}"
+        print(f"{name:12}" + "".join(f"{ratio:10.4f}" for ratio in ratios) + price, flush=True)
+        rows += [
+            {"policy": policy, "capacity": capacity, "hit_ratio": ratio, "default": default}
+            for capacity, ratio in zip(capacities, ratios, strict=True)
+        ]
+    return rows
+
+
 def main() -> None:
     """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.policies", description="Replay a trace through the core.")
@@ -115,29 +140,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="which ones (all)")
     parser.add_argument("--capacities", nargs="+", type=int, default=CAPACITIES, metavar="BLOCKS")
+    parser.add_argument("--variants", action="store_true", help="replay variants and made-up traces too (20 minutes)")
     options = parser.parse_args()
     trace = read_trace(options.trace)
-    references = sum(map(len, trace))
-    distinct = len({block for blocks in trace for block in blocks})
-    print(f"{options.trace.name}: {len(trace):,} requests, {references:,} blocks, {distinct:,} of them distinct")
-    print("prefix-hit ratio by capacity in blocks\n")
-    print(f"{'policy':12}" + "".join(f"{capacity:>10,}" for capacity in options.capacities) + "   µs/block")
-    rows = []
-    for policy in [*options.policies, OPTIMUM]:
-        started = time.process_time()
-        ratios = [
-            optimum(trace, capacity) if policy == OPTIMUM else Replay(policy, capacity).run(trace)
-            for capacity in options.capacities
-        ]
-        cost = (time.process_time() - started) / len(ratios) / max(1, references) * 1e6
-        rows += [
-            {"policy": policy, "capacity": capacity, "hit_ratio": ratio, "default": policy == DEFAULT_POLICY}
-            for capacity, ratio in zip(options.capacities, ratios, strict=True)
-        ]
-        star = " *" if policy == DEFAULT_POLICY else ""
-        price = "" if policy == OPTIMUM else f"{cost:11.1f}"
-        print(f"{policy + star:12}" + "".join(f"{ratio:10.4f}" for ratio in ratios) + price, flush=True)
+    print(f"share of blocks that hit in an unbroken run from the start of {options.trace.name}\n")
+    rows = compare(trace, options.policies, options.capacities)
     print("\n* the default. optimum: knows the future (Belady), and need not take in what it is given.")
+    if options.variants:
+        more = {**variants_of(trace), **{name: make() for name, make in MADE_UP.items()}}
+        del more["as it is"]
+        for name, variant in more.items():
+            print(f"\n{name}: ", end="")
+            rows += [{"trace": name, **row} for row in compare(variant, options.policies, options.capacities)]
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -115,9 +115,9 @@ class MQ(Generic[T]):
                     self._enter(item, state, number - 1)
 
     def _review(self) -> None:
-        """Sets the lifetime to the middle of the octave in which most reuse falls."""
+        """Sets the lifetime to the octave beyond the one in which most reuse falls: by then it has come, or will not."""
         peak = max(range(len(self._distances)), key=self._distances.__getitem__)
-        self._lifetime = max(3 << peak >> 2, len(self)) if self._distances[peak] else len(self)
+        self._lifetime = max(2 << peak, len(self)) if self._distances[peak] else len(self)
         period = max(1024, len(self))
         self._next_review = self._clock + period
         fade = 0.5 ** (1 / HALF_LIFE)

@@ -25,8 +25,9 @@ BINS = 32
 _EDGES = [0] + [round(_FIRST_EDGE * 2 ** (step / 2)) for step in range(BINS)]
 """Where the bins begin; the last one ends here: at 3 million uses nobody waits any longer."""
 
-PRIOR_CHANCE = 0.05
-"""Chance of reuse in a bin before anything was seen; the same in every half octave, that is, a heavy tail."""
+_PRIOR_CHANCE = 0.05
+_PRIOR = [_PRIOR_CHANCE * _EDGES[1] / (_EDGES[2] - _EDGES[1])] + [_PRIOR_CHANCE] * (BINS - 1)
+"""Chance of reuse per bin before anything was seen: a heavy tail, that is, the same in every half octave."""
 PRIOR_BLOCKS = 500.0
 """How many blocks' worth of evidence that counts for; some twenty requests."""
 PRIOR_HITS = 50.0
@@ -71,7 +72,7 @@ class ReuseModel:
     def __init__(self) -> None:
         self._kinds: dict[tuple[Factor, ...], Kind] = {}
         self._factors: dict[Factor, float] = {}
-        self._shape = [PRIOR_CHANCE] * BINS
+        self._shape = _PRIOR.copy()
 
     def kind(self, *factors: Factor) -> Kind:
         """Returns the kind with these features."""
@@ -109,11 +110,11 @@ class ReuseModel:
             for number, (hit, miss) in enumerate(zip(kind.hits, kind.misses, strict=True)):
                 hits[number] += hit
                 expected[number] += level * (hit + miss)
-        guess = PRIOR_CHANCE
-        for number in range(BINS):
-            # Where there is no evidence, a bin is taken to be about like the one before.
-            self._shape[number] = (hits[number] + PRIOR_BLOCKS * guess) / expected[number]
-            guess = PRIOR_CHANCE * min(8.0, max(0.125, self._shape[number] / PRIOR_CHANCE)) ** 0.9
+        lean = 1.0
+        for number, prior in enumerate(_PRIOR):
+            # Where there is no evidence, a bin is taken to lean from the prior about as the one before does.
+            self._shape[number] = (hits[number] + PRIOR_BLOCKS * prior * lean) / expected[number]
+            lean = min(8.0, max(0.125, self._shape[number] / prior)) ** 0.9
 
     def _fit_factors(self, kinds: list[Kind]) -> None:
         hits = {kind: sum(kind.hits) for kind in kinds}
