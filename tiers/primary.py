@@ -68,12 +68,13 @@ class PrimaryTier:
     def use(self, blocks: Iterable[Block], request: Hashable) -> None:
         """Takes note that a request used these blocks, given head first (see `EvictionPolicy.use`)."""
         self._clock += 1
-        by_order: dict[EvictionPolicy[Block], dict[Block, None]] = defaultdict(dict)
-        for block in blocks:
+        used = list(dict.fromkeys(blocks))
+        for block in used:
             block.last_use = self._clock
-            by_order[block.order][block] = None
-        for order, used in by_order.items():
-            order.use(list(used), request)
+        for order in self._policies.values():
+            mine = used if len(self._policies) == 1 else [block for block in used if block.order is order]
+            if mine:
+                order.use(mine, request)
 
     def finish(self, request: Hashable) -> None:
         """Takes note that a request is over."""

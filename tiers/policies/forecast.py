@@ -59,7 +59,7 @@ class _Trail(Generic[T]):
 class _Run(Generic[T]):
     """Blocks of one request with the same past, in the order of their chain."""
 
-    __slots__ = ("alive", "bin", "cell", "ghosts", "items", "kind", "start", "trail", "uses")
+    __slots__ = ("alive", "bin", "cell", "due", "ghosts", "items", "kind", "start", "trail", "uses")
 
     def __init__(self, trail: _Trail[T], items: list[T], start: int, uses: int, kind: Kind) -> None:
         self.trail = trail
@@ -72,6 +72,8 @@ class _Run(Generic[T]):
         """The bin of its age."""
         self.cell: _Cell[T] | None = None
         """Where it stands while it has items."""
+        self.due = 0
+        """When it leaves its bin."""
         self.alive = len(items)
         """Blocks that are here or gone, and not used since."""
         self.ghosts = 0
@@ -112,7 +114,7 @@ class Forecast(Generic[T]):
         self._ranked: list[tuple[tuple[float, int], _Cell[T]]] = []
         """The cells that hold runs, by rank. Ranks differ, so cells are never compared."""
         self._due: list[tuple[int, int, _Run[T]]] = []
-        """A heap of the runs, by when they leave their bin at the earliest."""
+        """A heap of the runs by when they are due, and of entries that have been overtaken."""
         self._serial = 0
         self._clock = 0
         self._next_round = _MIN_ROUND
@@ -201,9 +203,13 @@ class Forecast(Generic[T]):
     def _count_reuse(self, run: _Run[T], items: list[T]) -> None:
         """Tells the model, and takes from a run what another one takes over: usually its head."""
         run.kind.hits[bin_of(self._clock - run.trail.time)] += len(items)
+        if run.items == items and not run.ghosts:
+            return  # nothing of it stays behind: `_append` takes it over as it is
         run.alive = max(0, run.alive - len(items))
         if run.items:
-            here = [item for item in items if self._runs.get(item) is run]
+            here = items
+            if run.items[: len(items)] != items:
+                here = [item for item in items if self._runs.get(item) is run]
             if run.items[: len(here)] == here:
                 del run.items[: len(here)]
             else:
@@ -227,10 +233,10 @@ class Forecast(Generic[T]):
     def _fold_end(self, trail: _Trail[T]) -> None:
         """Makes the last block a block like any other: the request goes on."""
         end, trail.end = trail.end, None
-        if end is None or not end.items:
+        if end is None or not end.items or end.trail is not trail:
             return
         body = trail.body
-        if body is None or not body.items:
+        if body is None or not body.items or body.trail is not trail:
             trail.body = end
             return
         body.items += end.items
@@ -242,13 +248,18 @@ class Forecast(Generic[T]):
     def _append(self, trail: _Trail[T], old: _Run[T] | None, piece: list[T], *, last: bool) -> None:
         place = trail.length
         trail.length += len(piece)
+        if old is not None and old.items == piece:
+            old.trail, old.start, old.alive = trail, place, len(piece)
+            old.uses += 1
+            trail.runs.append(old)
+            return
         if old is not None:
             self._start(trail, piece, place, old.uses + 1)
             return
         tail = [piece.pop()] if last else []
         if piece:
             body = trail.body
-            if body is not None and body.items and body.start + len(body.items) == place:
+            if body and body.trail is trail and body.items and body.start + len(body.items) == place:
                 body.items += piece
                 body.alive += len(piece)
                 self._runs.update(dict.fromkeys(piece, body))
@@ -261,17 +272,16 @@ class Forecast(Generic[T]):
         run = _Run(trail, items, place, uses, self._unknown)
         trail.runs.append(run)
         self._runs.update(dict.fromkeys(items, run))
-        self._serial += 1
-        heapq.heappush(self._due, (self._clock + bin_ends_at(0), self._serial, run))
         return run
 
     def _renew(self, trail: _Trail[T]) -> None:
         """Makes a request's runs young again, of the kind that they are by now."""
         trail.time = self._clock
-        trail.runs = [run for run in trail.runs if run.alive]
+        trail.runs = [run for run in trail.runs if run.alive and run.trail is trail]
         for run in trail.runs:
             run.kind, run.bin = self._kind_of(run), 0
             self._place(run)
+            self._wait(run, trail.time + bin_ends_at(0))
 
     def _kind_of(self, run: _Run[T]) -> Kind:
         trail = run.trail
@@ -285,23 +295,26 @@ class Forecast(Generic[T]):
     def _advance(self) -> None:
         """Moves runs to the bin of their age, and learns from time to time."""
         while self._due and self._due[0][0] <= self._clock:
-            _, serial, run = heapq.heappop(self._due)
-            if not run.alive:
+            due, _, run = heapq.heappop(self._due)
+            if not run.alive or due != run.due:
                 continue
-            until = run.trail.time + bin_ends_at(run.bin)
-            if until <= self._clock:
-                run.kind.misses[run.bin] += run.alive
-                if run.bin + 1 < BINS:
-                    run.bin += 1
-                    self._place(run)
-                until = max(self._clock + bin_ends_at(0), run.trail.time + bin_ends_at(run.bin))
-            heapq.heappush(self._due, (until, serial, run))
+            run.kind.misses[run.bin] += run.alive
+            if run.bin + 1 < BINS:
+                run.bin += 1
+                self._place(run)
+                self._wait(run, run.trail.time + bin_ends_at(run.bin))
         if self._clock >= self._next_round:
             self._next_round = self._clock + max(_MIN_ROUND, len(self) // 2)
             self._model.learn()
             for _, cell in self._ranked:
                 cell.price()
             self._ranked = sorted((cell.rank, cell) for _, cell in self._ranked)
+
+    def _wait(self, run: _Run[T], due: int) -> None:
+        if due != run.due:
+            run.due = due
+            self._serial += 1
+            heapq.heappush(self._due, (due, self._serial, run))
 
     def _place(self, run: _Run[T]) -> None:
         """Puts a run into the cell of its kind and age, if it has items."""
