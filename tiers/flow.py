@@ -72,6 +72,11 @@ class Lane:
         self.dropped = 0
         """Blocks whose cascade was dropped: the queue or the tier was full."""
 
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Takes note that blocks of a chain were stored, given head first; its head is to stay the longest."""
+        entries = (self.catalog.get(block.namespace, block.key) for block in blocks)
+        self.catalog.touch(entry for entry in entries if entry is not None)
+
     def stats(self) -> TierStats:
         """Returns the figures of this moment."""
         return TierStats(
@@ -129,6 +134,7 @@ class TierFlow:
                 if lane.catalog.get(block.namespace, block.key) is None:
                     limit = None if even_if_busy else lane.max_queued_bytes
                     lane.dropped += not self._enqueue(lane, block, limit)
+            lane.touch(blocks)
             self._advance(lane)
 
     def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:
@@ -149,6 +155,7 @@ class TierFlow:
                     continue
                 request.owed += 1
                 lane.owed.setdefault((block.namespace, block.key), []).append(request)
+            lane.touch(blocks)
             self._advance(lane)
 
     def promote(self, found: Sequence[tuple[Lane, Block]]) -> None:
@@ -205,6 +212,9 @@ class TierFlow:
             lane.catalog.drop(entry)
             # Nobody knows how far it came: what may be left of it must not take room that is not accounted for.
             lane.doomed.append(entry)
+            if outcome is Outcome.NO_SPACE:
+                # The storage holds less than was reckoned with (its disk is shared, say): without room it would stay stuck.
+                lane.doomed += lane.catalog.make_room(entry.nbytes)
         self._unpin(block)
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:

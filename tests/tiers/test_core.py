@@ -266,6 +266,18 @@ def test_a_tier_never_exceeds_its_capacity() -> None:
     assert rig.core.stats().tiers[1].used_bytes == 4 * 4096
 
 
+def test_a_tier_without_space_makes_room() -> None:
+    """Its disk is shared, and holds less than the tier may: the oldest go, so that the newest come in again."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    rig.store(keys(0, 1, 2, 3))
+    rig.finish_jobs()
+    rig.store(keys(4, 5))
+    rig.finish_jobs(Outcome.NO_SPACE)
+    removed = [command.keys for command in rig.core.take_commands() if isinstance(command, RemoveFromTier)]
+    assert [key for names in removed for _, key in names] == [*keys(4), *keys(3), *keys(5), *keys(2)], "tails first"
+    assert rig.core.stats().tiers[1].blocks == 2
+
+
 def test_a_tier_that_is_behind_drops_cascades() -> None:
     """B3.10: a block-level cascade is dropped under backpressure, counted, and can be made up for by a flush."""
     rig = Rig(ModelTier("near", 1 << 20), extents=1)
