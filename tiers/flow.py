@@ -133,7 +133,8 @@ class TierFlow:
             for block in blocks:
                 if lane.catalog.get(block.namespace, block.key) is None:
                     limit = None if even_if_busy else lane.max_queued_bytes
-                    lane.dropped += not self._enqueue(lane, block, limit)
+                    block.left_out = not self._enqueue(lane, block, limit)
+                    lane.dropped += block.left_out
             lane.touch(blocks)
             self._advance(lane)
 

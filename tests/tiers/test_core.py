@@ -305,6 +305,18 @@ def test_an_orderly_end_makes_up_for_what_was_dropped() -> None:
     assert {block.key for block in job.blocks[8:]} == set(keys(*range(4, 8)))
 
 
+def test_an_orderly_end_does_not_bring_back_what_a_tier_has_evicted() -> None:
+    """The CPU tier may hold more than the tier below: its older blocks must not drive out the newer ones there."""
+    rig = Rig(ModelTier("near", 4 * 4096), queue=EXTENT)
+    rig.store(keys(0, 1, 2, 3))
+    rig.finish_jobs()
+    rig.store(keys(4, 5, 6, 7))
+    rig.finish_jobs()
+    rig.core.make_durable()
+    assert rig.core.take_commands() == []
+    assert rig.core.durability_of(SPEC.id, keys(7)[0]) == DurableStatus.DURABLE
+
+
 def test_requests_that_are_never_finished_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And fall with their session."""
     monkeypatch.setattr("kvtier.tiers.requests.MAX_REQUESTS", 2)
