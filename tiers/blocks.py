@@ -67,6 +67,7 @@ class Block:
         "_all_written",
         "key",
         "last_use",
+        "left_out",
         "namespace",
         "order",
         "part_bytes",
@@ -95,6 +96,8 @@ class Block:
         self.promoting = False
         """Whether a job is filling all parts from a secondary tier."""
         self.pins = 0
+        self.left_out = False
+        """Whether a tier that should have got it was too far behind."""
         self.last_use = 0
         """Logical time of the last store or lookup."""
         self._all_written = (1 << spec.world_size) - 1

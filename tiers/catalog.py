@@ -99,6 +99,10 @@ class Catalog:
         self._add(namespace, key, nbytes, EntryState.STORING)
         return victims
 
+    def make_room(self, nbytes: int) -> list[CatalogEntry]:
+        """Evicts so many bytes, as far as that can be had now; returns what must be removed."""
+        return self._evict(self._victims(nbytes) or [])
+
     def drop(self, entry: CatalogEntry) -> None:
         """Forgets an entry."""
         del self._entries[entry.namespace][entry.key]

@@ -140,7 +140,8 @@ class TierFlow:
             for block in blocks:
                 if lane.catalog.get(block.namespace, block.key) is None:
                     limit = None if even_if_busy else lane.max_queued_bytes
-                    lane.dropped += not self._enqueue(lane, block, limit)
+                    block.left_out = not self._enqueue(lane, block, limit)
+                    lane.dropped += block.left_out
             lane.use(blocks, user)
             self._advance(lane)
 
@@ -224,6 +225,9 @@ class TierFlow:
             lane.catalog.drop(entry)
             # Nobody knows how far it came: what may be left of it must not take room that is not accounted for.
             lane.doomed.append(entry)
+            if outcome is Outcome.NO_SPACE:
+                # The storage holds less than was reckoned with (its disk is shared, say): without room it would stay stuck.
+                lane.doomed += lane.catalog.make_room(entry.nbytes)
         self._unpin(block)
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:

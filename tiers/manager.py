@@ -321,8 +321,12 @@ class TierManager:
         return bytes(self.durability_of(namespace, key) for key in keys)
 
     def make_durable(self) -> None:
-        """Sends on their way, last used first, all ready blocks that some tier lacks. Called when the server ends."""
-        self._flow.cascade(self._primary.ready_blocks(), None, even_if_busy=True)
+        """Sends on their way, last used first, the blocks that backpressure had left out. Called when the server ends.
+
+        Those only: what a tier has had and evicted since must not drive out what it has now.
+        """
+        left_out = [block for block in self._primary.ready_blocks() if block.left_out]
+        self._flow.cascade(left_out, None, even_if_busy=True)
 
     def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""

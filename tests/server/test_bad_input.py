@@ -526,7 +526,7 @@ def test_open(world: World, case: str) -> None:
     fields, expected = OPEN_CASES[case]
     before = len(world.server.status().sessions)
     refuse(world, lambda w: opening(w, **{name: _copied(value) for name, value in fields.items()}), expected)
-    assert len(world.server.status().sessions) == before
+    assert len(world.server.status().sessions) <= before  # those of earlier cases may still be on their way out
 
 
 def _copied(value: Any) -> Any:

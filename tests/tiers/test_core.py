@@ -266,6 +266,18 @@ def test_a_tier_never_exceeds_its_capacity() -> None:
     assert rig.core.stats().tiers[1].used_bytes == 4 * 4096
 
 
+def test_a_tier_without_space_makes_room() -> None:
+    """Its disk is shared, and holds less than the tier may: the oldest go, so that the newest come in again."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    rig.store(keys(0, 1, 2, 3))
+    rig.finish_jobs()
+    rig.store(keys(4, 5))
+    rig.finish_jobs(Outcome.NO_SPACE)
+    removed = [command.keys for command in rig.core.take_commands() if isinstance(command, RemoveFromTier)]
+    assert [key for names in removed for _, key in names] == [*keys(4), *keys(3), *keys(5), *keys(2)], "tails first"
+    assert rig.core.stats().tiers[1].blocks == 2
+
+
 def test_a_tier_that_is_behind_drops_cascades() -> None:
     """B3.10: a block-level cascade is dropped under backpressure, counted, and can be made up for by a flush."""
     rig = Rig(ModelTier("near", 1 << 20), extents=1)
@@ -291,6 +303,18 @@ def test_an_orderly_end_makes_up_for_what_was_dropped() -> None:
     (job,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
     assert [block.key for block in job.blocks[:8]] == keys(*range(100, 108))
     assert {block.key for block in job.blocks[8:]} == set(keys(*range(4, 8)))
+
+
+def test_an_orderly_end_does_not_bring_back_what_a_tier_has_evicted() -> None:
+    """The CPU tier may hold more than the tier below: its older blocks must not drive out the newer ones there."""
+    rig = Rig(ModelTier("near", 4 * 4096), queue=EXTENT)
+    rig.store(keys(0, 1, 2, 3))
+    rig.finish_jobs()
+    rig.store(keys(4, 5, 6, 7))
+    rig.finish_jobs()
+    rig.core.make_durable()
+    assert rig.core.take_commands() == []
+    assert rig.core.durability_of(SPEC.id, keys(7)[0]) == DurableStatus.DURABLE
 
 
 def test_requests_that_are_never_finished_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
