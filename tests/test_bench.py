@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from kvtier.tiers.policies import DEFAULT_POLICY, POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,3 +30,24 @@ def test_rows_of_one_part(tmp_path: Path) -> None:
     for row in compared:
         assert row["ratio"] == values[row["limit"]] / row["value"], row
     assert all(name in done.stdout for name in values)
+
+
+def test_policies_on_a_trace(tmp_path: Path) -> None:
+    """A row per policy and capacity; room for everything hits whatever was asked before, and nobody beats the optimum."""
+    rng = random.Random(1)
+    trace = [[(chain, place) for place in range(rng.randint(1, 8))] for chain in rng.choices(range(12), k=200)]
+    ids = {block: number for number, block in enumerate(sorted({block for blocks in trace for block in blocks}))}
+    source, path = tmp_path / "trace.jsonl", tmp_path / "rows.json"
+    source.write_text("".join(json.dumps({"hash_ids": [ids[block] for block in blocks]}) + "\n" for blocks in trace))
+    command = [sys.executable, "-m", "bench.policies", "--trace", str(source), "--json", str(path)]
+    command += ["--capacities", "20", "1000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    assert all(set(row) == {"policy", "capacity", "hit_ratio", "default"} for row in rows)
+    assert {row["policy"] for row in rows if row["default"]} == {DEFAULT_POLICY}
+    ratios = {(row["policy"], row["capacity"]): row["hit_ratio"] for row in rows}
+    assert ratios.keys() == {(policy, capacity) for policy in (*POLICIES, "optimum") for capacity in (20, 1000)}
+    everything = 1 - len(ids) / sum(map(len, trace))
+    assert all(ratios[policy, 1000] == pytest.approx(everything) for policy in (*POLICIES, "optimum"))
+    assert all(0 < ratios[policy, 20] <= ratios["optimum", 20] < everything for policy in POLICIES)

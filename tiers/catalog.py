@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import islice
 
 from .base import Entry, NamespaceId
 from .policies import EvictionPolicy
@@ -14,6 +15,9 @@ __all__ = ["Catalog", "CatalogEntry", "EntryState"]
 
 RUN = 16
 """So many blocks, in the order in which a tier stored them, are taken for a piece of a chain after a restart."""
+
+AHEAD = 256
+"""So many victims are looked for at a time."""
 
 
 class EntryState(enum.Enum):
@@ -53,6 +57,8 @@ class Catalog:
         self.used_bytes = 0
         self.evictions = 0
         self._order = new_policy()
+        self._next: deque[CatalogEntry] = deque()
+        """Who goes next, as long as nothing is used: a policy may put what is being stored first, to be skipped each time."""
         self._entries: dict[NamespaceId, dict[bytes, CatalogEntry]] = defaultdict(dict)
 
     def __len__(self) -> int:
@@ -81,6 +87,7 @@ class Catalog:
 
     def use(self, entries: Sequence[CatalogEntry], request: Hashable) -> None:
         """Takes note that a request used these, given head first (see `EvictionPolicy.use`)."""
+        self._next.clear()
         self._order.use(entries, request)
 
     def finish(self, request: Hashable) -> None:
@@ -117,15 +124,26 @@ class Catalog:
     def _victims(self, excess_bytes: int) -> list[CatalogEntry] | None:
         """Returns what has to go for so many bytes to become free, or None if that cannot be had now."""
         victims: list[CatalogEntry] = []
-        if excess_bytes <= 0:
-            return victims
-        for entry in self._order.victims():
-            if entry.state is EntryState.HELD and not entry.loads:
+        while self._next and excess_bytes > 0:
+            entry = self._next.popleft()
+            if self._may_go(entry):
                 victims.append(entry)
                 excess_bytes -= entry.nbytes
-                if excess_bytes <= 0:
-                    return victims
+        if excess_bytes <= 0:
+            return victims
+        chosen = set(victims)
+        line = (entry for entry in self._order.victims() if entry not in chosen and self._may_go(entry))
+        for entry in line:
+            victims.append(entry)
+            excess_bytes -= entry.nbytes
+            if excess_bytes <= 0:
+                self._next.extend(islice(line, AHEAD))
+                return victims
+        self._next.extend(victims)
         return None
+
+    def _may_go(self, entry: CatalogEntry) -> bool:
+        return entry.state is EntryState.HELD and not entry.loads and self.get(*entry.name) is entry
 
     def _evict(self, victims: list[CatalogEntry]) -> list[CatalogEntry]:
         for entry in victims:

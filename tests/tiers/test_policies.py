@@ -1,11 +1,13 @@
 """Eviction policies: what all of them promise, and what each is for."""
 
 import random
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import pytest
 from simulation import EXTENT, ModelTier
 
+from kvtier.tiers.base import Entry, NamespaceId
+from kvtier.tiers.catalog import Catalog, CatalogEntry
 from kvtier.tiers.manager import CPU_TIER, TierManager
 from kvtier.tiers.policies import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, EvictionPolicy, Forecast
 from kvtier.tiers.policies.requests import MOST_OPEN, LastRequest, OpenRequests
@@ -374,3 +376,30 @@ def test_unknown_names_are_refused(eviction: dict[str, str]) -> None:
     """A misspelt option never falls back silently; the message says what there is."""
     with pytest.raises(ValueError, match=r"there is no (policy|tier).*there are .*"):
         TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)], eviction=eviction)
+
+
+def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
+    """What waits to be stored may be the first in line, and cannot go: it is not skipped anew for each block."""
+    looked = 0
+
+    class Reversed(LRU[CatalogEntry]):
+        def victims(self) -> Iterator[CatalogEntry]:
+            nonlocal looked
+            for entry in reversed(list(super().victims())):
+                looked += 1
+                yield entry
+
+    catalog = Catalog(1000, Reversed)
+    namespace = NamespaceId(bytes(16))
+    catalog.recover(Entry(namespace, b"old %d" % number, 1) for number in range(1000))
+    for start in range(0, 400, 100):
+        for number in range(start, start + 100):
+            removed = catalog.begin_store(namespace, b"new %d" % number, 1)
+            assert removed is not None
+            assert [entry.key[:3] for entry in removed] == [b"old"]
+        catalog.use(
+            [entry for number in range(start, start + 100) if (entry := catalog.get(namespace, b"new %d" % number))],
+            start,
+        )
+    assert catalog.used_bytes == 1000
+    assert looked < 2500, "ten thousands, if each block had looked for itself"

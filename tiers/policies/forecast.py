@@ -24,6 +24,7 @@ from typing import Generic
 from .base import T
 from .requests import OpenRequests
 from .reuse import BINS, Kind, ReuseModel, bin_ends_at, bin_of
+from .runs import Cell, Run, Trail
 
 __all__ = ["Forecast"]
 
@@ -37,83 +38,19 @@ _MOST_GROWTH = 8
 _MOST_SHARED = 10
 
 
-class _Trail(Generic[T]):
-    """One request: what it used, and what that says."""
-
-    __slots__ = ("body", "end", "grown", "known", "length", "runs", "time", "turn")
-
-    def __init__(self) -> None:
-        self.time = 0
-        self.length = 0
-        """Blocks so far."""
-        self.known = 0
-        """Blocks up to the last one that was used before."""
-        self.turn = 0
-        self.runs: list[_Run[T]] = []
-        self.body: _Run[T] | None = None
-        """The run of new blocks, and"""
-        self.end: _Run[T] | None = None
-        """the one behind it, of the last block."""
-
-
-class _Run(Generic[T]):
-    """Blocks of one request with the same past, in the order of their chain."""
-
-    __slots__ = ("alive", "bin", "cell", "due", "ghosts", "items", "kind", "start", "trail", "uses")
-
-    def __init__(self, trail: _Trail[T], items: list[T], start: int, uses: int, kind: Kind) -> None:
-        self.trail = trail
-        self.items = items
-        self.start = start
-        """Place of the first item in the chain."""
-        self.uses = uses
-        self.kind = kind
-        self.bin = 0
-        """The bin of its age."""
-        self.cell: _Cell[T] | None = None
-        """Where it stands while it has items."""
-        self.due = 0
-        """When it leaves its bin."""
-        self.alive = len(items)
-        """Blocks that are here or gone, and not used since."""
-        self.ghosts = 0
-        """How many of them left a ghost."""
-
-
-class _Cell(Generic[T]):
-    """Runs of one kind and about one age, in the order of their last use."""
-
-    __slots__ = ("bin", "kind", "rank", "runs")
-
-    def __init__(self, kind: Kind, number: int, serial: int) -> None:
-        self.kind = kind
-        self.bin = number
-        self.runs: OrderedDict[_Run[T], None] = OrderedDict()
-        self.rank = (0.0, serial)
-
-    def price(self) -> None:
-        """Sets the rank by what its blocks are worth now."""
-        self.rank = (self.kind.worth[self.bin], self.rank[1])
-
-    def in_order(self) -> Iterator[_Run[T]]:
-        """Yields the run to go first first: the oldest, but the youngest where waiting makes a block worth more."""
-        rising = self.bin + 1 < BINS and self.kind.worth[self.bin + 1] > self.kind.worth[self.bin]
-        return reversed(self.runs) if rising else iter(self.runs)
-
-
 class Forecast(Generic[T]):
     """Least worth first."""
 
     def __init__(self) -> None:
         self._model = ReuseModel()
         self._unknown = self._model.kind()
-        self._requests = OpenRequests[_Trail[T]](_Trail)
-        self._runs: dict[T, _Run[T]] = {}
-        self._ghosts: OrderedDict[Hashable, _Run[T]] = OrderedDict()
-        self._cells: dict[tuple[Kind, int], _Cell[T]] = {}
-        self._ranked: list[tuple[tuple[float, int], _Cell[T]]] = []
+        self._requests = OpenRequests[Trail[T]](Trail)
+        self._runs: dict[T, Run[T]] = {}
+        self._ghosts: OrderedDict[Hashable, Run[T]] = OrderedDict()
+        self._cells: dict[tuple[Kind, int], Cell[T]] = {}
+        self._ranked: list[tuple[tuple[float, int], Cell[T]]] = []
         """The cells that hold runs, by rank. Ranks differ, so cells are never compared."""
-        self._due: list[tuple[int, int, _Run[T]]] = []
+        self._due: list[tuple[int, int, Run[T]]] = []
         """A heap of the runs by when they are due, and of entries that have been overtaken."""
         self._serial = 0
         self._clock = 0
@@ -131,12 +68,16 @@ class Forecast(Generic[T]):
         for number, (old, piece) in enumerate(pieces, start=1):
             self._append(trail, old, piece, last=number == len(pieces))
         self._renew(trail)
+        if request is None:
+            trail.close()
         self._clock += sum(len(piece) for _, piece in pieces)
         self._advance()
 
     def finish(self, request: Hashable) -> None:
         """Forgets the request's name."""
-        self._requests.finish(request)
+        trail = self._requests.finish(request)
+        if trail is not None:
+            trail.close()
 
     def remove(self, item: T) -> None:
         """Takes an item out of its run; some leave ghosts, which tell when the chain comes back."""
@@ -171,9 +112,9 @@ class Forecast(Generic[T]):
     def __len__(self) -> int:
         return len(self._runs)
 
-    def _pieces(self, items: Sequence[T], trail: _Trail[T]) -> list[tuple[_Run[T] | None, list[T]]]:
+    def _pieces(self, items: Sequence[T], trail: Trail[T]) -> list[tuple[Run[T] | None, list[T]]]:
         """Cuts items where their past differs, and leaves out those that this request used before."""
-        pieces: list[tuple[_Run[T] | None, list[T]]] = []
+        pieces: list[tuple[Run[T] | None, list[T]]] = []
         for run, group in groupby(items, self._runs.get):
             if run is None:
                 self._recognise(list(group), trail, pieces)
@@ -181,7 +122,7 @@ class Forecast(Generic[T]):
                 pieces.append((run, list(group)))
         return pieces
 
-    def _recognise(self, items: list[T], trail: _Trail[T], pieces: list[tuple[_Run[T] | None, list[T]]]) -> None:
+    def _recognise(self, items: list[T], trail: Trail[T], pieces: list[tuple[Run[T] | None, list[T]]]) -> None:
         """Adds pieces for items that are not here; a ghost speaks for those before it as well."""
         piece: list[T] = []
         for item in items:
@@ -200,7 +141,7 @@ class Forecast(Generic[T]):
         if piece:
             pieces.append((None, piece))
 
-    def _count_reuse(self, run: _Run[T], items: list[T]) -> None:
+    def _count_reuse(self, run: Run[T], items: list[T]) -> None:
         """Tells the model, and takes from a run what another one takes over: usually its head."""
         run.kind.hits[bin_of(self._clock - run.trail.time)] += len(items)
         if run.items == items and not run.ghosts:
@@ -220,7 +161,7 @@ class Forecast(Generic[T]):
                 self._leave(run)
         self._bury(run)
 
-    def _follow(self, trail: _Trail[T], pieces: list[tuple[_Run[T] | None, list[T]]]) -> None:
+    def _follow(self, trail: Trail[T], pieces: list[tuple[Run[T] | None, list[T]]]) -> None:
         """Finds out how far the chain is known, and whether it goes on where an earlier request ended."""
         place = trail.length
         for old, piece in pieces:
@@ -230,7 +171,7 @@ class Forecast(Generic[T]):
                 goes_on = 1 < trail.known >= old.trail.length - 1
                 trail.turn = old.trail.turn + 1 if goes_on else 0
 
-    def _fold_end(self, trail: _Trail[T]) -> None:
+    def _fold_end(self, trail: Trail[T]) -> None:
         """Makes the last block a block like any other: the request goes on."""
         end, trail.end = trail.end, None
         if end is None or not end.items or end.trail is not trail:
@@ -245,7 +186,7 @@ class Forecast(Generic[T]):
         end.items, end.alive = [], 0
         self._leave(end)
 
-    def _append(self, trail: _Trail[T], old: _Run[T] | None, piece: list[T], *, last: bool) -> None:
+    def _append(self, trail: Trail[T], old: Run[T] | None, piece: list[T], *, last: bool) -> None:
         place = trail.length
         trail.length += len(piece)
         if old is not None and old.items == piece:
@@ -268,13 +209,13 @@ class Forecast(Generic[T]):
         if tail:
             trail.end = self._start(trail, tail, place + len(piece), 1)
 
-    def _start(self, trail: _Trail[T], items: list[T], place: int, uses: int) -> _Run[T]:
-        run = _Run(trail, items, place, uses, self._unknown)
+    def _start(self, trail: Trail[T], items: list[T], place: int, uses: int) -> Run[T]:
+        run = Run(trail, items, place, uses, self._unknown)
         trail.runs.append(run)
         self._runs.update(dict.fromkeys(items, run))
         return run
 
-    def _renew(self, trail: _Trail[T]) -> None:
+    def _renew(self, trail: Trail[T]) -> None:
         """Makes a request's runs young again, of the kind that they are by now."""
         trail.time = self._clock
         trail.runs = [run for run in trail.runs if run.alive and run.trail is trail]
@@ -283,7 +224,7 @@ class Forecast(Generic[T]):
             self._place(run)
             self._wait(run, trail.time + bin_ends_at(0))
 
-    def _kind_of(self, run: _Run[T]) -> Kind:
+    def _kind_of(self, run: Run[T]) -> Kind:
         trail = run.trail
         if run is trail.end:
             return self._model.kind(("end", 0))
@@ -310,27 +251,27 @@ class Forecast(Generic[T]):
                 cell.price()
             self._ranked = sorted((cell.rank, cell) for _, cell in self._ranked)
 
-    def _wait(self, run: _Run[T], due: int) -> None:
+    def _wait(self, run: Run[T], due: int) -> None:
         if due != run.due:
             run.due = due
             self._serial += 1
             heapq.heappush(self._due, (due, self._serial, run))
 
-    def _place(self, run: _Run[T]) -> None:
+    def _place(self, run: Run[T]) -> None:
         """Puts a run into the cell of its kind and age, if it has items."""
         self._leave(run)
         if not run.items:
             return
         cell = self._cells.get((run.kind, run.bin))
         if cell is None:
-            cell = self._cells[run.kind, run.bin] = _Cell(run.kind, run.bin, len(self._cells))
+            cell = self._cells[run.kind, run.bin] = Cell(run.kind, run.bin, len(self._cells))
         if not cell.runs:
             cell.price()
             insort(self._ranked, (cell.rank, cell))
         cell.runs[run] = None
         run.cell = cell
 
-    def _leave(self, run: _Run[T]) -> None:
+    def _leave(self, run: Run[T]) -> None:
         cell, run.cell = run.cell, None
         if cell is not None:
             del cell.runs[run]
@@ -343,7 +284,7 @@ class Forecast(Generic[T]):
             run.ghosts -= 1
             self._bury(run)
 
-    def _bury(self, run: _Run[T]) -> None:
+    def _bury(self, run: Run[T]) -> None:
         """Gives up a run of which nothing is left to be recognised by."""
         if not run.items and not run.ghosts:
             run.alive = 0

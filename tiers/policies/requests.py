@@ -34,9 +34,9 @@ class OpenRequests(Generic[V]):
                     self._open.popitem(last=False)
         return kept
 
-    def finish(self, request: Hashable) -> None:
-        """Lets go of it."""
-        self._open.pop(request, None)
+    def finish(self, request: Hashable) -> V | None:
+        """Returns what was kept for a request that is over, if there was anything."""
+        return self._open.pop(request, None)
 
     def __len__(self) -> int:
         return len(self._open)
