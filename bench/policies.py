@@ -52,7 +52,7 @@ class Replay:
     def run(self, trace: Trace) -> float:
         """Serves all requests, one after the other; returns the hit ratio."""
         for number, blocks in enumerate(trace):
-            keys = [block.to_bytes(8, "big") + GROUP for block in blocks]
+            keys = [str(block).encode() + GROUP for block in blocks]
             self.hits += self.serve(f"request-{number}", keys)
             self.asked += len(keys)
         return self.hits / max(1, self.asked)
