@@ -103,6 +103,11 @@ class Block:
         self._all_written = (1 << spec.world_size) - 1
 
     @property
+    def name(self) -> tuple[NamespaceId, bytes]:
+        """What it is known by when it has gone and comes again."""
+        return self.namespace, self.key
+
+    @property
     def pending(self) -> bool:
         """Whether somebody is at work to make it ready."""
         return not self.ready and (self.promoting or self.writers > 0)

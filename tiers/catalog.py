@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from .base import Entry, NamespaceId
 from .policies import EvictionPolicy
 
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
+
+
+RUN = 16
+"""So many blocks, in the order in which a tier stored them, are taken for a piece of a chain after a restart."""
 
 
 class EntryState(enum.Enum):
@@ -32,6 +36,11 @@ class CatalogEntry:
         self.loads = 0
         """Loads that run; an entry that is being loaded is not evicted."""
 
+    @property
+    def name(self) -> tuple[NamespaceId, bytes]:
+        """What the block is known by when it has gone and comes again."""
+        return self.namespace, self.key
+
 
 class Catalog:
     """The blocks of one secondary tier, never more than its capacity.
@@ -51,9 +60,14 @@ class Catalog:
 
     def recover(self, entries: Iterable[Entry]) -> list[CatalogEntry]:
         """Takes in what the tier kept from an earlier life, oldest first; returns what no longer fits."""
-        for entry in entries:
-            self._add(CatalogEntry(entry.namespace, entry.key, entry.nbytes, EntryState.HELD))
-        return self._evict(self._victims(self.used_bytes - self.capacity_bytes) or [])
+        recovered = deque(self._add(entry.namespace, entry.key, entry.nbytes, EntryState.HELD) for entry in entries)
+        doomed = []
+        while self.used_bytes > self.capacity_bytes:
+            doomed.append(recovered.popleft())
+            self._evict(doomed[-1:])
+        while recovered:
+            self._order.use([recovered.popleft() for _ in range(min(RUN, len(recovered)))])
+        return doomed
 
     def get(self, namespace: NamespaceId, key: bytes) -> CatalogEntry | None:
         """Returns the entry of a block, whatever its state."""
@@ -65,21 +79,24 @@ class Catalog:
         entry = self.get(namespace, key)
         return entry if entry and entry.state is EntryState.HELD else None
 
-    def touch(self, entries: Iterable[CatalogEntry]) -> None:
-        """Takes note that these were used, given head first; the head stays the longest."""
-        for entry in reversed(list(entries)):
-            self._order.touch(entry)
+    def use(self, entries: Sequence[CatalogEntry], request: Hashable) -> None:
+        """Takes note that a request used these, given head first (see `EvictionPolicy.use`)."""
+        self._order.use(entries, request)
+
+    def finish(self, request: Hashable) -> None:
+        """Takes note that a request is over."""
+        self._order.finish(request)
 
     def begin_store(self, namespace: NamespaceId, key: bytes, nbytes: int) -> list[CatalogEntry] | None:
         """Adds an entry in state STORING and returns what must be removed for it, or None if there is no room.
 
-        Entries that are being stored or loaded are not evicted.
+        Entries that are being stored or loaded are not evicted. The caller says who uses the entry (`use`).
         """
         victims = self._victims(self.used_bytes + nbytes - self.capacity_bytes)
         if victims is None:
             return None
         self._evict(victims)
-        self._add(CatalogEntry(namespace, key, nbytes, EntryState.STORING))
+        self._add(namespace, key, nbytes, EntryState.STORING)
         return victims
 
     def make_room(self, nbytes: int) -> list[CatalogEntry]:
@@ -92,10 +109,10 @@ class Catalog:
         self._order.remove(entry)
         self.used_bytes -= entry.nbytes
 
-    def _add(self, entry: CatalogEntry) -> None:
-        self._entries[entry.namespace][entry.key] = entry
-        self._order.insert(entry)
-        self.used_bytes += entry.nbytes
+    def _add(self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState) -> CatalogEntry:
+        entry = self._entries[namespace][key] = CatalogEntry(namespace, key, nbytes, state)
+        self.used_bytes += nbytes
+        return entry
 
     def _victims(self, excess_bytes: int) -> list[CatalogEntry] | None:
         """Returns what has to go for so many bytes to become free, or None if that cannot be had now."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .base import NamespaceId, Outcome, SecondaryTier
 from .blocks import Block
 from .catalog import Catalog, CatalogEntry, EntryState
 from .commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
-from .policies import LRU
+from .policies import DEFAULT_POLICY, POLICIES
 from .requests import Request
 from .stats import TierStats
 
@@ -51,11 +51,11 @@ class Finished:
 class Lane:
     """One secondary tier as the core sees it: its catalog, its queue, its counters."""
 
-    def __init__(self, index: int, tier: SecondaryTier, max_queued_bytes: int) -> None:
+    def __init__(self, index: int, tier: SecondaryTier, max_queued_bytes: int, policy: str) -> None:
         self.index = index
         """Position in the lookup order; the CPU tier is 0."""
         self.tier = tier
-        self.catalog = Catalog(tier.capacity_bytes, LRU)
+        self.catalog = Catalog(tier.capacity_bytes, POLICIES[policy])
         self.max_queued_bytes = max_queued_bytes
         self.queue: deque[Block] = deque()
         """Blocks that wait to be stored; each is pinned, and has its entry in the catalog."""
@@ -72,10 +72,10 @@ class Lane:
         self.dropped = 0
         """Blocks whose cascade was dropped: the queue or the tier was full."""
 
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Takes note that blocks of a chain were stored, given head first; its head is to stay the longest."""
+    def use(self, blocks: Iterable[Block], user: Hashable) -> None:
+        """Takes note that a request used these blocks, as far as they are here, given head first."""
         entries = (self.catalog.get(block.namespace, block.key) for block in blocks)
-        self.catalog.touch(entry for entry in entries if entry is not None)
+        self.catalog.use([entry for entry in entries if entry is not None], user)
 
     def stats(self) -> TierStats:
         """Returns the figures of this moment."""
@@ -105,9 +105,13 @@ class TierFlow:
         max_queued_bytes: int,
         unpin: Callable[[Block], None],
         command: Callable[[Command], None],
+        eviction: Mapping[str, str],
     ) -> None:
         """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored."""
-        self.lanes = [Lane(number + 1, tier, max_queued_bytes) for number, tier in enumerate(tiers)]
+        self.lanes = [
+            Lane(number, tier, max_queued_bytes, eviction.get(tier.name, DEFAULT_POLICY))
+            for number, tier in enumerate(tiers, start=1)
+        ]
         self._unpin = unpin
         self._command = command
         self._jobs: dict[JobId, _Job] = {}
@@ -127,15 +131,18 @@ class TierFlow:
                 return lane
         return None
 
-    def cascade(self, blocks: Sequence[Block], *, even_if_busy: bool = False) -> None:
-        """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10)."""
+    def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
+        """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10).
+
+        `user` is the request that used the blocks, by the name that eviction policies know it by.
+        """
         for lane in self.lanes:
             for block in blocks:
                 if lane.catalog.get(block.namespace, block.key) is None:
                     limit = None if even_if_busy else lane.max_queued_bytes
                     block.left_out = not self._enqueue(lane, block, limit)
                     lane.dropped += block.left_out
-            lane.touch(blocks)
+            lane.use(blocks, user)
             self._advance(lane)
 
     def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:
@@ -156,10 +163,10 @@ class TierFlow:
                     continue
                 request.owed += 1
                 lane.owed.setdefault((block.namespace, block.key), []).append(request)
-            lane.touch(blocks)
+            lane.use(blocks, request.user)
             self._advance(lane)
 
-    def promote(self, found: Sequence[tuple[Lane, Block]]) -> None:
+    def promote(self, found: Sequence[tuple[Lane, Block]], user: Hashable) -> None:
         """Loads blocks whose slots are reserved, one batch after another per tier (B3.16)."""
         for lane in self.lanes:
             blocks = [block for where, block in found if where is lane]
@@ -171,7 +178,12 @@ class TierFlow:
                 job = self._begin(lane, JobKind.LOAD, batch)
                 for entry in job.entries:
                     entry.loads += 1
-                lane.catalog.touch(job.entries)
+                lane.catalog.use(job.entries, user)
+
+    def user_finished(self, user: Hashable) -> None:
+        """Takes note that a request uses nothing any more."""
+        for lane in self.lanes:
+            lane.catalog.finish(user)
 
     def finish(self, job_id: JobId, outcomes: Sequence[Outcome]) -> Finished | None:
         """Takes in a job's result; returns what became of it, or None for a job that is not known.

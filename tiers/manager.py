@@ -7,7 +7,7 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import islice
 
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer, StoreStatus
@@ -17,13 +17,14 @@ from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
 from .errors import InvalidItem, InvalidNamespace, LimitExceeded, UnknownSession
 from .flow import JobKind, Lane, TierFlow
 from .leases import Lease, LeaseTable, Owner, Store, StoreTable
-from .policies import LRU
+from .policies import DEFAULT_POLICY, POLICIES
 from .primary import PrimaryTier
 from .requests import Request, RequestTable
 from .stats import ManagerStats, TierStats
 
 __all__ = ["TierManager"]
 
+CPU_TIER = "cpu"
 MAX_LEASED_ITEMS = 4 << 20
 """Most items that the leases of one session may add up to."""
 
@@ -39,6 +40,7 @@ class TierManager:
         *,
         max_queued_bytes: int | None = None,
         first_id: int = 1,
+        eviction: Mapping[str, str] | None = None,
     ) -> None:
         """Recovers what the tiers kept from an earlier life.
 
@@ -49,13 +51,22 @@ class TierManager:
             max_queued_bytes: bounds what waits to be stored in one of them; a quarter of the region by default.
             first_id: where ids of leases and stores start. The shell picks it at random, so that an id from an earlier
                 life is never taken for one of this life.
+            eviction: how tiers evict: per name of a tier (the CPU tier is "cpu") one of `POLICIES`; the default for
+                those that are not named.
+
+        Raises:
+            ValueError: `eviction` names a tier or a policy that does not exist.
         """
+        eviction = eviction or {}
+        _check_eviction(eviction, {CPU_TIER, *(tier.name for tier in tiers)})
         self._commands: list[Command] = []
         self._region_bytes = region_bytes
-        self._primary = PrimaryTier(extent_bytes, LRU)
+        self._primary = PrimaryTier(extent_bytes, POLICIES[eviction.get(CPU_TIER, DEFAULT_POLICY)])
         self._leases = LeaseTable(self._primary.unpin, first_id)
         self._stores = StoreTable(self._primary.release, first_id)
-        self._flow = TierFlow(tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append)
+        self._flow = TierFlow(
+            tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append, eviction
+        )
         self._sessions: dict[bytes, Session] = {}
         self._requests = RequestTable(self._tell_tiers)
         self._namespaces: set[NamespaceId] = set()
@@ -160,6 +171,9 @@ class TierManager:
             self.begin_request(session, RequestInfo(request_id, session.namespace.id))
             request = self._requests.get(session.engine_id, request_id)
             assert request is not None
+        user = _user(session.engine_id, request_id)
+        self._primary.finish(user)
+        self._flow.user_finished(user)
         self._requests.finish(request)
         return request
 
@@ -176,12 +190,13 @@ class TierManager:
         if self._leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
             raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
         items, sources, promotions = self._match(session.namespace, keys, prefix=prefix)
-        self._start_promotions(items, promotions)
+        user = _user(session.engine_id, request_id)
+        self._start_promotions(items, promotions, user)
         self._count(len(keys), items, sources)
         hits = [block for block in items if block is not None]
         if not hits:
             return None
-        self._primary.touch(hits)
+        self._primary.use(hits, user)
         owner = Owner(session.engine_id, session.id, request_id)
         sources += bytes(len(keys) - len(sources))
         return self._leases.grant(owner, expires_at, items, bytes(sources), keys=len(keys))
@@ -218,18 +233,20 @@ class TierManager:
             session.namespace.part_bytes_of(key)
         statuses, found, wanted = self._claim(session, keys, rank)
         self._primary.reserve([(block, rank) for block in wanted])
-        granted, slots = [], []
+        granted, slots, refused = [], [], set()
         for block in wanted:
             offset = block.slots[rank]
             if offset is None:
                 statuses[found[block]] = StoreStatus.NO_ROOM
+                refused.add(block)
                 continue
             statuses[found[block]] = StoreStatus.GRANTED
             block.pins += 1
             block.writers += 1
             granted.append(block)
             slots.append(offset)
-        self._primary.touch(list(found))
+        user = _user(session.engine_id, request_id)
+        self._primary.use((block for block in found if block not in refused), user)
         request = self._requests.get(session.engine_id, request_id)
         if request is not None and request.insisting:
             self._cascade_present(request, list(found), set(granted))
@@ -281,7 +298,7 @@ class TierManager:
         request = store.request
         if request is not None:
             self._flow.cascade_for(request, complete)
-        self._flow.cascade(complete)
+        self._flow.cascade(complete, _user(store.owner.engine_id, store.owner.request_id))
         self._settle(store.blocks)
         for block in store.blocks:
             self._primary.unpin(block)
@@ -300,7 +317,7 @@ class TierManager:
             for key in keys
             if (block := blocks.get(key)) and block.ready and not self._flow.is_becoming_durable(namespace, key)
         ]
-        self._flow.cascade(list(dict.fromkeys(waiting)), even_if_busy=True)
+        self._flow.cascade(list(dict.fromkeys(waiting)), None, even_if_busy=True)
         return bytes(self.durability_of(namespace, key) for key in keys)
 
     def make_durable(self) -> None:
@@ -308,7 +325,7 @@ class TierManager:
 
         Those only: what a tier has had and evicted since must not drive out what it has now.
         """
-        self._flow.cascade([block for block in self._primary.ready_blocks() if block.left_out], even_if_busy=True)
+        self._flow.cascade([block for block in self._primary.ready_blocks() if block.left_out], None, even_if_busy=True)
 
     def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""
@@ -350,8 +367,8 @@ class TierManager:
         """Returns the figures of this moment."""
         memory = self._primary.memory
         cpu = TierStats(
-            name="cpu",
-            type="cpu",
+            name=CPU_TIER,
+            type=CPU_TIER,
             capacity_bytes=self._region_bytes,
             available_bytes=memory.available_bytes,
             used_bytes=memory.used_bytes(),
@@ -422,7 +439,9 @@ class TierManager:
                 found[block] = number
         return statuses, found, wanted
 
-    def _start_promotions(self, items: list[Block | None], promotions: list[tuple[int, Lane, Block]]) -> None:
+    def _start_promotions(
+        self, items: list[Block | None], promotions: list[tuple[int, Lane, Block]], user: Hashable
+    ) -> None:
         """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
         self._primary.reserve(
             [(block, rank) for _, _, block in promotions for rank, slot in enumerate(block.slots) if slot is None]
@@ -438,7 +457,7 @@ class TierManager:
                         self._primary.unpin(block)
             else:
                 started.append((lane, block))
-        self._flow.promote(started)
+        self._flow.promote(started, user)
 
     def _drop_promotion(self, block: Block) -> None:
         """Takes all slots from a block that could not be filled. Only jobs write to them, so they are free at once."""
@@ -500,3 +519,16 @@ class TierManager:
             if block is not None and source:
                 self._primary_hits -= 1
                 self._flow.lanes[source - 1].hits += 1
+
+
+def _user(engine_id: str, request_id: str) -> Hashable:
+    """Returns what eviction policies know a request by: None where the client did not say."""
+    return (engine_id, request_id) if request_id else None
+
+
+def _check_eviction(eviction: Mapping[str, str], tiers: Collection[str]) -> None:
+    for tier, policy in eviction.items():
+        if tier not in tiers:
+            raise ValueError(f"there is no tier {tier!r} to evict by {policy!r}; there are {', '.join(sorted(tiers))}")
+        if policy not in POLICIES:
+            raise ValueError(f"tier {tier!r}: there is no policy {policy!r}; there are {', '.join(POLICIES)}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from .base import NamespaceId
 from .blocks import Block, NamespaceSpec
@@ -51,7 +51,8 @@ class PrimaryTier:
     def find_or_add(self, spec: NamespaceSpec, key: bytes) -> Block:
         """Returns the block with this key, adding an empty one where there is none.
 
-        The caller pins it: a block without slots and pins must not stay (`unpin` takes care of that).
+        The caller pins it: a block without slots and pins must not stay (`unpin` takes care of that). Where it comes to
+        stay, the caller says who uses it (`use`).
 
         Raises:
             InvalidKey: the key names a group that the namespace lacks.
@@ -62,18 +63,23 @@ class PrimaryTier:
             part_bytes = spec.part_bytes_of(key)
             block = Block(spec, key, part_bytes, self._policy_for(self.memory.slot_bytes_for(part_bytes)))
             blocks[key] = block
-            block.order.insert(block)
         return block
 
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Takes note that a request used these blocks, given head first.
-
-        They are touched tail first: the head is worth the most, because without it the tail is useless.
-        """
+    def use(self, blocks: Iterable[Block], request: Hashable) -> None:
+        """Takes note that a request used these blocks, given head first (see `EvictionPolicy.use`)."""
         self._clock += 1
-        for block in reversed(blocks):
+        used = list(dict.fromkeys(blocks))
+        for block in used:
             block.last_use = self._clock
-            block.order.touch(block)
+        for order in self._policies.values():
+            mine = used if len(self._policies) == 1 else [block for block in used if block.order is order]
+            if mine:
+                order.use(mine, request)
+
+    def finish(self, request: Hashable) -> None:
+        """Takes note that a request is over."""
+        for order in self._policies.values():
+            order.finish(request)
 
     def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
         """Gives slots to (block, rank) pairs, evicting where needed; those that get none keep None.
@@ -140,7 +146,7 @@ class PrimaryTier:
     def _make_room(self, slot_bytes: int, count: int) -> bool:
         """Evicts own blocks or takes over another class' extent. Returns whether anything was freed."""
         own = list(islice(self._evictable(slot_bytes), count))
-        victims = self._idle_extent(slot_bytes, own[0].last_use if own else None) or own
+        victims = self._idle_extent(slot_bytes, at_any_time=not own) or own
         for block in victims:
             self.evict(block)
         self.evictions += len(victims)
@@ -150,27 +156,28 @@ class PrimaryTier:
         policy = self._policies.get(slot_bytes)
         return (block for block in policy.victims() if block.pins == 0) if policy else iter(())
 
-    def _idle_extent(self, slot_bytes: int, before: int | None) -> list[Block] | None:
+    def _idle_extent(self, slot_bytes: int, *, at_any_time: bool) -> list[Block] | None:
         """Returns the blocks of another class' extent that may be taken over, or None.
 
-        It holds one of that class' next victims, last used before `before` (None: at any time), and nothing that is pinned,
-        being written or in quarantine; the one idle for longest is preferred.
+        Its class has a block that has been idle for longer than any of this class, unless that does not matter; it lies in
+        the extent, or one of the class' next victims does; and nothing in it is pinned, being written or in quarantine.
         """
         if slot_bytes > self.memory.extent_bytes:
             return None
-        best: tuple[int, list[Block]] | None = None
-        for other in self._policies:
-            if other == slot_bytes:
-                continue
+        own = None if at_any_time else self._policies[slot_bytes].oldest()
+        others = []
+        for other, policy in self._policies.items():
+            oldest = policy.oldest() if other != slot_bytes else None
+            if oldest is not None and (own is None or oldest.last_use < own.last_use):
+                others.append((oldest.last_use, other, oldest))
+        for _, other, oldest in sorted(others, key=lambda entry: entry[:2]):
             blocked: set[int] = set()
-            for block in islice(self._evictable(other), _EXTENT_CANDIDATES):
-                if (before is not None and block.last_use >= before) or (best and block.last_use >= best[0]):
-                    break
+            candidates = islice(self._evictable(other), _EXTENT_CANDIDATES)
+            for block in chain([oldest] if oldest.pins == 0 else [], candidates):
                 blocks = self._blocks_of_extent(block, blocked)
                 if blocks:
-                    best = (block.last_use, blocks)
-                    break
-        return best[1] if best else None
+                    return blocks
+        return None
 
     def _blocks_of_extent(self, block: Block, blocked: set[int]) -> list[Block] | None:
         """Returns all blocks of an extent that a block lies in, if all can be evicted; notes extents where that is not so."""

@@ -46,6 +46,11 @@ class Request:
     ended: bool = False
 
     @property
+    def user(self) -> tuple[str, str]:
+        """What eviction policies know it by."""
+        return self.session.engine_id, self.id
+
+    @property
     def settled(self) -> bool:
         """Whether nothing more is going to be stored for it."""
         return self.finished and not self.stores and not self.waiting and not self.owed

@@ -25,7 +25,8 @@ from kvtier.tiers.blocks import Block, NamespaceSpec
 from kvtier.tiers.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.leases import KeyStatus
-from kvtier.tiers.manager import TierManager
+from kvtier.tiers.manager import CPU_TIER, TierManager
+from kvtier.tiers.policies import POLICIES
 from kvtier.tiers.rules import vote
 
 EXTENT = 64 << 10
@@ -93,7 +94,9 @@ class World:
         for tier in self.tiers:
             tier.begun.clear()
             tier.finished.clear()
-        self.core = TierManager(region, EXTENT, self.tiers, max_queued_bytes=region // 4)
+        names = [CPU_TIER, *(tier.name for tier in self.tiers)]
+        eviction = {name: self.rng.choice(list(POLICIES)) for name in names if self.rng.random() < 0.8}
+        self.core = TierManager(region, EXTENT, self.tiers, max_queued_bytes=region // 4, eviction=eviction)
         self.core.add_memory(0, region)
         self.slots.clear()
         self.sessions: list[Session] = []
@@ -347,6 +350,8 @@ class World:
             pins.update(job.blocks)
         for lane in core._flow.lanes:
             pins.update(lane.queue)
+        for order in core._primary._policies.values():
+            assert Counter(order.victims()) == Counter(b for b in blocks if b.order is order), "a block out of line"
         for block in blocks:
             assert block.pins == pins.pop(block, 0), f"{block!r}: pins do not add up"
             assert block.pins or any(slot is not None for slot in block.slots), f"{block!r}: an empty block stays"
@@ -356,6 +361,8 @@ class World:
                     assert self.slots[slot] == label(block.namespace, block.key, rank), f"{block!r}: wrong bytes"
         assert not pins, f"evicted though pinned: {pins}"
         for lane in core._flow.lanes:
+            entries = Counter(entry for held in lane.catalog._entries.values() for entry in held.values())
+            assert Counter(lane.catalog._order.victims()) == entries, "an entry out of line"
             assert 0 <= lane.catalog.used_bytes <= lane.catalog.capacity_bytes, "a tier beyond its capacity"
             assert lane.queued_bytes >= 0
         stats = core.stats()

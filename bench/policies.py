@@ -1,0 +1,160 @@
+"""Eviction policies on a trace, replayed through the real core; the share of blocks that hit in an unbroken run from the start.
+
+make bench-policies TRACE=FILE [JSON=FILE]        or        python -m bench.policies --trace FILE [--json FILE] [--variants]
+
+A trace has one request per line, as JSON; `hash_ids` are its blocks, chained: equal ids have equal prefixes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvtier.tiers.answers import Session
+from kvtier.tiers.base import NamespaceId, RequestInfo
+from kvtier.tiers.blocks import SLOT_ALIGNMENT, NamespaceSpec
+from kvtier.tiers.manager import CPU_TIER, TierManager
+from kvtier.tiers.policies import DEFAULT_POLICY, POLICIES
+
+from .traces import MADE_UP, Trace, variants_of
+
+__all__ = ["Replay", "optimum", "read_trace"]
+
+CAPACITIES = (1_000, 3_000, 10_000, 30_000)
+"""In blocks."""
+BLOCK_BYTES = SLOT_ALIGNMENT
+GROUP = bytes(4)
+FOREVER = float("inf")
+OPTIMUM = "optimum"
+
+
+def read_trace(path: Path) -> Trace:
+    """Returns the blocks of every request."""
+    with path.open() as lines:
+        return [json.loads(line)["hash_ids"] for line in lines if line.strip()]
+
+
+class Replay:
+    """A core with one engine of one rank, and room for so many blocks of one size."""
+
+    def __init__(self, policy: str, capacity: int) -> None:
+        region = capacity * BLOCK_BYTES
+        self.core = TierManager(region, region, (), eviction={CPU_TIER: policy})
+        self.core.add_memory(0, region)
+        spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(BLOCK_BYTES,))
+        self.session: Session = self.core.open_session(b"replay", "engine", 0, spec)
+        self.asked = self.hits = 0
+
+    def run(self, trace: Trace) -> float:
+        """Serves all requests, one after the other; returns the hit ratio."""
+        for number, blocks in enumerate(trace):
+            keys = [block.to_bytes(8, "big") + GROUP for block in blocks]
+            self.hits += self.serve(f"request-{number}", keys)
+            self.asked += len(keys)
+        return self.hits / max(1, self.asked)
+
+    def serve(self, request_id: str, keys: list[bytes]) -> int:
+        """Does what an engine does for a request; returns how many blocks it need not compute."""
+        core, session = self.core, self.session
+        core.begin_request(session, RequestInfo(request_id, session.namespace.id))
+        lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER)
+        hits = len(lease.items) if lease is not None else 0
+        if hits < len(keys):
+            answer = core.prepare_store(session, keys[hits:], request_id=request_id, expires_at=FOREVER)
+            if answer.store_id is not None:
+                core.complete_store(session, answer.store_id)
+        core.finish_request(session, request_id)  # the lease falls with it
+        core.take_commands()
+        return hits
+
+
+def optimum(trace: Trace, capacity: int) -> float:
+    """Returns what could be reached by who knows the future (Belady), and keeps nothing that is not asked for again.
+
+    A block is asked for no later than the blocks behind it: what is needed soonest, of one request the head first, never
+    leaves out a block and keeps one behind it.
+    """
+    never = len(trace)
+    held: dict[int, int] = {}
+    furthest: list[tuple[int, int, int]] = []
+    hits = asked = 0
+    for blocks, next_uses in zip(trace, _next_uses(trace), strict=True):
+        asked += len(blocks)
+        hits += next((place for place, block in enumerate(blocks) if block not in held), len(blocks))
+        for place, (block, next_use) in enumerate(zip(blocks, next_uses, strict=True)):
+            if next_use == never:
+                held.pop(block, None)
+                continue
+            held[block] = next_use
+            heapq.heappush(furthest, (-next_use, -place, block))
+        while len(held) > capacity:
+            next_use, _, block = heapq.heappop(furthest)
+            if held.get(block) == -next_use:
+                del held[block]
+    return hits / max(1, asked)
+
+
+def _next_uses(trace: Trace) -> Iterator[list[int]]:
+    """Yields, per request and block, the number of the next request that has the block; that of none is `len(trace)`."""
+    following: dict[int, int] = {}
+    found = []
+    for number in range(len(trace) - 1, -1, -1):
+        found.append([following.get(block, len(trace)) for block in trace[number]])
+        following.update(dict.fromkeys(trace[number], number))
+    return reversed(found)
+
+
+def compare(trace: Trace, policies: Sequence[str], capacities: Sequence[int]) -> list[dict[str, object]]:
+    """Prints a table of hit ratios; returns its rows."""
+    references = sum(map(len, trace))
+    distinct = len({block for blocks in trace for block in blocks})
+    print(f"{len(trace):,} requests, {references:,} blocks, {distinct:,} of them distinct; capacity in blocks")
+    print(f"{'policy':12}" + "".join(f"{capacity:>10,}" for capacity in capacities) + f"{'µs/block':>12}")
+    rows: list[dict[str, object]] = []
+    for policy in [*policies, OPTIMUM]:
+        started = time.process_time()
+        ratios = [
+            optimum(trace, capacity) if policy == OPTIMUM else Replay(policy, capacity).run(trace)
+            for capacity in capacities
+        ]
+        cost = (time.process_time() - started) / len(ratios) / max(1, references) * 1e6
+        default = policy == DEFAULT_POLICY
+        name = policy + " *" * default
+        price = "" if policy == OPTIMUM else f"{cost:12.1f}"
+        print(f"{name:12}" + "".join(f"{ratio:10.4f}" for ratio in ratios) + price, flush=True)
+        rows += [
+            {"policy": policy, "capacity": capacity, "hit_ratio": ratio, "default": default}
+            for capacity, ratio in zip(capacities, ratios, strict=True)
+        ]
+    return rows
+
+
+def main() -> None:
+    """Measures, prints a table, writes JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench.policies", description="Replay a trace through the core.")
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a request with hash_ids per line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="which ones (all)")
+    parser.add_argument("--capacities", nargs="+", type=int, default=CAPACITIES, metavar="BLOCKS")
+    parser.add_argument("--variants", action="store_true", help="replay variants and made-up traces too (20 minutes)")
+    options = parser.parse_args()
+    trace = read_trace(options.trace)
+    print(f"share of blocks that hit in an unbroken run from the start of {options.trace.name}\n")
+    rows = compare(trace, options.policies, options.capacities)
+    print("\n* the default. optimum: knows the future (Belady), and need not take in what it is given.")
+    if options.variants:
+        more = {**variants_of(trace), **{name: make() for name, make in MADE_UP.items()}}
+        del more["as it is"]
+        for name, variant in more.items():
+            print(f"\n{name}: ", end="")
+            rows += [{"trace": name, **row} for row in compare(variant, options.policies, options.capacities)]
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""Eviction policies: what all of them promise, and what each is for."""
+
+import random
+from collections.abc import Hashable
+
+import pytest
+from simulation import EXTENT, ModelTier
+
+from kvtier.tiers.manager import CPU_TIER, TierManager
+from kvtier.tiers.policies import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, EvictionPolicy, Forecast
+from kvtier.tiers.policies.requests import MOST_OPEN, LastRequest, OpenRequests
+from kvtier.tiers.policies.reuse import BINS, Kind, ReuseModel, bin_ends_at, bin_of
+
+
+class Item:
+    """A block with a name; a new object every time it comes."""
+
+    def __init__(self, name: Hashable) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class Cache:
+    """A tier of so many items around a policy; serves requests as the core does."""
+
+    def __init__(self, policy: EvictionPolicy[Item], capacity: int) -> None:
+        self.policy = policy
+        self.capacity = capacity
+        self.items: dict[Hashable, Item] = {}
+        self.requests = 0
+
+    def serve(self, *names: Hashable) -> int:
+        """Returns how many hit in an unbroken run; all of them are here afterwards."""
+        self.requests += 1
+        hits = next((place for place, name in enumerate(names) if name not in self.items), len(names))
+        self.policy.use([self.items[name] for name in names[:hits]], self.requests)
+        missing = [name for name in names if name not in self.items]
+        self.make_room(len(missing), names)
+        self.items.update((name, Item(name)) for name in missing)
+        self.policy.use([self.items[name] for name in names[hits:]], self.requests)
+        self.policy.finish(self.requests)
+        return hits
+
+    def make_room(self, count: int, pinned: tuple[Hashable, ...]) -> None:
+        excess = len(self.items) + count - self.capacity
+        victims = (item for item in self.policy.victims() if item.name not in pinned)
+        for item in [item for item, _ in zip(victims, range(excess), strict=False)]:
+            self.policy.remove(item)
+            del self.items[item.name]
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> EvictionPolicy[Item]:
+    """Each policy in turn."""
+    return POLICIES[request.param]()
+
+
+def names(items: list[Item]) -> list[Hashable]:
+    """Returns what they are called."""
+    return [item.name for item in items]
+
+
+def chain(conversation: int, length: int) -> list[tuple[int, int]]:
+    """Returns the names of a conversation's first blocks."""
+    return [(conversation, place) for place in range(length)]
+
+
+def test_victims_are_all_items_once(policy: EvictionPolicy[Item]) -> None:
+    """Whatever was used, removed and used again: every item is in line, none twice."""
+    rng = random.Random(7)
+    held: dict[Hashable, Item] = {}
+    for step in range(3000):
+        conversation = rng.randrange(40)
+        wanted = chain(conversation, rng.randint(1, 30))[rng.choice((0, 0, 5)) :]
+        for name in wanted:
+            held.setdefault(name, Item(name))
+        policy.use([held[name] for name in wanted], rng.choice((None, step, rng.randrange(10))))
+        if rng.random() < 0.1:
+            policy.finish(rng.randrange(10))
+        for name in rng.sample(list(held), min(len(held), rng.choice((0, 3, 20)))):
+            policy.remove(held.pop(name))
+        line = list(policy.victims())
+        assert len(policy) == len(line) == len(held)
+        assert set(line) == set(held.values())
+        assert (policy.oldest() in line) == bool(line)
+
+
+def test_an_unknown_item_may_be_removed(policy: EvictionPolicy[Item]) -> None:
+    """What found no room was never taken in."""
+    policy.remove(Item("stranger"))
+    assert len(policy) == 0
+    assert policy.oldest() is None
+    assert list(policy.victims()) == []
+
+
+def test_of_a_request_the_tail_goes_first(policy: EvictionPolicy[Item]) -> None:
+    """Without its head the rest of a prefix is useless."""
+    items = [Item(number) for number in range(12)]
+    policy.use(items, "r")
+    assert names(list(policy.victims())) == list(range(11, -1, -1))
+
+
+def test_oldest_is_who_was_not_used_for_longest(policy: EvictionPolicy[Item]) -> None:
+    """Size classes compare how long their blocks have been idle, whoever would go first."""
+    for number in range(20):
+        policy.use([Item((number, place)) for place in range(3)], number)
+    for item in list(policy.victims()):
+        if item.name[0] < 5:  # type: ignore[index]
+            policy.use([item], "again")
+    oldest = policy.oldest()
+    assert oldest is not None
+    assert oldest.name[0] == 5  # type: ignore[index]
+
+
+def test_memory_is_bounded(policy: EvictionPolicy[Item]) -> None:
+    """Ghosts and open requests do not pile up, though nobody ever finishes a request or comes back."""
+    cache = Cache(policy, 100)
+    for number in range(4000):
+        policy.use([], ("never finished", number))
+        cache.serve(*chain(number, 5))
+    for value in vars(policy).values():
+        if hasattr(value, "__len__"):
+            assert len(value) <= 1200, value
+        if isinstance(value, LastRequest):
+            assert len(value._last) == len(policy)
+            assert len(value._open) <= MOST_OPEN
+
+
+def test_what_is_used_again_and_again_survives_what_is_not(policy: EvictionPolicy[Item]) -> None:
+    """A system prompt stays while requests come and go."""
+    cache = Cache(policy, 60)
+    hits = [cache.serve(*chain(0, 4), *chain(number, 10)) for number in range(1, 200)]
+    assert hits[1:] == [4] * 198
+
+
+def test_the_same_trace_gives_the_same_order() -> None:
+    """No policy depends on addresses or hashes."""
+    rng = random.Random(3)
+    requests = [chain(rng.randrange(60), rng.randint(1, 20)) for _ in range(500)]
+    for new in POLICIES.values():
+        orders = []
+        for _ in range(2):
+            cache = Cache(new(), 200)
+            for request in requests:
+                cache.serve(*request)
+            orders.append(names(list(cache.policy.victims())))
+        assert orders[0] == orders[1]
+
+
+def test_lru_keeps_a_chain_together() -> None:
+    """B4.9: what a request looked up and what it stored is one chain: its head does not go before its tail."""
+    lru = LRU[Item]()
+    head, tail = [Item(0), Item(1)], [Item(2), Item(3)]
+    lru.use(head, "r")
+    lru.use([Item("other")], "s")
+    lru.use(tail, "r")
+    assert names(list(lru.victims())) == ["other", 3, 2, 1, 0]
+
+
+def test_lru_takes_a_finished_request_for_another() -> None:
+    """Names of requests come again."""
+    lru = LRU[Item]()
+    lru.use([Item(0)], "r")
+    lru.finish("r")
+    lru.use([Item(1)], "r")
+    assert names(list(lru.victims())) == [0, 1]
+
+
+def test_arc_moves_its_border_towards_what_was_evicted_too_early() -> None:
+    """A ghost that comes back from either line makes that line longer."""
+    arc = ARC[Item]()
+    cache = Cache(arc, 4)
+    for name in "abcd":
+        cache.serve(name)
+    assert cache.serve("a") == 1
+    cache.serve("e")
+    assert "b" not in cache.items, "of what was used once, the oldest goes"
+    assert (arc._target, len(arc._once), len(arc._again)) == (0, 3, 1)
+    cache.serve("b")
+    assert (arc._target, len(arc._again)) == (1, 2), "it should have stayed: more room for what was used once"
+
+
+def test_arc_survives_a_scan() -> None:
+    """What was used twice outlives any number of blocks that are used once."""
+    cache = Cache(ARC[Item](), 20)
+    for _ in range(2):
+        for name in "abcde":
+            cache.serve(name)
+    for number in range(500):
+        cache.serve(number)
+    assert [cache.serve(name) for name in "abcde"] == [1] * 5
+
+
+def test_mq_ranks_by_how_often_and_remembers_it() -> None:
+    """Four uses outrank two, also when they lie on both sides of an eviction."""
+    mq = MQ[Item]()
+    a, b, c = Item("a"), Item("b"), Item("c")
+    for number in range(4):
+        mq.use([a], number)
+    mq.use([b], 4)
+    mq.use([b], 5)
+    mq.use([c], 6)
+    assert names(list(mq.victims())) == ["c", "b", "a"]
+    mq.remove(a)
+    a = Item("a")
+    mq.use([a], 7)
+    assert names(list(mq.victims())) == ["c", "b", "a"]
+
+
+def test_mq_lets_go_of_what_was_popular_once() -> None:
+    """Who is not used for a lifetime goes down queue by queue."""
+    cache = Cache(MQ[Item](), 20)
+    for _ in range(64):
+        cache.serve("star")
+    for number in range(2000):
+        cache.serve(number % 25 if number % 2 else -number)
+    assert "star" not in cache.items
+
+
+def test_a_request_counts_as_one_use() -> None:
+    """It looks up, stores, and perhaps looks again; under one name, until it is finished."""
+    last = LastRequest[Item]()
+    item = Item("a")
+    assert last.fresh([item], "r") == [item]
+    assert last.fresh([item], "r") == []
+    last.finish("r")
+    assert last.fresh([item], "r") == [item], "another request of that name"
+    assert last.fresh([item], None) == last.fresh([item], None) == [item]
+
+
+def test_open_requests_are_bounded() -> None:
+    """The oldest is taken for finished."""
+    open_requests = OpenRequests[list[int]](list)
+    first = open_requests.of(0)
+    assert open_requests.of(0) is first
+    assert open_requests.of(None) is not open_requests.of(None)
+    for number in range(1, MOST_OPEN + 1):
+        open_requests.of(number)
+    assert len(open_requests) == MOST_OPEN
+    assert open_requests.of(0) is not first
+
+
+def conversations(cache: Cache, turns: int, seed: int, count: int = 3000) -> int:
+    """Serves half one-off requests and half conversations of some turns, after a pause; returns the hits."""
+    rng = random.Random(seed)
+    waiting: list[tuple[int, int, int]] = []
+    hits = 0
+    for now in range(count):
+        if waiting and waiting[0][0] <= now:
+            _, number, turn = waiting.pop(0)
+        else:
+            number, turn = now, 1
+        hits += cache.serve(*chain(number, 4 * turn), ("end of", number, turn))
+        if turn < turns and (turn > 1 or rng.random() < 0.2):
+            waiting.append((now + 60, number, turn + 1))
+            waiting.sort()
+    return hits
+
+
+def test_forecast_learns_who_comes_back() -> None:
+    """Conversations that had a second turn get a third: they are kept at the cost of those that are new."""
+    forecast, lru = Cache(Forecast(), 150), Cache(LRU[Item](), 150)
+    assert conversations(forecast, 8, seed=1) > 2 * conversations(lru, 8, seed=1)
+    factors = forecast.policy._model._factors  # type: ignore[attr-defined]
+    assert factors["turn", 2] > 1.5 * factors["turn", 0]
+    assert factors["end", 0] < 0.2, "nobody asks for a last block again"
+
+
+def test_forecast_keeps_a_part_of_a_loop() -> None:
+    """Where a loop does not fit, a part of it is kept; who keeps what is youngest hits nothing."""
+    forecast, lru = Cache(Forecast(), 200), Cache(LRU[Item](), 200)
+    hits = {cache: sum(cache.serve(*chain(number % 40, 10)) for number in range(2000)) for cache in (forecast, lru)}
+    assert hits[lru] == 0
+    assert hits[forecast] > 0.3 * 20_000, "the best possible is half of them"
+
+
+def test_forecast_recognises_a_conversation_by_its_ghosts() -> None:
+    """A chain that was evicted and comes back goes on where it was: its turn is counted, its reuse seen."""
+    forecast = Forecast[Item]()
+    cache = Cache(forecast, 30)
+    cache.serve(*chain(0, 20))
+    for number in range(1, 10):
+        cache.serve(*chain(number, 20))
+    assert (0, 0) not in cache.items
+    cache.serve(*chain(0, 24))
+    run = forecast._runs[cache.items[0, 0]]
+    assert (run.trail.turn, run.uses) == (1, 2)
+    assert forecast._runs[cache.items[0, 22]].uses == 1
+
+
+def test_forecast_tells_a_shared_prompt_from_a_conversation() -> None:
+    """Requests that part behind a common prompt are not turns of one another."""
+    forecast = Forecast[Item]()
+    cache = Cache(forecast, 500)
+    for number in range(1, 10):
+        cache.serve(*chain(0, 8), *chain(number, 8))
+    run = forecast._runs[cache.items[0, 0]]
+    assert (run.trail.turn, run.uses) == (0, 9)
+    assert run.kind.factors == (("shared", 4),)
+
+
+def test_forecast_keeps_books_that_add_up() -> None:
+    """Every run with items stands in the cell of its kind and bin; every ghost is counted by its run."""
+    rng = random.Random(11)
+    forecast = Forecast[Item]()
+    cache = Cache(forecast, 300)
+    for _ in range(1500):
+        cache.serve(*chain(rng.randrange(80), rng.randint(1, 40)))
+        standing = [(run, cell) for _, cell in forecast._ranked for run in cell.runs]
+        assert {run for run, _ in standing} == set(forecast._runs.values())
+        for run, cell in standing:
+            assert run.cell is cell
+            assert (cell.kind, cell.bin) == (run.kind, run.bin)
+            assert all(forecast._runs[item] is run for item in run.items)
+            assert run.alive >= len(run.items) > 0
+        ghosts = list(forecast._ghosts.values())
+        assert all(run.ghosts == ghosts.count(run) for run in set(ghosts))
+        assert forecast._ranked == sorted(forecast._ranked, key=lambda entry: entry[0])
+        assert len(forecast._due) < 4 * (len(forecast._ghosts) + len(forecast._runs))
+
+
+def test_bins_cover_all_ages() -> None:
+    """Each age is in the bin that ends behind it."""
+    assert bin_of(0) == 0
+    assert bin_of(1 << 40) == BINS - 1
+    for age in (0, 1, 63, 64, 65, 90, 91, 5000, 1 << 20):
+        number = bin_of(age)
+        assert age < bin_ends_at(number)
+        assert number == 0 or age >= bin_ends_at(number - 1)
+
+
+def feed(kind: Kind, rows: dict[int, tuple[int, int]]) -> None:
+    """Adds (hits, misses) per bin to what was seen of a kind."""
+    for number, (hits, misses) in rows.items():
+        kind.hits[number] += hits
+        kind.misses[number] += misses
+
+
+def test_worth_rises_while_reuse_is_ahead_and_falls_behind_it() -> None:
+    """All blocks come back in bin 12, or never: waiting pays until then, and not after."""
+    model = ReuseModel()
+    kind = model.kind(("turn", 0), ("growth", 3))
+    for _ in range(5):
+        feed(kind, dict.fromkeys(range(BINS), (0, 20000)) | {12: (10000, 10000)})
+        model.learn()
+    assert kind.worth[0] < kind.worth[6] < kind.worth[12]
+    assert kind.worth[13] < kind.worth[0] / 10
+
+
+def test_a_factor_is_learned_across_kinds() -> None:
+    """What is known of a feature holds for kinds that were never seen."""
+    model = ReuseModel()
+    kinds = {(turn, growth): model.kind(("turn", turn), ("growth", growth)) for turn in (0, 1) for growth in (1, 5)}
+    for _ in range(5):
+        for turn, growth in ((0, 1), (0, 5), (1, 5)):
+            hits = 1000 * (1 + turn) * (3 if growth == 1 else 1)
+            feed(kinds[turn, growth], dict.fromkeys(range(8, 16), (hits, 10000 - hits)))
+        model.learn()
+    assert kinds[1, 1].worth[10] > kinds[0, 1].worth[10] > kinds[0, 5].worth[10]
+
+
+def test_every_tier_evicts_by_the_policy_of_its_name() -> None:
+    """And by the default where none is named."""
+    tiers = (ModelTier("near", 1 << 20), ModelTier("far", 1 << 20))
+    core = TierManager(EXTENT, EXTENT, tiers, eviction={CPU_TIER: "lru", "far": "arc"})
+    assert [type(lane.catalog._order) for lane in core._flow.lanes] == [POLICIES[DEFAULT_POLICY], ARC]
+    assert core._primary._new_policy is LRU
+
+
+@pytest.mark.parametrize("eviction", [{CPU_TIER: "fifo"}, {"near": ""}, {"nowhere": "lru"}])
+def test_unknown_names_are_refused(eviction: dict[str, str]) -> None:
+    """A misspelt option never falls back silently; the message says what there is."""
+    with pytest.raises(ValueError, match=r"there is no (policy|tier).*there are .*"):
+        TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)], eviction=eviction)

@@ -1,0 +1,349 @@
+"""The policy made for KV caches: keeps what is worth the most hits per block and unit of time.
+
+A conversation comes back with its chain grown by a turn; an agent's system prompt comes back with another tail. So blocks
+are looked at as runs: what one request used, cut where the past of the blocks differs. Of a run it is known
+
+- how often its blocks were used: more often than their conversation had turns means that they are *shared*;
+- the conversation's *turn*: how often, one upon the other, a request went on where another had ended;
+- by how many blocks it *grew* this time (short turns are followed by more turns, and sooner);
+- whether it is the *end*: an engine may hash a last block that is not full, which nobody asks for again.
+
+How soon blocks of such a kind come back, if at all, is learned on the job (`reuse`), from what is here and from ghosts. The run
+that is worth the least, by its kind and age, goes first, tail before head.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import groupby
+from typing import Generic
+
+from .base import T
+from .requests import OpenRequests
+from .reuse import BINS, Kind, ReuseModel, bin_ends_at, bin_of
+
+__all__ = ["Forecast"]
+
+_MIN_GHOSTS = 1024
+_GHOST_EVERY = 8
+"""Of the blocks of a run that went, every eighth leaves a ghost, and those where the next turn would go on."""
+_MIN_ROUND = 2048
+"""Uses from one round of learning to the next; half as many as there are items, if that is more."""
+_MOST_TURNS = 5
+_MOST_GROWTH = 8
+_MOST_SHARED = 10
+
+
+class _Trail(Generic[T]):
+    """One request: what it used, and what that says."""
+
+    __slots__ = ("body", "end", "grown", "known", "length", "runs", "time", "turn")
+
+    def __init__(self) -> None:
+        self.time = 0
+        self.length = 0
+        """Blocks so far."""
+        self.known = 0
+        """Blocks up to the last one that was used before."""
+        self.turn = 0
+        self.runs: list[_Run[T]] = []
+        self.body: _Run[T] | None = None
+        """The run of new blocks, and"""
+        self.end: _Run[T] | None = None
+        """the one behind it, of the last block."""
+
+
+class _Run(Generic[T]):
+    """Blocks of one request with the same past, in the order of their chain."""
+
+    __slots__ = ("alive", "bin", "cell", "due", "ghosts", "items", "kind", "start", "trail", "uses")
+
+    def __init__(self, trail: _Trail[T], items: list[T], start: int, uses: int, kind: Kind) -> None:
+        self.trail = trail
+        self.items = items
+        self.start = start
+        """Place of the first item in the chain."""
+        self.uses = uses
+        self.kind = kind
+        self.bin = 0
+        """The bin of its age."""
+        self.cell: _Cell[T] | None = None
+        """Where it stands while it has items."""
+        self.due = 0
+        """When it leaves its bin."""
+        self.alive = len(items)
+        """Blocks that are here or gone, and not used since."""
+        self.ghosts = 0
+        """How many of them left a ghost."""
+
+
+class _Cell(Generic[T]):
+    """Runs of one kind and about one age, in the order of their last use."""
+
+    __slots__ = ("bin", "kind", "rank", "runs")
+
+    def __init__(self, kind: Kind, number: int, serial: int) -> None:
+        self.kind = kind
+        self.bin = number
+        self.runs: OrderedDict[_Run[T], None] = OrderedDict()
+        self.rank = (0.0, serial)
+
+    def price(self) -> None:
+        """Sets the rank by what its blocks are worth now."""
+        self.rank = (self.kind.worth[self.bin], self.rank[1])
+
+    def in_order(self) -> Iterator[_Run[T]]:
+        """Yields the run to go first first: the oldest, but the youngest where waiting makes a block worth more."""
+        rising = self.bin + 1 < BINS and self.kind.worth[self.bin + 1] > self.kind.worth[self.bin]
+        return reversed(self.runs) if rising else iter(self.runs)
+
+
+class Forecast(Generic[T]):
+    """Least worth first."""
+
+    def __init__(self) -> None:
+        self._model = ReuseModel()
+        self._unknown = self._model.kind()
+        self._requests = OpenRequests[_Trail[T]](_Trail)
+        self._runs: dict[T, _Run[T]] = {}
+        self._ghosts: OrderedDict[Hashable, _Run[T]] = OrderedDict()
+        self._cells: dict[tuple[Kind, int], _Cell[T]] = {}
+        self._ranked: list[tuple[tuple[float, int], _Cell[T]]] = []
+        """The cells that hold runs, by rank. Ranks differ, so cells are never compared."""
+        self._due: list[tuple[int, int, _Run[T]]] = []
+        """A heap of the runs by when they are due, and of entries that have been overtaken."""
+        self._serial = 0
+        self._clock = 0
+        self._next_round = _MIN_ROUND
+
+    def use(self, items: Sequence[T], request: Hashable = None) -> None:
+        """Moves the items to the request's runs, and all of these to the young end."""
+        trail = self._requests.of(request)
+        pieces = self._pieces(items, trail)
+        for old, piece in pieces:
+            if old is not None:
+                self._count_reuse(old, piece)
+        self._follow(trail, pieces)
+        self._fold_end(trail)
+        for number, (old, piece) in enumerate(pieces, start=1):
+            self._append(trail, old, piece, last=number == len(pieces))
+        self._renew(trail)
+        self._clock += sum(len(piece) for _, piece in pieces)
+        self._advance()
+
+    def finish(self, request: Hashable) -> None:
+        """Forgets the request's name."""
+        self._requests.finish(request)
+
+    def remove(self, item: T) -> None:
+        """Takes an item out of its run; some leave ghosts, which tell when the chain comes back."""
+        run = self._runs.pop(item, None)
+        if run is None:
+            return
+        index = len(run.items) - 1
+        if run.items[index] is not item:
+            index = run.items.index(item)
+        del run.items[index]
+        place = run.start + index
+        if place % _GHOST_EVERY == 0 or place >= run.trail.length - 2 or not run.items:
+            self._ghosts[item.name] = run
+            run.ghosts += 1
+            self._trim()
+        if not run.items:
+            self._leave(run)
+            self._bury(run)
+
+    def victims(self) -> Iterator[T]:
+        """Yields from the cell that is worth the least, of each run the tail first."""
+        for _, cell in self._ranked:
+            for run in cell.in_order():
+                yield from reversed(run.items)
+
+    def oldest(self) -> T | None:
+        """Returns the tail of the run that was used the longest ago."""
+        heads = (next(iter(cell.runs)) for _, cell in self._ranked)
+        run = min(heads, key=lambda run: run.trail.time, default=None)
+        return run.items[-1] if run else None
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def _pieces(self, items: Sequence[T], trail: _Trail[T]) -> list[tuple[_Run[T] | None, list[T]]]:
+        """Cuts items where their past differs, and leaves out those that this request used before."""
+        pieces: list[tuple[_Run[T] | None, list[T]]] = []
+        for run, group in groupby(items, self._runs.get):
+            if run is None:
+                self._recognise(list(group), trail, pieces)
+            elif run.trail is not trail:
+                pieces.append((run, list(group)))
+        return pieces
+
+    def _recognise(self, items: list[T], trail: _Trail[T], pieces: list[tuple[_Run[T] | None, list[T]]]) -> None:
+        """Adds pieces for items that are not here; a ghost speaks for those before it as well."""
+        piece: list[T] = []
+        for item in items:
+            piece.append(item)
+            run = self._ghosts.pop(item.name, None)
+            if run is None:
+                continue
+            run.ghosts -= 1
+            if run.trail is trail:
+                continue
+            if pieces and pieces[-1][0] is run:
+                pieces[-1][1].extend(piece)
+            else:
+                pieces.append((run, piece))
+            piece = []
+        if piece:
+            pieces.append((None, piece))
+
+    def _count_reuse(self, run: _Run[T], items: list[T]) -> None:
+        """Tells the model, and takes from a run what another one takes over: usually its head."""
+        run.kind.hits[bin_of(self._clock - run.trail.time)] += len(items)
+        if run.items == items and not run.ghosts:
+            return  # nothing of it stays behind: `_append` takes it over as it is
+        run.alive = max(0, run.alive - len(items))
+        if run.items:
+            here = items
+            if run.items[: len(items)] != items:
+                here = [item for item in items if self._runs.get(item) is run]
+            if run.items[: len(here)] == here:
+                del run.items[: len(here)]
+            else:
+                taken = set(here)
+                run.items = [item for item in run.items if item not in taken]
+            run.start += len(here)
+            if not run.items:
+                self._leave(run)
+        self._bury(run)
+
+    def _follow(self, trail: _Trail[T], pieces: list[tuple[_Run[T] | None, list[T]]]) -> None:
+        """Finds out how far the chain is known, and whether it goes on where an earlier request ended."""
+        place = trail.length
+        for old, piece in pieces:
+            place += len(piece)
+            if old is not None:
+                trail.known = place
+                goes_on = 1 < trail.known >= old.trail.length - 1
+                trail.turn = old.trail.turn + 1 if goes_on else 0
+
+    def _fold_end(self, trail: _Trail[T]) -> None:
+        """Makes the last block a block like any other: the request goes on."""
+        end, trail.end = trail.end, None
+        if end is None or not end.items or end.trail is not trail:
+            return
+        body = trail.body
+        if body is None or not body.items or body.trail is not trail:
+            trail.body = end
+            return
+        body.items += end.items
+        body.alive += end.alive
+        self._runs.update(dict.fromkeys(end.items, body))
+        end.items, end.alive = [], 0
+        self._leave(end)
+
+    def _append(self, trail: _Trail[T], old: _Run[T] | None, piece: list[T], *, last: bool) -> None:
+        place = trail.length
+        trail.length += len(piece)
+        if old is not None and old.items == piece:
+            old.trail, old.start, old.alive = trail, place, len(piece)
+            old.uses += 1
+            trail.runs.append(old)
+            return
+        if old is not None:
+            self._start(trail, piece, place, old.uses + 1)
+            return
+        tail = [piece.pop()] if last else []
+        if piece:
+            body = trail.body
+            if body and body.trail is trail and body.items and body.start + len(body.items) == place:
+                body.items += piece
+                body.alive += len(piece)
+                self._runs.update(dict.fromkeys(piece, body))
+            else:
+                trail.body = self._start(trail, piece, place, 1)
+        if tail:
+            trail.end = self._start(trail, tail, place + len(piece), 1)
+
+    def _start(self, trail: _Trail[T], items: list[T], place: int, uses: int) -> _Run[T]:
+        run = _Run(trail, items, place, uses, self._unknown)
+        trail.runs.append(run)
+        self._runs.update(dict.fromkeys(items, run))
+        return run
+
+    def _renew(self, trail: _Trail[T]) -> None:
+        """Makes a request's runs young again, of the kind that they are by now."""
+        trail.time = self._clock
+        trail.runs = [run for run in trail.runs if run.alive and run.trail is trail]
+        for run in trail.runs:
+            run.kind, run.bin = self._kind_of(run), 0
+            self._place(run)
+            self._wait(run, trail.time + bin_ends_at(0))
+
+    def _kind_of(self, run: _Run[T]) -> Kind:
+        trail = run.trail
+        if run is trail.end:
+            return self._model.kind(("end", 0))
+        if run.uses > trail.turn + 1:
+            return self._model.kind(("shared", min((run.uses - 1).bit_length(), _MOST_SHARED)))
+        growth = (trail.length - trail.known).bit_length()
+        return self._model.kind(("turn", min(trail.turn, _MOST_TURNS)), ("growth", min(growth, _MOST_GROWTH)))
+
+    def _advance(self) -> None:
+        """Moves runs to the bin of their age, and learns from time to time."""
+        while self._due and self._due[0][0] <= self._clock:
+            due, _, run = heapq.heappop(self._due)
+            if not run.alive or due != run.due:
+                continue
+            run.kind.misses[run.bin] += run.alive
+            if run.bin + 1 < BINS:
+                run.bin += 1
+                self._place(run)
+                self._wait(run, run.trail.time + bin_ends_at(run.bin))
+        if self._clock >= self._next_round:
+            self._next_round = self._clock + max(_MIN_ROUND, len(self) // 2)
+            self._model.learn()
+            for _, cell in self._ranked:
+                cell.price()
+            self._ranked = sorted((cell.rank, cell) for _, cell in self._ranked)
+
+    def _wait(self, run: _Run[T], due: int) -> None:
+        if due != run.due:
+            run.due = due
+            self._serial += 1
+            heapq.heappush(self._due, (due, self._serial, run))
+
+    def _place(self, run: _Run[T]) -> None:
+        """Puts a run into the cell of its kind and age, if it has items."""
+        self._leave(run)
+        if not run.items:
+            return
+        cell = self._cells.get((run.kind, run.bin))
+        if cell is None:
+            cell = self._cells[run.kind, run.bin] = _Cell(run.kind, run.bin, len(self._cells))
+        if not cell.runs:
+            cell.price()
+            insort(self._ranked, (cell.rank, cell))
+        cell.runs[run] = None
+        run.cell = cell
+
+    def _leave(self, run: _Run[T]) -> None:
+        cell, run.cell = run.cell, None
+        if cell is not None:
+            del cell.runs[run]
+            if not cell.runs:
+                del self._ranked[bisect_left(self._ranked, (cell.rank,))]
+
+    def _trim(self) -> None:
+        while len(self._ghosts) > max(_MIN_GHOSTS, len(self)):
+            run = self._ghosts.popitem(last=False)[1]
+            run.ghosts -= 1
+            self._bury(run)
+
+    def _bury(self, run: _Run[T]) -> None:
+        """Gives up a run of which nothing is left to be recognised by."""
+        if not run.items and not run.ghosts:
+            run.alive = 0
