@@ -77,16 +77,17 @@ class Keeper:
             KVTierError: there is none; the last attempt's error, if there was one.
         """
         with self._changed:
+            # A link that has fallen is still there until the thread has noticed: no answer either, and no error yet.
             self._changed.wait_for(
-                lambda: self._link or (self._error and not patient) or self._closing.is_set(), seconds
+                lambda: self.link or (not patient and (self._error or self._link)) or self._closing.is_set(), seconds
             )
-            link = self._link
-            if link is not None and not link.fallen:
+            link = self.link
+            if link is not None:
                 return link
             if self._closing.is_set():
                 raise NotConnected("the client is closed")
             if self._error is None:
-                raise NotConnected("no server has answered yet")
+                raise NotConnected("the session has ended" if self._link else "no server has answered yet")
             # A new one for every caller: a raised exception keeps, and adds to, the frames that it passed through.
             raise type(self._error)(str(self._error), self._error.reason)
 

@@ -325,8 +325,7 @@ class TierManager:
 
         Those only: what a tier has had and evicted since must not drive out what it has now.
         """
-        left_out = [block for block in self._primary.ready_blocks() if block.left_out]
-        self._flow.cascade(left_out, None, even_if_busy=True)
+        self._flow.cascade([block for block in self._primary.ready_blocks() if block.left_out], None, even_if_busy=True)
 
     def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""
