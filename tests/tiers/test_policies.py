@@ -346,7 +346,7 @@ def test_worth_rises_while_reuse_is_ahead_and_falls_behind_it() -> None:
     kind = model.kind(("turn", 0), ("growth", 3))
     for _ in range(5):
         feed(kind, dict.fromkeys(range(BINS), (0, 20000)) | {12: (10000, 10000)})
-        model.learn()
+        list(model.learn())
     assert kind.worth[0] < kind.worth[6] < kind.worth[12]
     assert kind.worth[13] < kind.worth[0] / 10
 
@@ -359,7 +359,7 @@ def test_a_factor_is_learned_across_kinds() -> None:
         for turn, growth in ((0, 1), (0, 5), (1, 5)):
             hits = 1000 * (1 + turn) * (3 if growth == 1 else 1)
             feed(kinds[turn, growth], dict.fromkeys(range(8, 16), (hits, 10000 - hits)))
-        model.learn()
+        list(model.learn())
     assert kinds[1, 1].worth[10] > kinds[0, 1].worth[10] > kinds[0, 5].worth[10]
 
 

@@ -55,6 +55,7 @@ class Forecast(Generic[T]):
         self._serial = 0
         self._clock = 0
         self._next_round = _MIN_ROUND
+        self._round: Iterator[Kind | None] | None = None
 
     def use(self, items: Sequence[T], request: Hashable = None) -> None:
         """Moves the items to the request's runs, and all of these to the young end."""
@@ -72,6 +73,7 @@ class Forecast(Generic[T]):
             trail.close()
         self._clock += sum(len(piece) for _, piece in pieces)
         self._advance()
+        self._learn()
 
     def finish(self, request: Hashable) -> None:
         """Forgets the request's name."""
@@ -234,7 +236,7 @@ class Forecast(Generic[T]):
         return self._model.kind(("turn", min(trail.turn, _MOST_TURNS)), ("growth", min(growth, _MOST_GROWTH)))
 
     def _advance(self) -> None:
-        """Moves runs to the bin of their age, and learns from time to time."""
+        """Moves runs to the bin of their age."""
         while self._due and self._due[0][0] <= self._clock:
             due, _, run = heapq.heappop(self._due)
             if not run.alive or due != run.due:
@@ -244,12 +246,25 @@ class Forecast(Generic[T]):
                 run.bin += 1
                 self._place(run)
                 self._wait(run, run.trail.time + bin_ends_at(run.bin))
-        if self._clock >= self._next_round:
+
+    def _learn(self) -> None:
+        """Takes a step of the round of learning, if one runs or is due."""
+        if self._round is None:
+            if self._clock < self._next_round:
+                return
             self._next_round = self._clock + max(_MIN_ROUND, len(self) // 2)
-            self._model.learn()
-            for _, cell in self._ranked:
-                cell.price()
-            self._ranked = sorted((cell.rank, cell) for _, cell in self._ranked)
+            self._round = self._model.learn()
+        try:
+            kind = next(self._round)
+        except StopIteration:
+            self._round = None
+            return
+        if kind is not None:
+            for number in range(BINS):
+                cell = self._cells.get((kind, number))
+                if cell is not None and cell.runs:
+                    self._strike(cell)
+                    self._list(cell)
 
     def _wait(self, run: Run[T], due: int) -> None:
         if due != run.due:
@@ -266,8 +281,7 @@ class Forecast(Generic[T]):
         if cell is None:
             cell = self._cells[run.kind, run.bin] = Cell(run.kind, run.bin, len(self._cells))
         if not cell.runs:
-            cell.price()
-            insort(self._ranked, (cell.rank, cell))
+            self._list(cell)
         cell.runs[run] = None
         run.cell = cell
 
@@ -276,7 +290,16 @@ class Forecast(Generic[T]):
         if cell is not None:
             del cell.runs[run]
             if not cell.runs:
-                del self._ranked[bisect_left(self._ranked, (cell.rank,))]
+                self._strike(cell)
+
+    def _list(self, cell: Cell[T]) -> None:
+        """Ranks a cell by what its blocks are worth now."""
+        cell.rank = (cell.kind.worth[cell.bin], cell.rank[1])
+        insort(self._ranked, (cell.rank, cell))
+
+    def _strike(self, cell: Cell[T]) -> None:
+        """Takes a cell out of the ranking."""
+        del self._ranked[bisect_left(self._ranked, (cell.rank,))]
 
     def _trim(self) -> None:
         while len(self._ghosts) > max(_MIN_GHOSTS, len(self)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import groupby
 from typing import Generic
 
 from .base import T
@@ -18,7 +19,7 @@ class _Chain(Generic[T]):
     __slots__ = ("items",)
 
     def __init__(self) -> None:
-        self.items: OrderedDict[T, None] = OrderedDict()
+        self.items: dict[T, None] = {}
 
 
 class LRU(Generic[T]):
@@ -32,14 +33,14 @@ class LRU(Generic[T]):
     def use(self, items: Sequence[T], request: Hashable = None) -> None:
         """Puts the request's chain last in line."""
         chain = self._requests.of(request)
-        for item in items:
-            known = self._chain_of.get(item)
+        for known, group in groupby(items, self._chain_of.get):
             if known is chain:
                 continue
+            taken = list(group)
             if known is not None:
-                self._leave(known, item)
-            chain.items[item] = None
-            self._chain_of[item] = chain
+                self._leave(known, taken)
+            chain.items.update(dict.fromkeys(taken))
+            self._chain_of.update(dict.fromkeys(taken, chain))
         if chain.items:
             self._chains[chain] = None
             self._chains.move_to_end(chain)
@@ -52,7 +53,7 @@ class LRU(Generic[T]):
         """Takes it out of the line."""
         chain = self._chain_of.pop(item, None)
         if chain is not None:
-            self._leave(chain, item)
+            self._leave(chain, [item])
 
     def victims(self) -> Iterator[T]:
         """Yields from the head of the line."""
@@ -66,7 +67,10 @@ class LRU(Generic[T]):
     def __len__(self) -> int:
         return len(self._chain_of)
 
-    def _leave(self, chain: _Chain[T], item: T) -> None:
-        del chain.items[item]
+    def _leave(self, chain: _Chain[T], items: list[T]) -> None:
+        if len(items) == len(chain.items):
+            chain.items.clear()
+        for item in items if chain.items else ():
+            del chain.items[item]
         if not chain.items:
             del self._chains[chain]

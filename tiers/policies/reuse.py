@@ -14,6 +14,7 @@ a think time, a block's worth rises with its age until that is over, and a cache
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 
 __all__ = ["BINS", "Factor", "Kind", "ReuseModel", "bin_ends_at", "bin_of"]
 
@@ -84,16 +85,21 @@ class ReuseModel:
             kind.worth = self._worth_of(kind)
         return kind
 
-    def learn(self) -> None:
-        """Works the evidence of late into what every kind is worth."""
+    def learn(self) -> Iterator[Kind | None]:
+        """Works the evidence of late into what every kind is worth; yields the kind whose worth has just changed, if any.
+
+        A round takes milliseconds, which no lookup should wait for: so it is taken in steps of a tenth of that.
+        """
         seen = [kind for kind in self._kinds.values() if any(kind.hits) or any(kind.misses)]
         for _ in range(_SWEEPS):
             self._fit_shape(seen)
             self._fit_factors(seen)
-        for kind in self._kinds.values():
+            yield None
+        for kind in list(self._kinds.values()):
             kind.worth = self._worth_of(kind)
             kind.hits = [FADE * count for count in kind.hits]
             kind.misses = [FADE * count for count in kind.misses]
+            yield kind
 
     def _level(self, kind: Kind) -> float:
         level = 1.0

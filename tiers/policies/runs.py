@@ -70,10 +70,7 @@ class Cell(Generic[T]):
         self.bin = number
         self.runs: OrderedDict[Run[T], None] = OrderedDict()
         self.rank = (0.0, serial)
-
-    def price(self) -> None:
-        """Sets the rank by what its blocks are worth now."""
-        self.rank = (self.kind.worth[self.bin], self.rank[1])
+        """What its blocks are worth; the second number makes ranks differ."""
 
     def in_order(self) -> Iterator[Run[T]]:
         """Yields the run to go first first: the oldest, but the youngest where waiting makes a block worth more."""
