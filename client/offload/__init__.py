@@ -1,0 +1,38 @@
+"""What an engine's scheduler offloads, when, and what it waits for: decided here once, for every engine.
+
+``core`` is the door: a state machine that engines' adapters feed with events and whose plans their workers carry out. It knows
+neither an engine nor kvtier's client; ``engine`` says what it asks of both. Behind the door: ``loads`` (with ``hits`` and
+``reads``: what a request may load), ``saves`` (what is stored when it is full, and what is in flight) and ``lazy`` (what is stored
+when it is about to be evicted).
+"""
+
+from .core import Computed, OffloadCore
+from .engine import BlockPool, EngineRequest, FreeBlock, LookupId, Server
+from .groups import BlockTables, CacheGeometry, CacheGroup, GroupKind
+from .hits import Found, Place, Question, search
+from .options import Mode, OffloadOptions
+from .plans import BlockRead, LoadJob, SaveJob, StepPlan
+
+__all__ = [
+    "BlockPool",
+    "BlockRead",
+    "BlockTables",
+    "CacheGeometry",
+    "CacheGroup",
+    "Computed",
+    "EngineRequest",
+    "Found",
+    "FreeBlock",
+    "GroupKind",
+    "LoadJob",
+    "LookupId",
+    "Mode",
+    "OffloadCore",
+    "OffloadOptions",
+    "Place",
+    "Question",
+    "SaveJob",
+    "Server",
+    "StepPlan",
+    "search",
+]
