@@ -112,10 +112,9 @@ class SavePlanner:
         self._pool = pool
         self._jobs: dict[int, _Held] = {}
         # B5: by block id and for the scheduler's life; two blocks with equal content are two blocks. With each, the requests that
-        # offered it meanwhile: they are told when it was not stored. Blocks of free_blocks() are not here, for they are in no
-        # request, and while they are held nobody finds them free again (B5.8).
+        # offered it meanwhile: they are told when it was not stored. (Lazy mode would not need it, B5.8: blocks that are held are not
+        # found free again; but whole requests offer theirs in lazy mode too.)
         self._in_flight: dict[int, list[_Place]] = {}
-        self._held_blocks = 0
         self._next_job_id = 1
 
     @property
@@ -126,13 +125,11 @@ class SavePlanner:
     @property
     def room(self) -> int:
         """How many more blocks may be held now."""
-        return max(0, int(self._pool.num_blocks * self._max_held_fraction) - self._held_blocks)
+        return max(0, int(self._pool.num_blocks * self._max_held_fraction) - len(self._in_flight))
 
     def holds_only_reference(self) -> bool:
         """Whether some block would be free by now, were it not for a save in flight."""
-        return any(
-            self._pool.references(block_id) == 1 for held in self._jobs.values() for block_id in held.job.block_ids
-        )
+        return any(self._pool.references(block_id) == 1 for block_id in self._in_flight)
 
     def plan(
         self,
@@ -174,6 +171,7 @@ class SavePlanner:
         job = SaveJob(self._next_job_id, "")
         for block in blocks:
             if block.key is not None:
+                self._in_flight[block.block_id] = []
                 _add(job, block.key, block.group_index, block.block_id)
         return self._hold(job, now)
 
@@ -205,7 +203,6 @@ class SavePlanner:
     def _end(self, held: _Held, now: float) -> EndedSave:
         job = held.job
         del self._jobs[job.job_id]
-        self._held_blocks -= len(job.block_ids)
         for index, block_id in enumerate(job.block_ids):
             for progress, group_index, position in self._in_flight.pop(block_id, []):
                 if index in held.not_stored:
@@ -227,7 +224,7 @@ class SavePlanner:
         now: float,
     ) -> None:
         """Adds to ``job`` what is to be stored of the ``missed`` positions, and from the cursor to the end of ``table``."""
-        cursor, end, room = progress.cursor(group.index), len(table), self.room - len(job.block_ids)
+        cursor, end, room = progress.cursor(group.index), len(table), self.room
         for position in (*missed, *range(cursor, end)):
             block_id = table[position]
             if block_id == self._geometry.null_block or position * group.block_tokens in progress.loaded:
@@ -250,7 +247,6 @@ class SavePlanner:
         if not job.block_ids:
             return None
         self._next_job_id += 1
-        self._held_blocks += len(job.block_ids)
         self._pool.hold(job.block_ids)
         self._jobs[job.job_id] = _Held(job, now + self._lost_after_s)
         return job

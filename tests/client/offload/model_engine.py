@@ -1,0 +1,220 @@
+"""A small inference engine without a model: a block pool with a prefix cache, chunked prefill, preemption, drafts, pipelined steps.
+
+KV is modelled as labels. The label of a token's KV stands for all tokens up to it, so a block with anything else than its own labels
+is a wrong block, and the next token is a function of the last label. Each rank has its own copy of every block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtier.client.offload import CacheGeometry, CacheGroup, FreeBlock
+
+NULL = 0
+GARBAGE = -1
+
+
+class Script:
+    """The tokens of all requests and their labels: what is right."""
+
+    def __init__(self) -> None:
+        self.meaning: dict[bytes, list[int]] = {}
+        """For each key, the labels that its block must hold."""
+
+    def labels(self, tokens: Sequence[int], known: Sequence[int] = ()) -> list[int]:
+        labels = list(known)
+        for token in tokens[len(labels) :]:
+            labels.append(hash((labels[-1] if labels else 0, token)) & 0xFFFFFFFF)
+        return labels
+
+    def key(self, labels: Sequence[int], group: CacheGroup, position: int) -> bytes:
+        start, end = position * group.block_tokens, (position + 1) * group.block_tokens
+        key = b"%d/%d" % (labels[end - 1], group.index)
+        self.meaning[key] = list(labels[start:end])
+        return key
+
+
+def next_token(label: int) -> int:
+    return label % 5
+
+
+class Status(Enum):
+    WAITING = 1
+    LOADING = 2
+    RUNNING = 3
+    FINISHED = 4
+
+
+@dataclass(eq=False, repr=False)
+class ModelRequest:
+    """A request as the engine sees it; the first ``known`` of ``tokens`` are final, the others only the workers know."""
+
+    request_id: str
+    script: Script
+    tokens: list[int]
+    known: int
+    max_tokens: int
+    groups: Sequence[CacheGroup]
+    may_load: bool = True
+    may_save: bool = True
+    whole: bool = False
+    status: Status = Status.WAITING
+    computed: int = 0
+    executed: int = 0
+    placeholders: int = 0
+    preemptions: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<{self.request_id} {self.status.name} {self.computed}/{self.known}>"
+
+    @property
+    def total_tokens(self) -> int:
+        return self.known
+
+    def final_blocks(self, group: CacheGroup) -> int:
+        return self.known // group.block_tokens
+
+    def key(self, group: CacheGroup, position: int) -> bytes:
+        assert position < self.final_blocks(group), "a key of tokens that are not final"
+        return self.script.key(self.all_labels(), group, position)
+
+    def all_labels(self) -> list[int]:
+        self.labels = self.script.labels(self.tokens, self.labels)
+        return self.labels
+
+
+class Pool:
+    """Blocks with references, a prefix cache and a queue of the free ones in the order of eviction."""
+
+    def __init__(self, num_blocks: int, block_tokens: int, ranks: int) -> None:
+        self.num_blocks = num_blocks
+        self.refs = [0] * num_blocks
+        self.content = [[[GARBAGE] * block_tokens for _ in range(num_blocks)] for _ in range(ranks)]
+        self.named: dict[int, FreeBlock] = {}
+        self.cached: dict[bytes, set[int]] = {}
+        self.queue: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks) if block != NULL)
+        self.taken: list[int] = []
+        """Blocks that were allocated since somebody last looked."""
+
+    def allocate(self, count: int) -> list[int] | None:
+        if len(self.queue) < count:
+            return None
+        blocks = [self.queue.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self.forget(block)
+            self.refs[block] += 1
+        self.taken += blocks
+        return blocks
+
+    def forget(self, block: int) -> None:
+        named = self.named.pop(block, None)
+        if named is not None and named.key is not None:
+            self.cached[named.key].discard(block)
+
+    def name(self, block: int, group: int, key: bytes) -> None:
+        if block not in self.named:
+            self.named[block] = FreeBlock(block, group, key)
+            self.cached.setdefault(key, set()).add(block)
+
+    def find(self, key: bytes) -> int | None:
+        return min(self.cached.get(key) or (), default=None)
+
+    def wipe(self) -> None:
+        """Resets the prefix cache."""
+        self.named.clear()
+        self.cached.clear()
+
+    # ---- what the core asks for
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            assert block != NULL
+            self.queue.pop(block, None)
+            self.refs[block] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            assert self.refs[block] > 0, "released more often than held"
+            self.refs[block] -= 1
+            if not self.refs[block]:
+                self.queue[block] = None
+                self.queue.move_to_end(block, last=block in self.named)
+
+    def references(self, block_id: int) -> int:
+        return self.refs[block_id]
+
+    def free_block(self, block_id: int) -> FreeBlock | None:
+        return self.named.get(block_id, FreeBlock(block_id, 0, None)) if block_id in self.queue else None
+
+    def free_blocks(self, after: int | None) -> Iterator[FreeBlock]:
+        order = list(self.queue)
+        for block in order[order.index(after) + 1 if after is not None else 0 :]:
+            yield self.named.get(block, FreeBlock(block, 0, None))
+
+
+@dataclass
+class Work:
+    """What one request computes in a step: tokens [start, end), the last ``drafts`` of them guessed, ``accepted`` of those rightly.
+
+    ``samples``: the request's last token is among them, so that another one comes out.
+    """
+
+    request: ModelRequest
+    start: int
+    end: int
+    drafts: int
+    samples: bool
+    preemptions: int
+    tables: list[list[int]]
+    accepted: int = 0
+
+    @property
+    def right_end(self) -> int:
+        """Up to where the computed tokens are those of the script."""
+        return self.end - self.drafts + self.accepted
+
+
+class Layout:
+    """The groups of a model, and what a request needs of each."""
+
+    def __init__(self, geometry: CacheGeometry) -> None:
+        self.geometry = geometry
+
+    def needed(self, group: CacheGroup, tokens: int) -> range:
+        """The tokens whose KV the next one looks at."""
+        if group.is_state:
+            return range(max(0, tokens - 1), tokens)
+        return range(0 if group.retained_tokens is None else max(0, tokens - group.retained_tokens), tokens)
+
+    def local_hit(self, pool: Pool, request: ModelRequest) -> int:
+        """How much of its prefix the engine has itself, in every group."""
+        step = self.geometry.step_tokens
+        for hit in range((request.known - 1) // step * step, 0, -step):
+            if all(
+                pool.find(request.key(group, position)) is not None
+                for group in self.geometry.groups
+                for position in range(group.first_needed_block(hit), hit // group.block_tokens)
+            ):
+                return hit
+        return 0
+
+    def compute(self, pool: Pool, work: Work) -> None:
+        """Runs a request's part of a step on every rank: whatever it looks at must be right."""
+        request = work.request
+        while len(request.tokens) < work.right_end + work.samples:
+            request.tokens.append(next_token(request.all_labels()[-1]))
+        labels = request.all_labels()
+        for content in pool.content:
+            for group in self.geometry.groups:
+                table, size = work.tables[group.index], group.block_tokens
+                for at in self.needed(group, work.start):
+                    assert table[at // size] != NULL, f"{request.request_id}: token {at} of group {group.index} is missing"
+                    got = content[table[at // size]][at % size]
+                    assert got == labels[at], f"{request.request_id}: wrong KV of token {at}, group {group.index}"
+                for at in range(work.start, work.end):
+                    content[table[at // size]][at % size] = labels[at] if at < work.right_end else GARBAGE
