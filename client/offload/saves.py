@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from .backoff import Backoff
 from .engine import BlockPool, EngineRequest, FreeBlock
-from .groups import BlockTables, CacheGeometry, CacheGroup
+from .groups import BlockTables, CacheGeometry, CacheGroup, GroupKind
 from .plans import SaveJob
 
 __all__ = ["EndedSave", "SavePlanner", "SaveProgress"]
@@ -105,7 +105,9 @@ class SavePlanner:
     def __init__(
         self, geometry: CacheGeometry, world_size: int, max_held_fraction: float, lost_after_s: float, pool: BlockPool
     ) -> None:
-        self._geometry = geometry
+        self._null_block = geometry.null_block
+        # Those first whose blocks go while the request runs, out of their window: full attention's are still there in the next step.
+        self._groups = sorted(geometry.groups, key=lambda group: group.kind is GroupKind.FULL)
         self._world_size = world_size
         self._max_held_fraction = max_held_fraction
         self._lost_after_s = lost_after_s
@@ -148,7 +150,7 @@ class SavePlanner:
         """
         retry = bool(progress.missed) and (last or progress.backoff.is_over(now))
         ends: dict[int, int] = {}
-        for group in self._geometry.groups:
+        for group in self._groups:
             end = min(computed_tokens // group.block_tokens, request.final_blocks(group))
             if end > progress.cursor(group.index) or (retry and group.index in progress.missed):
                 ends[group.index] = end
@@ -158,7 +160,7 @@ class SavePlanner:
         if retry:
             progress.backoff.grow(now)
         job = SaveJob(self._next_job_id, request.request_id)
-        for group in self._geometry.groups:
+        for group in self._groups:
             if group.index in ends:
                 table = tables[group.index]
                 end = min(ends[group.index], len(table))
@@ -227,7 +229,7 @@ class SavePlanner:
         cursor, end, room = progress.cursor(group.index), len(table), self.room
         for position in (*missed, *range(cursor, end)):
             block_id = table[position]
-            if block_id == self._geometry.null_block or position * group.block_tokens in progress.loaded:
+            if block_id == self._null_block or position * group.block_tokens in progress.loaded:
                 continue
             place = _Place(progress, group.index, position)
             if block_id in self._in_flight:

@@ -71,9 +71,11 @@ class World:
         self.load_reports: Counter[str] = Counter()
         self.failed_loads: set[str] = set()
         self.job_ids: set[int] = set()
-        self.expiries: dict[int, float] = {}
+        self.picky = 0.1
+        self.takes_all: set[str] = set()
+        """Requests that took all that was offered to them: that must be loadable."""
         self.hits: dict[str, int] = {}
-        actions: dict[Callable[[], None], float] = {
+        actions: dict[Callable[[], object], float] = {
             self.step: 30,
             self.arrive: 8,
             self.run_worker: 40,
@@ -212,6 +214,7 @@ class World:
             assert answer == 0 or request.may_load
             assert local + answer < request.known, "nothing left to compute"
             external = self.accept(answer)
+            (self.takes_all.add if external == answer else self.takes_all.discard)(request.request_id)
         self.hits[request.request_id] = local + external
         count = min(request.known - local - external, budget) if not external else 0
         # Room for all that is known, where it is loaded: nobody who waits with blocks may be stuck for more of them.
@@ -233,7 +236,7 @@ class World:
     def accept(self, offered: int) -> int:
         """The engine may take less than was offered."""
         step = self.geometry.step_tokens
-        return self.rng.randrange(0, offered + 1, step) if offered and self.rng.random() < 0.1 else offered
+        return self.rng.randrange(0, offered + 1, step) if offered and self.rng.random() < self.picky else offered
 
     def place(self, request: ModelRequest, local: int, external: int, tokens: int) -> bool:
         """Builds the block tables: what the engine has, room for what is loaded, room for what is computed."""
@@ -368,11 +371,12 @@ class World:
     def forget_ended_saves(self) -> None:
         self.saves = {job_id: job for job_id, job in self.saves.items() if job_id in self.core._saves._jobs}
 
-    def answer_lookup(self) -> None:
+    def answer_lookup(self) -> bool:
         open_lookups = [number for number, asked in self.server.asked.items() if not asked.answered]
         if open_lookups and self.rng.random() >= self.server.faults.lookup_hangs:
             number = self.rng.choice(open_lookups)
             self.core.lookup_ended(number, self.server.answer(number), self.now)
+        return bool(open_lookups)
 
     def abort(self) -> None:
         alive = [request for request in self.requests.values() if request.status is not Status.FINISHED]
@@ -421,6 +425,8 @@ class World:
         self.forget_ended_saves()
         for load in loads:
             assert self.requests[load.request_id].status in {Status.LOADING, Status.FINISHED}
+            assert load.reads or load.request_id not in self.takes_all, "what was offered cannot be loaded"
+            self.takes_all.discard(load.request_id)
 
     def check(self) -> None:
         core = self.core
@@ -431,6 +437,7 @@ class World:
         assert core._saves._jobs.keys() == jobs.keys()
         in_use = Counter(block for job in jobs.values() for block in job.block_ids)
         assert core._saves._in_flight.keys() == in_use.keys(), "the in-flight set is not what is in flight"
+        assert len(in_use) <= self.pool.num_blocks * core._saves._max_held_fraction, "saves hold too much"
         users = in_use + Counter(
             block for request in self.requests.values() for table in request.tables for block in table if block != NULL
         )
@@ -447,6 +454,7 @@ class World:
     def calm(self) -> None:
         """From now on nothing goes wrong, and there is room for all."""
         self.server.faults = CALM
+        self.picky = 0
         self.server.capacity = 1_000_000
 
     def settle(self) -> None:
@@ -456,7 +464,8 @@ class World:
                 break
             self.now += 0.3
             self.step()
-            self.answer_lookup()
+            while self.answer_lookup():
+                pass
             self.emptied()
             for worker in self.workers:
                 worker.run(self.now)
@@ -483,3 +492,22 @@ def run(seed: int, steps: int, mode: Mode | None = None) -> World:
     world.settle()
     world.check_settled()
     return world
+
+
+def refill(seed: int, steps: int) -> None:
+    """After any life, prompts that are computed again are found whole, whatever the server had lost of them (B4.15).
+
+    Not always at the second time: what is put off, because saves hold too many blocks, may have fallen out of its window before. And
+    with few enough blocks to hold, short requests end before it is their turn, each time: so there is no such limit here.
+    """
+    world = run(seed, steps, Mode.EAGER)
+    world.core._saves._max_held_fraction = 1.0
+    step = world.geometry.step_tokens
+    whole = (len(world.chains[0]) - 1) // step * step - step * world.geometry.drop_last_block
+    for _ in range(10):
+        world.pool.wipe()
+        requests = [world.submit(chain, 1) for chain in world.chains]
+        world.settle()
+        if all(world.hits[request.request_id] >= whole for request in requests):
+            return
+    raise AssertionError("a hole that is never filled")

@@ -1,0 +1,20 @@
+"""The simulation for as long as you like: `PYTHONPATH=src python tests/client/offload/long_run.py FIRST LAST [STEPS]`."""
+
+from __future__ import annotations
+
+import sys
+
+from offload_world import refill, run
+
+
+def main(first: int, last: int, steps: int = 1500) -> None:
+    """Lives the lives of these seeds; stops at the first that breaks something."""
+    for seed in range(first, last):
+        print(f"\rseed {seed}", end="", flush=True)
+        run(seed, steps)
+        refill(seed, steps)
+    print(f"\r{last - first} lives of {steps} steps: nothing broke")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
