@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 from .base import NamespaceId, Outcome, SecondaryTier
 from .blocks import Block
-from .catalog import Catalog, CatalogEntry, EntryState
+from .catalog import Catalog, CatalogEntry, EntryState, UsedElsewhere
 from .commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
-from .policies import DEFAULT_POLICY, POLICIES
+from .history import History, Left
+from .lines import Lines
 from .requests import Request
 from .stats import TierStats
 
@@ -51,11 +54,13 @@ class Finished:
 class Lane:
     """One secondary tier as the core sees it: its catalog, its queue, its counters."""
 
-    def __init__(self, index: int, tier: SecondaryTier, max_queued_bytes: int, policy: str) -> None:
+    def __init__(
+        self, index: int, tier: SecondaryTier, lines: Lines[CatalogEntry], max_queued_bytes: int, left: Left
+    ) -> None:
         self.index = index
         """Position in the lookup order; the CPU tier is 0."""
         self.tier = tier
-        self.catalog = Catalog(tier.capacity_bytes, POLICIES[policy])
+        self.catalog = Catalog(tier.capacity_bytes, lines, left)
         self.max_queued_bytes = max_queued_bytes
         self.queue: deque[Block] = deque()
         """Blocks that wait to be stored; each is pinned, and has its entry in the catalog."""
@@ -74,8 +79,9 @@ class Lane:
 
     def use(self, blocks: Iterable[Block], user: Hashable) -> None:
         """Takes note that a request used these blocks, as far as they are here, given head first."""
-        entries = (self.catalog.get(block.namespace, block.key) for block in blocks)
-        self.catalog.use([entry for entry in entries if entry is not None], user)
+        for retain_until, together in groupby(blocks, attrgetter("retain_until")):
+            entries = (self.catalog.get(block.namespace, block.key) for block in together)
+            self.catalog.use([entry for entry in entries if entry is not None], user, retain_until)
 
     def stats(self) -> TierStats:
         """Returns the figures of this moment."""
@@ -102,15 +108,16 @@ class TierFlow:
     def __init__(
         self,
         tiers: Sequence[SecondaryTier],
+        lines: Sequence[Lines[CatalogEntry]],
         max_queued_bytes: int,
         unpin: Callable[[Block], None],
         command: Callable[[Command], None],
-        eviction: Mapping[str, str],
+        history: History,
     ) -> None:
         """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored."""
         self.lanes = [
-            Lane(number, tier, max_queued_bytes, eviction.get(tier.name, DEFAULT_POLICY))
-            for number, tier in enumerate(tiers, start=1)
+            Lane(number, tier, mine, max_queued_bytes, history.left)
+            for number, (tier, mine) in enumerate(zip(tiers, lines, strict=True), start=1)
         ]
         self._unpin = unpin
         self._command = command
@@ -121,6 +128,12 @@ class TierFlow:
         """Takes in what the tiers kept from an earlier life; removes what no longer fits."""
         for lane in self.lanes:
             lane.doomed += lane.catalog.recover(lane.tier.entries())
+            self._advance(lane)
+
+    def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
+        """Lets time pass: removes from tiers what was not used for as long as their `ttl`."""
+        for lane in self.lanes:
+            lane.doomed += lane.catalog.tick(now, used_in_cpu)
             self._advance(lane)
 
     def find(self, namespace: NamespaceId, key: bytes) -> Lane | None:
@@ -178,7 +191,7 @@ class TierFlow:
                 job = self._begin(lane, JobKind.LOAD, batch)
                 for entry in job.entries:
                     entry.loads += 1
-                lane.catalog.use(job.entries, user)
+                lane.use(batch, user)
 
     def user_finished(self, user: Hashable) -> None:
         """Takes note that a request uses nothing any more."""
@@ -227,7 +240,7 @@ class TierFlow:
             lane.doomed.append(entry)
             if outcome is Outcome.NO_SPACE:
                 # The storage holds less than was reckoned with (its disk is shared, say): without room it would stay stuck.
-                lane.doomed += lane.catalog.make_room(entry.nbytes)
+                lane.doomed += lane.catalog.make_room(entry.namespace, entry.nbytes)
         self._unpin(block)
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:

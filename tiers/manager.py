@@ -7,7 +7,7 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import islice
 
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer, StoreStatus
@@ -16,15 +16,15 @@ from .blocks import Block, NamespaceSpec
 from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
 from .errors import InvalidItem, InvalidNamespace, LimitExceeded, UnknownSession
 from .flow import JobKind, Lane, TierFlow
+from .history import History
+from .keeping import CPU_TIER, Keeping
 from .leases import Lease, LeaseTable, Owner, Store, StoreTable
-from .policies import DEFAULT_POLICY, POLICIES
 from .primary import PrimaryTier
 from .requests import Request, RequestTable
 from .stats import ManagerStats, TierStats
 
 __all__ = ["TierManager"]
 
-CPU_TIER = "cpu"
 MAX_LEASED_ITEMS = 4 << 20
 """Most items that the leases of one session may add up to."""
 
@@ -40,7 +40,8 @@ class TierManager:
         *,
         max_queued_bytes: int | None = None,
         first_id: int = 1,
-        eviction: Mapping[str, str] | None = None,
+        keeping: Keeping | None = None,
+        now: float = 0.0,
     ) -> None:
         """Recovers what the tiers kept from an earlier life.
 
@@ -51,21 +52,28 @@ class TierManager:
             max_queued_bytes: bounds what waits to be stored in one of them; a quarter of the region by default.
             first_id: where ids of leases and stores start. The shell picks it at random, so that an id from an earlier
                 life is never taken for one of this life.
-            eviction: how tiers evict: per name of a tier (the CPU tier is "cpu") one of `POLICIES`; the default for
-                those that are not named.
+            keeping: how tiers keep blocks, and for whom; by default for everybody alike.
+            now: the time, in seconds of the clock that `tick` goes by.
 
         Raises:
-            ValueError: `eviction` names a tier or a policy that does not exist.
+            ValueError: `keeping` contradicts itself, or names a tier or a policy that does not exist.
         """
-        eviction = eviction or {}
-        _check_eviction(eviction, {CPU_TIER, *(tier.name for tier in tiers)})
+        keeping = keeping or Keeping()
+        keeping.check({CPU_TIER, *(tier.name for tier in tiers)})
         self._commands: list[Command] = []
         self._region_bytes = region_bytes
-        self._primary = PrimaryTier(extent_bytes, POLICIES[eviction.get(CPU_TIER, DEFAULT_POLICY)])
+        self._now = now
+        self._history = History()
+        self._primary = PrimaryTier(extent_bytes, keeping.lines(CPU_TIER, region_bytes, now), self._history.left)
         self._leases = LeaseTable(self._primary.unpin, first_id)
         self._stores = StoreTable(self._primary.release, first_id)
         self._flow = TierFlow(
-            tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append, eviction
+            tiers,
+            [keeping.lines(tier.name, tier.capacity_bytes, now) for tier in tiers],
+            max_queued_bytes or region_bytes // 4,
+            self._primary.unpin,
+            self._commands.append,
+            self._history,
         )
         self._sessions: dict[bytes, Session] = {}
         self._requests = RequestTable(self._tell_tiers)
@@ -337,7 +345,10 @@ class TierManager:
         return DurableStatus.PENDING if on_its_way else DurableStatus.VOLATILE
 
     def tick(self, now: float) -> None:
-        """Ends what has expired. Called every second or so."""
+        """Ends what has expired. Called every second or so. A clock that goes back is taken to stand still."""
+        now = self._now = max(now, self._now)
+        self._primary.tick(now)
+        self._flow.tick(now, self._primary.used_at)
         for lease in self._leases.expired(now):
             self._leases.release(lease)
             self._commands.append(LeaseSettled(lease.id))
@@ -524,11 +535,3 @@ class TierManager:
 def _user(engine_id: str, request_id: str) -> Hashable:
     """Returns what eviction policies know a request by: None where the client did not say."""
     return (engine_id, request_id) if request_id else None
-
-
-def _check_eviction(eviction: Mapping[str, str], tiers: Collection[str]) -> None:
-    for tier, policy in eviction.items():
-        if tier not in tiers:
-            raise ValueError(f"there is no tier {tier!r} to evict by {policy!r}; there are {', '.join(sorted(tiers))}")
-        if policy not in POLICIES:
-            raise ValueError(f"tier {tier!r}: there is no policy {policy!r}; there are {', '.join(POLICIES)}")
