@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
@@ -21,6 +23,9 @@ RUN = 16
 
 AHEAD = 256
 """So many victims are looked for at a time."""
+
+_TURNS = 1024
+"""So many times, while a whole tier is replaced, it is looked up which share is to make room."""
 
 UsedElsewhere = Callable[[NamespaceId, bytes], float | None]
 """Returns when a block was used in the CPU tier the last time, in seconds; None where it is not there."""
@@ -62,6 +67,16 @@ class CatalogEntry:
         return self.nbytes
 
 
+@dataclass(slots=True)
+class _Turn:
+    """Whose turn it is to make room: shares are compared so often that nobody is ahead by more than a turn."""
+
+    taker: Share
+    line: Line[CatalogEntry]
+    left: float
+    """Bytes that may go before shares are compared again."""
+
+
 class Catalog:
     """The blocks of one secondary tier, never more than its capacity.
 
@@ -77,13 +92,16 @@ class Catalog:
         self._left = left
         self._entries: dict[NamespaceId, dict[bytes, CatalogEntry]] = defaultdict(dict)
         self._count = 0
+        self._line_of: dict[NamespaceId, Line[CatalogEntry]] = {}
+        self._turn: _Turn | None = None
 
     def __len__(self) -> int:
         return self._count
 
     def recover(self, entries: Iterable[Entry]) -> list[CatalogEntry]:
         """Takes in what the tier kept from an earlier life, oldest first; returns what no longer fits."""
-        recovered = [self._add(entry.namespace, entry.key, entry.nbytes, EntryState.HELD) for entry in entries]
+        held, line = EntryState.HELD, self.lines.line
+        recovered = [self._add(each.namespace, each.key, each.nbytes, held, line(each.namespace)) for each in entries]
         doomed = self._evict(entry for entry in recovered if self._is_too_much(entry, entry.nbytes))
         gone = set(doomed)
         kept = [entry for entry in recovered if entry not in gone]
@@ -124,12 +142,14 @@ class Catalog:
 
         Entries that are being stored or loaded are not evicted. The caller says who uses the entry (`use`).
         """
-        share = self.lines.shares.of(namespace)
-        victims = self._victims(share, nbytes)
+        line = self._line_of.get(namespace)
+        if line is None:
+            line = self._line_of[namespace] = self.lines.line(namespace)
+        victims = self._victims(line.share, nbytes)
         if victims is None:
             return None
         self._evict(victims)
-        self._add(namespace, key, nbytes, EntryState.STORING)
+        self._add(namespace, key, nbytes, EntryState.STORING, line)
         return victims
 
     def make_room(self, namespace: NamespaceId, nbytes: int) -> list[CatalogEntry]:
@@ -160,8 +180,9 @@ class Catalog:
         self.lines.expired += len(expired)
         return expired
 
-    def _add(self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState) -> CatalogEntry:
-        line = self.lines.line(namespace)
+    def _add(
+        self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, line: Line[CatalogEntry]
+    ) -> CatalogEntry:
         entry = self._entries[namespace][key] = CatalogEntry(namespace, key, nbytes, state, line)
         self.used_bytes += nbytes
         line.share.used += nbytes
@@ -170,16 +191,40 @@ class Catalog:
 
     def _victims(self, share: Share, nbytes: int) -> list[CatalogEntry] | None:
         """Returns what has to go for so many bytes of a share, or None if that cannot be had now."""
-        over = share.over_limit(nbytes)
-        needed = max(self.used_bytes + nbytes - self.capacity_bytes, over)
-        if needed <= 0:
+        needed = self.used_bytes + nbytes - self.capacity_bytes
+        over = share.over_limit(nbytes) if share.limit is not None else 0
+        if needed <= 0 and not over:
             return []
-        victims = self._choose(share, needed, alone=over > 0)
-        if sum(map(_nbytes, victims)) >= needed:
+        if not over and (victims := self._in_turn(share, needed)):
             return victims
-        for line in self.lines.all():
-            line.ahead.clear()  # they were not taken after all
-        return None
+        needed = max(needed, over)
+        victims = self._choose(share, needed, alone=over > 0)
+        if sum(map(_nbytes, victims)) < needed:
+            for line in self.lines.all():
+                line.ahead.clear()  # they were not taken after all
+            return None
+        if not over:
+            alone = len(self.lines.shares) == 1
+            self._turn = _Turn(share, victims[-1].line, math.inf if alone else self.capacity_bytes // _TURNS)
+        return victims
+
+    def _in_turn(self, share: Share, needed: int) -> list[CatalogEntry] | None:
+        """Returns what goes where it is known whose turn it is, and who is next there; or None."""
+        turn = self._turn
+        if turn is None or turn.taker is not share or turn.left < needed:
+            return None
+        victims = []
+        ahead, freed = turn.line.ahead, 0
+        while ahead and freed < needed:
+            entry = ahead.popleft()
+            if self._may_go(entry):
+                victims.append(entry)
+                freed += entry.nbytes
+        if freed < needed or (turn.line.share is not share and turn.line.share.excess < freed):
+            ahead.extendleft(reversed(victims))
+            return None
+        turn.left -= freed
+        return victims
 
     def _choose(self, share: Share, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
         """Returns who makes room for so many bytes of a share; `alone` says that it is at its limit and pays itself."""
