@@ -30,11 +30,13 @@ def spec(tenant: str, *, world_size: int = 1) -> NamespaceSpec:
 
 
 def tenant(name: str, *, quota: int = 0, limit: int | None = None, tier: str = CPU_TIER) -> Tenant:
+    """Returns a tenant with a share of one tier."""
     limits = {} if limit is None else {tier: limit}
     return Tenant(name, name[:1].encode() * 4, {tier: quota}, limits)
 
 
 def keys(numbers: Iterable[int], *, group: int = 0) -> list[bytes]:
+    """Returns keys of blocks of one size."""
     return [b"%05d" % number + group.to_bytes(4, "big") for number in numbers]
 
 

@@ -7,6 +7,7 @@ from kvtier.tiers.shares import Budget, Share, Shares, Tenant, choose
 
 
 def share(used: int, quota: int = 0) -> Share:
+    """Returns a share that holds so much."""
     made = Share("somebody", quota, None, Budget(0))
     made.used = used
     return made
