@@ -33,6 +33,7 @@ class PrimaryTier:
         """Slots that were asked for and could not be had."""
         self._left = left
         self._blocks: dict[NamespaceId, dict[bytes, Block]] = defaultdict(dict)
+        self._retired: dict[NamespaceId, set[Block]] = {}
         self._owners: dict[int, Block] = {}
         self._detached: dict[int, Share] = {}
         """Slots without a block, by offset, and whose they were."""
@@ -73,7 +74,7 @@ class PrimaryTier:
     def use(self, blocks: Iterable[Block], request: Hashable, retain_until: float = 0.0) -> None:
         """Takes note that a request used these blocks, given head first (see `Lines.use`)."""
         self._clock += 1
-        used = list(dict.fromkeys(blocks))
+        used = [block for block in dict.fromkeys(blocks) if not block.retired]
         for block in used:
             block.last_use = self._clock
         if retain_until:
@@ -116,10 +117,10 @@ class PrimaryTier:
                 self._owners[offset] = block
 
     def unpin(self, block: Block) -> None:
-        """Drops one pin; a block that has neither pins nor slots is forgotten."""
+        """Drops one pin; a block that has neither pins nor slots is forgotten, and a retired one goes."""
         block.pins -= 1
-        if block.pins == 0 and not block.ready and not any(slot is not None for slot in block.slots):
-            self._forget(block)
+        if block.pins == 0 and (block.retired or not (block.ready or any(slot is not None for slot in block.slots))):
+            self.evict(block, MissReason.RESET)
 
     def detach_slot(self, block: Block, rank: int) -> int:
         """Takes an unwritten part's slot away from its block, without freeing it (see `release`)."""
@@ -137,13 +138,31 @@ class PrimaryTier:
             self._detached.pop(offset).used -= self.memory.extent_at(offset).slot_bytes
             self.memory.release([offset])
 
+    def reset(self, namespace: NamespaceId) -> int:
+        """Empties the tier of a namespace; returns how many of its blocks are pinned and will go when they are not.
+
+        Those are not found any more, and what is still being written to them is never published (B4.13).
+        """
+        for block in list(self._blocks[namespace].values()):
+            if block.pins:
+                self._retired.setdefault(namespace, set()).add(block)
+                block.retired = True
+                self._unlist(block)
+            else:
+                self.evict(block, MissReason.RESET)
+        return self.retiring(namespace)
+
+    def retiring(self, namespace: NamespaceId) -> int:
+        """Returns how many blocks a reset still waits for."""
+        return len(self._retired.get(namespace, ()))
+
     def evict(self, block: Block, reason: MissReason = MissReason.EVICTED) -> None:
-        """Drops a block and frees its slots. It must not be pinned."""
+        """Drops a block and frees its slots. It must not be pinned. The one place where a block leaves the tier."""
+        if block.ready and not block.retired:
+            self._left(block.namespace, block.key, block.left_out or reason)
         offsets = [offset for offset in block.slots if offset is not None]
         for offset in offsets:
             del self._owners[offset]
-        if block.ready:
-            self._left(block.namespace, block.key, reason)
         block.slots = [None] * len(block.slots)
         block.written = 0
         block.ready = False
@@ -152,6 +171,15 @@ class PrimaryTier:
         self.memory.release(offsets)
 
     def _forget(self, block: Block) -> None:
+        if not block.retired:
+            self._unlist(block)
+            return
+        retired = self._retired[block.namespace]
+        retired.remove(block)
+        if not retired:
+            del self._retired[block.namespace]
+
+    def _unlist(self, block: Block) -> None:
         del self._blocks[block.namespace][block.key]
         self.lines.remove(block)
 

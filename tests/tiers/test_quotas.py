@@ -314,7 +314,7 @@ def _act(rig: Rig, held: list[tuple[Session, int]], who: str, what: str, names: 
             owner, lease_id = held.pop()
             rig.core.release(owner, lease_id)
     else:
-        lease = rig.core.lookup(session, names, prefix=False, request_id="", expires_at=1e9)
+        lease = rig.core.lookup(session, names, prefix=False, request_id="", expires_at=1e9).lease
         if lease is not None:
             held.append((session, lease.id))
             if what == "look":
