@@ -192,6 +192,11 @@ class TierFlow:
                     entry.loads += 1
                 lane.use(batch, user)
 
+    def retain(self, blocks: Sequence[Block]) -> None:
+        """Retains blocks in the tiers that have them, for as long as each wants to stay."""
+        for lane in self.lanes:
+            lane.retain(blocks)
+
     def user_finished(self, user: Hashable) -> None:
         """Takes note that a request uses nothing any more."""
         for lane in self.lanes:

@@ -97,6 +97,13 @@ class Lane:
             entries = (self.catalog.get(block.namespace, block.key) for block in together)
             self.catalog.use([entry for entry in entries if entry is not None], user, retain_until)
 
+    def retain(self, blocks: Iterable[Block]) -> None:
+        """Retains blocks that are here, for as long as each wants to stay."""
+        for retain_until, together in groupby(blocks, attrgetter("retain_until")):
+            if retain_until > self.catalog.lines.now:
+                entries = (self.catalog.get(block.namespace, block.key) for block in together)
+                self.catalog.lines.retain([entry for entry in entries if entry is not None], retain_until)
+
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
         """Lets time pass: what was not used for too long is to be removed, and answers are forgotten that may not be true."""
         self.questions.tick(now)
@@ -115,6 +122,9 @@ class Lane:
             misses=self.misses,
             evictions=self.catalog.evictions,
             dropped=self.dropped,
+            expired=self.catalog.lines.expired,
+            not_retained=self.catalog.lines.not_retained,
+            shares=self.catalog.lines.stats(),
             jobs=self.jobs,
             healthy=self.tier.trouble is None,
             trouble=self.tier.trouble or "",

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from .base import NamespaceId
 from .policies import EvictionPolicy
 from .shares import Share, Shares
+from .stats import ShareStats
 from .timetable import Timetable
 
-__all__ = ["Line", "LineItem", "Lines", "ShareFigures"]
+__all__ = ["Line", "LineItem", "Lines"]
 
 MOST_AT_ONCE = 8192
 """Items whose time is over that are looked at in one tick, for the loop is not to be held up."""
@@ -57,19 +57,6 @@ class Line(Generic[L]):
         self.policy = policy
         self.ahead: deque[L] = deque()
         """Who goes next, as long as nothing is used: a policy may put first what may not go, to be skipped each time."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShareFigures:
-    """One share of a tier at one moment, in bytes."""
-
-    tenant: str
-    """Name of the tenant; empty for all who have no share of their own."""
-    quota_bytes: int
-    limit_bytes: int | None
-    used_bytes: int
-    retained_bytes: int
-    """What may not be evicted for a while."""
 
 
 class Lines(Generic[L]):
@@ -115,15 +102,20 @@ class Lines(Generic[L]):
         """Returns the lines of one size class, one of a share at most."""
         return self._of_class[size_class]
 
-    def use(self, items: Sequence[L], request: Hashable, retain_until: float = 0.0) -> None:
-        """Takes note that a request used these, distinct and head first; they stay until `retain_until`, if that may be."""
+    def use(self, items: Sequence[L], request: Hashable, retain_until: float = 0.0) -> int:
+        """Takes note that a request used these, distinct and head first, and retains them until then, if that is to come.
+
+        Returns:
+            How many should have been retained, and were not: that is bounded.
+        """
         if self.ttl is not None:
             self._unused.put(items, self.now + self.ttl)
         if retain_until > self.now:
-            items = self._retain(items, retain_until)
+            items = self.retain(items, retain_until)
         elif self._retained:
             items = [item for item in items if not item.retained]
         self._queue(items, request)
+        return len(items) if retain_until > self.now else 0
 
     def finish(self, request: Hashable) -> None:
         """Takes note that a request is over."""
@@ -159,14 +151,10 @@ class Lines(Generic[L]):
         if self.ttl is not None:
             self._unused.put([item], (self.now if used_at is None else used_at) + self.ttl)
 
-    def retained(self) -> int:
-        """Returns how many items are retained."""
-        return len(self._retained)
-
-    def figures(self) -> tuple[ShareFigures, ...]:
+    def stats(self) -> tuple[ShareStats, ...]:
         """Returns the figures of each share, the rest's first."""
         return tuple(
-            ShareFigures(share.name, share.quota, share.limit, share.used, share.retained) for share in self.shares
+            ShareStats(share.name, share.quota, share.limit, share.used, share.retained) for share in self.shares
         )
 
     def _queue(self, items: Sequence[L], request: Hashable) -> None:
@@ -187,8 +175,8 @@ class Lines(Generic[L]):
         line.ahead.clear()
         line.policy.use(items, request)
 
-    def _retain(self, items: Iterable[L], until: float) -> list[L]:
-        """Takes items out of line until then, as far as the budget goes; returns the others."""
+    def retain(self, items: Iterable[L], until: float) -> list[L]:
+        """Keeps items out of line until then, or later where that was said before; returns those for which it is too much."""
         keep: list[L] = []
         rest: list[L] = []
         for item in items:

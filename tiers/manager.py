@@ -163,10 +163,15 @@ class TierManager:
         votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)
         policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
         negotiation = Negotiation(policy, votes)
-        self._requests.add(session, request.request_id, negotiation)
+        self._requests.add(session, request.request_id, negotiation, request.retain_for)
         if request.request_id:
             self._journal.open(session.engine_id, request.request_id, self._now).negotiation = negotiation
         return negotiation
+
+    def retention_of(self, session: Session, request_id: str) -> float:
+        """Returns for how long a request that was begun wants its blocks to stay, in seconds."""
+        request = self._requests.get(session.engine_id, request_id)
+        return request.retain_for if request is not None else 0.0
 
     def finish_request(self, session: Session, request_id: str) -> Request:
         """Takes note that an engine has finished a request: its leases fall, and its tiers are told once it has settled.
@@ -198,6 +203,7 @@ class TierManager:
         expires_at: float,
         tiers: TierFilter = _ALL_TIERS,
         min_hits: int = 0,
+        retain_until: float = 0.0,
     ) -> LookupAnswer:
         """Finds blocks, pins what it finds, and starts promotions.
 
@@ -209,6 +215,7 @@ class TierManager:
             expires_at: when the lease ends.
             tiers: leaves tiers out.
             min_hits: with `prefix`, how many leading hits are worth having; fewer are misses.
+            retain_until: until when hits are not evicted, in any tier, as far as that may be; 0 for no such wish.
 
         Raises:
             LimitExceeded: the session holds leases on too many blocks.
@@ -223,6 +230,7 @@ class TierManager:
             prefix=prefix,
             excluded=self._flow.excluded(tiers),
             min_hits=min_hits,
+            retain_until=retain_until,
         )
 
     def ask(self, session: Session, keys: Sequence[bytes], *, prefix: bool, tiers: TierFilter = _ALL_TIERS) -> bool:
@@ -251,15 +259,25 @@ class TierManager:
         self._lookups.release(self._lookups.leases.get(lease_id, session.engine_id))
 
     def prepare_store(
-        self, session: Session, keys: Sequence[bytes], *, request_id: str, expires_at: float
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        expires_at: float,
+        retain_until: float = 0.0,
     ) -> StoreAnswer:
         """Grants slots for the parts of this session's rank that are not there and that nobody is writing.
+
+        Until `retain_until` none of the blocks is evicted, in any tier, as far as that may be; 0 for no such wish.
 
         Raises:
             InvalidKey: a key names a group that the namespace lacks; nothing was granted.
             InvalidItem: the session has no rank.
         """
-        return self._stores.prepare(session, keys, request_id=request_id, expires_at=expires_at, now=self._now)
+        return self._stores.prepare(
+            session, keys, request_id=request_id, expires_at=expires_at, now=self._now, retain_until=retain_until
+        )
 
     def store(self, session: Session, store_id: StoreId) -> Store:
         """Returns a store in flight of this session's engine.
@@ -398,6 +416,9 @@ class TierManager:
             misses=tally.keys - tally.hits[0],
             evictions=self._primary.evictions,
             dropped=self._primary.no_room,
+            expired=self._primary.lines.expired,
+            not_retained=self._primary.lines.not_retained,
+            shares=self._primary.lines.stats(),
         )
         return ManagerStats(
             tiers=(cpu, *(lane.stats(tally.hits[lane.index]) for lane in self._flow.lanes)),

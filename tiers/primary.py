@@ -71,8 +71,8 @@ class PrimaryTier:
             block = blocks[key] = Block(spec, key, part_bytes, line)
         return block
 
-    def use(self, blocks: Iterable[Block], request: Hashable, retain_until: float = 0.0) -> None:
-        """Takes note that a request used these blocks, given head first (see `Lines.use`)."""
+    def use(self, blocks: Iterable[Block], request: Hashable, retain_until: float = 0.0) -> int:
+        """Takes note that a request used these blocks, given head first. Arguments and result as of `Lines.use`."""
         self._clock += 1
         used = [block for block in dict.fromkeys(blocks) if not block.retired]
         for block in used:
@@ -80,7 +80,7 @@ class PrimaryTier:
         if retain_until:
             for block in used:
                 block.retain_until = max(block.retain_until, retain_until)
-        self.lines.use(used, request, retain_until)
+        return self.lines.use(used, request, retain_until)
 
     def finish(self, request: Hashable) -> None:
         """Takes note that a request is over."""

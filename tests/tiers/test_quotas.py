@@ -6,83 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from simulation import EXTENT, ModelTier
+from tenants import PAGE, ROOMY, Rig, keys, spec, tenant
 
 from kvtier.tiers.answers import Session, StoreStatus
-from kvtier.tiers.base import NamespaceId, Outcome
-from kvtier.tiers.blocks import Block, NamespaceSpec
+from kvtier.tiers.blocks import Block
 from kvtier.tiers.catalog import Catalog, CatalogEntry, EntryState
-from kvtier.tiers.commands import LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.history import History
-from kvtier.tiers.keeping import CPU_TIER, Keeping
+from kvtier.tiers.keeping import CPU_TIER
 from kvtier.tiers.lines import Lines
-from kvtier.tiers.manager import TierManager
 from kvtier.tiers.policies import LRU
 from kvtier.tiers.shares import Share, Shares, Tenant
-
-PAGE = 4096
-ROOMY = 64 * EXTENT
-
-
-def spec(tenant: str, *, world_size: int = 1) -> NamespaceSpec:
-    """Returns a namespace of a tenant, whose tag is its name's first letter four times."""
-    tag = tenant[:1].encode() * 4
-    return NamespaceSpec(NamespaceId(tag + b"%d" % world_size * 12), world_size, (PAGE, 3 * PAGE))
-
-
-def tenant(name: str, *, quota: int = 0, limit: int | None = None, tier: str = CPU_TIER) -> Tenant:
-    """Returns a tenant with a share of one tier."""
-    limits = {} if limit is None else {tier: limit}
-    return Tenant(name, name[:1].encode() * 4, {tier: quota}, limits)
-
-
-def keys(numbers: Iterable[int], *, group: int = 0) -> list[bytes]:
-    """Returns keys of blocks of one size."""
-    return [b"%05d" % number + group.to_bytes(4, "big") for number in numbers]
-
-
-class Rig:
-    """A core with tenants; what a tier is asked to store or load is done at once."""
-
-    def __init__(self, *tenants: Tenant, tiers: Iterable[ModelTier] = (), extents: int = 4) -> None:
-        self.tiers = list(tiers)
-        self.keeping = Keeping(tenants=tenants)
-        self.core = TierManager(extents * EXTENT, EXTENT, self.tiers, keeping=self.keeping)
-        self.core.add_memory(0, extents * EXTENT)
-        self.sessions: dict[NamespaceId, Session] = {}
-
-    def session(self, namespace: NamespaceSpec) -> Session:
-        if namespace.id not in self.sessions:
-            rank = 0 if namespace.world_size > 1 else None
-            self.sessions[namespace.id] = self.core.open_session(namespace.id, namespace.id.hex(), rank, namespace)
-        return self.sessions[namespace.id]
-
-    def store(self, tenant: str, numbers: Iterable[int], *, group: int = 0, chunk: int = 8) -> None:
-        session, names = self.session(spec(tenant)), keys(numbers, group=group)
-        for start in range(0, len(names), chunk):
-            answer = self.core.prepare_store(session, names[start : start + chunk], request_id="", expires_at=1e9)
-            if answer.store_id is not None:
-                self.core.complete_store(session, answer.store_id)
-            self.work()
-
-    def work(self) -> None:
-        while commands := self.core.take_commands():
-            for command in commands:
-                if isinstance(command, RemoveFromTier):
-                    self.tiers[command.tier - 1].remove(command.keys)
-                elif isinstance(command, StoreInTier | LoadFromTier):
-                    held = self.tiers[command.tier - 1].blocks
-                    if isinstance(command, StoreInTier):
-                        held.update({block.name: (block.nbytes, ()) for block in command.blocks})
-                    self.core.job_finished(command.job_id, [Outcome.DONE] * len(command.blocks))
-
-    def visible(self, tenant: str) -> set[bytes]:
-        return {key for key, block in self.core._primary.blocks_of(spec(tenant).id).items() if block.ready}
-
-    def below(self, tenant: str, tier: int = 0) -> set[bytes]:
-        return set(self.core._flow.lanes[tier].catalog._entries.get(spec(tenant).id, ()))
-
-    def share(self, tenant: str) -> Share:
-        return self.core._primary.lines.shares.of(spec(tenant).id)
 
 
 def test_a_flood_does_not_cost_others_what_is_within_their_quota() -> None:
