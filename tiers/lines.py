@@ -133,7 +133,11 @@ class Lines(Generic[L]):
             self._unused.discard(item)
 
     def tick(self, now: float) -> list[L]:
-        """Lets time pass, which never goes back; returns items that have not been used for as long as `ttl`, and may stay after all (`postpone`)."""
+        """Lets time pass, which never goes back.
+
+        Returns:
+            Items that have not been used for as long as `ttl`: the caller drops or postpones each.
+        """
         self.now = now
         self.come_back()
         return [] if self.ttl is None else self._unused.take(self.now, MOST_AT_ONCE)
