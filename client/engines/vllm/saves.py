@@ -38,7 +38,8 @@ _LAST_RETRY_S = 30.0
 class SaveProgress:
     """How far a request's blocks have been offered: per group, the first position not looked at.
 
-    ``loaded`` is the range of tokens that came from the server: not worth offering again. ``missed`` are the positions behind the
+    ``loaded`` is the range of tokens that came from the server: not worth offering again, unless a tier asks for the whole request
+    (B1.1; then it is left empty). ``missed`` are the positions behind the
     cursor that were offered and not stored; they are offered again from ``retry_at`` on, ``retry_s`` after that, and so on.
     """
 
@@ -47,6 +48,12 @@ class SaveProgress:
     missed: dict[int, set[int]] = field(default_factory=dict)
     retry_at: float = 0.0
     retry_s: float = _FIRST_RETRY_S
+
+    def restart(self) -> None:
+        """Look at every block again: the store was emptied (B3.19)."""
+        self.next_position.clear()
+        self.missed.clear()
+        self.loaded = range(0)
 
     def miss(self, group_index: int, position: int) -> None:
         """Note that a block was not stored."""
