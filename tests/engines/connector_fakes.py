@@ -9,9 +9,23 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
-from kvtier.client.engines.vllm.groups import CacheGroup
+from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.config import ConnectorConfig
+from kvtier.client.engines.vllm.groups import CacheGeometry, CacheGroup
+from kvtier.client.engines.vllm.scheduler import SchedulerSide
 
-__all__ = ["FULL", "PAGE", "WINDOW", "FakeClient", "FakePool", "FakeTransfers", "make_request", "wait_for"]
+__all__ = [
+    "FULL",
+    "PAGE",
+    "WINDOW",
+    "FakeClient",
+    "FakePool",
+    "FakeTransfers",
+    "make_request",
+    "make_step",
+    "scheduler_side",
+    "wait_for",
+]
 
 PAGE = 64
 FULL = CacheGroup(0, 4, None, ("a", "b"), (PAGE, PAGE))
@@ -23,7 +37,11 @@ class FakePool:
 
     def __init__(self, num_blocks: int = 100) -> None:
         self.num_gpu_blocks = num_blocks
+        self.cached: set[bytes] = set()
         self.blocks = [SimpleNamespace(block_id=number, ref_cnt=1) for number in range(num_blocks)]
+
+    def get_cached_block(self, block_hash: bytes, groups: Sequence[int]) -> Any:
+        return [object() for _ in groups] if block_hash in self.cached else None
 
     def touch(self, blocks: Sequence[Any]) -> None:
         for block in blocks:
@@ -50,6 +68,43 @@ def make_request(count: int, request_id: str = "r", **fields: Any) -> Any:
     return SimpleNamespace(request_id=request_id, block_hashes=hashes, **fields)
 
 
+class Tables(dict[str, list[list[int]]]):
+    """Block tables, as a step's output has them."""
+
+    def get_block_ids(self, request_id: str) -> list[list[int]]:
+        return self[request_id]
+
+
+def make_step(tables: dict[str, list[list[int]]], **scheduled: int) -> Any:
+    """Returns a step's output: how many tokens of which request, and the block tables."""
+    return SimpleNamespace(
+        kv_connector_block_state=Tables(tables),
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+    )
+
+
+@contextlib.contextmanager
+def scheduler_side(
+    client: FakeClient, world_size: int = 1, *, may_load: bool = True
+) -> Iterator[tuple[SchedulerSide, FakePool]]:
+    """The scheduler's half over one group of full attention, in an engine whose own prefix cache is empty."""
+    pool = FakePool()
+    side = SchedulerSide(
+        client,  # type: ignore[arg-type]
+        CacheGeometry((FULL,), 4, 4),
+        "ns",
+        ConnectorConfig(),
+        world_size,
+        may_load=may_load,
+        may_save=True,
+        log=LimitedLog(),
+    )
+    side.bind_pool(pool)
+    yield side, pool
+    side.close()
+
+
 class FakeClient:
     """Answers lookups from a set of keys, through hooks that tests replace."""
 
@@ -62,6 +117,13 @@ class FakeClient:
         self.before = before
         self.asked: list[int] = []
         self.released: list[int] = []
+        self.policy = OffloadPolicy.BLOCK_LEVEL
+        self.resets: list[Any] = []
+
+    def reset(self, *, wait: float) -> int:
+        """Answers with what the test put into `resets`, the last first; then with 0."""
+        answer = self.resets.pop() if self.resets else 0
+        return answer() if callable(answer) else answer
 
     def lookup(self, keys: Sequence[bytes], *, request_id: str, wait: float, prefix: bool) -> Any:
         self.before()
@@ -71,7 +133,7 @@ class FakeClient:
             id=number,
             statuses=bytes(KeyStatus.HIT if key in self.keys else KeyStatus.MISS for key in keys),
             sources=("cpu",) * len(keys),
-            policy=OffloadPolicy.BLOCK_LEVEL,
+            policy=self.policy,
             votes=(),
             release=lambda: self.released.append(number),
         )

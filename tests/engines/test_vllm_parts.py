@@ -14,13 +14,14 @@ import torch
 from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, wait_for
 
 from kvtier.client import NotConnected, make_key
+from kvtier.client.engines.vllm.announcements import Announcement
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.copies import make_copier
 from kvtier.client.engines.vllm.groups import CacheGeometry, CacheGroup, Unsupported
 from kvtier.client.engines.vllm.hits import longest_hit, usable_limit
 from kvtier.client.engines.vllm.layout import build_layouts
-from kvtier.client.engines.vllm.lookup import Announcement, LookupService, LookupState
+from kvtier.client.engines.vllm.lookup import LookupService, LookupState
 from kvtier.client.engines.vllm.metadata import BlockRead, LoadJob, SaveJob, StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.reads import plan_reads
 from kvtier.client.engines.vllm.reports import WorkerReports

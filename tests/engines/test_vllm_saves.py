@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from connector_fakes import FULL, FakeClient, FakePool, make_request, wait_for
+from connector_fakes import FULL, FakeClient, FakePool, make_request, make_step, scheduler_side, wait_for
 
 from kvtier.client import make_key
 from kvtier.client.engines.vllm import KVTierConnector, saves
-from kvtier.client.engines.vllm.background import LimitedLog
-from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.groups import CacheGeometry
 from kvtier.client.engines.vllm.metadata import WorkerReport
 from kvtier.client.engines.vllm.saves import SavePlanner, SaveProgress
-from kvtier.client.engines.vllm.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.stats import SaveStats
 
 
@@ -191,103 +185,51 @@ def test_preemption_frees_no_block_that_is_being_saved(clock: SimpleNamespace) -
 # ---- the scheduler's half
 
 
-class Tables(dict[str, list[list[int]]]):
-    """Block tables, as a step's output has them."""
-
-    def get_block_ids(self, request_id: str) -> list[list[int]]:
-        return self[request_id]
-
-
-def _step(tables: dict[str, list[list[int]]], **scheduled: int) -> Any:
-    return SimpleNamespace(
-        kv_connector_block_state=Tables(tables),
-        num_scheduled_tokens=scheduled,
-        total_num_scheduled_tokens=sum(scheduled.values()),
-    )
-
-
-@contextlib.contextmanager
-def _scheduler(client: FakeClient, world_size: int = 1) -> Iterator[tuple[SchedulerSide, FakePool]]:
-    geometry, config, pool = CacheGeometry((FULL,), 4, 4), ConnectorConfig(), FakePool()
-    scheduler = SchedulerSide(
-        client,  # type: ignore[arg-type]
-        geometry,
-        "ns",
-        config,
-        world_size,
-        may_load=True,
-        may_save=True,
-        log=LimitedLog(),
-    )
-    pool.get_cached_block = lambda *_: None  # type: ignore[attr-defined]
-    scheduler.bind_pool(pool)
-    yield scheduler, pool
-    scheduler.close()
-
-
-def test_a_reset_while_copies_run_keeps_their_blocks() -> None:
-    """B5.7, B4.13 Until every worker has reported, a reset answers "not yet" and the blocks in flight are not offered again."""
-    with _scheduler(FakeClient(), world_size=2) as (scheduler, pool):
-        scheduler.new_request(make_request(2))
-        (job,) = scheduler.build_step(_step({"r": [[7, 8]]}, r=8)).saves
-        assert not scheduler.reset()
-        assert pool.blocks[7].ref_cnt == 2
-        scheduler.new_request(make_request(2, "other"))
-        assert not scheduler.build_step(_step({"other": [[7, 8]]}, other=8)).saves
-        scheduler.saves_reported(WorkerReport({job.job_id: 1}))
-        assert not scheduler.reset()
-        assert scheduler.has_pending_work()
-        scheduler.saves_reported(WorkerReport({job.job_id: 1}))
-        assert scheduler.reset()
-        assert not scheduler.has_pending_work()
-        assert pool.blocks[7].ref_cnt == 1
-
-
 def test_what_was_not_stored_is_counted_and_offered_again() -> None:
     """B3.5 The counter rises, and the request offers its blocks at its end."""
-    with _scheduler(FakeClient()) as (scheduler, _):
+    with scheduler_side(FakeClient()) as (scheduler, _):
         request = make_request(2)
         scheduler.new_request(request)
-        (job,) = scheduler.build_step(_step({"r": [[7, 8]]}, r=8)).saves
+        (job,) = scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
         scheduler.saves_reported(WorkerReport({job.job_id: 1}, {job.job_id: {0, 1}}))
         assert scheduler.take_not_stored() == 2
         assert scheduler.take_not_stored() == 0
         request.num_computed_tokens = 8
         scheduler.request_finished(request, [[7, 8]])
-        (again,) = scheduler.build_step(_step({})).saves
+        (again,) = scheduler.build_step(make_step({})).saves
         assert again.block_ids == [7, 8]
 
 
 def test_adapters_are_neither_loaded_nor_saved() -> None:
     """The name of a LoRA adapter does not say which weights it has."""
     client = FakeClient({make_key(bytes(32), 0)})
-    with _scheduler(client) as (scheduler, _):
+    with scheduler_side(client) as (scheduler, _):
         request = make_request(2, lora_request=object())
         scheduler.new_request(request)
         assert scheduler.matched_tokens(request, 0) == (0, False)
-        assert not scheduler.build_step(_step({"r": [[7, 8]]}, r=8)).saves
+        assert not scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
         request.num_computed_tokens = 8
         scheduler.request_finished(request, [[7, 8]])
-        assert not scheduler.build_step(_step({})).saves
+        assert not scheduler.build_step(make_step({})).saves
     assert not client.asked
 
 
 def test_a_request_is_begun_with_its_first_lookup_and_finished_once() -> None:
     """B3.12 The tiers vote on a request before its first lookup, with its transfer parameters, and hear once of its end."""
     client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(2)})
-    with _scheduler(client) as (scheduler, _):
+    with scheduler_side(client) as (scheduler, _):
         request = make_request(3, kv_transfer_params={"tier": "disk"})
         scheduler.new_request(request)
         wait_for(lambda: scheduler.matched_tokens(request, 0) == (8, True))
         assert client.begun == {"r": (13, {"tier": "disk"})}
         assert client.asked == [3]
         scheduler.blocks_allocated(request, [[7, 8, 9]], 8)
-        (load,) = scheduler.build_step(_step({})).loads
+        (load,) = scheduler.build_step(make_step({})).loads
         assert [(read.indices, read.block_ids) for read in load.reads] == [([0, 1], [7, 8])]
         scheduler.loads_reported(["r"], [])
         request.num_computed_tokens = 12
         scheduler.request_finished(request, [[7, 8, 9]])
-        (save,) = scheduler.build_step(_step({})).saves
+        (save,) = scheduler.build_step(make_step({})).saves
         assert save.block_ids == [9]  # the others came from the server
         time.sleep(0.05)
         assert not client.finished  # its last store is still under way

@@ -32,8 +32,10 @@ def keys(*numbers: int, group: int = 0) -> list[bytes]:
 class Rig:
     """A core, one session with the region mapped, and shorthands."""
 
-    def __init__(self, *tiers: ModelTier, extents: int = 1, queue: int | None = None) -> None:
-        self.core = TierManager(extents * EXTENT, EXTENT, tiers, max_queued_bytes=queue)
+    def __init__(
+        self, *tiers: ModelTier, extents: int = 1, queue: int | None = None, eviction: dict[str, str] | None = None
+    ) -> None:
+        self.core = TierManager(extents * EXTENT, EXTENT, tiers, max_queued_bytes=queue, eviction=eviction)
         self.core.add_memory(0, extents * EXTENT)
         self.session = self.open("engine")
 
@@ -65,14 +67,16 @@ class Rig:
         return list(commands)
 
 
-def test_least_recently_used_goes_first_and_what_was_touched_stays() -> None:
-    """B4.9: oldest first; a lookup counts as a use."""
-    rig = Rig()
-    assert rig.store(keys(*range(16))) == GRANTED * 16
-    assert rig.look_up(keys(0)) == HIT
-    assert rig.store(keys(100)) == GRANTED
-    assert rig.look_up(keys(0)) == HIT
-    assert rig.look_up(keys(15)) == MISS, "the tail of the oldest chain"
+@pytest.mark.parametrize("touch", ["lookup", "store"])
+def test_least_recently_used_goes_first_and_what_was_touched_stays(touch: str) -> None:
+    """B4.9: oldest first; a lookup counts as a use, and so does a store that finds the block there."""
+    rig = Rig(eviction={"cpu": "lru"})
+    for number in range(16):
+        assert rig.store(keys(number)) == GRANTED
+    assert (rig.look_up(keys(0)) == HIT) if touch == "lookup" else (rig.store(keys(0)) == PRESENT)
+    assert rig.store(keys(100, 101)) == GRANTED * 2
+    found = rig.look_up(keys(*range(16)), prefix=False)
+    assert found == HIT + MISS * 2 + HIT * 13, "1 and 2 are the oldest that were not touched"
 
 
 def test_the_tail_of_a_chain_goes_before_its_head() -> None:
@@ -158,6 +162,9 @@ def test_what_finds_no_room_is_counted() -> None:
         GRANTED * 16 + NO_ROOM * 4
     )
     assert rig.core.stats().tiers[0].dropped == 4
+    assert rig.core.take_commands() == []
+    assert rig.store(keys(16, 17)) == NO_ROOM * 2, "tried again"
+    assert rig.core.stats().tiers[0].dropped == 6
     assert rig.core.take_commands() == []
 
 
@@ -253,7 +260,9 @@ def test_a_promotion_without_room_is_a_miss() -> None:
     rig.finish_jobs()
     lease = rig.core.lookup(rig.session, keys(*range(100, 116)), prefix=True, request_id="", expires_at=60).lease
     assert lease is not None
+    before = rig.core.stats().tiers[0].dropped
     assert rig.look_up(keys(0)) == MISS
+    assert rig.core.stats().tiers[0].dropped == before + 1, "counted"
 
 
 def test_a_tier_never_exceeds_its_capacity() -> None:
@@ -286,6 +295,7 @@ def test_a_tier_that_is_behind_drops_cascades() -> None:
     rig.store(keys(*range(16)))
     job = next(command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
     assert len(job.blocks) == 4, "a quarter of the region"
+    assert rig.core.stats().tiers[1].dropped == 12
     statuses = rig.core.durability(rig.session, keys(0, 15))
     assert statuses == bytes([DurableStatus.PENDING] * 2)
     rig.core.job_finished(job.job_id, [Outcome.DONE] * 4)

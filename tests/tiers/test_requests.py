@@ -6,7 +6,7 @@ import pytest
 from simulation import EXTENT, ModelTier
 from test_core import GRANTED, PRESENT, Rig, keys
 
-from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, Vote
+from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.commands import StoreInTier
 from kvtier.tiers.rules import DEFAULT_RULES, Rule, vote
 
@@ -80,6 +80,39 @@ def test_rules_vote_by_tenant_length_and_priority() -> None:
     assert of(tenant="a", prompt_tokens=100, priority=5) == Vote(BLOCK, "short")
     assert of(tenant="b", prompt_tokens=100) == Vote(BLOCK, "the default")
     assert of(tenant="a", prompt_tokens=99, kv_transfer_params={"do_remote_decode": True}).policy is REQUEST
+
+
+class Silent(ModelTier):
+    """Says only what it must."""
+
+    on_request_finished = SecondaryTier.on_request_finished
+
+
+def test_every_tier_has_to_say_how_it_wants_a_request() -> None:
+    """B3.2: a tier that does not vote cannot be made; one that does not care for the end of a request can."""
+    assert "on_new_request" in SecondaryTier.__abstractmethods__
+    voiceless = type("Voiceless", (ModelTier,), {"on_new_request": SecondaryTier.on_new_request})
+    with pytest.raises(TypeError, match="on_new_request"):
+        voiceless("near", 1 << 20)
+    assert "on_request_finished" not in SecondaryTier.__abstractmethods__
+    rig = Rig(Silent("near", 1 << 20))
+    begin(rig)
+    assert rig.core.finish_request(rig.session, "r").settled
+
+
+def test_where_no_tier_insists_nothing_is_remembered() -> None:
+    """B3.3: an ordinary request waits for no block, is owed none, and is over when it has finished."""
+    calm = ModelTier("calm", 1 << 20)
+    rig = Rig(calm)
+    rig.store(keys(0))
+    prepare(rig, keys(1), request_id="")
+    begin(rig)
+    prepare(rig, keys(0, 1))
+    request = rig.core._requests.get("engine", "r")
+    assert request is not None
+    assert (request.insisting, request.waiting, request.owed) == (frozenset(), set(), 0)
+    rig.core.finish_request(rig.session, "r")
+    assert calm.finished == ["r"]
 
 
 def test_any_tier_that_asks_makes_it_request_level() -> None:
@@ -184,17 +217,38 @@ def test_a_store_that_a_tier_fails_makes_the_request_incomplete() -> None:
 
 def test_tiers_hear_of_the_end_once_and_last() -> None:
     """B3.11, B3.12: finished, no engine store pending, nothing owed; after it no more submits come for this request."""
-    eager = Insisting("eager", 1 << 20)
+    known: list[bool] = []
+
+    class Looking(Insisting):
+        def on_request_finished(self, request_id: str) -> None:
+            super().on_request_finished(request_id)
+            known.append(rig.core._requests.get("engine", "r") is not None)
+
+    eager = Looking("eager", 1 << 20)
     rig = Rig(eager)
     begin(rig)
-    answer = prepare(rig, keys(0))
+    answer = prepare(rig, keys(0, 1))
     rig.core.finish_request(rig.session, "r")
     assert eager.finished == [], "a store is in flight"
     rig.core.complete_store(rig.session, answer.store_id)
-    assert eager.finished == [], "a block is on its way"
+    assert eager.finished == [], "blocks are on their way"
     settle(rig)
     assert eager.finished == ["r"]
+    assert known == [True], "its state is dropped afterwards"
+    assert len(rig.core._requests) == 0
     rig.core.close_session(rig.session.id)
+    assert eager.finished == ["r"]
+    assert stores(rig) == []
+
+
+def test_a_store_that_fails_is_over_all_the_same() -> None:
+    """B3.7, B3.12: it counts as completed: its request ends, and nothing of it was stored."""
+    eager = Insisting("eager", 1 << 20)
+    rig = Rig(eager)
+    begin(rig)
+    answer = prepare(rig, keys(0, 1))
+    rig.core.finish_request(rig.session, "r")
+    rig.core.complete_store(rig.session, answer.store_id, failed=[0, 1])
     assert eager.finished == ["r"]
     assert stores(rig) == []
 

@@ -1,9 +1,9 @@
 """Emptying the CPU tier while it is in use."""
 
 from simulation import ModelTier
-from test_core import HIT, MISS, PENDING, Rig, keys
+from test_core import GRANTED, HIT, MISS, PENDING, Rig, keys
 
-from kvtier.tiers.base import Outcome
+from kvtier.tiers.base import Outcome, RequestInfo
 from kvtier.tiers.commands import LoadFromTier
 from kvtier.tiers.history import MissReason
 
@@ -100,13 +100,33 @@ def test_requests_are_finalised_or_go_on() -> None:
     """B3.19: one that has finished is told to the tiers when its blocks are through; an active one stores from the start."""
     near = ModelTier("near", 1 << 20)
     rig = Rig(near)
+    for request_id in ("done", "goes on"):
+        info = RequestInfo(request_id, rig.session.namespace.id, kv_transfer_params={"do_remote_decode": True})
+        rig.core.begin_request(rig.session, info)
+    stores = [
+        rig.core.prepare_store(rig.session, keys(number), request_id=request_id, expires_at=60)
+        for number, request_id in ((0, "done"), (1, "goes on"), (2, "done"))
+    ]
+    written, under_way, in_flight = (store.store_id for store in stores)
+    assert written is not None
+    assert under_way is not None
+    assert in_flight is not None
+    rig.core.complete_store(rig.session, written)
     rig.core.finish_request(rig.session, "done")
-    store = rig.core.prepare_store(rig.session, keys(0), request_id="goes on", expires_at=60)
-    assert store.store_id is not None
-    rig.core.reset(rig.session)
+    assert rig.core.reset(rig.session) == 3
+    rig.core.complete_store(rig.session, under_way)
+    rig.core.complete_store(rig.session, in_flight)
+    assert near.finished == [], "a block of it is on its way to the tier"
+    rig.finish_jobs()
     assert near.finished == ["done"]
-    rig.core.complete_store(rig.session, store.store_id)
-    assert rig.core.prepare_store(rig.session, keys(0), request_id="goes on", expires_at=60).statuses == b"\x01"
+    assert rig.core.resetting(rig.session) == 0
+    again = rig.core.prepare_store(rig.session, keys(1), request_id="goes on", expires_at=60)
+    assert again.statuses == GRANTED
+    assert again.store_id is not None
+    rig.core.complete_store(rig.session, again.store_id)
+    rig.core.finish_request(rig.session, "goes on")
+    rig.finish_jobs()
+    assert near.finished == ["done", "goes on"]
 
 
 def test_other_namespaces_are_left_alone() -> None:

@@ -151,6 +151,16 @@ def test_tiers_can_be_left_out(without: TierFilter, expected: bytes) -> None:
     assert found.statuses() == expected
 
 
+def test_a_tier_elsewhere_can_be_left_out() -> None:
+    """B3.15: by locality and by medium; what is not there otherwise is a miss at once, and nobody is asked."""
+    rig = Rig(Shared("far", 1 << 20))
+    for without in (TierFilter(remote=True), TierFilter(media=frozenset({Medium.NETWORK}))):
+        found = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60, tiers=without)
+        assert found.statuses() == MISS
+        assert questions(rig) == []
+    assert statuses(rig, keys(0)) == RETRY
+
+
 def test_a_tier_that_does_not_exist_cannot_be_left_out() -> None:
     """A misspelt name is an error, not silence; and the CPU tier is where everything is read from."""
     rig = Rig(ModelTier("near", 1 << 20))

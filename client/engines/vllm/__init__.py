@@ -10,8 +10,9 @@ between the two.
 
 Limits, of which vLLM gives a connector no way around:
 
-- ``reset_prefix_cache(reset_connector=True)`` drops what is looked up, not what is stored. An engine whose weights are updated in
-  place (RL) would find the old weights' KV again: restart it from other files, give it another ``tenant``, or do without.
+- ``reset_prefix_cache(reset_connector=True)`` drops what is looked up and empties the server's CPU tier, not the tiers below, which
+  keep their data (B3.19). An engine whose weights are updated in place (RL) would find the old weights' KV there: restart it from
+  other files, give it another ``tenant``, or use a server without tiers below. See ``docs/operations.md``.
 - ``reset_prefix_cache(reset_running_requests=True)`` raises, in vLLM, while saves are in flight, for they hold references to their
   blocks, and no hook precedes it. Call it again when they have ended: idle steps do that, within milliseconds.
 - Requests with a LoRA adapter are computed as if nothing were cached, and not saved: an adapter's name does not tell its weights.

@@ -7,20 +7,19 @@ waited for, and after a failure no lookups are made for a moment: a hung server 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
-from ... import Client, KeyStatus, KVTierError, Lease, OffloadPolicy, make_key
+from ... import Client, KeyStatus, KVTierError, Lease, make_key
+from .announcements import Announcement, plain_params
 from .background import BackgroundThreads, LimitedLog, logger
 from .groups import CacheGeometry, CacheGroup
 from .hits import longest_hit
 
-__all__ = ["Announcement", "Lookup", "LookupService", "LookupState"]
+__all__ = ["Lookup", "LookupService", "LookupState"]
 
 _COOL_DOWN_S = 2.0
 _WAIT_SHARE = 0.8
@@ -32,23 +31,6 @@ class LookupState(Enum):
     PENDING = "pending"
     DONE = "done"
     DROPPED = "dropped"
-
-
-@dataclass
-class Announcement:
-    """What the server is told of a request, and says of it: begun with its first lookup, finished after its last store (B3.12).
-
-    ``policy`` is how the server's tiers want it offloaded, once they were asked; the engine's side offers every block either way.
-    """
-
-    request_id: str
-    prompt_tokens: int = 0
-    kv_transfer_params: Mapping[str, Any] | None = None
-    policy: OffloadPolicy | None = None
-    # Under the service's lock:
-    begun: bool = False
-    ended: bool = False
-    pending: int = 0
 
 
 @dataclass
@@ -118,6 +100,13 @@ class LookupService:
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
         self.drop(lookup)
 
+    def announce(self, request: Announcement) -> None:
+        """Have the tiers vote on a request that is not looked up: they may want blocks that the engine has itself (B1.1)."""
+        if self._client.connected and time.monotonic() >= self._cool_until:
+            self.hold(request)
+            request.voting = True
+            self._returns.submit(lambda: self._announce(request))
+
     def hold(self, request: Announcement) -> None:
         """A lookup or store of the request begins: the server is not told of its end before as many ``let_go``."""
         with self._lock:
@@ -160,6 +149,17 @@ class LookupService:
             self._returns.submit(lease.release)
 
     # ---- background threads from here on
+
+    def _announce(self, request: Announcement) -> None:
+        try:
+            if not request.begun:
+                self._call(request, (), 0.0, prefix=True)
+        except KVTierError as error:
+            self._cool_until = time.monotonic() + _COOL_DOWN_S
+            self._log.warn("announce", f"could not announce a request: {error}")
+        finally:
+            request.voting = False
+            self.let_go(request)
 
     def _run(self, lookup: Lookup) -> None:
         hit = lookup.start
@@ -258,7 +258,7 @@ class LookupService:
                 request.request_id,
                 keys,
                 prompt_tokens=request.prompt_tokens,
-                kv_transfer_params=_plain(request.kv_transfer_params),
+                kv_transfer_params=plain_params(request.kv_transfer_params),
                 wait=wait,
                 prefix=prefix,
             )
@@ -268,12 +268,3 @@ class LookupService:
         request.policy = lease.policy
         logger.debug("kvtier: request %s: %s, votes %s", request.request_id, lease.policy, lease.votes)
         return lease
-
-
-def _plain(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Returns ``params`` where they can be sent as JSON; others are between this engine and its peers."""
-    try:
-        json.dumps(params)
-    except (TypeError, ValueError):
-        return None
-    return params

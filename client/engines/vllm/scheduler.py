@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ... import Client
+from .announcements import Announcement
 from .background import LimitedLog
 from .compat import CacheHitSource, resolve_block_hashes
 from .config import ConnectorConfig
 from .groups import CacheGeometry
 from .hits import usable_limit
-from .lookup import Announcement, Lookup, LookupService, LookupState
+from .lookup import Lookup, LookupService, LookupState
 from .metadata import LoadJob, SaveJob, StepMetadata, WorkerReport
 from .reads import count_sources, plan_reads
+from .resets import CacheReset
 from .saves import SavePlanner, SaveProgress
 
 __all__ = ["SchedulerSide"]
@@ -71,6 +73,7 @@ class SchedulerSide:
         self._may_load = may_load
         self._may_save = may_save
         self._lookups = LookupService(client, geometry, config.lookup_timeout_s, log)
+        self._resets = CacheReset(client, log)
         self._saves = SavePlanner(geometry, world_size, config.max_held_fraction)
         self._pool: Any = None
         self._requests: dict[str, _RequestState] = {}
@@ -89,9 +92,11 @@ class SchedulerSide:
 
     def new_request(self, request: Any) -> None:
         """A request arrived: begin to look up what the engine does not have itself."""
-        state = self._state(request)
+        state, lookup = self._state(request), None
         if self._may_look_up(request):
-            self._begin_lookup(state, self._local_tokens(request))
+            lookup = self._begin_lookup(state, self._local_tokens(request))
+        if lookup is None and self._may_save and self._serves(request):
+            self._lookups.announce(state.announcement)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed_tokens`` can be loaded; None while that is not known yet."""
@@ -133,7 +138,8 @@ class SchedulerSide:
             return
         state.loading = lookup
         end = state.offered_from + external_tokens
-        state.progress.loaded = range(state.offered_from, end)
+        if not state.announcement.wants_all:
+            state.progress.loaded = range(state.offered_from, end)
         state.hit_sources = count_sources(self._geometry, lookup, state.offered_from, end)
         job.reads = plan_reads(self._geometry, lookup, block_ids, state.offered_from, end)
 
@@ -147,7 +153,10 @@ class SchedulerSide:
 
     def build_step(self, scheduler_output: Any) -> StepMetadata:
         """Hand the step's jobs to the workers."""
-        if self._may_save:
+        if self._resets.take_done():
+            for state in self._requests.values():
+                state.progress.restart()
+        if self._may_save and not self._resets.pending:
             try:
                 self._plan_saves(scheduler_output)
             except Exception as error:  # noqa: BLE001 - as the comment says
@@ -184,6 +193,7 @@ class SchedulerSide:
             self._not_stored_blocks += missed
             if missed:
                 self._log.warn("missed", f"{missed} blocks were not stored; requests that still run offer them again")
+            self._start_reset()
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """The request has ended: offer the blocks that its last step filled (B4.14), give everything else back."""
@@ -197,7 +207,7 @@ class SchedulerSide:
             return
         try:
             confirmed = request.num_computed_tokens - request.num_output_placeholders
-            if self._may_save and confirmed > 0 and self._serves(request):
+            if self._may_save and confirmed > 0 and self._serves(request) and not self._resets.pending:
                 self._add_save(
                     state, self._saves.plan(request, state.progress, confirmed, lambda: block_ids, last=True)
                 )
@@ -218,13 +228,18 @@ class SchedulerSide:
         return self._saves.pending and self._saves.holds_only_reference()
 
     def reset(self) -> bool:
-        """Forget all lookups; True when no save is in flight."""
+        """Forget all lookups, and have the server empty its CPU tier; True when no save is in flight (B4.13).
+
+        The server is not waited for: until it has done so every request is a miss, and nothing is saved.
+        """
         for state in self._requests.values():
             self._drop_lookup(state)
-        return not self.has_pending_work()
+        self._resets.ask()
+        return self._start_reset()
 
     def close(self) -> None:
         """End the threads and the session."""
+        self._resets.close()
         self._lookups.close()
         self._client.close()
 
@@ -238,7 +253,8 @@ class SchedulerSide:
         return state
 
     def _may_look_up(self, request: Any) -> bool:
-        return self._may_load and not request.skip_reading_prefix_cache and self._serves(request)
+        may = self._may_load and not self._resets.pending and not request.skip_reading_prefix_cache
+        return may and self._serves(request)
 
     def _serves(self, request: Any) -> bool:
         """Whether the request's KV may be shared: that of an adapter may not, its name does not say which weights it has."""
@@ -253,13 +269,19 @@ class SchedulerSide:
             return
         for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or not self._serves(state.request):
+            if state is None or state.announcement.voting or not self._serves(state.request):
                 continue
             computed = state.request.num_computed_tokens + new_tokens
             job = self._saves.plan(
                 state.request, state.progress, computed, functools.partial(tables.get_block_ids, request_id)
             )
             self._add_save(state, job)
+
+    def _start_reset(self) -> bool:
+        drained = not self.has_pending_work()
+        if drained:
+            self._resets.start()
+        return drained
 
     def _add_save(self, state: _RequestState, job: SaveJob | None) -> None:
         if job is not None:

@@ -1,0 +1,48 @@
+"""What the server is told of a request, so that its tiers can vote on how it is offloaded, and hear of its end."""
+
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ... import OffloadPolicy
+
+__all__ = ["Announcement", "plain_params"]
+
+
+@dataclass
+class Announcement:
+    """What the server is told of a request, and says of it: begun with its first lookup, finished after its last store (B3.12).
+
+    ``policy`` is how the server's tiers want it offloaded, once they were asked. ``voting``: they are being asked by a call of its
+    own, not by a lookup that the request waits for; its blocks are offered after that.
+    """
+
+    request_id: str
+    prompt_tokens: int = 0
+    kv_transfer_params: Mapping[str, Any] | None = None
+    policy: OffloadPolicy | None = None
+    voting: bool = False
+    # Under the service's lock:
+    begun: bool = False
+    ended: bool = False
+    pending: int = 0
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether some tier asks for every block, those that were loaded included (B1.1, B1.6)."""
+        return self.policy is OffloadPolicy.REQUEST_LEVEL
+
+
+def plain_params(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Returns ``params`` where they can be sent as JSON; others are between this engine and its peers."""
+    try:
+        json.dumps(params)
+    except (TypeError, ValueError):
+        return None
+    return params

@@ -1,0 +1,70 @@
+"""Emptying the server's CPU tier when the engine resets its connector, off the scheduler's thread (BEHAVIOUR B3.19, B4.13)."""
+
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import threading
+
+from ... import Client, KVTierError
+from .background import BackgroundThreads, LimitedLog
+
+__all__ = ["CacheReset"]
+
+# The first time that the server says "done" may be the end of a reset that another engine began before this one stored its last.
+_ROUNDS = 2
+_WAIT_S = 1.0
+_RETRY_S = 1.0
+
+
+class CacheReset:
+    """A reset that was asked for: it waits for the engine's own saves, then for the server.
+
+    ``pending`` from when it is asked for until the server has said that all is gone: until then nothing may be looked up or saved,
+    however long that takes. All calls on the scheduler's thread; none blocks.
+    """
+
+    def __init__(self, client: Client, log: LimitedLog) -> None:
+        self._client = client
+        self._log = log
+        self._threads = BackgroundThreads("reset", log)
+        self._closed = threading.Event()
+        # Numbers of resets. Of these, only the background thread writes ``_done``.
+        self._asked = self._started = self._done = self._taken = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether something from before a reset may still be there."""
+        return self._done != self._asked
+
+    def ask(self) -> None:
+        """All that is stored by now is to go."""
+        self._asked += 1
+
+    def start(self) -> None:
+        """The engine's own saves have ended: what is there now is all that there was."""
+        if self._started != self._asked:
+            self._started = number = self._asked
+            self._threads.submit(lambda: self._run(number))
+
+    def take_done(self) -> bool:
+        """Whether a reset has been done since the last call."""
+        done, taken = self._done, self._taken
+        self._taken = done
+        return done != taken
+
+    def close(self) -> None:
+        """End the thread; called at shutdown."""
+        self._closed.set()
+        self._threads.close(0.5)
+
+    def _run(self, number: int) -> None:
+        rounds = _ROUNDS
+        while rounds and not self._closed.is_set():
+            try:
+                rounds -= self._client.reset(wait=_WAIT_S) == 0
+            except KVTierError as error:
+                self._log.warn("reset", f"the store is not emptied yet, until then every request is a miss: {error}")
+                self._closed.wait(_RETRY_S)
+        self._done = number

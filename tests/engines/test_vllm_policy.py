@@ -1,0 +1,147 @@
+"""Which of a request's blocks the vLLM connector offers, by what the tiers voted (BEHAVIOUR B1)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from connector_fakes import FULL, PAGE, FakeClient, FakeTransfers, make_request, make_step, scheduler_side, wait_for
+
+from kvtier.client import NotConnected, OffloadPolicy, make_key
+from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.metadata import SaveJob, StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.reports import WorkerReports
+from kvtier.client.engines.vllm.scheduler import SchedulerSide
+from kvtier.client.engines.vllm.worker import WorkerSide
+
+FLAG = {"do_remote_decode": True}
+TABLE = [[1, 2, 3, 4, 5, 6]]
+BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
+
+
+def _keys(count: int) -> list[bytes]:
+    return [make_key(bytes([number]) * 32, 0) for number in range(count)]
+
+
+def _offered(scheduler: SchedulerSide, output: Any) -> list[bytes]:
+    """Builds a step; returns the keys of its saves, which all end well."""
+    saves = scheduler.build_step(output).saves
+    for save in saves:
+        scheduler.saves_reported(WorkerReport({save.job_id: 1}))
+    return [key for save in saves for key in save.keys]
+
+
+def _prefill(scheduler: SchedulerSide, request: Any, hit: int, *, ahead: int = 0) -> list[bytes]:
+    """Runs a request to its end as vLLM does: look up, load, compute the rest in one step; returns the keys that it offered.
+
+    `ahead` tokens are scheduled before those of the step are known, as with async scheduling: their hashes come later.
+    """
+    scheduler.new_request(request)
+    prompt, hashes = 4 * len(request.block_hashes), request.block_hashes
+    wait_for(lambda: scheduler.matched_tokens(request, 0) == (hit, hit > 0))
+    scheduler.blocks_allocated(request, TABLE, hit)
+    assert not _offered(scheduler, make_step({})), "nothing is offered while it is loaded"
+    if hit:
+        scheduler.loads_reported([request.request_id], [])
+    wait_for(lambda: not scheduler._requests[request.request_id].announcement.voting)
+    request.num_computed_tokens = hit
+    tables = {request.request_id: TABLE}
+    offered = _offered(scheduler, make_step(tables, **{request.request_id: prompt - hit}))
+    request.num_computed_tokens = prompt + ahead
+    request.num_output_placeholders = ahead
+    if ahead:
+        offered += _offered(scheduler, make_step(tables, **{request.request_id: ahead}))
+    assert hashes == request.block_hashes
+    scheduler.request_finished(request, TABLE)
+    return offered + _offered(scheduler, make_step({}))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+@pytest.mark.parametrize(("policy", "first"), [(REQUEST, 0), (BLOCK, 3)])
+def test_a_flagged_request_offers_all_its_blocks_and_an_ordinary_one_what_is_new(
+    policy: OffloadPolicy, first: int, ahead: int
+) -> None:
+    """B1.1, B1.3, B1.4: with and without async scheduling; what was loaded is offered again only where the whole is wanted."""
+    client = FakeClient()
+    with scheduler_side(client) as (scheduler, _):
+        assert _prefill(scheduler, make_request(3, "first"), 0, ahead=ahead) == _keys(3)
+        client.keys, client.policy = set(_keys(3)), policy
+        request = make_request(6, "second", kv_transfer_params=FLAG if policy is REQUEST else None)
+        assert _prefill(scheduler, request, 12, ahead=ahead) == _keys(6)[first:]
+
+
+@pytest.mark.parametrize(("params", "policy"), [(None, REQUEST), (FLAG, BLOCK)])
+def test_the_cursor_follows_the_policy_and_not_the_flag(params: Any, policy: OffloadPolicy) -> None:
+    """B1.6: tiers may insist on an ordinary request, and may be configured not to care for a flagged one."""
+    client = FakeClient(set(_keys(3)))
+    client.policy = policy
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params=params)
+        assert _prefill(scheduler, request, 12) == _keys(6)[0 if policy is REQUEST else 3 :]
+    assert client.begun == {"r": (25, params)}
+
+
+def test_a_request_that_the_engine_has_itself_is_voted_on_all_the_same() -> None:
+    """B1.1: blocks that hit in the engine's own cache are offered, after the tiers have been asked for their votes."""
+    client = FakeClient()
+    with scheduler_side(client) as (scheduler, pool):
+        request = make_request(6, kv_transfer_params=FLAG)
+        pool.cached = set(request.block_hashes)
+        gate, calls = SimpleNamespace(open=False), []
+
+        def ask() -> None:
+            calls.append("begin")
+            wait_for(lambda: gate.open)
+
+        client.before = ask
+        scheduler.new_request(request)
+        assert scheduler.matched_tokens(request, 24) == (0, False), "nothing to load, nothing to wait for"
+        wait_for(lambda: calls == ["begin"])
+        request.num_computed_tokens = 24
+        output = make_step({"r": TABLE}, r=1)
+        assert not _offered(scheduler, output), "not before the tiers have voted"
+        gate.open = True
+        wait_for(lambda: not scheduler._requests["r"].announcement.voting)
+        assert _offered(scheduler, output) == _keys(6)
+        assert client.begun == {"r": (25, FLAG)}
+        assert client.asked == [0]
+
+
+@pytest.mark.parametrize("may_load", [True, False])
+def test_a_request_that_may_not_be_loaded_is_voted_on_all_the_same(*, may_load: bool) -> None:
+    """B1.1: on an engine that only stores (a prefill node), and where the prefix cache must not be read."""
+    client = FakeClient(set(_keys(6)))
+    with scheduler_side(client, may_load=may_load) as (scheduler, _):
+        request = make_request(6, kv_transfer_params=FLAG, skip_reading_prefix_cache=may_load)
+        assert _prefill(scheduler, request, 0) == _keys(6)
+        wait_for(lambda: client.finished == ["r"])
+    assert client.begun == {"r": (25, FLAG)}
+
+
+def test_votes_that_cannot_be_had_keep_nobody_waiting() -> None:
+    """B1.1: a server that fails costs its votes; the blocks are offered, and the request ends."""
+    client = FakeClient()
+
+    def fail() -> None:
+        raise NotConnected("gone")
+
+    client.before = fail
+    with scheduler_side(client, may_load=False) as (scheduler, _):
+        assert _prefill(scheduler, make_request(2), 0) == _keys(2)
+
+
+def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
+    """B1.5: of what is offered, only what the server lacks is written."""
+    client, reports, copied = FakeTransfers(), WorkerReports(), []
+    worker = WorkerSide(lambda: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    torch = pytest.importorskip("torch")
+    worker.register({name: torch.zeros(8, PAGE, dtype=torch.uint8) for name in ("a", "b")})
+    worker._copier = SimpleNamespace(  # type: ignore[assignment]
+        mark=lambda: None, copy_out=lambda _group, ids, _memory, _offsets, _after: copied.extend(ids)
+    )
+    worker.start_saves(StepMetadata([], [SaveJob(1, "r", _keys(2), [0, 0], [4, 5])], "ns"))
+    worker.close()
+    assert client.written == [_keys(2)]
+    assert copied == [5], "block 4 is PRESENT"
+    assert reports.take_report() == WorkerReport({1: 1}), "and both are stored"

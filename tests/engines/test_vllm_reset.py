@@ -1,0 +1,153 @@
+"""What becomes of lookups, saves and the server's CPU tier when the engine resets the connector (BEHAVIOUR B4.13)."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
+
+from kvtier.client import NotConnected, make_key
+from kvtier.client.engines.vllm import resets
+from kvtier.client.engines.vllm.metadata import WorkerReport
+
+KEYS = [make_key(bytes([number]) * 32, 0) for number in range(3)]
+TABLE = [[7, 8, 9]]
+
+
+def test_a_reset_while_copies_run_keeps_their_blocks() -> None:
+    """B5.7, B4.13 Until every worker has reported, a reset answers "not yet" and the blocks in flight are not offered again."""
+    with scheduler_side(FakeClient(), world_size=2) as (scheduler, pool):
+        scheduler.new_request(make_request(2))
+        (job,) = scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
+        assert not scheduler.reset()
+        assert pool.blocks[7].ref_cnt == 2
+        scheduler.new_request(make_request(2, "other"))
+        assert not scheduler.build_step(make_step({"other": [[7, 8]]}, other=8)).saves
+        scheduler.saves_reported(WorkerReport({job.job_id: 1}))
+        assert not scheduler.reset()
+        assert scheduler.has_pending_work()
+        scheduler.saves_reported(WorkerReport({job.job_id: 1}))
+        assert scheduler.reset()
+        assert not scheduler.has_pending_work()
+        assert pool.blocks[7].ref_cnt == 1
+
+
+class Gate:
+    """An answer of the server that comes when the test opens it."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self.entered, self._open, self._answer = threading.Event(), threading.Event(), answer
+
+    def __call__(self) -> int:
+        self.entered.set()
+        assert self._open.wait(5)
+        return self._answer
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def _is_miss(scheduler: Any, request_id: str) -> bool:
+    """Whether a new request is told at once that there is nothing to load."""
+    request = make_request(3, request_id)
+    scheduler.new_request(request)
+    return bool(scheduler.matched_tokens(request, 0) == (0, False))
+
+
+def test_until_the_server_has_emptied_its_cpu_tier_all_is_a_miss() -> None:
+    """B4.13: the engine is answered at once; what was found before is given back, and nothing is found until the server is done."""
+    client = FakeClient(set(KEYS))
+    gates = [Gate(2), Gate()]
+    client.resets = [0, gates[1], gates[0]]
+    with scheduler_side(client) as (scheduler, _):
+        found = make_request(3, "found")
+        scheduler.new_request(found)
+        wait_for(lambda: scheduler.matched_tokens(found, 0) == (12, True))
+        assert scheduler.reset(), "the server is not waited for"
+        wait_for(lambda: client.released == [1])
+        for number, gate in enumerate(gates):
+            assert gate.entered.wait(5)
+            assert scheduler.matched_tokens(found, 0) == (0, False)
+            assert _is_miss(scheduler, f"r{number}")
+            gate.open()
+        wait_for(lambda: not scheduler._resets.pending)
+        assert not client.resets
+        assert scheduler.matched_tokens(found, 0) == (None, False), "it is looked up again"
+        assert client.asked[0] == 3
+
+
+def test_saves_in_flight_end_before_the_server_is_asked() -> None:
+    """B4.13: what they store from before the reset goes with the rest, and nothing new is saved meanwhile."""
+    client, gate = FakeClient(), Gate()
+    client.resets = [gate]
+    with scheduler_side(client) as (scheduler, _):
+        scheduler.new_request(make_request(3))
+        (job,) = scheduler.build_step(make_step({"r": TABLE}, r=8)).saves
+        assert not scheduler.reset(), "not yet"
+        assert not scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
+        assert not gate.entered.wait(0.05), "a copy still runs"
+        scheduler.saves_reported(WorkerReport({job.job_id: 1}))
+        assert gate.entered.wait(5)
+        assert not scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
+        gate.open()
+        wait_for(lambda: not scheduler._resets.pending)
+        (again,) = scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
+        assert again.block_ids == [7, 8, 9], "B3.19: a request that goes on stores from its start"
+
+
+def test_a_request_that_ends_during_a_reset_saves_nothing() -> None:
+    """B4.13: its blocks are from before the reset."""
+    client, gate = FakeClient(), Gate()
+    client.resets = [gate]
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(2)
+        scheduler.new_request(request)
+        assert scheduler.reset()
+        request.num_computed_tokens = 8
+        scheduler.request_finished(request, TABLE)
+        assert not scheduler.build_step(make_step({})).saves
+        gate.open()
+
+
+def test_a_reset_that_fails_is_tried_until_it_works(monkeypatch: Any) -> None:
+    """B4.13: a server that is away has a CPU tier that may be stale: misses until it has been emptied."""
+    monkeypatch.setattr(resets, "_RETRY_S", 0.01)
+    client, gate = FakeClient(set(KEYS)), Gate()
+
+    def fail() -> int:
+        raise NotConnected("gone")
+
+    client.resets = [gate, fail, fail]
+    with scheduler_side(client) as (scheduler, _):
+        assert scheduler.reset()
+        assert gate.entered.wait(5)
+        assert _is_miss(scheduler, "r")
+        gate.open()
+        wait_for(lambda: not scheduler._resets.pending)
+
+
+def test_a_reset_that_somebody_else_began_is_not_enough() -> None:
+    """B4.13: the server may say "done" of one that began before this engine's last store; so it is asked once more."""
+    client = FakeClient()
+    last = Gate()
+    client.resets = [last, 0]
+    with scheduler_side(client) as (scheduler, _):
+        scheduler.reset()
+        assert last.entered.wait(5)
+        assert scheduler._resets.pending
+        last.open()
+        wait_for(lambda: not scheduler._resets.pending)
+
+
+def test_a_reset_during_a_reset_is_one_more() -> None:
+    """B4.13: what was stored between the two goes as well."""
+    client, first = FakeClient(), Gate()
+    client.resets = [0, 0, 0, first]
+    with scheduler_side(client) as (scheduler, _):
+        scheduler.reset()
+        assert first.entered.wait(5)
+        scheduler.reset()
+        first.open()
+        wait_for(lambda: not scheduler._resets.pending)
+        assert not client.resets, "two rounds each"

@@ -1,0 +1,163 @@
+"""What tables of bad input are made of: a server, sessions without manners, calls, and the refusals that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from kvtier.client import Client, StoreStatus
+from kvtier.protos.v1 import cache_pb2, transfer_pb2
+
+from .payloads import key_of, namespace_of
+from .raw import RawSession, refusal_of
+from .server_process import MIB, ServerProcess
+
+__all__ = [
+    "BAD_NAMESPACE",
+    "DAMAGED",
+    "FRESH",
+    "GROWTH_BYTES",
+    "INVALID",
+    "INVALID_KEY",
+    "KEYS",
+    "NAMESPACE",
+    "NOT_OWNER",
+    "NOT_READY",
+    "NO_LEASE",
+    "NO_STORE",
+    "PART",
+    "SMALL",
+    "STALE",
+    "TIMEOUT",
+    "TOO_LARGE",
+    "TOO_MANY",
+    "TWO_RANKS",
+    "UNKNOWN",
+    "WITH_SESSION",
+    "WRONG_SIZE",
+    "Call",
+    "World",
+    "call",
+    "refuse",
+    "seconds",
+]
+
+PART = 64 << 10
+SMALL = 4 << 10
+NAMESPACE = namespace_of(PART, SMALL)
+TWO_RANKS = namespace_of(SMALL, world_size=2)
+KEYS = [key_of(number) for number in range(32)]
+FRESH = [key_of(number, salt="fresh") for number in range(8)]
+GROWTH_BYTES = 128 * MIB
+"""How much the server may have grown: some of these messages are as large as messages may be, and malloc keeps that."""
+TIMEOUT = 20.0
+
+INVALID = ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
+INVALID_KEY = ("INVALID_ARGUMENT", "INVALID_KEY")
+TOO_MANY = ("INVALID_ARGUMENT", "TOO_MANY_KEYS")
+BAD_NAMESPACE = ("INVALID_ARGUMENT", "INVALID_NAMESPACE")
+WRONG_SIZE = ("INVALID_ARGUMENT", "WRONG_SIZE")
+STALE = ("FAILED_PRECONDITION", "STALE_EPOCH")
+UNKNOWN = ("UNAUTHENTICATED", "UNKNOWN_SESSION")
+NO_LEASE = ("NOT_FOUND", "LEASE_NOT_FOUND")
+NO_STORE = ("NOT_FOUND", "STORE_NOT_FOUND")
+NOT_OWNER = ("PERMISSION_DENIED", "NOT_OWNER")
+NOT_READY = ("FAILED_PRECONDITION", "NOT_READY")
+DAMAGED = ("DATA_LOSS", "CHECKSUM_MISMATCH")
+TOO_LARGE = ("RESOURCE_EXHAUSTED", None)
+"""What gRPC itself says of a message beyond the limit."""
+
+
+@dataclass
+class World:
+    """A server, a client that minds its own business, and three raw sessions that do not."""
+
+    server: ServerProcess
+    bystander: Client
+    mine: RawSession
+    theirs: RawSession
+    headless: RawSession
+    """A scheduler: it has no rank, in a world of two."""
+    own_bytes: int
+    held: list[Callable[[], object]] = field(default_factory=list)
+    """Gives back what a case was granted before it misbehaved."""
+
+    def lease(self, session: RawSession | None = None, keys: list[bytes] = KEYS) -> int:
+        """Returns a lease on blocks of the bystander's."""
+        session = session or self.mine
+        request = cache_pb2.LookupRequest(session=session.ref, keys=keys, mode=cache_pb2.LOOKUP_MODE_EACH)
+        lease_id: int = session.cache.Lookup(request, timeout=TIMEOUT).lease_id
+        assert lease_id
+        release = cache_pb2.ReleaseLeaseRequest(session=session.ref, lease_ids=[lease_id])
+        self.held.append(lambda: session.cache.ReleaseLease(release, timeout=TIMEOUT))
+        return lease_id
+
+    def store(self, session: RawSession | None = None, keys: list[bytes] = FRESH) -> int:
+        """Returns a store of fresh blocks that is not complete."""
+        session = session or self.mine
+        request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
+        answer = session.cache.PrepareStore(request, timeout=TIMEOUT)
+        assert set(answer.statuses) == {StoreStatus.GRANTED}
+        abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=answer.store_id, abort=True)
+        self.held.append(lambda: session.cache.CompleteStore(abort, timeout=TIMEOUT))
+        store_id: int = answer.store_id
+        return store_id
+
+    def push(self, frames: list[bytes], timeout: float = TIMEOUT) -> transfer_pb2.PushResponse:
+        """Sends frames as they are."""
+        answer: transfer_pb2.PushResponse = self.mine.push(iter(frames), timeout=timeout)
+        return answer
+
+    def pull(self, session: RawSession, lease_id: int, items: list[int]) -> list[bytes]:
+        """Reads items of a lease."""
+        request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease_id, items=items)
+        return list(session.pull(request, timeout=TIMEOUT))
+
+
+Call = Callable[[World], object]
+
+
+def call(method: str, make: Callable[[World], Any]) -> Call:
+    """Returns a call of a method of CacheService as session `mine`, if the request names no other."""
+
+    def run(world: World) -> object:
+        request = make(world)
+        if not request.HasField("session"):
+            request.session.CopyFrom(world.mine.ref)
+        return getattr(world.mine.cache, method)(request, timeout=TIMEOUT)
+
+    return run
+
+
+def refuse(world: World, run: Call, expected: tuple[str, str | None]) -> None:
+    """Makes a call, and fails unless it is refused like this."""
+    with pytest.raises(grpc.RpcError) as refusal:
+        run(world)
+    assert refusal_of(refusal.value) == expected, refusal.value.details()
+
+
+def seconds(number: float) -> Duration:
+    """Returns a duration, negative ones as well."""
+    duration = Duration()
+    duration.FromNanoseconds(int(number * 1e9))
+    return duration
+
+
+WITH_SESSION: dict[str, Callable[[], Any]] = {
+    "BeginRequest": lambda: cache_pb2.BeginRequestRequest(request_id="r", keys=KEYS),
+    "Lookup": lambda: cache_pb2.LookupRequest(keys=KEYS),
+    "PrepareLoad": lambda: cache_pb2.PrepareLoadRequest(lease_id=1),
+    "CompleteLoad": lambda: cache_pb2.CompleteLoadRequest(lease_id=1),
+    "ReleaseLease": lambda: cache_pb2.ReleaseLeaseRequest(lease_ids=[1]),
+    "Touch": lambda: cache_pb2.TouchRequest(lease_ids=[1]),
+    "PrepareStore": lambda: cache_pb2.PrepareStoreRequest(keys=FRESH),
+    "CompleteStore": lambda: cache_pb2.CompleteStoreRequest(store_id=1),
+    "Flush": lambda: cache_pb2.FlushRequest(keys=KEYS),
+    "FinishRequest": lambda: cache_pb2.FinishRequestRequest(request_id="r"),
+    "Reset": cache_pb2.ResetRequest,
+}

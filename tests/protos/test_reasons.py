@@ -1,0 +1,49 @@
+"""The tables of reasons and numbers that live beside the wire contract agree with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.client import StoreStatus
+from kvtier.client.errors import ERROR_OF
+from kvtier.client.results import DurableStatus, KeyStatus
+from kvtier.protos.reasons import STATUS_OF
+from kvtier.protos.v1 import cache_pb2, common_pb2, errors_pb2
+from kvtier.tiers import answers, base, leases
+from kvtier.tiers.errors import CoreError
+
+
+def test_every_reason_has_its_status_and_its_exception() -> None:
+    """The table of statuses and that of exceptions name each reason of the wire contract, and no other."""
+    reasons = {
+        name.removeprefix("ERROR_REASON_")
+        for name, number in errors_pb2.ErrorReason.items()
+        if number != errors_pb2.ERROR_REASON_UNSPECIFIED
+    }
+    assert set(STATUS_OF) == reasons
+    assert set(ERROR_OF) == reasons
+    refusals = [CoreError, *CoreError.__subclasses__()]
+    assert {refusal.reason for refusal in refusals} <= reasons
+
+
+@pytest.mark.parametrize(
+    ("ours", "wire"),
+    [
+        (leases.KeyStatus, common_pb2.KeyStatus),
+        (answers.StoreStatus, common_pb2.StoreStatus),
+        (answers.DurableStatus, common_pb2.DurableStatus),
+        (base.OffloadPolicy, cache_pb2.OffloadPolicy),
+        (KeyStatus, common_pb2.KeyStatus),
+        (StoreStatus, common_pb2.StoreStatus),
+        (DurableStatus, common_pb2.DurableStatus),
+    ],
+)
+def test_numbers_agree_with_the_wire(ours: Any, wire: Any) -> None:
+    """The enums of core and client have the names and numbers of the wire contract."""
+    prefixed = {name: number for name, number in wire.items() if number}
+    length = len(next(iter(prefixed))) - len(
+        max((m.name for m in ours if next(iter(prefixed)).endswith(m.name)), key=len)
+    )
+    assert {member.name: member.value for member in ours} == {name[length:]: n for name, n in prefixed.items()}

@@ -1,0 +1,205 @@
+"""CacheService: each call has its status and its stable reason, and nobody else notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from harness.misbehaving import (
+    FRESH,
+    INVALID,
+    KEYS,
+    NO_LEASE,
+    NO_STORE,
+    NOT_OWNER,
+    NOT_READY,
+    Call,
+    World,
+    call,
+    refuse,
+    seconds,
+)
+from harness.raw import refusal_of
+
+from kvtier.client.results import KeyStatus
+from kvtier.protos.v1 import cache_pb2
+
+CACHE_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
+    "BeginRequest without id": (call("BeginRequest", lambda _: cache_pb2.BeginRequestRequest(keys=KEYS)), INVALID),
+    "BeginRequest with a long id": (
+        call("BeginRequest", lambda _: cache_pb2.BeginRequestRequest(request_id="r" * 600, keys=KEYS)),
+        INVALID,
+    ),
+    "Lookup with a long id": (call("Lookup", lambda _: cache_pb2.LookupRequest(request_id="r" * 600)), INVALID),
+    "Lookup with a negative lease": (
+        call("Lookup", lambda _: cache_pb2.LookupRequest(keys=KEYS, lease_duration=seconds(-1))),
+        INVALID,
+    ),
+    "Lookup with a negative wait": (
+        call("Lookup", lambda _: cache_pb2.LookupRequest(keys=KEYS, wait=seconds(-0.001))),
+        INVALID,
+    ),
+    "Lookup with a wait that contradicts itself": (
+        call("Lookup", lambda _: cache_pb2.LookupRequest(keys=KEYS, wait=Duration(seconds=1, nanos=-(2**31)))),
+        INVALID,
+    ),
+    "BeginRequest with a negative wait": (
+        call("BeginRequest", lambda _: cache_pb2.BeginRequestRequest(request_id="r", keys=KEYS, wait=seconds(-1))),
+        INVALID,
+    ),
+    "Touch with a negative lease": (
+        call("Touch", lambda w: cache_pb2.TouchRequest(lease_ids=[w.lease()], lease_duration=seconds(-5))),
+        INVALID,
+    ),
+    "Flush with a negative wait": (
+        call("Flush", lambda _: cache_pb2.FlushRequest(keys=KEYS, wait=seconds(-1))),
+        INVALID,
+    ),
+    "PrepareLoad of an unknown lease": (
+        call("PrepareLoad", lambda _: cache_pb2.PrepareLoadRequest(lease_id=2**64 - 1, items=[0])),
+        NO_LEASE,
+    ),
+    "PrepareLoad of someone else's": (
+        call("PrepareLoad", lambda w: cache_pb2.PrepareLoadRequest(lease_id=w.lease(w.theirs), items=[0])),
+        NOT_OWNER,
+    ),
+    "PrepareLoad of an item that there is not": (
+        call("PrepareLoad", lambda w: cache_pb2.PrepareLoadRequest(lease_id=w.lease(), items=[0, 32])),
+        INVALID,
+    ),
+    "PrepareLoad of an item far out": (
+        call("PrepareLoad", lambda w: cache_pb2.PrepareLoadRequest(lease_id=w.lease(), items=[2**32 - 1])),
+        INVALID,
+    ),
+    "PrepareLoad of more items than keys in a call": (
+        call("PrepareLoad", lambda w: cache_pb2.PrepareLoadRequest(lease_id=w.lease(), items=[0] * 4_000_000)),
+        INVALID,
+    ),
+    "PrepareLoad of a miss": (
+        call("PrepareLoad", lambda w: cache_pb2.PrepareLoadRequest(lease_id=w.lease(keys=[*KEYS, *FRESH]), items=[33])),
+        NOT_READY,
+    ),
+    "PrepareLoad of a block in the making": (
+        lambda w: call(
+            "PrepareLoad",
+            lambda _: cache_pb2.PrepareLoadRequest(lease_id=(w.store(), w.lease(keys=FRESH))[1], items=[0]),
+        )(w),
+        NOT_READY,
+    ),
+    "CompleteLoad of an unknown lease": (
+        call("CompleteLoad", lambda _: cache_pb2.CompleteLoadRequest(lease_id=4711)),
+        NO_LEASE,
+    ),
+    "CompleteLoad of someone else's": (
+        call("CompleteLoad", lambda w: cache_pb2.CompleteLoadRequest(lease_id=w.lease(w.theirs), release=True)),
+        NOT_OWNER,
+    ),
+    "ReleaseLease of someone else's": (
+        call("ReleaseLease", lambda w: cache_pb2.ReleaseLeaseRequest(lease_ids=[w.lease(w.theirs)])),
+        NOT_OWNER,
+    ),
+    "ReleaseLease of too many": (
+        call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=range(1_000_000))),
+        INVALID,
+    ),
+    "Touch of someone else's": (
+        call("Touch", lambda w: cache_pb2.TouchRequest(lease_ids=[w.lease(w.theirs)])),
+        NOT_OWNER,
+    ),
+    "Touch of too many": (call("Touch", lambda _: cache_pb2.TouchRequest(lease_ids=range(1_000_000))), INVALID),
+    "CompleteStore of an unknown store": (
+        call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=4711)),
+        NO_STORE,
+    ),
+    "CompleteStore of someone else's": (
+        call("CompleteStore", lambda w: cache_pb2.CompleteStoreRequest(store_id=w.store(w.theirs))),
+        NOT_OWNER,
+    ),
+    "CompleteStore aborts someone else's": (
+        call("CompleteStore", lambda w: cache_pb2.CompleteStoreRequest(store_id=w.store(w.theirs), abort=True)),
+        NOT_OWNER,
+    ),
+    "CompleteStore with an item that there is not": (
+        call("CompleteStore", lambda w: cache_pb2.CompleteStoreRequest(store_id=w.store(), failed_items=[0, 8])),
+        INVALID,
+    ),
+    "CompleteStore with an item far out": (
+        call("CompleteStore", lambda w: cache_pb2.CompleteStoreRequest(store_id=w.store(), failed_items=[2**32 - 1])),
+        INVALID,
+    ),
+    "FinishRequest with a long id": (
+        call("FinishRequest", lambda _: cache_pb2.FinishRequestRequest(request_id="r" * 600)),
+        INVALID,
+    ),
+    "PrepareStore with a long id": (
+        call("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(request_id="r" * 600, keys=FRESH)),
+        INVALID,
+    ),
+    **{
+        f"BeginRequest with params {name}": (
+            call(
+                "BeginRequest",
+                lambda _, text=text: cache_pb2.BeginRequestRequest(
+                    request_id="r", keys=KEYS, kv_transfer_params_json=text
+                ),
+            ),
+            INVALID,
+        )
+        for name, text in {
+            "cut short": '{"a": ',
+            "not an object": "[1, 2]",
+            "a text": '"text"',
+            "nested too deep": "[" * 100_000,
+            "a number that is too long": "9" * 10_000,
+            "not JSON": "\x00\x01",
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("case", CACHE_CASES)
+def test_cache(world: World, case: str) -> None:
+    """CacheService refuses what is out of range, not there, or not the caller's."""
+    refuse(world, *CACHE_CASES[case])
+
+
+def test_completing_twice(world: World) -> None:
+    """The second completion of a store, or of a lease, finds nothing; what the first one did stands."""
+    store_id, lease_id = world.store(), world.lease()
+    store = call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=store_id, abort=True))
+    load = call("CompleteLoad", lambda _: cache_pb2.CompleteLoadRequest(lease_id=lease_id, release=True))
+    for complete, second in ((store, NO_STORE), (load, NO_LEASE)):
+        complete(world)
+        refuse(world, complete, second)
+    assert set(call("Lookup", lambda _: cache_pb2.LookupRequest(keys=FRESH))(world).statuses) == {KeyStatus.MISS}  # type: ignore[attr-defined]
+
+
+def test_ends_of_leases_that_are_gone(world: World) -> None:
+    """Releasing unknown leases is fine, touching them names them, and finishing an unknown request does nothing."""
+    lease_id = world.lease()
+    call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=[1, 2, 2**64 - 1]))(world)
+    touched: Any = call("Touch", lambda _: cache_pb2.TouchRequest(lease_ids=[1, lease_id, 2]))(world)
+    assert list(touched.missing_lease_ids) == [1, 2]
+    call("FinishRequest", lambda _: cache_pb2.FinishRequestRequest(request_id="never begun"))(world)
+    call("FinishRequest", lambda _: cache_pb2.FinishRequestRequest())(world)
+
+
+def test_times_beyond_the_limits_are_cut(world: World) -> None:
+    """A wait or lease of centuries is cut to the server's limit instead of being refused."""
+    long = Duration(seconds=10**11)
+    request = cache_pb2.LookupRequest(keys=KEYS, lease_duration=long, wait=long)
+    found: Any = call("Lookup", lambda _: request)(world)
+    assert found.prefix_hits == len(KEYS)
+    call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=[found.lease_id]))(world)
+
+
+def test_caller_that_does_not_wait_for_its_lease(world: World) -> None:
+    """A lookup whose caller hangs up while the server waits for it leaves no lease behind."""
+    world.store(world.theirs)
+    request = cache_pb2.LookupRequest(session=world.mine.ref, keys=FRESH, wait=seconds(20))
+    with pytest.raises(grpc.RpcError) as refusal:
+        world.mine.cache.Lookup(request, timeout=0.2)
+    assert refusal_of(refusal.value) == ("DEADLINE_EXCEEDED", None)
+    world.server.wait_for(lambda status: status.leases == 0, 2)

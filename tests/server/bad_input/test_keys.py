@@ -1,0 +1,80 @@
+"""Keys that are malformed, too many, unknown, or always the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness.misbehaving import FRESH, INVALID_KEY, KEYS, TOO_LARGE, TOO_MANY, World, call, refuse, seconds
+from harness.payloads import key_of
+from harness.server_process import MIB
+
+from kvtier.client import StoreStatus, make_key
+from kvtier.client.results import DurableStatus, KeyStatus
+from kvtier.protos.v1 import cache_pb2
+
+WITH_KEYS = {
+    "BeginRequest": lambda **fields: cache_pb2.BeginRequestRequest(request_id="r", **fields),
+    "Lookup": cache_pb2.LookupRequest,
+    "PrepareStore": cache_pb2.PrepareStoreRequest,
+    "Flush": cache_pb2.FlushRequest,
+}
+
+
+@pytest.mark.parametrize("method", WITH_KEYS)
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        pytest.param([b""], INVALID_KEY, id="empty"),
+        pytest.param([b"abcd"], INVALID_KEY, id="only a group"),
+        pytest.param([*KEYS, b"k" * 81], INVALID_KEY, id="too long"),
+        pytest.param([make_key(b"some hash", 2)], INVALID_KEY, id="no such group"),
+        pytest.param([*KEYS[:3], make_key(b"some hash", 2**32 - 1)], INVALID_KEY, id="no such group, last"),
+        pytest.param([b"five5"] * 65_537, TOO_MANY, id="one too many"),
+        pytest.param([b"five5"] * 1_000_000, TOO_MANY, id="a million"),
+        pytest.param([key_of(0)] * 1_000_000, TOO_LARGE, id="a million in 22 MB"),
+    ],
+)
+def test_keys(world: World, method: str, keys: list[bytes], expected: tuple[str, str | None]) -> None:
+    """Malformed keys and too many of them are refused by every method that takes keys; nothing is granted."""
+    refuse(world, call(method, lambda _: WITH_KEYS[method](keys=keys)), expected)
+
+
+@pytest.mark.parametrize("method", WITH_KEYS)
+def test_no_keys(world: World, method: str) -> None:
+    """No keys at all are fine, and get no answers."""
+    answer: Any = call(method, lambda _: WITH_KEYS[method]())(world)
+    found = answer.lookup if method == "BeginRequest" else answer
+    assert found.statuses == b""
+    assert not getattr(found, "lease_id", 0)
+    assert not getattr(found, "store_id", 0)
+
+
+def test_unknown_keys(world: World) -> None:
+    """Keys that nobody stored are misses without a lease, and durable nowhere."""
+    unknown = [key_of(number, salt="nobody") for number in range(1000)]
+    for mode in (cache_pb2.LOOKUP_MODE_PREFIX, cache_pb2.LOOKUP_MODE_EACH):
+        found: Any = call("Lookup", lambda _, mode=mode: cache_pb2.LookupRequest(keys=unknown, mode=mode))(world)
+        assert (set(found.statuses), found.prefix_hits, found.lease_id) == ({KeyStatus.MISS}, 0, 0)
+    flushed: Any = call("Flush", lambda _: cache_pb2.FlushRequest(keys=unknown, wait=seconds(5)))(world)
+    assert set(flushed.statuses) == {DurableStatus.VOLATILE}
+
+
+def test_refusals_do_not_add_up(world: World) -> None:
+    """Refused messages, and what they made the server unpack, are let go at once, not when garbage is collected."""
+    refused = call("Lookup", lambda _: cache_pb2.LookupRequest(keys=[b"five5"] * 1_000_000))
+    refuse(world, refused, TOO_MANY)
+    before = world.server.own_bytes()
+    for _ in range(8):
+        refuse(world, refused, TOO_MANY)
+    assert world.server.own_bytes() < before + 48 * MIB
+
+
+def test_same_key_again_and_again(world: World) -> None:
+    """A key that stands in a call many times gets an answer each time, one lease and one slot."""
+    found: Any = call("Lookup", lambda _: cache_pb2.LookupRequest(keys=KEYS[:1] * 5000))(world)
+    assert found.prefix_hits == 5000
+    call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=[found.lease_id] * 5000))(world)
+    granted: Any = call("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=FRESH[:1] * 5000))(world)
+    assert list(granted.statuses) == [StoreStatus.GRANTED] + [StoreStatus.IN_PROGRESS] * 4999
+    call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=granted.store_id, abort=True))(world)

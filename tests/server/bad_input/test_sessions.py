@@ -1,0 +1,144 @@
+"""Sessions that are not open, that must not be opened, or that have no slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness.misbehaving import (
+    BAD_NAMESPACE,
+    INVALID,
+    SMALL,
+    STALE,
+    TIMEOUT,
+    TWO_RANKS,
+    UNKNOWN,
+    WITH_SESSION,
+    Call,
+    World,
+    refuse,
+)
+from harness.payloads import key_of
+from harness.raw import RawSession
+from harness.server_process import MIB
+
+from kvtier.protos.frames import encode_push_frame
+from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
+
+
+def test_table_names_every_method_of_the_cache() -> None:
+    """No RPC of CacheService is left out of the tables here."""
+    assert set(WITH_SESSION) == {
+        method.name for method in cache_pb2.DESCRIPTOR.services_by_name["CacheService"].methods
+    }
+
+
+@pytest.mark.parametrize("method", [*WITH_SESSION, "Push", "Pull"])
+@pytest.mark.parametrize("which", ["unknown", "missing", "stale", "short", "long"])
+def test_session_that_is_not_open(world: World, method: str, which: str) -> None:
+    """A call in the name of an unknown session, or of an earlier life of the server, is refused by every method."""
+    ref, good = common_pb2.SessionRef(), world.mine.ref
+    if which != "missing":
+        ids = {"unknown": bytes(16), "stale": good.session_id, "short": b"x", "long": bytes(1 << 16)}
+        ref.session_id, ref.epoch = ids[which], good.epoch ^ (which == "stale")
+
+    def run(world: World) -> object:
+        if method == "Push":
+            return world.push([encode_push_frame(0, 0, [b"x"], session=ref, store_id=1)])
+        if method == "Pull":
+            return list(world.mine.pull(transfer_pb2.PullRequest(session=ref, lease_id=1, items=[0]), timeout=TIMEOUT))
+        request = WITH_SESSION[method]()
+        request.session.CopyFrom(ref)
+        request.session.SetInParent()
+        return getattr(world.mine.cache, method)(request, timeout=TIMEOUT)
+
+    refuse(world, run, STALE if which in ("stale", "missing") else UNKNOWN)
+
+
+def as_headless(method: str, make: Callable[[World], Any]) -> Call:
+    """Returns a call as the scheduler's session."""
+
+    def run(world: World) -> object:
+        request = make(world)
+        request.session.CopyFrom(world.headless.ref)
+        return getattr(world.headless.cache, method)(request, timeout=TIMEOUT)
+
+    return run
+
+
+def test_scheduler_has_no_slots(world: World) -> None:
+    """A session without a rank, in a world of several, looks up; slots to read or write it is refused, and leaves no lease."""
+    keys = [key_of(number, salt="two ranks") for number in range(4)]
+    for rank in (0, 1):
+        with RawSession(world.server.endpoint, TWO_RANKS, engine_id="workers", rank=rank) as worker:
+            answer = worker.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=worker.ref, keys=keys))
+            worker.cache.CompleteStore(cache_pb2.CompleteStoreRequest(session=worker.ref, store_id=answer.store_id))
+    refuse(world, as_headless("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=keys)), INVALID)
+    refuse(world, as_headless("Lookup", lambda _: cache_pb2.LookupRequest(keys=keys, want_slots=True)), INVALID)
+    assert world.server.status().leases == 0
+    lease_id = world.lease(world.headless, keys)
+    refuse(
+        world, as_headless("PrepareLoad", lambda _: cache_pb2.PrepareLoadRequest(lease_id=lease_id, items=[0])), INVALID
+    )
+    refuse(world, lambda w: w.pull(w.headless, lease_id, [0]), INVALID)
+
+
+def opening(world: World, **fields: Any) -> object:
+    """Opens a session with a request that is sound but for these fields; hands back the first answer."""
+    request = session_pb2.OpenRequest()
+    request.CopyFrom(world.mine.request)
+    namespace = fields.pop("namespace", {})
+    groups = namespace.pop("groups", None)
+    for name, value in namespace.items():
+        setattr(request.namespace, name, value)
+    if groups is not None:
+        del request.namespace.groups[:]
+        request.namespace.groups.extend(common_pb2.Group(part_bytes=nbytes) for nbytes in groups)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    stream = world.mine.sessions.Open(request, timeout=TIMEOUT)
+    try:
+        return next(stream)
+    finally:
+        stream.cancel()
+
+
+OPEN_CASES: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
+    "world of none": ({"namespace": {"world_size": 0}}, BAD_NAMESPACE),
+    "world of too many": ({"namespace": {"world_size": 2**32 - 1}}, BAD_NAMESPACE),
+    "no groups": ({"namespace": {"groups": []}}, BAD_NAMESPACE),
+    "too many groups": ({"namespace": {"groups": [SMALL] * 100_000}}, BAD_NAMESPACE),
+    "no bytes": ({"namespace": {"groups": [SMALL, 0]}}, BAD_NAMESPACE),
+    "part beyond an extent": ({"namespace": {"groups": [(64 * MIB) // 32 + 1]}}, BAD_NAMESPACE),
+    "part beyond everything": ({"namespace": {"groups": [2**64 - 1]}}, BAD_NAMESPACE),
+    "rank outside": ({"rank": 1}, BAD_NAMESPACE),
+    "rank far outside": ({"rank": 2**32 - 1}, BAD_NAMESPACE),
+    "no engine": ({"engine_id": ""}, INVALID),
+    "engine's name too long": ({"engine_id": "e" * 1_000_000}, INVALID),
+    "client's name too long": ({"client_name": "c" * 1_000_000}, INVALID),
+    "transport's name too long": ({"transport": "t" * 1_000_000}, INVALID),
+    "model's name too long": ({"namespace": {"model": "m" * 1_000_000}}, BAD_NAMESPACE),
+    "no version": ({"protocol_version": 0}, ("FAILED_PRECONDITION", "UNSUPPORTED_VERSION")),
+    "version of the future": ({"protocol_version": 2}, ("FAILED_PRECONDITION", "UNSUPPORTED_VERSION")),
+}
+
+
+@pytest.mark.parametrize("case", OPEN_CASES)
+def test_open(world: World, case: str) -> None:
+    """A session is not opened for what contradicts itself or does not fit."""
+    fields, expected = OPEN_CASES[case]
+    before = len(world.server.status().sessions)
+    refuse(world, lambda w: opening(w, **{name: _copied(value) for name, value in fields.items()}), expected)
+    assert len(world.server.status().sessions) <= before  # those of earlier cases may still be on their way out
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value
+
+
+def test_open_and_hang_up(world: World) -> None:
+    """Sessions whose streams are dropped at once are gone at once."""
+    for _ in range(50):
+        opening(world)
+    world.server.wait_for(lambda status: len(status.sessions) == 4, 5)

@@ -1,0 +1,106 @@
+"""Bytes that are no message, no gRPC, or no request for the region."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import grpc
+import pytest
+from harness.misbehaving import INVALID, TIMEOUT, WITH_SESSION, World, refuse
+from harness.raw import attach_reply
+from harness.server_process import MIB
+
+from kvtier.protos.attach import REQUEST_BYTES, pack_request
+from kvtier.protos.v1 import common_pb2
+
+
+@pytest.mark.parametrize("method", [*(f"CacheService/{name}" for name in WITH_SESSION), "TransferService/Pull"])
+def test_bytes_that_are_no_message(world: World, method: str) -> None:
+    """A message that protobuf cannot parse is refused."""
+    for garbage in (b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x0f", bytes(range(256))):
+        kind = world.mine.channel.unary_stream if method.endswith("Pull") else world.mine.channel.unary_unary
+        refuse(
+            world, lambda _, kind=kind, text=garbage: list(kind(f"/kvtier.v1.{method}")(text, timeout=TIMEOUT)), INVALID
+        )
+
+
+def test_methods_that_there_are_not(world: World) -> None:
+    """An unknown method or service is UNIMPLEMENTED."""
+    for method in ("/kvtier.v1.CacheService/Nothing", "/kvtier.v2.CacheService/Lookup", "/nothing"):
+        with pytest.raises(grpc.RpcError) as refusal:
+            world.mine.channel.unary_unary(method, None, None)(b"", timeout=TIMEOUT)
+        assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_bytes_that_are_no_grpc(world: World) -> None:
+    """Whoever talks something else to the socket, or nothing at all, is no trouble."""
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, b""):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(world.server.path))
+            connection.sendall(text)
+            if text:
+                connection.shutdown(socket.SHUT_WR)
+                connection.settimeout(10)
+                while connection.recv(4096):
+                    pass
+
+
+def attach_path(world: World) -> str:
+    """Returns the socket that hands out the region."""
+    path: str = world.mine.capabilities.region.attach_path
+    return path
+
+
+def test_attach_is_for_open_sessions_only(world: World) -> None:
+    """The region's descriptor goes to sessions of this life, and to nobody else."""
+    good = world.mine.ref
+    assert attach_reply(attach_path(world), good) == 64 * MIB
+    for session_id, epoch in ((bytes(16), good.epoch), (good.session_id, good.epoch ^ 1), (bytes(16), 0)):
+        ref = common_pb2.SessionRef(session_id=session_id, epoch=epoch)
+        assert attach_reply(attach_path(world), ref) is None
+
+
+@pytest.mark.parametrize("sent", [b"", b"KVT1", b"\xff" * REQUEST_BYTES, b"KVT2" + bytes(24), b"x" * 100_000])
+def test_attach_with_garbage(world: World, sent: bytes) -> None:
+    """A connection that does not say what it should is closed, without a descriptor."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(10)
+        connection.connect(attach_path(world))
+        try:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            data, descriptors, _, _ = socket.recv_fds(connection, 64, 1)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        assert (data, descriptors) == (b"", [])
+
+
+def test_attach_half_way(world: World) -> None:
+    """Many connections that stop in mid-request hold up nobody, and end by themselves."""
+    before = world.server.descriptors()
+    connections = []
+    for number in range(100):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(attach_path(world))
+        connection.sendall(pack_request(world.mine.ref.session_id, world.mine.ref.epoch)[: number % REQUEST_BYTES])
+        connections.append(connection)
+    began = time.monotonic()
+    assert attach_reply(attach_path(world), world.mine.ref) == 64 * MIB
+    assert time.monotonic() - began < 2
+    for connection in connections[50:]:
+        connection.close()
+    for connection in connections[:50]:
+        connection.settimeout(10)
+        assert connection.recv(1) == b""
+        connection.close()
+    assert world.server.descriptors() <= before + 2
+
+
+def test_attached_client_that_talks_on(world: World) -> None:
+    """What an attached client sends after its request is ignored; the end of the connection is what counts."""
+    with contextlib.closing(world.mine.attach()) as attachment:
+        attachment._connection.sendall(bytes(1 << 20))
+        status = world.server.wait_for(lambda status: any(session.attached for session in status.sessions))
+        assert sum(session.attached for session in status.sessions) == 2  # the bystander, and this one

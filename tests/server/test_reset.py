@@ -1,0 +1,70 @@
+"""Emptying the CPU tier of a server that is in use."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.payloads import key_of, namespace_of, payload
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import Client, DurableStatus, KeyStatus
+
+KEYS = [key_of(number) for number in range(4)]
+HIT, MISS = bytes([KeyStatus.HIT]), bytes([KeyStatus.MISS])
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    """A client of a server with a CPU and an LMDB tier."""
+    with (
+        ServerProcess(tmp_path).start() as server,
+        Client(server.endpoint, namespace=namespace_of(MIB)) as client,
+    ):
+        client.wait_until_connected(10)
+        yield client
+
+
+def blocks_of(client: Client, tier: str) -> int:
+    """Returns how many blocks a tier has."""
+    return next(status.blocks for status in client.status().tiers if status.name == tier)
+
+
+def test_a_reset_waits_for_readers_and_keeps_what_the_tiers_below_have(client: Client) -> None:
+    """B3.19, B4.13: "not yet" while somebody reads, with misses meanwhile; then the CPU tier is empty, and LMDB serves on."""
+    client.store(KEYS, [payload(key, MIB) for key in KEYS])
+    assert set(client.flush(KEYS)) == {DurableStatus.DURABLE}
+    lease = client.lookup(KEYS)
+    assert client.reset() == 4
+    assert client.lookup(KEYS).statuses == MISS * 4
+    assert client.reset(wait=0.05) == 4, "not yet"
+    with client.read(lease, [2]) as batch:
+        assert bytes(batch.views()[0]) == bytes(payload(KEYS[2], MIB)), "who reads is not disturbed"
+    done: list[int] = []
+    waiting = threading.Thread(target=lambda: done.append(client.reset(wait=8)))
+    waiting.start()
+    time.sleep(0.2)  # most likely the server waits by now
+    lease.release()
+    waiting.join(20)
+    assert done == [0]
+    assert (blocks_of(client, "cpu"), blocks_of(client, "lmdb")) == (0, 4)
+    with client.lookup(KEYS, wait=10) as found:
+        assert found.statuses == HIT * 4
+        assert set(found.sources) == {"lmdb"}
+        with client.read(found, range(4)) as batch:
+            assert [bytes(view) for view in batch.views()] == [bytes(payload(key, MIB)) for key in KEYS]
+
+
+def test_what_was_being_written_is_not_found_afterwards(client: Client) -> None:
+    """B4.13: the writer ends as if nothing had happened; what it wrote is in no tier, and can be stored again."""
+    with client.write(KEYS) as batch:
+        for view, key in zip(batch.views(), KEYS, strict=True):
+            view[:] = bytes(payload(key, MIB))
+        assert client.reset() == 4, "not yet"
+    assert client.reset(wait=10) == 0
+    assert client.lookup(KEYS, wait=1).statuses == MISS * 4
+    assert (blocks_of(client, "cpu"), blocks_of(client, "lmdb")) == (0, 0)
+    client.store(KEYS, [payload(key, MIB) for key in KEYS])
+    with client.lookup(KEYS) as found:
+        assert found.statuses == HIT * 4
