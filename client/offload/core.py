@@ -88,7 +88,7 @@ class OffloadCore:
         return self._loads.match(state, computed_tokens, now)
 
     def lookup_ended(self, lookup: LookupId, found: Found, now: float) -> None:
-        """The server's answer to ``Server.start_lookup``."""
+        """The server's answer to ``Server.start_lookup``; ``now`` is when it came. What was dropped meanwhile is ignored."""
         self._loads.answered(lookup, found, now)
 
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:

@@ -32,7 +32,7 @@ class EngineRequest(Protocol):
 
     @property
     def may_save(self) -> bool:
-        """Whether its blocks may be stored now; while they may not, the cursor stays."""
+        """Whether its blocks may be stored."""
 
     @property
     def whole(self) -> bool:
@@ -79,7 +79,7 @@ class BlockPool(Protocol):
 class Server(Protocol):
     """Carries out what the core wants of the server; it answers later, with events."""
 
-    def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int, deadline: float) -> bool:
+    def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int) -> bool:
         """Find out what the store has of [``start``, ``limit``) tokens, and keep what it has from eviction (B4.3).
 
         Answered by ``OffloadCore.lookup_ended``. False when there is nobody to ask: a miss at once, and no answer.

@@ -32,7 +32,7 @@ class LoadPlanner:
         if limit <= start:
             return None
         lookup = Lookup(LookupId(self._next_lookup), start, limit, now + self._options.lookup_timeout_s)
-        if not self._server.start_lookup(lookup.number, request, start, limit, lookup.deadline):
+        if not self._server.start_lookup(lookup.number, request, start, limit):
             return None
         self._next_lookup += 1
         state.lookup = self._lookups[lookup.number] = lookup

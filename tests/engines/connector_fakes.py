@@ -11,8 +11,8 @@ from typing import Any
 from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.groups import CacheGeometry, CacheGroup
 from kvtier.client.engines.vllm.scheduler import SchedulerSide
+from kvtier.client.offload import CacheGeometry, CacheGroup
 
 __all__ = [
     "FULL",
@@ -81,6 +81,7 @@ def make_step(tables: dict[str, list[list[int]]], **scheduled: int) -> Any:
         kv_connector_block_state=Tables(tables),
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
+        preempted_req_ids=set(),
     )
 
 

@@ -12,8 +12,9 @@ from connector_fakes import FULL, make_request
 
 from kvtier.client.engines.vllm import KVTierConnector, connector, namespace
 from kvtier.client.engines.vllm.compat import CacheHitSource, KVConnectorRole, KVConnectorTransferResults
-from kvtier.client.engines.vllm.groups import CacheGeometry, Unsupported, resolve_geometry
-from kvtier.client.engines.vllm.metadata import BlockRead, LoadJob, SaveJob, StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
+from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
+from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 LIFECYCLE = {"__init__", "requires_kv_delivery", "build_kv_connector_stats"}

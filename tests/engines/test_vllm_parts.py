@@ -18,45 +18,13 @@ from kvtier.client.engines.vllm.announcements import Announcement
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.copies import make_copier
-from kvtier.client.engines.vllm.groups import CacheGeometry, CacheGroup, Unsupported
-from kvtier.client.engines.vllm.hits import longest_hit, usable_limit
+from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.lookup import LookupService, LookupState
-from kvtier.client.engines.vllm.metadata import BlockRead, LoadJob, SaveJob, StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.reads import plan_reads
+from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.reports import WorkerReports
 from kvtier.client.engines.vllm.worker import WorkerSide
-
-# ---- how far a hit reaches
-
-
-@pytest.mark.parametrize(("num_tokens", "limit"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
-def test_a_hit_leaves_a_token_to_compute(num_tokens: int, limit: int) -> None:
-    """B4.2 An exactly aligned prompt loses its last block, one token more keeps all."""
-    assert usable_limit(num_tokens, 4) == limit
-
-
-@pytest.mark.parametrize(
-    ("full", "window", "hit"),
-    [
-        ({0, 1, 2, 3}, {2, 3}, 16),
-        ({0, 1, 2, 3}, {3}, 0),  # the window needs two blocks
-        ({0, 1, 2, 3}, {0, 1, 3}, 8),
-        ({0, 1, 2, 3}, {0}, 4),  # near the start the window is short
-        ({0, 1}, {2, 3}, 0),
-        ({0, 1}, {0, 1, 2, 3}, 8),
-        (set(), {0, 1, 2, 3}, 0),
-    ],
-)
-def test_a_hit_is_one_that_all_groups_can_serve(full: set[int], window: set[int], hit: int) -> None:
-    """B4.10 Full attention needs all blocks, a sliding window only the last ones."""
-    assert longest_hit([FULL, WINDOW], {0: full, 1: window}, 0, 16, 4) == hit
-
-
-def test_what_the_engine_has_itself_need_not_be_in_the_store() -> None:
-    """Blocks before the start count as present, in the window's group too."""
-    assert longest_hit([FULL, WINDOW], {0: {2}, 1: {2}}, 8, 16, 4) == 12
-
+from kvtier.client.offload import BlockRead, CacheGeometry, CacheGroup, LoadJob, SaveJob
 
 # ---- bytes
 
@@ -146,9 +114,9 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
         lookup = service.start(Announcement("r"), _hashes(4, 4), 0, 16)
         assert lookup is not None
         wait_for(lambda: lookup.state is LookupState.DONE)
-        assert lookup.hit_tokens == 12
+        assert lookup.found.hit_tokens == 12
         assert client.asked == [4, 2]
-        assert set(lookup.items[1]) == {1, 2}
+        assert set(lookup.found.items[1]) == {1, 2}
         service.drop(lookup)
         wait_for(lambda: sorted(client.released) == [1, 2])
 
@@ -187,7 +155,7 @@ def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
         lookup = service.start(Announcement("r"), _hashes(1), 0, 4)
         assert lookup is not None
         wait_for(lambda: lookup.state is LookupState.DONE)
-        assert lookup.hit_tokens == 0
+        assert lookup.found.hit_tokens == 0
 
 
 def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
@@ -198,9 +166,9 @@ def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
         lookup = service.start(Announcement("r"), _hashes(9), 0, 36)
         assert lookup is not None
         wait_for(lambda: lookup.state is LookupState.DONE)
-        assert lookup.hit_tokens == 20
+        assert lookup.found.hit_tokens == 20
         assert client.asked == [2, 2, 2]
-        assert lookup.items[0] == {0: (1, 0), 1: (1, 1), 2: (2, 0), 3: (2, 1), 4: (3, 0)}
+        assert lookup.found.items[0] == {0: (1, 0), 1: (1, 1), 2: (2, 0), 3: (2, 1), 4: (3, 0)}
 
 
 def test_a_request_is_finished_after_its_last_lookup() -> None:
@@ -308,11 +276,3 @@ def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> N
     worker.close()
     expected = [([2], "loads 1"), ([3], "loads 1"), ([5], "saves 1"), ([6], "saves 1"), ([7], "saves 2")]
     assert sorted(copied) == expected
-
-
-def test_half_a_load_is_none() -> None:
-    """B4.3 The engine may accept fewer tokens than offered, but not part of a block."""
-    geometry = CacheGeometry((FULL,), 4, 4)
-    lookup = SimpleNamespace(items={0: {0: (9, 0), 1: (9, 1)}})
-    reads = [plan_reads(geometry, lookup, [[5, 6]], 0, end) for end in (8, 4, 6)]  # type: ignore[arg-type]
-    assert reads == [[BlockRead(9, [0, 1], [0, 0], [5, 6])], [BlockRead(9, [0], [0], [5])], []]

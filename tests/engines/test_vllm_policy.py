@@ -10,10 +10,11 @@ from connector_fakes import FULL, PAGE, FakeClient, FakeTransfers, make_request,
 
 from kvtier.client import NotConnected, OffloadPolicy, make_key
 from kvtier.client.engines.vllm.background import LimitedLog
-from kvtier.client.engines.vllm.metadata import SaveJob, StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.reports import WorkerReports
 from kvtier.client.engines.vllm.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.worker import WorkerSide
+from kvtier.client.offload import SaveJob
 
 FLAG = {"do_remote_decode": True}
 TABLE = [[1, 2, 3, 4, 5, 6]]

@@ -26,6 +26,8 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.logger import init_logger
     from vllm.v1.core.kv_cache_utils import (
+        get_block_hash,
+        get_group_id,
         resolve_block_hashes,
         resolve_dcp_kv_block_size,
         resolve_kv_cache_block_sizes,
@@ -59,6 +61,8 @@ __all__ = [
     "SlidingWindowSpec",
     "SupportsHMA",
     "UniformTypeKVCacheSpecs",
+    "get_block_hash",
+    "get_group_id",
     "group_kernel_blocks",
     "init_logger",
     "resolve_block_hashes",

@@ -22,6 +22,7 @@ class ConnectorConfig:
     ``lookup_timeout_s``: how long a request may wait to learn what is cached; afterwards it is computed.
     ``tenant``: part of the namespace; engines of different tenants never share blocks.
     ``max_held_fraction``: the share of the engine's KV blocks that saves in flight may hold back from reuse.
+    ``lazy_offload``: store blocks when the engine is about to evict them, not when they are full.
     """
 
     endpoint: str | None = None
@@ -29,6 +30,7 @@ class ConnectorConfig:
     lookup_timeout_s: float = 1.0
     tenant: str = ""
     max_held_fraction: float = 0.5
+    lazy_offload: bool = False
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], warn: Callable[[str], None]) -> ConnectorConfig:
@@ -57,6 +59,8 @@ class ConnectorConfig:
             )
         if not isinstance(self.tenant, str):
             raise ValueError(f"kvtier: tenant must be a string, not {self.tenant!r}")  # noqa: TRY004 - one kind for all
+        if not isinstance(self.lazy_offload, bool):
+            raise ValueError(f"kvtier: lazy_offload must be true or false, not {self.lazy_offload!r}")  # noqa: TRY004
         _check_number("lookup_timeout_s", self.lookup_timeout_s, 0.0, 60.0)
         _check_number("max_held_fraction", self.max_held_fraction, 0.01, 1.0)
 

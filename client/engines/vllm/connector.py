@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from ... import Client, InvalidRequest, KVTierError, Namespace
+from ...offload import CacheGeometry, LoadJob
 from .background import LimitedLog, logger
 from .compat import (
     CacheHitSource,
@@ -27,8 +29,8 @@ from .compat import (
     SupportsHMA,
 )
 from .config import ConnectorConfig
-from .groups import CacheGeometry, Unsupported, resolve_geometry
-from .metadata import LoadJob, StepMetadata
+from .groups import Unsupported, resolve_geometry
+from .metadata import StepMetadata
 from .namespace import build_namespace, namespace_digest
 from .reports import WorkerReports
 from .scheduler import SchedulerSide
@@ -144,7 +146,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_scheduler_side(self, namespace: Namespace, geometry: CacheGeometry) -> SchedulerSide:
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
-        digest = namespace_digest(namespace)
+        digest, config = namespace_digest(namespace), self._scheduler_config()
         client = self._connect(namespace, None)
         try:
             # Requests may come right away, and the start of an engine takes half a minute anyway.
@@ -158,12 +160,21 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             client,
             geometry,
             digest,
-            self._config,
+            config,
             self._vllm_config.parallel_config.world_size,
             may_load=transfer.is_kv_consumer,
             may_save=transfer.is_kv_producer,
             log=self.log,
+            batched_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens if config.lazy_offload else 0,
         )
+
+    def _scheduler_config(self) -> ConnectorConfig:
+        """The settings, but for lazy mode where adapters are served: a free block does not say whose it was."""
+        config = self._config
+        if config.lazy_offload and getattr(self._vllm_config, "lora_config", None) is not None:
+            logger.warning("kvtier: lazy_offload does not go with LoRA adapters; blocks are stored when they are full")
+            return replace(config, lazy_offload=False)
+        return config
 
     def _make_worker_side(self, namespace: Namespace, geometry: CacheGeometry) -> WorkerSide:
         assert self._kv_cache_config is not None

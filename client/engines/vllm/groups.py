@@ -1,13 +1,13 @@
-"""The engine's KV cache groups as kvtier sees them, and the refusal of those it cannot serve."""
+"""vLLM's KV cache groups as kvtier sees them, and the refusal of those it cannot serve."""
 
 # vLLM is not in the environment that is checked:
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from ...offload import CacheGeometry, CacheGroup
 from .compat import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -18,54 +18,13 @@ from .compat import (
     resolve_kv_cache_block_sizes,
 )
 
-__all__ = ["CacheGeometry", "CacheGroup", "Unsupported", "resolve_geometry"]
+__all__ = ["Unsupported", "resolve_geometry"]
 
 _REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 
 
 class Unsupported(Exception):
     """The engine's set-up cannot be served; the connector says why once and answers misses."""
-
-
-@dataclass(frozen=True)
-class CacheGroup:
-    """One KV cache group: layers that share a block table.
-
-    ``retained_tokens`` is None for full attention; a sliding-window group needs only that many tokens before a hit's end.
-    ``page_bytes[i]`` is what one block of ``layers[i]`` takes on one rank, without padding.
-    """
-
-    index: int
-    block_tokens: int
-    retained_tokens: int | None
-    layers: tuple[str, ...]
-    page_bytes: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """For people, and part of the namespace: it carries the window."""
-        return f"{'full' if self.retained_tokens is None else f'window_{self.retained_tokens}'}.{self.index}"
-
-    @property
-    def part_bytes(self) -> int:
-        """One rank's bytes of one block."""
-        return sum(self.page_bytes)
-
-    def first_needed_block(self, hit_tokens: int) -> int:
-        """The first block that a hit of ``hit_tokens`` must have; mirrors vLLM's ``get_num_skipped_tokens``."""
-        if self.retained_tokens is None:
-            return 0
-        return max(0, hit_tokens - self.retained_tokens) // self.block_tokens
-
-
-@dataclass(frozen=True)
-class CacheGeometry:
-    """Groups and block sizes. ``step_tokens``: hits are whole multiples of it (the scheduler's block)."""
-
-    groups: tuple[CacheGroup, ...]
-    step_tokens: int
-    hash_tokens: int
-    drop_last_block: bool = False
 
 
 def resolve_geometry(vllm_config: Any, kv_cache_config: KVCacheConfig) -> CacheGeometry:

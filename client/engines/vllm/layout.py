@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from .compat import group_kernel_blocks
-from .groups import CacheGroup, Unsupported
+from ...offload import CacheGroup
+from .groups import Unsupported
 
 __all__ = ["GroupLayout", "Segment", "build_layouts"]
 

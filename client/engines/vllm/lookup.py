@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from ... import Client, KeyStatus, KVTierError, Lease, make_key
+from ...offload import CacheGeometry, Found, LookupId, Place, Question, search
 from .announcements import Announcement, plain_params
 from .background import BackgroundThreads, LimitedLog, logger
-from .groups import CacheGeometry, CacheGroup
-from .hits import longest_hit
 
 __all__ = ["Lookup", "LookupService", "LookupState"]
 
@@ -26,7 +26,7 @@ _WAIT_SHARE = 0.8
 
 
 class LookupState(Enum):
-    """PENDING: still running. DONE: ``hit_tokens`` is valid. DROPPED: nobody wants it any more."""
+    """PENDING: still running. DONE: ``found`` is complete. DROPPED: nobody wants it any more."""
 
     PENDING = "pending"
     DONE = "done"
@@ -37,19 +37,17 @@ class LookupState(Enum):
 class Lookup:
     """One request's lookup: where the blocks of [``start``, ``limit``) tokens are.
 
-    ``items[group][position]`` is the (lease id, index in the lease) of each block that hit; ``sources[position]`` the tier that
-    had it in the first group. Both belong to the background thread until the state is DONE, then to the scheduler's.
+    ``found`` belongs to the background thread until the state is DONE, then to the scheduler's.
     """
 
+    number: LookupId
     request: Announcement
     start: int
     limit: int
     hashes: dict[int, Sequence[bytes]]
     deadline: float
+    found: Found
     state: LookupState = LookupState.PENDING
-    hit_tokens: int = 0
-    items: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    sources: dict[int, str] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
     done_at: float = 0.0
 
@@ -64,11 +62,19 @@ class LookupService:
         self._log = log
         self._lock = threading.Lock()
         self._cool_until = 0.0
+        self._done_lookups: deque[Lookup] = deque()
         self._lookups = BackgroundThreads("lookup", log, threads=2)
         # Its own thread: giving back must not queue behind lookups that wait for promotions.
         self._returns = BackgroundThreads("release", log)
 
-    def start(self, request: Announcement, hashes: dict[int, Sequence[bytes]], start: int, limit: int) -> Lookup | None:
+    def start(
+        self,
+        request: Announcement,
+        hashes: dict[int, Sequence[bytes]],
+        start: int,
+        limit: int,
+        number: LookupId = LookupId(0),  # noqa: B008 - a NewType is no call
+    ) -> Lookup | None:
         """Begin to look up the blocks between ``start`` and ``limit`` tokens.
 
         ``hashes[group][i]`` is that of the i-th one after ``start``. Returns None when the server is not there: a miss at once.
@@ -81,10 +87,14 @@ class LookupService:
             return None
         if now < self._cool_until:
             return None
-        lookup = Lookup(request, start, limit, hashes, deadline=now + self._timeout_s)
+        lookup = Lookup(number, request, start, limit, hashes, now + self._timeout_s, Found(start))
         self.hold(request)
         self._lookups.submit(lambda: self._run(lookup))
         return lookup
+
+    def take_done(self) -> list[Lookup]:
+        """Returns the lookups that were done since the last call; some may have been dropped since."""
+        return [self._done_lookups.popleft() for _ in range(len(self._done_lookups))]
 
     def drop(self, lookup: Lookup) -> None:
         """Nobody will load what this lookup found: give its leases back, now or when it ends."""
@@ -108,12 +118,12 @@ class LookupService:
             self._returns.submit(lambda: self._announce(request))
 
     def hold(self, request: Announcement) -> None:
-        """A lookup or store of the request begins: the server is not told of its end before as many ``let_go``."""
+        """A call about the request begins: the server is not told of its end before as many ``let_go``."""
         with self._lock:
             request.pending += 1
 
     def let_go(self, request: Announcement) -> None:
-        """A lookup or store of the request has ended."""
+        """A call about the request has ended."""
         with self._lock:
             request.pending -= 1
             finish = request.ended and request.pending == 0
@@ -176,56 +186,38 @@ class LookupService:
     def _done(self, lookup: Lookup, hit: int) -> None:
         with self._lock:
             dropped = lookup.state is LookupState.DROPPED
-            lookup.hit_tokens, lookup.done_at = hit, time.monotonic()
+            lookup.found.hit_tokens, lookup.done_at = hit, time.monotonic()
             if not dropped:
                 lookup.state = LookupState.DONE
         if dropped or hit <= lookup.start:
             self._release(lookup)
+        if not dropped:
+            self._done_lookups.append(lookup)
         self.let_go(lookup.request)
 
     def _search(self, lookup: Lookup) -> int:
-        """How far the hit reaches; fills in items and leases."""
-        step, start, limit = self._geometry.step_tokens, lookup.start, lookup.limit
-        groups = self._geometry.groups
-        for group in (g for g in groups if g.retained_tokens is None):
-            first = start // group.block_tokens
-            found = self._ask(lookup, [(group, range(first, limit // group.block_tokens))], prefix=True)
-            limit = min(limit, start + found * group.block_tokens // step * step)
-            if limit <= start:
-                return start
-        if self._geometry.drop_last_block:
-            # A draft model's KV at a block's end was computed with the token after it: the last block is computed anew.
-            limit -= step
-        windowed = [g for g in groups if g.retained_tokens is not None]
-        if not windowed or limit <= start:
-            return limit
-        # Most often the full hit's last windows are all there; only otherwise is it worth looking for shorter ones.
-        tails = [
-            (g, range(max(g.first_needed_block(limit), start // g.block_tokens), limit // g.block_tokens))
-            for g in windowed
-        ]
-        if self._ask(lookup, tails, prefix=False) == sum(len(positions) for _, positions in tails):
-            return limit
-        self._ask(
-            lookup, [(g, range(start // g.block_tokens, limit // g.block_tokens)) for g in windowed], prefix=False
-        )
-        present = {index: found.keys() for index, found in lookup.items.items()}
-        return longest_hit(groups, present, start, limit, step)
+        """How far the hit reaches; fills in what was found, and leases."""
+        questions = search(self._geometry, lookup.start, lookup.limit)
+        try:
+            question = next(questions)
+            while True:
+                question = questions.send(self._ask(lookup, question))
+        except StopIteration as end:
+            return int(end.value)
 
-    def _ask(self, lookup: Lookup, wanted: list[tuple[CacheGroup, range]], *, prefix: bool) -> int:
-        """Looks up in calls of at most the server's number of keys; returns how many hit (with ``prefix``: in a row)."""
-        places = [(group, position) for group, positions in wanted for position in positions]
-        most = self._client.max_keys or max(1, len(places))
-        count = 0
-        for first in range(0, len(places), most):
-            chunk = places[first : first + most]
-            found = self._ask_once(lookup, chunk, prefix=prefix)
-            count += found
-            if prefix and found < len(chunk):
+    def _ask(self, lookup: Lookup, question: Question) -> set[Place]:
+        """Looks up in calls of at most the server's number of keys; returns what hit."""
+        most = self._client.max_keys or max(1, len(question.places))
+        found: set[Place] = set()
+        for first in range(0, len(question.places), most):
+            chunk = question.places[first : first + most]
+            hits = self._ask_once(lookup, chunk, prefix=question.prefix)
+            found.update(hits)
+            if question.prefix and len(hits) < len(chunk):
                 break
-        return count
+        return found
 
-    def _ask_once(self, lookup: Lookup, places: Sequence[tuple[CacheGroup, int]], *, prefix: bool) -> int:
+    def _ask_once(self, lookup: Lookup, places: Sequence[Place], *, prefix: bool) -> list[Place]:
         keys = [
             make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
             for g, position in places
@@ -235,17 +227,16 @@ class LookupService:
         lease = self._call(lookup.request, keys, wait, prefix=prefix)
         lookup.leases.append(lease)
         statuses, sources = lease.statuses, lease.sources
-        count = 0
-        for index, (group, position) in enumerate(places):
-            if statuses[index] != KeyStatus.HIT:
-                if prefix:
-                    break
-                continue
-            count += 1
-            lookup.items.setdefault(group.index, {})[position] = (lease.id, index)
-            if group.index == self._geometry.groups[0].index:
-                lookup.sources[position] = sources[index]
-        return count
+        hits = []
+        for index, place in enumerate(places):
+            if statuses[index] == KeyStatus.HIT:
+                hits.append(place)
+                lookup.found.items.setdefault(place.group.index, {})[place.position] = (lease.id, index)
+                if place.group.index == self._geometry.groups[0].index:
+                    lookup.found.sources[place.position] = sources[index]
+            elif prefix:
+                break
+        return hits
 
     def _call(self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool) -> Lease:
         """A request's first call announces it, so that the tiers vote on it; the others only look up."""

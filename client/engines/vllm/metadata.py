@@ -10,43 +10,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...offload import LoadJob, SaveJob
 from .compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-__all__ = ["BlockRead", "LoadJob", "SaveJob", "StepMetadata", "WorkerReport"]
+__all__ = ["SAVE_LOST_AFTER_S", "SAVE_WITHIN_S", "StepMetadata", "WorkerReport"]
 
 
-@dataclass
-class BlockRead:
-    """Blocks of one lease to load: key ``indices[i]`` of the lease goes into engine block ``block_ids[i]`` of ``groups[i]``."""
+SAVE_LOST_AFTER_S = 600.0
+"""A save that no worker has reported by then, since it was planned, never will be: its blocks are let go (B5.6)."""
 
-    lease_id: int
-    indices: list[int] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-
-
-@dataclass
-class LoadJob:
-    """One request's load. Without ``reads`` it is one that cannot be done: workers report it as failed at once."""
-
-    request_id: str
-    reads: list[BlockRead] = field(default_factory=list)
-
-
-@dataclass
-class SaveJob:
-    """Blocks of one request to store in one go; the scheduler keeps them from reuse until every worker reports ``job_id``."""
-
-    job_id: int
-    request_id: str
-    keys: list[bytes] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+SAVE_WITHIN_S = 300.0
+"""Workers begin no copy of a save later than this after they were given it; what they have begun, their grant ends."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """One step's loads and saves. ``idle``: the step computes nothing, so that a worker may wait a moment for its copies."""
+    """One step's loads and saves (see StepPlan). ``idle``: the step computes nothing, so that a worker may wait a moment for its copies."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)

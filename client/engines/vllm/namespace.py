@@ -19,7 +19,8 @@ import torch
 
 from ... import Group, GroupKind, Namespace
 from .compat import KVCacheConfig, vllm_version
-from .groups import CacheGeometry, Unsupported
+from ...offload import CacheGeometry
+from .groups import Unsupported
 
 __all__ = ["build_namespace", "namespace_digest"]
 

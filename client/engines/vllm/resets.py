@@ -19,10 +19,9 @@ _RETRY_S = 1.0
 
 
 class CacheReset:
-    """A reset that was asked for: it waits for the engine's own saves, then for the server.
+    """Has the server empty its CPU tier, as often as it was asked to, until it has.
 
-    ``pending`` from when it is asked for until the server has said that all is gone: until then nothing may be looked up or saved,
-    however long that takes. All calls on the scheduler's thread; none blocks.
+    ``pending`` until the last of these is done, however long that takes. All calls on the scheduler's thread; none blocks.
     """
 
     def __init__(self, client: Client, log: LimitedLog) -> None:
@@ -31,28 +30,24 @@ class CacheReset:
         self._threads = BackgroundThreads("reset", log)
         self._closed = threading.Event()
         # Numbers of resets. Of these, only the background thread writes ``_done``.
-        self._asked = self._started = self._done = self._taken = 0
+        self._started = self._done = self._taken = 0
 
     @property
     def pending(self) -> bool:
         """Whether something from before a reset may still be there."""
-        return self._done != self._asked
-
-    def ask(self) -> None:
-        """All that is stored by now is to go."""
-        self._asked += 1
+        return self._done != self._started
 
     def start(self) -> None:
-        """The engine's own saves have ended: what is there now is all that there was."""
-        if self._started != self._asked:
-            self._started = number = self._asked
-            self._threads.submit(lambda: self._run(number))
+        """All that is stored by now is to go; this engine's own saves have ended."""
+        self._started = number = self._started + 1
+        self._threads.submit(lambda: self._run(number))
 
     def take_done(self) -> bool:
-        """Whether a reset has been done since the last call."""
-        done, taken = self._done, self._taken
-        self._taken = done
-        return done != taken
+        """Whether the last reset that was started has been done since the last call."""
+        done = self._done == self._started != self._taken
+        if done:
+            self._taken = self._started
+        return done
 
     def close(self) -> None:
         """End the thread; called at shutdown."""

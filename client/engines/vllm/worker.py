@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from ... import Client, KVTierError, StoreStatus
+from ...offload import BlockRead, CacheGroup, LoadJob, SaveJob
 from .background import BackgroundThreads, LimitedLog
 from .copies import BlockCopier, make_copier
-from .groups import CacheGroup
 from .layout import build_layouts
-from .metadata import BlockRead, LoadJob, SaveJob, StepMetadata
+from .metadata import SAVE_WITHIN_S, StepMetadata
 from .reports import WorkerReports
 
 __all__ = ["WorkerSide"]
@@ -94,9 +94,9 @@ class WorkerSide:
             self._reports.refuse_saves(step)
             return
         assert self._copier is not None
-        after = self._copier.mark()
+        after, give_up_at = self._copier.mark(), time.monotonic() + SAVE_WITHIN_S
         for job in step.saves:
-            self._queue(1, functools.partial(self._save, job, after))
+            self._queue(1, functools.partial(self._save, job, after, give_up_at))
 
     def close(self) -> None:
         """Let queued copies end, briefly, and disconnect."""
@@ -141,12 +141,16 @@ class WorkerSide:
                     offsets = [batch.offsets[row] for row in rows]
                     self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after)
 
-    def _save(self, job: SaveJob, after: Any) -> None:
+    def _save(self, job: SaveJob, after: Any, give_up_at: float) -> None:
         not_stored = set(range(len(job.keys)))
         try:
             # A hung server costs one deadline, not one per job: blocks are held back from reuse meanwhile.
             if time.monotonic() >= self._save_after and self._client is not None and self._client.connected:
                 for chunk in self._chunks(job.groups):
+                    if time.monotonic() >= give_up_at:
+                        # The scheduler is about to take the job for lost, and the engine may reuse its blocks then (B5.6).
+                        self._log.warn("late", "saves take minutes; blocks are not stored")
+                        break
                     not_stored.difference_update(self._write(job, chunk, after))
         except KVTierError as error:
             self._save_after = time.monotonic() + _COOL_DOWN_S

@@ -55,9 +55,7 @@ class ModelServer:
 
     # ---- what the core asks for
 
-    def start_lookup(
-        self, lookup: LookupId, request: EngineRequest, start: int, limit: int, deadline: float
-    ) -> bool:
+    def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int) -> bool:
         assert isinstance(request, ModelRequest)
         assert request.may_load
         assert not self.empties, "looked up while the server is emptied"

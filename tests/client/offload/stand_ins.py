@@ -1,0 +1,99 @@
+"""Stand-ins for what the offload core asks of an engine and a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier.client.offload import CacheGroup, EngineRequest, FreeBlock, LookupId
+
+__all__ = ["FULL", "STATE", "WINDOW", "References", "Request", "Wishes"]
+
+FULL = CacheGroup(0, 4, None)
+WINDOW = CacheGroup(1, 4, 7)
+STATE = CacheGroup(2, 4, None, is_state=True)
+
+
+@dataclass
+class Request:
+    """A request of ``count`` blocks of four tokens and one token more."""
+
+    count: int
+    request_id: str = "r"
+    may_load: bool = True
+    may_save: bool = True
+    whole: bool = False
+
+    @property
+    def total_tokens(self) -> int:
+        return 4 * self.count + 1
+
+    def final_blocks(self, group: CacheGroup) -> int:
+        return self.count
+
+    def key(self, group: CacheGroup, position: int) -> bytes:
+        assert position < self.count
+        return b"%d.%d" % (position, group.index)
+
+
+class References:
+    """A block pool: each block has one reference, of some request, unless it is in ``queue``."""
+
+    def __init__(self, num_blocks: int = 100) -> None:
+        self.num_blocks = num_blocks
+        self.refs = [1] * num_blocks
+        self.queue: list[FreeBlock] = []
+
+    def free(self, *blocks: FreeBlock) -> None:
+        """Blocks that nobody uses any more."""
+        self.queue += blocks
+        for block in blocks:
+            self.refs[block.block_id] = 0
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            self.refs[block] += 1
+        self.queue = [block for block in self.queue if not self.refs[block.block_id]]
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            self.refs[block] -= 1
+
+    def references(self, block_id: int) -> int:
+        return self.refs[block_id]
+
+    def free_block(self, block_id: int) -> FreeBlock | None:
+        return next((block for block in self.queue if block.block_id == block_id), None)
+
+    def free_blocks(self, after: int | None) -> Iterator[FreeBlock]:
+        ids = [block.block_id for block in self.queue]
+        yield from self.queue[ids.index(after) + 1 if after is not None else 0 :]
+
+
+class Wishes:
+    """A server that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.there = True
+        self.asked: list[tuple[int, str, int, int]] = []
+        self.dropped: list[int] = []
+        self.given_up: list[int] = []
+        self.ended: list[str] = []
+        self.emptied = 0
+
+    def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int) -> bool:
+        if self.there:
+            self.asked.append((lookup, request.request_id, start, limit))
+        return self.there
+
+    def drop_lookup(self, lookup: LookupId) -> None:
+        self.dropped.append(lookup)
+
+    def give_up_lookup(self, lookup: LookupId) -> None:
+        self.given_up.append(lookup)
+
+    def end_request(self, request: EngineRequest) -> None:
+        self.ended.append(request.request_id)
+
+    def empty(self) -> None:
+        self.emptied += 1

@@ -1,0 +1,175 @@
+"""What is offered, when, and what becomes of what was not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from stand_ins import FULL, WINDOW, References, Request
+
+from kvtier.client.offload import BlockTables, CacheGeometry, SaveJob
+from kvtier.client.offload.saves import SavePlanner, SaveProgress
+
+LOST_S = 600.0
+
+
+class Saves:
+    """The planner, at a time that the test sets."""
+
+    def __init__(self, pool: References | None = None, world_size: int = 1, held: float = 1.0) -> None:
+        self.now = 100.0
+        self.geometry = CacheGeometry((FULL, WINDOW), 4, 4)
+        self.planner = SavePlanner(CacheGeometry((FULL,), 4, 4), world_size, held, LOST_S, pool or References())
+
+    def plan(
+        self, request: Request, progress: SaveProgress, computed: int, tables: BlockTables, *, last: bool = False
+    ) -> SaveJob | None:
+        return self.planner.plan(request, progress, computed, lambda: tables, self.now, last=last)
+
+    def report(
+        self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]] | None = None
+    ) -> dict[int, int]:
+        """Returns the jobs that all workers have ended, with the number of blocks that were not stored."""
+        complete = self.planner.report(ended, not_stored or {}, self.now)
+        return {save.job.job_id: len(save.not_stored) for save in complete}
+
+
+def test_blocks_are_offered_once_and_pinned_until_all_workers_report() -> None:
+    """B4.5, B5.3 Blocks carry a reference until every worker has ended the job."""
+    pool = References()
+    planner, progress = Saves(pool, world_size=2), SaveProgress()
+    job = planner.plan(Request(4), progress, 13, [[7, 8, 9, 10]])
+    assert job is not None
+    assert job.block_ids == [7, 8, 9]
+    assert job.keys == [b"%d.0" % number for number in range(3)]
+    assert planner.plan(Request(4), progress, 15, [[7, 8, 9, 10]]) is None
+    planner.report({job.job_id: 1})
+    assert planner.planner.pending
+    assert pool.refs[8] == 2
+    planner.report({job.job_id: 1})
+    assert not planner.planner.pending
+    assert [pool.refs[number] for number in (7, 8, 9)] == [1, 1, 1]
+
+
+def test_a_block_in_flight_is_not_stored_twice_but_its_twin_is() -> None:
+    """B5.1, B5.2, B5.4, B4.15 By block id and across requests; equal content in another block is another block."""
+    planner = Saves()
+    first = planner.plan(Request(2), SaveProgress(), 8, [[7, 8]])
+    assert first is not None
+    assert planner.plan(Request(2), SaveProgress(), 8, [[7, 8]]) is None
+    twin = planner.plan(Request(2), SaveProgress(), 8, [[7, 9]])
+    assert twin is not None
+    assert twin.block_ids == [9]
+    planner.report({first.job_id: 1})
+    again = planner.plan(Request(2), SaveProgress(), 8, [[7, 8]])
+    assert again is not None
+    assert again.block_ids == [7, 8]  # the server says that it has them, or stores what it has lost since
+
+
+def test_drafts_null_blocks_and_loaded_blocks_are_not_offered() -> None:
+    """B4.6, B4.9 Only blocks with a hash, never the null block, never what just came from the server."""
+    planner = Saves()
+    job = planner.plan(Request(4), SaveProgress(loaded=range(4, 8)), 100, [[7, 8, 0, 10, 11, 12]])
+    assert job is not None
+    assert job.block_ids == [7, 10]
+
+
+def test_holding_too_much_puts_the_rest_off() -> None:
+    """Saves in flight hold at most their share of the engine's blocks; the rest follows later."""
+    planner, progress = Saves(References(8), held=0.25), SaveProgress()
+    job = planner.plan(Request(4), progress, 16, [[1, 2, 3, 4]])
+    assert job is not None
+    assert job.block_ids == [1, 2]
+    assert planner.plan(Request(4), progress, 16, [[1, 2, 3, 4]]) is None
+    planner.report({job.job_id: 1})
+    rest = planner.plan(Request(4), progress, 16, [[1, 2, 3, 4]])
+    assert rest is not None
+    assert rest.block_ids == [3, 4]
+
+
+def test_blocks_that_were_not_stored_are_offered_again_later() -> None:
+    """B3.5, B4.15 A full server costs a call now and then, not one per step, and leaves no hole."""
+    planner, progress = Saves(), SaveProgress()
+    table = [[7, 8, 9, 10]]
+    job = planner.plan(Request(4), progress, 12, table)
+    assert job is not None
+    assert planner.report({job.job_id: 1}, {job.job_id: {0, 2}}) == {job.job_id: 2}
+    intervals = []
+    for _ in range(7):
+        asked = planner.now
+        while (job := planner.plan(Request(4), progress, 12, table)) is None:
+            planner.now += 0.5
+        assert job.block_ids == [7, 9]
+        assert job.keys == [b"%d.0" % number for number in (0, 2)]
+        intervals.append(planner.now - asked)
+        planner.report({job.job_id: 1}, {job.job_id: {0, 1}})
+    assert intervals == [1, 2, 4, 8, 16, 30, 30]
+    planner.now += 30
+    job = planner.plan(Request(4), progress, 16, table)
+    assert job is not None
+    assert job.block_ids == [7, 9, 10]  # together with what is new
+    planner.report({job.job_id: 1})
+    planner.now += 1000
+    assert planner.plan(Request(4), progress, 16, table) is None
+
+
+def test_the_end_of_a_request_is_the_last_time_to_offer() -> None:
+    """B3.5 What was missed is offered once more when the request ends, without waiting."""
+    planner, progress = Saves(), SaveProgress()
+    job = planner.plan(Request(2), progress, 8, [[7, 8]])
+    assert job is not None
+    planner.report({job.job_id: 1}, {job.job_id: {1}})
+    assert planner.plan(Request(2), progress, 8, [[7, 8]]) is None
+    again = planner.plan(Request(2), progress, 8, [[7, 8]], last=True)
+    assert again is not None
+    assert again.block_ids == [8]
+
+
+def test_who_shares_a_block_learns_that_it_was_not_stored() -> None:
+    """B3.5, B5.4 A request that found the block in flight offers it itself later, if it came to nothing."""
+    planner, first, second = Saves(), SaveProgress(), SaveProgress()
+    job = planner.plan(Request(2), first, 8, [[7, 8]])
+    assert job is not None
+    assert planner.plan(Request(2), second, 8, [[7, 8]]) is None
+    planner.report({job.job_id: 1}, {job.job_id: {0}})
+    planner.now += 1
+    again = planner.plan(Request(2), second, 8, [[7, 8]])
+    assert again is not None
+    assert again.block_ids == [7]
+    assert planner.plan(Request(2), first, 8, [[7, 8]]) is None
+
+
+def test_a_block_counts_as_stored_when_all_ranks_stored_it() -> None:
+    """B5.7, B3.14 One rank that could not store a block is enough to offer it again, by all of them."""
+    planner, progress = Saves(world_size=2), SaveProgress()
+    job = planner.plan(Request(2), progress, 8, [[7, 8]])
+    assert job is not None
+    planner.report({job.job_id: 1}, {job.job_id: {1}})
+    planner.now += 10
+    assert planner.plan(Request(2), progress, 8, [[7, 8]]) is None
+    planner.report({job.job_id: 1})
+    planner.now += 10
+    again = planner.plan(Request(2), progress, 8, [[7, 8]])
+    assert again is not None
+    assert again.block_ids == [8]
+
+
+def test_preemption_frees_no_block_that_is_being_saved() -> None:
+    """B4.12 Blocks in flight keep a reference, and what was not stored is taken from the blocks of the recomputation."""
+    pool = References()
+    planner, progress = Saves(pool), SaveProgress()
+    job = planner.plan(Request(3), progress, 12, [[7, 8, 9]])
+    assert job is not None
+    pool.release([7, 8, 9])  # preempted
+    assert [pool.refs[number] for number in (7, 8, 9)] == [1, 1, 1]
+    assert planner.planner.holds_only_reference()
+    planner.report({job.job_id: 1}, {job.job_id: {0, 2}})
+    assert pool.refs[7] == 0
+    planner.now += 1
+    partly = planner.plan(Request(3), progress, 8, [[20, 21]])  # as far as it is recomputed
+    assert partly is not None
+    assert partly.block_ids == [20]
+    planner.now += 10
+    rest = planner.plan(Request(3), progress, 12, [[20, 21, 22]])
+    assert rest is not None
+    assert rest.block_ids == [22]
