@@ -21,28 +21,35 @@ class EngineRequest(Protocol):
     @property
     def request_id(self) -> str:
         """Unique among the requests that have not ended."""
+        ...
 
     @property
     def total_tokens(self) -> int:
         """Tokens that are known by now: the prompt and what was generated."""
+        ...
 
     @property
     def may_load(self) -> bool:
         """Whether the request may use what the store has; asked each time it is matched."""
+        ...
 
     @property
     def may_save(self) -> bool:
         """Whether its blocks may be stored."""
+        ...
 
     @property
     def whole(self) -> bool:
         """Whether some tier asks for every block of the request, those that were loaded included (B1.1)."""
+        ...
 
     def final_blocks(self, group: CacheGroup) -> int:
         """How many of its blocks of ``group`` have a key: those whose tokens are final, so no draft that may be rejected (B4.6)."""
+        ...
 
     def key(self, group: CacheGroup, position: int) -> bytes:
         """The name under which the store has, or is to have, a block; ``position`` is below ``final_blocks(group)``."""
+        ...
 
 
 class FreeBlock(NamedTuple):
@@ -59,6 +66,7 @@ class BlockPool(Protocol):
     @property
     def num_blocks(self) -> int:
         """How many there are."""
+        ...
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each."""
@@ -68,12 +76,15 @@ class BlockPool(Protocol):
 
     def references(self, block_id: int) -> int:
         """How many references there are on a block."""
+        ...
 
     def free_block(self, block_id: int) -> FreeBlock | None:
         """The block if nobody uses it."""
+        ...
 
     def free_blocks(self, after: int | None) -> Iterator[FreeBlock]:
         """The free blocks in the order of eviction, from the first or from the one behind ``after`` (which is free)."""
+        ...
 
 
 class Server(Protocol):

@@ -106,7 +106,7 @@ class SavePlanner:
         self, geometry: CacheGeometry, world_size: int, max_held_fraction: float, lost_after_s: float, pool: BlockPool
     ) -> None:
         self._null_block = geometry.null_block
-        # Those first whose blocks go while the request runs, out of their window: full attention's are still there in the next step.
+        # First those whose blocks go while the request runs, out of their window; full attention's are there in the next step too.
         self._groups = sorted(geometry.groups, key=lambda group: group.kind is GroupKind.FULL)
         self._world_size = world_size
         self._max_held_fraction = max_held_fraction
@@ -114,8 +114,8 @@ class SavePlanner:
         self._pool = pool
         self._jobs: dict[int, _Held] = {}
         # B5: by block id and for the scheduler's life; two blocks with equal content are two blocks. With each, the requests that
-        # offered it meanwhile: they are told when it was not stored. (Lazy mode would not need it, B5.8: blocks that are held are not
-        # found free again; but whole requests offer theirs in lazy mode too.)
+        # offered it meanwhile: they are told when it was not stored. (Lazy mode would not need it, B5.8: held blocks are not found
+        # free again; but whole requests offer theirs in lazy mode too.)
         self._in_flight: dict[int, list[_Place]] = {}
         self._next_job_id = 1
 

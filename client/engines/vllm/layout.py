@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .compat import group_kernel_blocks
 from ...offload import CacheGroup
+from .compat import group_kernel_blocks
 from .groups import Unsupported
 
 __all__ = ["GroupLayout", "Segment", "build_layouts"]

@@ -25,7 +25,10 @@ SAVE_WITHIN_S = 300.0
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """One step's loads and saves (see StepPlan). ``idle``: the step computes nothing, so that a worker may wait a moment for its copies."""
+    """One step's loads and saves (see StepPlan).
+
+    ``idle``: the step computes nothing, so that a worker may wait a moment for its copies.
+    """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)

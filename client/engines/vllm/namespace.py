@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ... import Group, GroupKind, Namespace
-from .compat import KVCacheConfig, vllm_version
 from ...offload import CacheGeometry
+from .compat import KVCacheConfig, vllm_version
 from .groups import Unsupported
 
 __all__ = ["build_namespace", "namespace_digest"]

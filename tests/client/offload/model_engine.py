@@ -1,7 +1,7 @@
 """A small inference engine without a model: a block pool with a prefix cache, chunked prefill, preemption, drafts, pipelined steps.
 
-KV is modelled as labels. The label of a token's KV stands for all tokens up to it, so a block with anything else than its own labels
-is a wrong block, and the next token is a function of the last label. Each rank has its own copy of every block.
+KV is modelled as labels. The label of a token's KV stands for all tokens up to it, so a block with anything else than its own
+labels is a wrong block, and the next token is a function of the last label. Each rank has its own copy of every block.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Script:
 
 
 def next_token(label: int) -> int:
+    """Returns what the model says after a prefix."""
     return label % 5
 
 
@@ -213,7 +214,9 @@ class Layout:
             for group in self.geometry.groups:
                 table, size = work.tables[group.index], group.block_tokens
                 for at in self.needed(group, work.start):
-                    assert table[at // size] != NULL, f"{request.request_id}: token {at} of group {group.index} is missing"
+                    assert table[at // size] != NULL, (
+                        f"{request.request_id}: token {at} of group {group.index} is missing"
+                    )
                     got = content[table[at // size]][at % size]
                     assert got == labels[at], f"{request.request_id}: wrong KV of token {at}, group {group.index}"
                 for at in range(work.start, work.end):

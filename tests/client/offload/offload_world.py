@@ -97,7 +97,9 @@ class World:
 
     def arrive(self) -> None:
         chain = self.rng.choice(self.chains)
-        prompt = chain[: self.rng.randint(1, len(chain))] + [self.rng.randrange(3) for _ in range(self.rng.randrange(4))]
+        prompt = chain[: self.rng.randint(1, len(chain))] + [
+            self.rng.randrange(3) for _ in range(self.rng.randrange(4))
+        ]
         self.submit(prompt, self.rng.randint(1, 12), load=self.rng.random() < 0.95, save=self.rng.random() < 0.95)
 
     def submit(self, prompt: list[int], output: int, *, load: bool = True, save: bool = True) -> ModelRequest:
@@ -146,7 +148,7 @@ class World:
             if count <= 0 or (request.placeholders and request.known + request.placeholders > request.max_tokens):
                 continue
             granted, stall = self.make_room(request, request.computed + count)
-            preempted = preempted or not granted and not stall
+            preempted = preempted or (not granted and not stall)
             if granted:
                 budget -= count
                 works.append(self.work(request, count, drafts))
@@ -218,7 +220,9 @@ class World:
         self.hits[request.request_id] = local + external
         count = min(request.known - local - external, budget) if not external else 0
         # Room for all that is known, where it is loaded: nobody who waits with blocks may be stuck for more of them.
-        if not request.computed and not self.place(request, local, external, request.known if external else local + count):
+        if not request.computed and not self.place(
+            request, local, external, request.known if external else local + count
+        ):
             return None
         if request.computed and not self.grow(request, request.computed + count):
             return None
@@ -441,7 +445,9 @@ class World:
         users = in_use + Counter(
             block for request in self.requests.values() for table in request.tables for block in table if block != NULL
         )
-        assert users == Counter({block: refs for block, refs in enumerate(self.pool.refs) if refs}), "references do not add up"
+        assert users == Counter({block: refs for block, refs in enumerate(self.pool.refs) if refs}), (
+            "references do not add up"
+        )
         assert core._loading == {r.request_id for r in self.requests.values() if self.is_loading(r)}
         wanted = {state.lookup.number for state in core._requests.values() if state.lookup is not None}
         wanted |= {state.loading.number for state in core._requests.values() if state.loading is not None}
@@ -477,8 +483,9 @@ class World:
         self.check()
         assert not self.core.pending
         assert not any(self.pool.refs), "a reference was not given back"
-        assert not (self.server.leases or self.server.asked or self.core._loads._lookups)
-        assert not (self.core._requests or self.core._saving or self.core._loading)
+        left = [self.server.leases, self.server.asked, self.core._loads._lookups]
+        left += [self.core._requests, self.core._saving, self.core._loading]
+        assert not any(left), f"something is left: {left}"
         assert Counter(self.server.ended) == Counter(f"r{number + 1}" for number in range(self.arrivals))
 
 
@@ -497,8 +504,8 @@ def run(seed: int, steps: int, mode: Mode | None = None) -> World:
 def refill(seed: int, steps: int) -> None:
     """After any life, prompts that are computed again are found whole, whatever the server had lost of them (B4.15).
 
-    Not always at the second time: what is put off, because saves hold too many blocks, may have fallen out of its window before. And
-    with few enough blocks to hold, short requests end before it is their turn, each time: so there is no such limit here.
+    Not always at the second time: what is put off, because saves hold too many blocks, may have fallen out of its window before.
+    And with few enough blocks to hold, short requests end before it is their turn, each time: so there is no such limit here.
     """
     world = run(seed, steps, Mode.EAGER)
     world.core._saves._max_held_fraction = 1.0

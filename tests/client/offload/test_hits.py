@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from stand_ins import FULL, STATE, WINDOW
+from stand_ins import FULL, WINDOW
 
-from kvtier.client.offload import BlockRead, CacheGeometry, Found, Place, search
+from kvtier.client.offload import BlockRead, CacheGeometry, Found
 from kvtier.client.offload.hits import longest_hit, usable_limit
 from kvtier.client.offload.reads import plan_reads
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 
-from stand_ins import FULL, WINDOW, References, Request
+from stand_ins import FULL, References, Request
 
 from kvtier.client.offload import BlockTables, CacheGeometry, SaveJob
 from kvtier.client.offload.saves import SavePlanner, SaveProgress
@@ -18,7 +17,6 @@ class Saves:
 
     def __init__(self, pool: References | None = None, world_size: int = 1, held: float = 1.0) -> None:
         self.now = 100.0
-        self.geometry = CacheGeometry((FULL, WINDOW), 4, 4)
         self.planner = SavePlanner(CacheGeometry((FULL,), 4, 4), world_size, held, LOST_S, pool or References())
 
     def plan(
