@@ -95,6 +95,7 @@ class Server(Protocol):
 
         Answered by ``OffloadCore.lookup_ended``. False when there is nobody to ask: a miss at once, and no answer.
         """
+        ...
 
     def drop_lookup(self, lookup: LookupId) -> None:
         """Nobody will load what was, or will be, found: let it be evicted. No answer is expected any more."""
@@ -106,4 +107,4 @@ class Server(Protocol):
         """The request has ended and nothing more of it will be stored (B3.12). Called once for each that arrived."""
 
     def empty(self) -> None:
-        """Empty the primary tier, now that no transfer is in flight. Answered by ``OffloadCore.emptied``."""
+        """Empty the primary tier, now that no transfer is in flight. The last of these is answered by ``OffloadCore.emptied``."""
