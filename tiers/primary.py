@@ -188,7 +188,8 @@ class PrimaryTier:
             if extent.offset in blocked:
                 continue
             owners = [self._owners.get(slot) for slot in extent.in_use]
-            blocks = {owner for owner in owners if owner is not None and owner.pins == 0}
+            # Not a set: policies remember the order in which blocks go, and that must be the same whenever a day is lived again.
+            blocks = dict.fromkeys(owner for owner in owners if owner is not None and owner.pins == 0)
             if all(owner in blocks for owner in owners):
                 return list(blocks)
             blocked.add(extent.offset)
