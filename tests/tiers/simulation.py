@@ -1,0 +1,64 @@
+"""Lives of a whole server from a seed, in simulated time: whatever clients, tiers, memory and clocks do, the invariants hold.
+
+`run` lives one life. `simulation_world` is the world, `simulation_invariants` what must hold in it after every step,
+`simulation_runner` lives them by the thousand, `simulation_mutants` shows that planted bugs are found.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+
+import simulation_inspect as inside
+from simulation_invariants import check, check_settled
+from simulation_model import EXTENT, Invariant, ModelTier, Violation
+from simulation_world import World
+
+__all__ = ["EXTENT", "STEPS", "Failure", "Life", "ModelTier", "run"]
+
+STEPS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Where a life went wrong: in which step, and what was being done."""
+
+    seed: int
+    step: int
+    action: str
+    invariant: Invariant
+    text: str
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What came of one life. Two lives of one seed have the same digest, of all that was done and answered."""
+
+    steps: int
+    coverage: Counter[str]
+    digest: str
+    failure: Failure | None
+
+
+def run(seed: int, steps: int = STEPS, *, only: Invariant | None = None) -> Life:
+    """Lives one life from a seed, until something does not hold; with `only` no other invariant is looked at."""
+    world, failure = World(seed, only), None
+    with inside.small_jobs(4 * EXTENT // 5):
+        try:
+            _live(world, steps)
+        except Exception as error:  # noqa: BLE001 - whatever the core raises is a failure of this life
+            invariant = error.invariant if isinstance(error, Violation) else Invariant.RAISED
+            failure = Failure(seed, world.steps, world.doing, invariant, repr(error), traceback.format_exc())
+    return Life(world.steps, world.coverage, world.digest.hexdigest(), failure)
+
+
+def _live(world: World, steps: int) -> None:
+    world.start_core()
+    for _ in range(steps):
+        world.step()
+        check(world)
+    for _ in world.settle():
+        check(world)
+    check_settled(world)

@@ -1,0 +1,252 @@
+"""A seeded world around the core: clients that crash, tiers that fail, clocks that jump."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import accumulate
+
+import simulation_inspect as inside
+from simulation_backstage import Backstage
+from simulation_ledger import JobRecord, Ledger
+from simulation_model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, label
+from simulation_readers import Readers
+from simulation_requests import RequestRecord, TierView
+from simulation_sessions import Sessions
+from simulation_writers import Writers
+
+from kvtier.tiers.answers import Session
+from kvtier.tiers.base import OffloadPolicy
+from kvtier.tiers.blocks import NamespaceSpec
+from kvtier.tiers.commands import Command, LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.errors import CoreError
+from kvtier.tiers.manager import CPU_TIER, TierManager
+from kvtier.tiers.policies import POLICIES
+from kvtier.tiers.rules import DEFAULT_RULES, Rule
+
+__all__ = ["World"]
+
+RULES = (DEFAULT_RULES, DEFAULT_RULES, (), (Rule(OffloadPolicy.REQUEST_LEVEL, "always"),))
+
+
+class World:
+    """Clients, tiers and time around one core; every choice comes from the seed."""
+
+    def __init__(self, seed: int, only: Invariant | None = None) -> None:
+        """With `only` no other invariant is looked at: that is how a planted bug is shown to be found by this one."""
+        self.rng = random.Random(seed)
+        self.only = only
+        self.coverage = Counter(dict.fromkeys(EXERCISED, 0))
+        self.now = self.rng.choice((0.0, 1e5, 1e9))
+        self.memory: dict[int, str] = {}
+        self.lost: set[tuple[str, Name]] = set()
+        """What tiers have lost without the core's knowing."""
+        self.tiers = [ModelTier("near", 40 * 4096), ModelTier("far", 80 * 4096)][: self.rng.choice((0, 1, 1, 2, 2, 2))]
+        for tier in self.tiers:
+            tier.rules = self.rng.choice(RULES)
+        self.sessions = Sessions(self)
+        self.backstage = Backstage(self)
+        weighted: dict[Callable[[], None], float] = {}
+        for actors in (self.sessions, Writers(self), Readers(self), self.backstage):
+            weighted |= actors.actions()
+        self._actions = list(weighted)
+        self._weights = list(accumulate(weighted.values()))
+        self.steps = 0
+        self.doing = "start"
+        self.digest = hashlib.blake2b(digest_size=8)
+
+    def start_core(self) -> None:
+        """Starts a server's life: memory is gone, what the tiers hold stays."""
+        self.region_bytes = self.rng.choice((3, 5, 8)) * EXTENT
+        self.backed_bytes = 0
+        for tier in self.tiers:
+            tier.begun.clear()
+            tier.finished.clear()
+            tier.capacity_bytes = self.rng.choice((20, 40, 80)) * 4096
+        names = [CPU_TIER, *(tier.name for tier in self.tiers)]
+        eviction = {name: self.rng.choice(list(POLICIES)) for name in names if self.rng.random() < 0.9}
+        for policy in eviction.values():
+            self.saw(f"policy {policy}")
+        self.core = TierManager(
+            self.region_bytes,
+            EXTENT,
+            self.tiers,
+            max_queued_bytes=self.rng.choice((2, 8, 32)) * 4096,
+            eviction=eviction,
+        )
+        self.memory.clear()
+        self.lost.clear()
+        self.ledger = Ledger(len(self.tiers))
+        self.written: dict[int, deque[JobRecord | RemoveFromTier]] = {n + 1: deque() for n in range(len(self.tiers))}
+        self.settled: set[int] = set()
+        self.durable: list[tuple[NamespaceSpec, bytes]] = []
+        self.held_before: dict[int, set[Name]] = {}
+        self._evictions = [0] * (len(self.tiers) + 1)
+        self._due: list[tuple[RequestRecord, list[Name]]] = []
+        self.backstage.hanging.clear()
+        self.backstage.back(self.rng.choice((1, 2, 8)))
+        for _ in range(3):
+            self.sessions.open_session()
+        self.take_commands()
+
+    def step(self) -> None:
+        """Does one random thing."""
+        self._event(self.rng.choices(self._actions, cum_weights=self._weights)[0])
+
+    def _event(self, action: Callable[[], None]) -> None:
+        self.steps += 1
+        self.doing = action.__name__
+        self._begin_event()
+        action()
+        self.take_commands()
+        self._end_event()
+        self.digest.update(f"{self.doing} {self.now} {self.stats.lookup_misses}".encode())
+
+    def _begin_event(self) -> None:
+        self.settled.clear()
+        self.durable.clear()
+        self._due.clear()
+        insisted = {tier for record in self.ledger.requests.open for tier in record.insisting}
+        lanes = inside.lanes(self.core)
+        self.held_before = {tier: inside.held_names(lanes[tier - 1]) for tier in sorted(insisted)}
+
+    def _end_event(self) -> None:
+        """Brings the accounts of requests up to date, and notes what has been seen."""
+        lanes = inside.lanes(self.core)
+        view = TierView(
+            self.held_before,
+            lambda tier, name: lanes[tier - 1].catalog.held(*name) is not None,
+            lambda tier, name: inside.is_storing(lanes[tier - 1], name),
+        )
+        for record, names in self._due:
+            self.ledger.requests.due(record, names, view)
+        self.saw("requests cut short", any(record.short for record in self.ledger.requests.open))
+        self.saw("parked blocks resolved", bool(self.ledger.requests.resolve_parked(view)))
+        self.stats = self.core.stats()
+        self.blocks = inside.blocks(self.core)
+        for number, tier in enumerate(self.stats.tiers):
+            self.saw(f"evictions {tier.name}", tier.evictions > self._evictions[number])
+            self._evictions[number] = tier.evictions
+
+    def insisted_on(
+        self, record: RequestRecord, keys: Iterable[bytes], granted: Collection[Name], session: Session
+    ) -> None:
+        """A request that tiers insist on asked for these: what is there goes to them, what is being written is waited for."""
+        ready = []
+        for key in keys:
+            block = inside.block(self.core, session.namespace.id, key)
+            if block is not None and block.ready:
+                ready.append(block.name)
+            elif block is not None and block.pending and block.name not in granted:
+                record.parked[block] = None
+                self.saw("blocks parked")
+        self._due.append((record, ready))
+
+    def is_due(self, record: RequestRecord, names: list[Name]) -> None:
+        """A store of a request was completed: what became ready by it is due to the tiers that insist."""
+        if record.insisting:
+            found = [(name, inside.block(self.core, *name)) for name in names]
+            self._due.append((record, [name for name, block in found if block is not None and block.ready]))
+
+    def must_be_durable(self, spec: NamespaceSpec, key: bytes) -> None:
+        """A block was called durable; whether it is there is looked at when the event is over."""
+        self.durable.append((spec, key))
+        self.saw("called durable")
+
+    def must(self, invariant: Invariant, condition: bool, text: str) -> None:  # noqa: FBT001 - a predicate
+        """Raises `Violation` unless a condition holds."""
+        if not condition and self.only in (None, invariant):
+            raise Violation(invariant, text)
+
+    def saw(self, what: str, condition: bool = True) -> None:  # noqa: FBT001, FBT002 - a predicate
+        """Counts what was exercised, if it was."""
+        if condition:
+            self.coverage[what] = self.coverage.pop(what) + 1
+
+    def refused(self, error: type[CoreError], event: Callable[[], object]) -> None:
+        """Sees to it that an event is refused, and for which reason; and that it changes nothing."""
+        before, commands = self.core.stats(), list(self.take_commands())
+        try:
+            event()
+        except CoreError as refusal:
+            self.must(Invariant.REFUSALS, type(refusal) is error, f"{refusal!r} instead of {error.__name__}")
+        else:
+            self.must(Invariant.REFUSALS, False, f"not refused with {error.__name__}")
+        self.must(Invariant.REFUSALS, self.core.stats() == before, "figures have changed")
+        self.must(Invariant.REFUSALS, not self.take_commands(), f"commands were given, after {commands}")
+
+    def take_commands(self) -> list[Command]:
+        """Takes in what the core asks for."""
+        commands = self.core.take_commands()
+        for command in commands:
+            self.digest.update(_spell(command).encode())
+            match command:
+                case LeaseSettled(lease_id):
+                    self.settled.add(lease_id)
+                case RemoveFromTier():
+                    self._remove(command)
+                case StoreInTier() | LoadFromTier():
+                    self._begin_job(command)
+        return commands
+
+    def _remove(self, command: RemoveFromTier) -> None:
+        loading = {name for job in self.ledger.running(command.tier, loads=True) for name in job.names}
+        self.must(Invariant.APART, not loading & set(command.keys), "a block is removed while it is loaded")
+        self.written[command.tier].append(command)
+
+    def _begin_job(self, command: StoreInTier | LoadFromTier) -> None:
+        names = [block.name for block in command.blocks]
+        job = JobRecord(command, [tuple(block.slots) for block in command.blocks], names)
+        known = command.job_id in self.ledger.jobs
+        self.must(Invariant.JOBS, not known, f"job {command.job_id} began twice")
+        self.must(Invariant.PINS, not any(None in slots for slots in job.slots), "a job on a block without its slots")
+        busy = {
+            name for other in self.ledger.jobs.values() if other.command.tier == command.tier for name in other.names
+        }
+        self.must(Invariant.APART, not busy & set(names), "two jobs of a tier on one block")
+        self.must(Invariant.APART, len(set(names)) == len(names), "a block twice in a job")
+        if job.is_load:
+            self.memory.update(
+                dict.fromkeys((slot for slots in job.slots for slot in slots if slot is not None), "loading")
+            )
+        else:
+            stores = self.ledger.running(command.tier, loads=False)
+            self.must(Invariant.APART, not stores, "two stores of a tier at a time")
+            self.written[command.tier].append(job)
+        self.ledger.jobs[command.job_id] = job
+
+    def tier_wrote(self, tier: ModelTier) -> None:
+        """A tier has written a batch: it may not hold more than it has room for, what it calls its sizes aside."""
+        if not tier.lies:
+            held = tier.used_bytes
+            self.must(Invariant.CAPACITY, held <= tier.capacity_bytes, f"{tier.name} holds {held} bytes")
+
+    def settle(self) -> Iterator[None]:
+        """Everybody leaves and all work ends, that of tiers that hang too; yields after every step."""
+        while self.ledger.clients:
+            self._event(self.sessions.close_session)
+            yield
+        while self.ledger.orphans:
+            self._event(self.sessions.hang_up)
+            yield
+        self.backstage.hanging.clear()
+        while self.ledger.jobs or any(self.written.values()):
+            self._event(self.backstage.run_work)
+            yield
+
+    def holds_whole(self, tier: ModelTier, spec: NamespaceSpec, key: bytes) -> bool:
+        """Returns whether a tier holds a block with the right bytes, or has lost it itself."""
+        name = (spec.id, key)
+        if (tier.name, name) in self.lost or name in tier.lies:
+            return True
+        wanted = tuple(label(spec.id, key, rank) for rank in range(spec.world_size))
+        return name in tier.blocks and tier.blocks[name][1] == wanted
+
+
+def _spell(command: Command) -> str:
+    """Returns all that a command says."""
+    if isinstance(command, StoreInTier | LoadFromTier):
+        return f"{command.job_id} {command.tier} {[(block.name, block.slots) for block in command.blocks]}"
+    return repr(command)

@@ -1,0 +1,156 @@
+"""Writers: clients that store, and some that say what they should not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from simulation_actors import HOLD_SECONDS, Actors
+from simulation_ledger import StoreRecord
+from simulation_model import REQUESTS, Invariant, label
+
+from kvtier.tiers import errors
+from kvtier.tiers.answers import DurableStatus, Session, StoreAnswer, StoreStatus
+
+__all__ = ["Writers"]
+
+
+class Writers(Actors):
+    """What clients do that have computed something."""
+
+    def actions(self) -> dict[Callable[[], None], float]:
+        """Returns what can be done, with weights."""
+        return {
+            self.prepare_store: 14,
+            self.write_a_part: 3,
+            self.complete_store: 14,
+            self.complete_too_late: 1,
+            self.complete_twice: 0.6,
+            self.complete_a_strangers_store: 0.6,
+            self.name_wrong_items: 0.6,
+            self.flush: 1.5,
+        }
+
+    def prepare_store(self) -> None:
+        if (client := self.pick_client()) is None:
+            return
+        session, keys, request_id = client.session, self.some_keys(client.session), self.rng.choice(REQUESTS)
+        if session.rank is None and session.namespace.world_size > 1:
+            self.world.refused(errors.InvalidItem, lambda: self._prepare(session, keys, request_id, 0))
+            return
+        if self.rng.random() < 0.02:
+            bad = [*keys, b"no such group" + (7).to_bytes(4, "big")]
+            self.world.refused(errors.InvalidKey, lambda: self._prepare(session, bad, request_id, 0))
+            return
+        expires_at = self.world.now + self.rng.choice(HOLD_SECONDS)
+        answer = self._prepare(session, keys, request_id, expires_at)
+        granted = [key for key, status in zip(keys, answer.statuses, strict=True) if status == StoreStatus.GRANTED]
+        self.world.must(Invariant.SLOTS, len(granted) == len(answer.slots), "a slot per granted block")
+        self.world.must(Invariant.SLOTS, (answer.store_id is None) == (not granted), "a store id for granted blocks")
+        self.world.saw("no room", StoreStatus.NO_ROOM in answer.statuses)
+        record = self.world.ledger.requests.get(session.engine_id, request_id)
+        names = [(session.namespace.id, key) for key in granted]
+        if record is not None and record.insisting:
+            self.world.insisted_on(record, dict.fromkeys(keys), set(names), session)
+        if answer.store_id is None:
+            return
+        if record is not None:
+            record.stores += 1
+        nbytes = sum(session.namespace.part_bytes_of(key) for key in granted)
+        self.world.ledger.stores[answer.store_id] = StoreRecord(
+            answer.store_id, client, record, names, answer.slots, nbytes, expires_at
+        )
+        self.world.memory.update(dict.fromkeys(answer.slots, "unwritten"))
+
+    def _prepare(self, session: Session, keys: list[bytes], request_id: str, expires_at: float) -> StoreAnswer:
+        return self.world.core.prepare_store(session, keys, request_id=request_id, expires_at=expires_at)
+
+    def write_a_part(self) -> None:
+        """Whoever may write writes something: half a block, or what nobody wants any more."""
+        for record in self.world.ledger.stores.values():
+            if record.writers and self.rng.random() < 0.5:
+                for slot in record.slots:
+                    self.world.memory[slot] = "half written"
+                self.world.saw("writes after the end", record.quarantine is not None)
+
+    def complete_store(self) -> None:
+        for _ in range(1 + len(self.world.ledger.in_flight()) // 4):
+            self._complete_store()
+
+    def _complete_store(self) -> None:
+        in_flight = self.world.ledger.in_flight()
+        if not in_flight:
+            return
+        record = self.rng.choice(in_flight)
+        session = self.any_of(record.client.engine)
+        failed = {n for n in range(len(record.slots)) if self.rng.random() < 0.1}
+        self._write(record, failed)
+        self.world.ledger.written(record)
+        self.world.core.complete_store(session, record.id, failed)
+        self.world.saw("parts failed", bool(failed))
+        if record.request is not None:
+            written = [name for number, name in enumerate(record.names) if number not in failed]
+            self.world.is_due(record.request, written)
+
+    def _write(self, record: StoreRecord, failed: Collection[int]) -> None:
+        rank = record.client.session.own_rank()
+        for number, (name, slot) in enumerate(zip(record.names, record.slots, strict=True)):
+            self.world.memory[slot] = "torn" if number in failed else label(*name, rank)
+
+    def complete_too_late(self) -> None:
+        """A completion of a store that has expired or fallen: it does not count, but nobody writes there any more."""
+        late = [record for record in self.world.ledger.stores.values() if record.quarantine is not None]
+        if not late:
+            return
+        record = self.rng.choice(late)
+        others = [client for client in self.world.ledger.clients if client.engine != record.client.engine]
+        if others and self.rng.random() < 0.4:
+            self.world.core.writer_done(self.rng.choice(others).session, record.id)
+            self.world.saw("late completions by a stranger")
+            return
+        mine = [client for client in self.world.ledger.clients if client.engine == record.client.engine]
+        if not mine:
+            return
+        session = self.rng.choice(mine).session
+        self.world.refused(errors.StoreNotFound, lambda: self.world.core.complete_store(session, record.id))
+        self.world.ledger.written(record)
+        self.world.core.writer_done(session, record.id)
+        self.world.saw("late completions")
+
+    def complete_twice(self) -> None:
+        ended = [record for record in self.world.ledger.ended_stores if record.quarantine is None]
+        client = self.pick_client()
+        if ended and client is not None:
+            store_id = self.rng.choice(ended).id
+            self.world.refused(errors.StoreNotFound, lambda: self.world.core.complete_store(client.session, store_id))
+            self.world.saw("stores completed twice")
+
+    def complete_a_strangers_store(self) -> None:
+        in_flight = self.world.ledger.in_flight()
+        record = self.rng.choice(in_flight) if in_flight else None
+        stranger = self.stranger_to(record.client.engine) if record is not None else None
+        if record is None or stranger is None:
+            return
+        core, expires_at = self.world.core, self.world.now + 1000
+        self.world.refused(errors.NotOwner, lambda: core.complete_store(stranger, record.id))
+        self.world.refused(errors.NotOwner, lambda: core.renew_store(stranger, record.id, expires_at))
+        core.writer_done(stranger, record.id)
+        self.world.saw("strangers' stores completed")
+
+    def name_wrong_items(self) -> None:
+        """A completion that names a block which was not granted is refused, and the store goes on."""
+        in_flight = self.world.ledger.in_flight()
+        if in_flight:
+            record = self.rng.choice(in_flight)
+            session, wrong = self.any_of(record.client.engine), [len(record.slots)]
+            self.world.refused(errors.InvalidItem, lambda: self.world.core.complete_store(session, record.id, wrong))
+            self.world.saw("wrong items named")
+
+    def flush(self) -> None:
+        """What is called durable must be in a tier, whole."""
+        if (client := self.pick_client()) is None:
+            return
+        keys = self.some_keys(client.session)
+        statuses = self.world.core.durability(client.session, keys)
+        for key, status in zip(keys, statuses, strict=True):
+            if status == DurableStatus.DURABLE:
+                self.world.must_be_durable(client.session.namespace, key)
