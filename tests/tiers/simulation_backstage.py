@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import simulation_inspect as inside
 from simulation_ledger import JobRecord
-from simulation_model import EXTENT, Invariant, ModelTier
+from simulation_model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, label
 
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.blocks import Block
@@ -29,12 +30,16 @@ class Backstage:
         self.rng = world.rng
         self.hanging: set[int] = set()
         """Tiers that do not get on with anything."""
+        self.latest = 0.0
+        """The latest time that the core has heard of; it takes a clock that goes back to stand still."""
 
     def actions(self) -> dict[Callable[[], None], float]:
         """Returns what can happen, with weights."""
         return {
             self.run_work: 24,
+            self.answer: 4,
             self.report_again: 0.8,
+            self.store_elsewhere: 0.8,
             self.hang: 0.25,
             self.recover: 0.5,
             self.lose_a_block: 0.3,
@@ -109,6 +114,8 @@ class Backstage:
             memory.update(dict.fromkeys(slots, "torn"))
             return self._why_not(tier, block)
         memory.update(zip(slots, tier.blocks[name][1], strict=True))
+        core = inside.lanes(self.world.core)[job.command.tier - 1]
+        self.world.saw("blocks of others found", core.catalog.get(*name) is None)
         return Outcome.DONE
 
     def _why_not(self, tier: ModelTier, block: Block) -> Outcome:
@@ -120,6 +127,34 @@ class Backstage:
             return Outcome.CORRUPT
         return Outcome.FAILED
 
+    def answer(self) -> None:
+        """A shared tier says what it has, or too little, or nothing, or more than it was asked."""
+        asked = [job for job in self.world.ledger.questions.values() if job.tier not in self.hanging]
+        if not asked:
+            return
+        question = self.rng.choice(asked)
+        tier, luck = self.world.tiers[question.tier - 1], self.rng.random()
+        answers = [name in tier.blocks for name in question.keys]
+        if luck < 0.1:
+            answers = answers[: self.rng.randrange(len(answers))]
+        elif luck < 0.2:
+            answers += [True, False]
+        self.world.saw("answers missing", len(answers) < len(question.keys))
+        self.world.saw("tiers asked")
+        del self.world.ledger.questions[question.job_id]
+        self.world.core.lookup_finished(question.job_id, answers)
+
+    def store_elsewhere(self) -> None:
+        """Another server writes to a tier that is shared."""
+        shared = [tier for tier in self.world.tiers if tier.shared]
+        if shared:
+            spec, tier = self.rng.choice(SPECS), self.rng.choice(shared)
+            group = self.rng.randrange(len(spec.part_bytes))
+            for key in self.rng.choice(CHAINS[group])[: self.rng.randint(1, 10)]:
+                parts = tuple(label(spec.id, key, rank) for rank in range(spec.world_size))
+                tier.remove([(spec.id, key)])
+                tier.blocks[spec.id, key] = (spec.part_bytes[group] * spec.world_size, parts)
+
     def report_again(self) -> None:
         """A tier's defect: a job that has ended, or never was, is reported; that is ignored."""
         ended = self.world.ledger.ended_jobs
@@ -128,6 +163,7 @@ class Backstage:
             before = self.world.core.stats()
             for unknown in (job_id, 10**9):
                 self.world.core.job_finished(unknown, [Outcome.DONE] * self.rng.randrange(12))
+                self.world.core.lookup_finished(unknown, [True])
             self.world.must(Invariant.JOBS, self.world.core.stats() == before, f"job {job_id} ended twice")
             self.world.saw("ended jobs reported again")
 
@@ -185,8 +221,9 @@ class Backstage:
 
     def _tick(self, seconds: float) -> None:
         self.world.now += seconds
+        self.latest = max(self.latest, self.world.now)
         self.world.core.tick(self.world.now)
-        for what, number in self.world.ledger.expired(self.world.now).items():
+        for what, number in self.world.ledger.expired(self.latest).items():
             self.world.saw(what, bool(number))
 
     def leave_nothing_volatile(self) -> None:

@@ -13,8 +13,10 @@ from simulation_model import Name
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.blocks import Block
 from kvtier.tiers.catalog import CatalogEntry, EntryState
-from kvtier.tiers.flow import JobKind, Lane
-from kvtier.tiers.leases import Lease, Store
+from kvtier.tiers.flow import JobKind
+from kvtier.tiers.grants import Store
+from kvtier.tiers.lane import Lane
+from kvtier.tiers.leases import Lease
 from kvtier.tiers.manager import TierManager
 from kvtier.tiers.requests import Request
 
@@ -27,8 +29,14 @@ def small_jobs(nbytes: int) -> Iterator[None]:
 
 
 def blocks(core: TierManager) -> list[Block]:
-    """Returns every block of the CPU tier, empty ones included."""
-    return [block for held in core._primary._blocks.values() for block in held.values()]
+    """Returns every block of the CPU tier, empty ones and those that a reset has taken out included."""
+    return [*chain.from_iterable(held.values() for held in core._primary._blocks.values()), *retired(core)]
+
+
+def retired(core: TierManager) -> list[Block]:
+    """Returns the blocks that a reset has taken out of the index and that somebody pins still."""
+    found = chain.from_iterable(core._primary._retired.values())
+    return sorted(found, key=lambda block: (block.namespace, block.key))
 
 
 def block(core: TierManager, namespace: NamespaceId, key: bytes) -> Block | None:
@@ -43,22 +51,27 @@ def slots_in_use(core: TierManager) -> set[int]:
 
 def quarantined(core: TierManager) -> list[int]:
     """Returns the slots that wait for a writer to be gone."""
-    return [slot for entry in core._stores._quarantine.values() for slot in entry.offsets]
+    return [slot for entry in core._stores.table._quarantine.values() for slot in entry.offsets]
 
 
 def leases(core: TierManager) -> dict[int, Lease]:
     """Returns the leases that are held."""
-    return core._leases._leases  # type: ignore[return-value]
+    return core._lookups.leases._leases  # type: ignore[return-value]
 
 
 def stores(core: TierManager) -> dict[int, Store]:
     """Returns the stores in flight."""
-    return core._stores._stores  # type: ignore[return-value]
+    return core._stores.table._stores  # type: ignore[return-value]
 
 
 def job_ids(core: TierManager) -> set[int]:
-    """Returns the jobs that have not ended."""
-    return set(core._flow._jobs)
+    """Returns the jobs that have not ended, questions to tiers included."""
+    return {*core._flow._jobs, *core._flow._lookups}
+
+
+def open_questions(lane: Lane) -> set[Name]:
+    """Returns what a tier has been asked and has not answered."""
+    return lane.questions._open
 
 
 def request(core: TierManager, engine: str, request_id: str) -> Request | None:
@@ -112,7 +125,7 @@ def lines(core: TierManager) -> Iterator[tuple[str, list[object], list[object]]]
     """Yields every line of eviction by name: who stands in it, and who should."""
     kept = blocks(core)
     for slot_bytes, order in core._primary._policies.items():
-        yield f"cpu/{slot_bytes}", list(order.victims()), [b for b in kept if b.order is order]
+        yield f"cpu/{slot_bytes}", list(order.victims()), [b for b in kept if b.order is order and not b.retired]
     for lane in lanes(core):
         yield lane.tier.name, list(lane.catalog._order.victims()), list(entries(lane))
 
@@ -120,17 +133,19 @@ def lines(core: TierManager) -> Iterator[tuple[str, list[object], list[object]]]
 def leftovers(core: TierManager) -> dict[str, object]:
     """Returns what should be empty when nobody is there and nothing runs, and is not."""
     found: dict[str, object] = {
-        "leases": core._leases._leases,
-        "leases by session": core._leases._by_session,
-        "leases by request": core._leases._by_request,
-        "leased items": core._leases._items,
-        "waiting leases": core._leases._waiting,
-        "stores": core._stores._stores,
-        "quarantine": core._stores._quarantine,
+        "leases": core._lookups.leases._leases,
+        "leases by session": core._lookups.leases._by_session,
+        "leases by request": core._lookups.leases._by_request,
+        "leased items": core._lookups.leases._items,
+        "waiting leases": core._lookups.leases._waiting,
+        "stores": core._stores.table._stores,
+        "quarantine": core._stores.table._quarantine,
         "sessions": core._sessions,
         "requests": core._requests._requests,
         "parked blocks": core._requests._waiting,
         "jobs": core._flow._jobs,
+        "questions": core._flow._lookups,
+        "blocks of a reset": core._primary._retired,
     }
     for lane in lanes(core):
         found[f"{lane.tier.name}: queue"] = lane.queue
@@ -139,4 +154,5 @@ def leftovers(core: TierManager) -> dict[str, object]:
         found[f"{lane.tier.name}: queued bytes"] = lane.queued_bytes
         found[f"{lane.tier.name}: storing"] = lane.storing
         found[f"{lane.tier.name}: jobs"] = lane.jobs
+        found[f"{lane.tier.name}: open questions"] = lane.questions._open
     return {name: left for name, left in found.items() if left}

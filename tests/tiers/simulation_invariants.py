@@ -75,13 +75,17 @@ def _owners(world: World) -> None:
 
 def _jobs(world: World) -> None:
     """The jobs that the core waits for are those that run; what waits for a tier waits behind a job of it."""
-    if inside.job_ids(world.core) != world.ledger.jobs.keys():
-        raise Violation(Invariant.JOBS, f"running {list(world.ledger.jobs)}, known {inside.job_ids(world.core)}")
+    running = world.ledger.jobs.keys() | world.ledger.questions.keys()
+    if inside.job_ids(world.core) != running:
+        raise Violation(Invariant.JOBS, f"running {sorted(running)}, known {sorted(inside.job_ids(world.core))}")
     per_tier = Counter(job.command.tier for job in world.ledger.jobs.values())
     for number, tier in enumerate(world.stats.tiers[1:], 1):
         if tier.jobs != per_tier[number]:
             raise Violation(Invariant.JOBS, f"{tier.name} says that {tier.jobs} jobs run, not {per_tier[number]}")
     for lane in inside.lanes(world.core):
+        asked = {name for job in world.ledger.questions.values() if job.tier == lane.index for name in job.keys}
+        if inside.open_questions(lane) != asked:
+            raise Violation(Invariant.JOBS, f"{lane.tier.name} was not asked what the core wants to know")
         if (lane.queue or lane.doomed) and not world.ledger.running(lane.index, loads=False):
             raise Violation(Invariant.JOBS, f"work for {lane.tier.name} waits and nothing runs")
 
@@ -139,11 +143,11 @@ def _bytes(world: World) -> None:
 def _counts(world: World) -> None:
     """Each key that was asked for is counted once: as a hit of one tier, or as a miss."""
     stats, ledger = world.stats, world.ledger
-    hits = [tier.hits for tier in stats.tiers]
-    if sum(hits) + stats.lookup_misses != stats.lookup_keys or stats.lookup_keys != ledger.asked:
-        raise Violation(Invariant.COUNTS, f"{hits} + {stats.lookup_misses}, {ledger.asked} were asked")
-    if hits != ledger.hits or min(tier.misses for tier in stats.tiers) < 0:
-        raise Violation(Invariant.COUNTS, f"tiers count {hits} hits, answers had {ledger.hits}")
+    hits, misses = [tier.hits for tier in stats.tiers], stats.lookup_misses
+    if sum(hits) + misses != stats.lookup_keys or sum(stats.misses_by_reason.values()) != misses:
+        raise Violation(Invariant.COUNTS, f"{hits} hits and {misses} misses of {stats.lookup_keys}")
+    if hits != ledger.hits or misses != ledger.misses or min(tier.misses for tier in stats.tiers) < 0:
+        raise Violation(Invariant.COUNTS, f"{hits} + {misses} are counted, {ledger.hits} + {ledger.misses} answered")
 
 
 def _waiters(world: World) -> None:
@@ -215,5 +219,5 @@ def check_settled(world: World) -> None:
     left = inside.leftovers(world.core)
     world.must(Invariant.LEAKS, not left, f"left over: {left}")
     for lane, tier in zip(inside.lanes(world.core), world.tiers, strict=True):
-        unknown = tier.blocks.keys() - {entry.name for entry in inside.entries(lane)}
+        unknown = () if tier.shared else tier.blocks.keys() - {entry.name for entry in inside.entries(lane)}
         world.must(Invariant.LEAKS, not unknown, f"{tier.name} holds {len(unknown)} blocks that nobody accounts for")

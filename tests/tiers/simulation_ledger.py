@@ -15,8 +15,9 @@ from simulation_requests import RequestBook, RequestRecord
 
 from kvtier.tiers.answers import Session
 from kvtier.tiers.blocks import Block
-from kvtier.tiers.commands import LoadFromTier, StoreInTier
-from kvtier.tiers.leases import Lease
+from kvtier.tiers.commands import LoadFromTier, LookupInTier, StoreInTier
+from kvtier.tiers.leases import KeyStatus, Lease
+from kvtier.tiers.rules import NamespaceId
 
 __all__ = ["Client", "JobRecord", "LeaseRecord", "Ledger", "StoreRecord"]
 
@@ -41,8 +42,10 @@ class LeaseRecord:
     client: Client
     request_id: str
     expires_at: float
+    pending: list[int]
+    """Items that were pending when last looked at."""
     waiting: bool
-    """Whether something was pending when last looked at."""
+    """Whether somebody has to be told when nothing is any more."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,12 +55,19 @@ class StoreRecord:
     id: int
     client: Client
     request: RequestRecord | None
-    names: list[Name]
+    blocks: Sequence[Block]
     slots: list[int]
-    nbytes: int
     expires_at: float
     quarantine: set[int] | None = None
     """Who may write to its slots still though it has ended; None while it is in flight."""
+
+    @property
+    def names(self) -> list[Name]:
+        return [block.name for block in self.blocks]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.part_bytes for block in self.blocks)
 
     @property
     def writers(self) -> set[int]:
@@ -92,8 +102,16 @@ class Ledger:
         self.jobs: dict[int, JobRecord] = {}
         self.ended_jobs: list[JobRecord] = []
         self.requests = RequestBook(tiers)
-        self.asked = 0
+        self.questions: dict[int, LookupInTier] = {}
         self.hits = [0] * (tiers + 1)
+        """Keys that were found, per tier; those on their way count when it is known what became of them."""
+        self.misses = 0
+        self.waiting: list[LeaseRecord] = []
+        """Leases, ended or not, that have keys on their way that were not counted."""
+        self.stored: set[Name] = set()
+        """What was there at some time in this life."""
+        self.gone: dict[NamespaceId, set[Block]] = {}
+        """Per namespace the blocks of before its last reset."""
         self.pinned_at: dict[Block, tuple[int | None, ...]] = {}
         """Where the blocks that leases show as hits were when they were first seen."""
 
@@ -162,6 +180,28 @@ class Ledger:
         for record in silent:
             self.abandon(record)
         return Counter({"leases expired": len(late), "stores expired": len(silent)})
+
+    def count(self, statuses: bytes, sources: bytes) -> None:
+        """Keys were answered for."""
+        self.misses += statuses.count(KeyStatus.MISS)
+        for status, source in zip(statuses, sources, strict=False):
+            self.hits[source] += status == KeyStatus.HIT
+
+    def count_arrivals(self) -> None:
+        """Keys on their way have arrived, or have not, or nobody waits for them any more: then they were there."""
+        for record in self.waiting:
+            held = self.leases.get(record.lease.id) is record
+            still = []
+            for item in record.pending:
+                block = record.lease.items[item]
+                if held and block is None:
+                    self.misses += 1
+                elif held and block is not None and not block.ready:
+                    still.append(item)
+                else:
+                    self.hits[record.lease.sources[item]] += 1
+            record.pending = still
+        self.waiting = [record for record in self.waiting if record.pending]
 
     def written_slots(self) -> list[int]:
         """Returns the slots that somebody may write to now: clients, whether in time or not, and loads."""

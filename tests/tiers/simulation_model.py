@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
+from kvtier.tiers.base import BlockBytes, Entry, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.blocks import NamespaceSpec
 from kvtier.tiers.rules import vote
 
@@ -32,6 +32,7 @@ Name = tuple[NamespaceId, bytes]
 
 EXERCISED = (
     "blocks lost by a tier",
+    "blocks of others found",
     "blocks parked",
     "called durable",
     "cascades done",
@@ -42,6 +43,7 @@ EXERCISED = (
     "crashes",
     "disks full in mid-batch",
     "ended jobs reported again",
+    "answers missing",
     "evictions cpu",
     "evictions far",
     "evictions near",
@@ -62,6 +64,12 @@ EXERCISED = (
     "policy forecast",
     "policy lru",
     "policy mq",
+    "lookups deferred",
+    "lookups during a reset",
+    "prefixes too short",
+    "resets that wait",
+    "tiers left out",
+    "tiers asked",
     "promotions done",
     "promotions failed",
     "quarantine lifted",
@@ -98,6 +106,8 @@ class Invariant(enum.StrEnum):
     OWED = "nothing owed is dropped in silence"
     BYTES = "served bytes = stored bytes"
     COUNTS = "hits + misses = blocks asked"
+    FOUND = "what is there is found, what is not explained"
+    RESET = "nothing of before a reset is served"
     WAITERS = "who waits is answered"
     REFUSALS = "what is refused changes nothing"
     DURABLE = "what is called durable is there"
@@ -128,6 +138,10 @@ class ModelTier(SecondaryTier):
         self.lies: dict[Name, int] = {}
         """Sizes that it reports of blocks, where they are not the true ones."""
 
+    def share(self) -> None:
+        """Lets others write to its storage as well, somewhere else."""
+        self.shared, self.local, self.medium = True, False, Medium.NETWORK  # type: ignore[misc]
+
     def on_new_request(self, request: RequestInfo) -> Vote:
         self.begun.append(request.request_id)
         return vote(self.rules, request)
@@ -136,7 +150,7 @@ class ModelTier(SecondaryTier):
         self.finished.append(request_id)
 
     def entries(self) -> Iterator[Entry]:
-        for name, (nbytes, _) in self.blocks.items():
+        for name, (nbytes, _) in () if self.shared else self.blocks.items():
             yield Entry(*name, self.lies.get(name, nbytes))
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:

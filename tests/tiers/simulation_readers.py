@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import simulation_inspect as inside
 from simulation_actors import HOLD_SECONDS, Actors
 from simulation_ledger import LeaseRecord
 from simulation_model import REQUESTS, Invariant, label
 
 from kvtier.tiers import errors
-from kvtier.tiers.leases import KeyStatus
+from kvtier.tiers.answers import Session
+from kvtier.tiers.history import MissReason
+from kvtier.tiers.leases import KeyStatus, LookupAnswer
+from kvtier.tiers.rules import TierFilter
 
 __all__ = ["Readers"]
 
@@ -26,6 +30,7 @@ class Readers(Actors):
             self.release_twice: 0.5,
             self.release_a_strangers_lease: 0.8,
             self.renew: 1.5,
+            self.leave_out_what_is_not_there: 0.3,
         }
 
     def look_up(self) -> None:
@@ -33,20 +38,82 @@ class Readers(Actors):
             return
         ledger, session, keys = self.world.ledger, client.session, self.some_keys(client.session)
         request_id, expires_at = self.rng.choice(REQUESTS), self.world.now + self.rng.choice(HOLD_SECONDS)
-        prefix = self.rng.random() < 0.5
-        lease = self.world.core.lookup(session, keys, prefix=prefix, request_id=request_id, expires_at=expires_at)
-        ledger.asked += len(keys)
+        prefix, tiers, min_hits = self.rng.random() < 0.5, self._filter(), self.rng.choice((0, 0, 0, 3))
+        if self.rng.random() < 0.5:
+            self.world.core.ask(session, keys, prefix=prefix, tiers=tiers)
+        answer = self.world.core.lookup(
+            session, keys, prefix=prefix, request_id=request_id, expires_at=expires_at, tiers=tiers, min_hits=min_hits
+        )
+        lease, statuses = answer.lease, answer.statuses()
+        ledger.count(statuses, lease.sources if lease is not None else b"")
+        seen = statuses.find(KeyStatus.MISS) + 1 if prefix else 0
+        self._judge(session, keys, answer, request_id, 0 if prefix and min_hits else seen or len(keys))
+        self.world.saw("lookups deferred", KeyStatus.RETRY in statuses)
         if lease is None:
             return
-        statuses = lease.statuses()
-        self.world.must(Invariant.COUNTS, len(statuses) == len(keys), "a status per key")
-        for status, source in zip(statuses, lease.sources, strict=True):
-            ledger.hits[source] += status != KeyStatus.MISS
-        ledger.leases[lease.id] = LeaseRecord(
-            lease, client, request_id, expires_at, waiting=KeyStatus.HIT_PENDING in statuses
-        )
-        self.world.saw("hits while pending", KeyStatus.HIT_PENDING in statuses)
+        for name in tiers.names:
+            left_out = [tier.name for tier in self.world.tiers].index(name) + 1
+            self.world.must(Invariant.FOUND, left_out not in lease.sources, f"{name} was left out, and read")
+        pending = [item for item, status in enumerate(statuses) if status == KeyStatus.HIT_PENDING]
+        record = LeaseRecord(lease, client, request_id, expires_at, pending, waiting=bool(pending))
+        ledger.leases[lease.id] = record
+        if pending:
+            ledger.waiting.append(record)
+        self.world.saw("hits while pending", bool(pending))
         self.world.saw("hits", KeyStatus.HIT in statuses)
+
+    def _filter(self) -> TierFilter:
+        """Some lookups leave a tier out, some all that are not on this host, some one that does not exist."""
+        luck = self.rng.random()
+        if luck < 0.1 and self.world.tiers:
+            self.world.saw("tiers left out")
+            return TierFilter(names=frozenset([self.rng.choice(self.world.tiers).name]))
+        return TierFilter(remote=luck < 0.15)
+
+    def leave_out_what_is_not_there(self) -> None:
+        """A filter that names a tier which does not exist is refused."""
+        if client := self.pick_client():
+            core, tiers = self.world.core, TierFilter(names=frozenset(["nowhere"]))
+            keys = self.some_keys(client.session)
+            self.world.refused(
+                errors.InvalidItem,
+                lambda: core.lookup(client.session, keys, prefix=True, request_id="r1", expires_at=0, tiers=tiers),
+            )
+
+    def _judge(
+        self, session: Session, keys: list[bytes], answer: LookupAnswer, request_id: str, looked_at: int
+    ) -> None:
+        """What is there must be found, what a reset has taken away must not; what is missing must be explained."""
+        statuses, ledger, namespace = answer.statuses(), self.world.ledger, session.namespace.id
+        self.world.must(Invariant.FOUND, len(statuses) == len(keys), "a status per key")
+        items = answer.lease.items if answer.lease is not None else []
+        old = ledger.gone.get(namespace, set())
+        self.world.must(Invariant.RESET, old.isdisjoint(items), "a block of before the reset is served")
+        resetting = self.world.core.resetting(session)
+        if resetting:
+            self.world.saw("lookups during a reset")
+            self.world.must(Invariant.RESET, not items, "a lookup found something in the middle of a reset")
+        else:
+            for key, status in zip(keys[:looked_at], statuses, strict=False):
+                block = inside.block(self.world.core, namespace, key)
+                there = block is not None and block.ready
+                self.world.must(Invariant.FOUND, not there or status == KeyStatus.HIT, f"{key!r} is there")
+        if request_id:
+            self._check_explanation(session, keys, statuses, request_id)
+
+    def _check_explanation(self, session: Session, keys: list[bytes], statuses: bytes, request_id: str) -> None:
+        (known,) = [r for r in self.world.core.explain(request_id) if r.engine_id == session.engine_id]
+        verdicts = [span.verdict for span in known.lookups[-1].spans() for _ in range(span.count)]
+        self.world.must(Invariant.FOUND, len(verdicts) == len(keys), "a verdict per key")
+        for verdict, status in zip(verdicts, statuses, strict=True):
+            agrees = {KeyStatus.MISS: MissReason, KeyStatus.RETRY: type(None)}.get(KeyStatus(status), int)
+            self.world.must(Invariant.FOUND, isinstance(verdict, agrees), f"{status} is explained by {verdict}")
+        if KeyStatus.MISS in statuses:
+            first = statuses.index(KeyStatus.MISS)
+            self.world.saw("prefixes too short", verdicts[first] is MissReason.BELOW_THRESHOLD)
+            once = (session.namespace.id, keys[first]) in self.world.ledger.stored
+            denied = once and verdicts[first] in (MissReason.NEVER_STORED, MissReason.FORMAT_MISMATCH)
+            self.world.must(Invariant.FOUND, not denied, f"{keys[first]!r} was stored, and is said not to have been")
 
     def read(self) -> None:
         """A reader asks where its hits are and copies them; it must be what was stored under those keys."""

@@ -66,7 +66,7 @@ class RequestBook:
         self.current: dict[tuple[str, str], RequestRecord] = {}
         self.open: list[RequestRecord] = []
         """All that have not ended, those whose id has been taken over included."""
-        self._just_ended: list[RequestRecord] = []
+        self.just_ended: list[RequestRecord] = []
         self.begun: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self._tiers = tiers
@@ -129,14 +129,14 @@ class RequestBook:
 
     def accounts(self) -> list[RequestRecord]:
         """Returns the requests whose accounts may have changed, as far as they are certain."""
-        return [record for record in (*self.open, *self._just_ended) if not record.vague]
+        return [record for record in (*self.open, *self.just_ended) if not record.vague]
 
     def settle(self, finished: Counter[str] | None) -> str | None:
         """Ends what must have ended, given how often a tier has heard of which id; returns what is wrong with that.
 
         Without tiers nobody hears of it; it ends all the same.
         """
-        self._just_ended = []
+        self.just_ended = []
         for request_id in {record.id: None for record in self.open} | dict.fromkeys(finished or ()):
             mine = [record for record in self.open if record.id == request_id and not record.must_wait]
             news = len(mine) if finished is None else finished[request_id] - self.ended[request_id]
@@ -152,6 +152,6 @@ class RequestBook:
             record.ended = True
             self.ended[record.id] += 1
             self.open.remove(record)
-            self._just_ended.append(record)
+            self.just_ended.append(record)
             if self.current.get((record.engine, record.id)) is record:
                 del self.current[record.engine, record.id]

@@ -88,8 +88,7 @@ class Sessions(Actors):
         self.world.core.close_session(client.session.id)
 
     def _half_written(self, record: StoreRecord) -> bool:
-        found = [inside.block(self.world.core, *name) for name in record.names]
-        return any(block is not None and (block.written or block.writers > 1) for block in found)
+        return any(block.written or block.writers > 1 for block in record.blocks)
 
     def reopen_session(self) -> None:
         """A stream fell, and its process comes again under the same engine id."""

@@ -20,7 +20,7 @@ from simulation_writers import Writers
 from kvtier.tiers.answers import Session
 from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import Command, LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.commands import Command, LeaseSettled, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.manager import CPU_TIER, TierManager
 from kvtier.tiers.policies import POLICIES
@@ -46,6 +46,8 @@ class World:
         self.tiers = [ModelTier("near", 40 * 4096), ModelTier("far", 80 * 4096)][: self.rng.choice((0, 1, 1, 2, 2, 2))]
         for tier in self.tiers:
             tier.rules = self.rng.choice(RULES)
+        if self.tiers and self.rng.random() < 0.4:
+            self.tiers[-1].share()
         self.sessions = Sessions(self)
         self.backstage = Backstage(self)
         weighted: dict[Callable[[], None], float] = {}
@@ -79,6 +81,8 @@ class World:
         self.memory.clear()
         self.lost.clear()
         self.ledger = Ledger(len(self.tiers))
+        for lane in inside.lanes(self.core):
+            self.ledger.stored |= inside.held_names(lane)
         self.written: dict[int, deque[JobRecord | RemoveFromTier]] = {n + 1: deque() for n in range(len(self.tiers))}
         self.settled: set[int] = set()
         self.durable: list[tuple[NamespaceSpec, bytes]] = []
@@ -86,6 +90,7 @@ class World:
         self._evictions = [0] * (len(self.tiers) + 1)
         self._due: list[tuple[RequestRecord, list[Name]]] = []
         self.backstage.hanging.clear()
+        self.backstage.latest = 0.0
         self.backstage.back(self.rng.choice((1, 2, 8)))
         for _ in range(3):
             self.sessions.open_session()
@@ -122,10 +127,12 @@ class World:
         )
         for record, names in self._due:
             self.ledger.requests.due(record, names, view)
-        self.saw("requests cut short", any(record.short for record in self.ledger.requests.open))
+        self.ledger.count_arrivals()
+        self.saw("requests cut short", any(record.short for record in self.ledger.requests.just_ended))
         self.saw("parked blocks resolved", bool(self.ledger.requests.resolve_parked(view)))
         self.stats = self.core.stats()
         self.blocks = inside.blocks(self.core)
+        self.ledger.stored.update(block.name for block in self.blocks if block.ready)
         for number, tier in enumerate(self.stats.tiers):
             self.saw(f"evictions {tier.name}", tier.evictions > self._evictions[number])
             self._evictions[number] = tier.evictions
@@ -145,10 +152,9 @@ class World:
         self._due.append((record, ready))
 
     def is_due(self, record: RequestRecord, names: list[Name]) -> None:
-        """A store of a request was completed: what became ready by it is due to the tiers that insist."""
+        """A store of a request was completed: what is ready by it is due to the tiers that insist."""
         if record.insisting:
-            found = [(name, inside.block(self.core, *name)) for name in names]
-            self._due.append((record, [name for name, block in found if block is not None and block.ready]))
+            self._due.append((record, names))
 
     def must_be_durable(self, spec: NamespaceSpec, key: bytes) -> None:
         """A block was called durable; whether it is there is looked at when the event is over."""
@@ -185,6 +191,9 @@ class World:
             match command:
                 case LeaseSettled(lease_id):
                     self.settled.add(lease_id)
+                case LookupInTier(job_id):
+                    self.must(Invariant.JOBS, job_id not in self.ledger.questions, "a question twice")
+                    self.ledger.questions[job_id] = command
                 case RemoveFromTier():
                     self._remove(command)
                 case StoreInTier() | LoadFromTier():
@@ -205,6 +214,8 @@ class World:
         busy = {
             name for other in self.ledger.jobs.values() if other.command.tier == command.tier for name in other.names
         }
+        for work in self.written[command.tier] if job.is_load else ():
+            busy |= set(work.names if isinstance(work, JobRecord) else work.keys)
         self.must(Invariant.APART, not busy & set(names), "two jobs of a tier on one block")
         self.must(Invariant.APART, len(set(names)) == len(names), "a block twice in a job")
         if job.is_load:
@@ -219,7 +230,7 @@ class World:
 
     def tier_wrote(self, tier: ModelTier) -> None:
         """A tier has written a batch: it may not hold more than it has room for, what it calls its sizes aside."""
-        if not tier.lies:
+        if not (tier.lies or tier.shared):
             held = tier.used_bytes
             self.must(Invariant.CAPACITY, held <= tier.capacity_bytes, f"{tier.name} holds {held} bytes")
 
@@ -232,8 +243,10 @@ class World:
             self._event(self.sessions.hang_up)
             yield
         self.backstage.hanging.clear()
-        while self.ledger.jobs or any(self.written.values()):
+        while self.ledger.jobs or self.ledger.questions or any(self.written.values()):
             self._event(self.backstage.run_work)
+            yield
+            self._event(self.backstage.answer)
             yield
 
     def holds_whole(self, tier: ModelTier, spec: NamespaceSpec, key: bytes) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import simulation_inspect as inside
 from simulation_actors import HOLD_SECONDS, Actors
 from simulation_ledger import StoreRecord
 from simulation_model import REQUESTS, Invariant, label
@@ -28,6 +29,7 @@ class Writers(Actors):
             self.complete_a_strangers_store: 0.6,
             self.name_wrong_items: 0.6,
             self.flush: 1.5,
+            self.reset: 0.25,
         }
 
     def prepare_store(self) -> None:
@@ -55,9 +57,9 @@ class Writers(Actors):
             return
         if record is not None:
             record.stores += 1
-        nbytes = sum(session.namespace.part_bytes_of(key) for key in granted)
+        blocks = self.world.core.store(session, answer.store_id).blocks
         self.world.ledger.stores[answer.store_id] = StoreRecord(
-            answer.store_id, client, record, names, answer.slots, nbytes, expires_at
+            answer.store_id, client, record, blocks, answer.slots, expires_at
         )
         self.world.memory.update(dict.fromkeys(answer.slots, "unwritten"))
 
@@ -88,8 +90,8 @@ class Writers(Actors):
         self.world.core.complete_store(session, record.id, failed)
         self.world.saw("parts failed", bool(failed))
         if record.request is not None:
-            written = [name for number, name in enumerate(record.names) if number not in failed]
-            self.world.is_due(record.request, written)
+            written = [block for number, block in enumerate(record.blocks) if number not in failed]
+            self.world.is_due(record.request, [block.name for block in written if block.ready])
 
     def _write(self, record: StoreRecord, failed: Collection[int]) -> None:
         rank = record.client.session.own_rank()
@@ -144,6 +146,20 @@ class Writers(Actors):
             session, wrong = self.any_of(record.client.engine), [len(record.slots)]
             self.world.refused(errors.InvalidItem, lambda: self.world.core.complete_store(session, record.id, wrong))
             self.world.saw("wrong items named")
+
+    def reset(self) -> None:
+        """The CPU tier of a namespace is emptied; what is pinned goes when nobody needs it any more."""
+        if (client := self.pick_client()) is None:
+            return
+        core, namespace = self.world.core, client.session.namespace.id
+        waiting = core.resetting(client.session)
+        before = {block for block in inside.blocks(core) if block.namespace == namespace}
+        pinned = sum(block.pins > 0 for block in before)
+        left = core.reset(client.session)
+        self.world.must(Invariant.RESET, left == (waiting or pinned), f"{left} blocks are waited for, not {pinned}")
+        if not waiting:
+            self.world.ledger.gone[namespace] = before
+            self.world.saw("resets that wait", bool(left))
 
     def flush(self) -> None:
         """What is called durable must be in a tier, whole."""
