@@ -50,7 +50,8 @@ def run(seed: int, steps: int = STEPS, *, only: Invariant | None = None) -> Life
             _live(world, steps)
         except Exception as error:  # noqa: BLE001 - whatever the core raises is a failure of this life
             invariant = error.invariant if isinstance(error, Violation) else Invariant.RAISED
-            failure = Failure(seed, world.steps, world.doing, invariant, repr(error), traceback.format_exc())
+            text = str(error) if isinstance(error, Violation) else repr(error)
+            failure = Failure(seed, world.steps, world.doing, invariant, text, traceback.format_exc())
     return Life(world.steps, world.coverage, world.digest.hexdigest(), failure)
 
 

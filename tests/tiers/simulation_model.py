@@ -120,7 +120,7 @@ class Violation(AssertionError):
     """An invariant does not hold."""
 
     def __init__(self, invariant: Invariant, text: str) -> None:
-        super().__init__(f"{invariant}: {text}")
+        super().__init__(text)
         self.invariant = invariant
 
 

@@ -122,7 +122,8 @@ def _sum_up(tally: Tally, seconds: float) -> None:
 
 
 def _explain(failure: Failure, options: argparse.Namespace) -> None:
-    print(f"\nFAILED: seed {failure.seed}, step {failure.step} ({failure.action}): {failure.text}")
+    print(f"\nFAILED: seed {failure.seed}, step {failure.step} ({failure.action})")
+    print(f"        {failure.invariant}: {failure.text}")
     print(f"        {replay_command(failure, options.steps)}")
     if options.seeds == 1:
         print(failure.trace)
