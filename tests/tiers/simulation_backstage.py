@@ -55,17 +55,17 @@ class Backstage:
     def run_work(self) -> None:
         """A worker ends something. Stores and removals of a tier end in order, loads in any."""
         lanes = [number for number in range(1, len(self.world.tiers) + 1) if number not in self.hanging]
-        heads = [self.world.written[number][0] for number in lanes if self.world.written[number]]
+        heads = [self.world.work.written[number][0] for number in lanes if self.world.work.written[number]]
         loads = [job for number in lanes for job in self.world.ledger.running(number, loads=True)]
         if not heads and not loads:
             return
         work = self.rng.choice([*heads, *loads])
         if isinstance(work, RemoveFromTier):
-            self.world.written[work.tier].popleft()
+            self.world.work.written[work.tier].popleft()
             self.world.tiers[work.tier - 1].remove(work.keys)
             return
         if not work.is_load:
-            self.world.written[work.command.tier].popleft()
+            self.world.work.written[work.command.tier].popleft()
         self._end(work)
 
     def _end(self, job: JobRecord) -> None:
@@ -77,8 +77,14 @@ class Backstage:
         ]
         self.world.saw("disks full in mid-batch", bool(full_from))
         if not job.is_load:
-            self.world.tier_wrote(tier)
+            self._weigh(tier)
         self._report(job, self._misreport(outcomes))
+
+    def _weigh(self, tier: ModelTier) -> None:
+        """It may not hold more than it has room for; what it calls its sizes, and what others write to it, aside."""
+        if not (tier.lies or tier.shared):
+            fits = tier.used_bytes <= tier.capacity_bytes
+            self.world.must(Invariant.CAPACITY, fits, f"{tier.name} holds {tier.used_bytes} bytes")
 
     def _misreport(self, outcomes: list[Outcome]) -> list[Outcome]:
         """A tier's defect: outcomes that are too few, or too many."""
@@ -233,7 +239,7 @@ class Backstage:
     def crash(self) -> None:
         """The server is killed; writes that were queued are lost, of one that ran a part has come through."""
         for number, tier in enumerate(self.world.tiers, 1):
-            head = self.world.written[number][0] if self.world.written[number] else None
+            head = self.world.work.written[number][0] if self.world.work.written[number] else None
             if isinstance(head, JobRecord):
                 for block in head.command.blocks[: self.rng.randint(0, len(head.names))]:
                     self._move(tier, head, block)

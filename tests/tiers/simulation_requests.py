@@ -103,8 +103,11 @@ class RequestBook:
                     record.vague = True
                 elif now:
                     record.owed[tier, name] = None
-                elif not before and not view.holds(tier, name):
+                elif not view.holds(tier, name):
                     record.short += 1
+                    record.vague |= (
+                        before  # it went in this event: whether before or after it was looked for, who knows
+                    )
 
     def resolve_parked(self, view: TierView) -> int:
         """Takes note of blocks that nobody writes any more; returns how many."""

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import accumulate
 
 import simulation_inspect as inside
 from simulation_backstage import Backstage
-from simulation_ledger import JobRecord, Ledger
+from simulation_ledger import Ledger
 from simulation_model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, label
 from simulation_readers import Readers
 from simulation_requests import RequestRecord, TierView
 from simulation_sessions import Sessions
+from simulation_work import Work, spell
 from simulation_writers import Writers
 
 from kvtier.tiers.answers import Session
 from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import Command, LeaseSettled, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.commands import Command, LeaseSettled
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.manager import CPU_TIER, TierManager
 from kvtier.tiers.policies import POLICIES
@@ -29,6 +30,9 @@ from kvtier.tiers.rules import DEFAULT_RULES, Rule
 __all__ = ["World"]
 
 RULES = (DEFAULT_RULES, DEFAULT_RULES, (), (Rule(OffloadPolicy.REQUEST_LEVEL, "always"),))
+
+MOST_WORK = 5000
+"""Steps in which everything must have come to rest when nobody asks for more."""
 
 
 class World:
@@ -83,7 +87,7 @@ class World:
         self.ledger = Ledger(len(self.tiers))
         for lane in inside.lanes(self.core):
             self.ledger.stored |= inside.held_names(lane)
-        self.written: dict[int, deque[JobRecord | RemoveFromTier]] = {n + 1: deque() for n in range(len(self.tiers))}
+        self.work = Work(self)
         self.settled: set[int] = set()
         self.durable: list[tuple[NamespaceSpec, bytes]] = []
         self.held_before: dict[int, set[Name]] = {}
@@ -187,52 +191,12 @@ class World:
         """Takes in what the core asks for."""
         commands = self.core.take_commands()
         for command in commands:
-            self.digest.update(_spell(command).encode())
-            match command:
-                case LeaseSettled(lease_id):
-                    self.settled.add(lease_id)
-                case LookupInTier(job_id):
-                    self.must(Invariant.JOBS, job_id not in self.ledger.questions, "a question twice")
-                    self.ledger.questions[job_id] = command
-                case RemoveFromTier():
-                    self._remove(command)
-                case StoreInTier() | LoadFromTier():
-                    self._begin_job(command)
+            self.digest.update(spell(command).encode())
+            if isinstance(command, LeaseSettled):
+                self.settled.add(command.lease_id)
+            else:
+                self.work.take(command)
         return commands
-
-    def _remove(self, command: RemoveFromTier) -> None:
-        loading = {name for job in self.ledger.running(command.tier, loads=True) for name in job.names}
-        self.must(Invariant.APART, not loading & set(command.keys), "a block is removed while it is loaded")
-        self.written[command.tier].append(command)
-
-    def _begin_job(self, command: StoreInTier | LoadFromTier) -> None:
-        names = [block.name for block in command.blocks]
-        job = JobRecord(command, [tuple(block.slots) for block in command.blocks], names)
-        known = command.job_id in self.ledger.jobs
-        self.must(Invariant.JOBS, not known, f"job {command.job_id} began twice")
-        self.must(Invariant.PINS, not any(None in slots for slots in job.slots), "a job on a block without its slots")
-        busy = {
-            name for other in self.ledger.jobs.values() if other.command.tier == command.tier for name in other.names
-        }
-        for work in self.written[command.tier] if job.is_load else ():
-            busy |= set(work.names if isinstance(work, JobRecord) else work.keys)
-        self.must(Invariant.APART, not busy & set(names), "two jobs of a tier on one block")
-        self.must(Invariant.APART, len(set(names)) == len(names), "a block twice in a job")
-        if job.is_load:
-            self.memory.update(
-                dict.fromkeys((slot for slots in job.slots for slot in slots if slot is not None), "loading")
-            )
-        else:
-            stores = self.ledger.running(command.tier, loads=False)
-            self.must(Invariant.APART, not stores, "two stores of a tier at a time")
-            self.written[command.tier].append(job)
-        self.ledger.jobs[command.job_id] = job
-
-    def tier_wrote(self, tier: ModelTier) -> None:
-        """A tier has written a batch: it may not hold more than it has room for, what it calls its sizes aside."""
-        if not (tier.lies or tier.shared):
-            held = tier.used_bytes
-            self.must(Invariant.CAPACITY, held <= tier.capacity_bytes, f"{tier.name} holds {held} bytes")
 
     def settle(self) -> Iterator[None]:
         """Everybody leaves and all work ends, that of tiers that hang too; yields after every step."""
@@ -243,11 +207,14 @@ class World:
             self._event(self.sessions.hang_up)
             yield
         self.backstage.hanging.clear()
-        while self.ledger.jobs or self.ledger.questions or any(self.written.values()):
+        left = MOST_WORK
+        while not self.work.done():
             self._event(self.backstage.run_work)
             yield
             self._event(self.backstage.answer)
             yield
+            left -= 1
+            self.must(Invariant.LEAKS, left > 0, "it never comes to rest")
 
     def holds_whole(self, tier: ModelTier, spec: NamespaceSpec, key: bytes) -> bool:
         """Returns whether a tier holds a block with the right bytes, or has lost it itself."""
@@ -256,10 +223,3 @@ class World:
             return True
         wanted = tuple(label(spec.id, key, rank) for rank in range(spec.world_size))
         return name in tier.blocks and tier.blocks[name][1] == wanted
-
-
-def _spell(command: Command) -> str:
-    """Returns all that a command says."""
-    if isinstance(command, StoreInTier | LoadFromTier):
-        return f"{command.job_id} {command.tier} {[(block.name, block.slots) for block in command.blocks]}"
-    return repr(command)
