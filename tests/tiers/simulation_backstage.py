@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import simulation_inspect as inside
 from simulation_ledger import JobRecord
-from simulation_model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, label
+from simulation_model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, Name, label
 
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.blocks import Block
@@ -248,3 +248,15 @@ class Backstage:
                 self.world.saw("tiers lied about sizes")
         self.world.saw("crashes")
         self.world.start_core()
+        for lane, tier in zip(inside.lanes(self.world.core), self.world.tiers, strict=True):
+            self._look_back(tier, inside.held_names(lane))
+
+    def _look_back(self, tier: ModelTier, known: set[Name]) -> None:
+        """After a restart the core knows what a tier has kept, all of it if that fits."""
+        entries = list(tier.entries())
+        fits = sum(entry.nbytes for entry in entries) <= tier.capacity_bytes
+        kept = {(entry.namespace, entry.key) for entry in entries}
+        self.world.must(
+            Invariant.DURABLE, known == kept if fits else known < kept, f"{tier.name}: not what it has kept"
+        )
+        self.world.saw("tiers recovered", bool(known))

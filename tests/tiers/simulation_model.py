@@ -69,6 +69,7 @@ EXERCISED = (
     "prefixes too short",
     "resets that wait",
     "tiers left out",
+    "tiers recovered",
     "tiers asked",
     "promotions done",
     "promotions failed",
