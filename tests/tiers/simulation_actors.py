@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from simulation_keeping import tenant_of
 from simulation_ledger import Client
 from simulation_model import CHAINS
 
 from kvtier.tiers.answers import Session
+from kvtier.tiers.blocks import Block
 
 if TYPE_CHECKING:
     from simulation_world import World
@@ -24,6 +26,19 @@ class Actors:
     def __init__(self, world: World) -> None:
         self.world = world
         self.rng = world.rng
+
+    def retain_until(self) -> float:
+        """Returns until when a request wants to keep what it uses; mostly it does not."""
+        wanted = self.rng.choice((0, 0, 0, 10, 60, 4000))
+        return self.world.now + wanted if wanted else 0.0
+
+    def used(self, session: Session, blocks: list[Block], retain_until: float, not_retained: int) -> None:
+        """Takes note of the use of blocks, for the sake of which others may have gone."""
+        book, now = self.world.keeping, self.world.backstage.latest
+        book.takers.add(tenant_of(session.namespace.id))
+        book.used(blocks, now, retain_until, not_retained)
+        self.world.saw("blocks retained", bool(blocks) and retain_until > now and not not_retained)
+        self.world.saw("blocks not retained", bool(not_retained))
 
     def pick_client(self) -> Client | None:
         """Returns somebody, if there is anybody."""

@@ -99,6 +99,17 @@ def held_names(lane: Lane) -> set[Name]:
     return {entry.name for entry in entries(lane) if entry.state is EntryState.HELD}
 
 
+def promises(lane: Lane) -> dict[Name, float]:
+    """Returns what a tier holds and may not evict for a while, and until when."""
+    when = lane.catalog.lines._retained.when
+    return {each.name: when(each) for each in entries(lane) if each.retained and each.state is EntryState.HELD}
+
+
+def slot_count(block: Block) -> int:
+    """Returns how many slots a block has."""
+    return len(block.slots) - block.slots.count(None)
+
+
 def is_storing(lane: Lane, name: Name) -> bool:
     """Returns whether a block is on its way to a tier."""
     entry = lane.catalog.get(*name)
@@ -124,10 +135,14 @@ def pins(core: TierManager) -> Counter[Block]:
 def lines(core: TierManager) -> Iterator[tuple[str, list[object], list[object]]]:
     """Yields every line of eviction by name: who stands in it, and who should."""
     kept = blocks(core)
-    for slot_bytes, order in core._primary._policies.items():
-        yield f"cpu/{slot_bytes}", list(order.victims()), [b for b in kept if b.order is order and not b.retired]
+    for line in core._primary.lines.all():
+        should = [b for b in kept if b.line is line and not (b.retired or b.retained)]
+        yield f"cpu/{line.size_class}/{line.share.name}", list(line.policy.victims()), should
     for lane in lanes(core):
-        yield lane.tier.name, list(lane.catalog._order.victims()), list(entries(lane))
+        held = [entry for entry in entries(lane) if not entry.retained]
+        for queue in lane.catalog.lines.all():
+            should_be = [entry for entry in held if entry.line is queue]
+            yield f"{lane.tier.name}/{queue.share.name}", list(queue.policy.victims()), should_be
 
 
 def leftovers(core: TierManager) -> dict[str, object]:

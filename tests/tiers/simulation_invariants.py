@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import simulation_inspect as inside
+from simulation_guarantees import check_quotas, check_retained, check_ttl
 from simulation_model import Invariant, Violation, label
 from simulation_world import World
 
@@ -203,6 +204,9 @@ CHECKS: dict[Invariant, Callable[[World], None]] = {
     Invariant.DURABLE: _durable,
     Invariant.LINE: _line,
     Invariant.LEAKS: _leaks,
+    Invariant.QUOTAS: check_quotas,
+    Invariant.RETAINED: check_retained,
+    Invariant.TTL: check_ttl,
 }
 
 

@@ -21,6 +21,7 @@ REQUESTS = ("", "r1", "r2", "r3")
 SPECS = (
     NamespaceSpec(NamespaceId(b"A" * 16), world_size=1, part_bytes=(4096, 12288)),
     NamespaceSpec(NamespaceId(b"B" * 16), world_size=2, part_bytes=(8192,)),
+    NamespaceSpec(NamespaceId(b"C" * 16), world_size=1, part_bytes=(4096,)),
 )
 CHAINS = {
     group: [[b"%d.%d" % (chain, n) + group.to_bytes(4, "big") for n in range(32)] for chain in range(3)]
@@ -33,7 +34,10 @@ Name = tuple[NamespaceId, bytes]
 EXERCISED = (
     "blocks lost by a tier",
     "blocks of others found",
+    "blocks expired",
+    "blocks not retained",
     "blocks parked",
+    "blocks retained",
     "called durable",
     "cascades done",
     "cascades failed",
@@ -44,6 +48,7 @@ EXERCISED = (
     "disks full in mid-batch",
     "ended jobs reported again",
     "answers missing",
+    "entries expired",
     "evictions cpu",
     "evictions far",
     "evictions near",
@@ -77,6 +82,7 @@ EXERCISED = (
     "ranks died between prepare and commit",
     "reads",
     "requests cut short",
+    "room made by another tenant",
     "sessions fallen in mid-store",
     "sessions reopened",
     "slots quarantined",
@@ -113,6 +119,9 @@ class Invariant(enum.StrEnum):
     REFUSALS = "what is refused changes nothing"
     DURABLE = "what is called durable is there"
     LINE = "what is kept stands in line to go"
+    QUOTAS = "no tenant pays within its quota"
+    RETAINED = "what is retained stays"
+    TTL = "what nobody uses goes, and nothing else"
     LEAKS = "nothing leaks"
     RAISED = "nothing is raised but refusals"
 

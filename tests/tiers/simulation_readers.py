@@ -41,9 +41,19 @@ class Readers(Actors):
         prefix, tiers, min_hits = self.rng.random() < 0.5, self._filter(), self.rng.choice((0, 0, 0, 3))
         if self.rng.random() < 0.5:
             self.world.core.ask(session, keys, prefix=prefix, tiers=tiers)
+        retain_until = self.retain_until()
         answer = self.world.core.lookup(
-            session, keys, prefix=prefix, request_id=request_id, expires_at=expires_at, tiers=tiers, min_hits=min_hits
+            session,
+            keys,
+            prefix=prefix,
+            request_id=request_id,
+            expires_at=expires_at,
+            tiers=tiers,
+            min_hits=min_hits,
+            retain_until=retain_until,
         )
+        found = [block for block in answer.lease.items if block is not None] if answer.lease is not None else []
+        self.used(session, found, retain_until, answer.not_retained)
         lease, statuses = answer.lease, answer.statuses()
         ledger.count(statuses, lease.sources if lease is not None else b"")
         seen = statuses.find(KeyStatus.MISS) + 1 if prefix else 0

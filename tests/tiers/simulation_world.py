@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import simulation_inspect as inside
 from simulation_backstage import Backstage
+from simulation_keeping import KeepingBook, random_keeping
 from simulation_ledger import Ledger
 from simulation_model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, label
 from simulation_readers import Readers
@@ -23,8 +24,8 @@ from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.blocks import NamespaceSpec
 from kvtier.tiers.commands import Command, LeaseSettled
 from kvtier.tiers.errors import CoreError
-from kvtier.tiers.manager import CPU_TIER, TierManager
-from kvtier.tiers.policies import POLICIES
+from kvtier.tiers.keeping import CPU_TIER
+from kvtier.tiers.manager import TierManager
 from kvtier.tiers.rules import DEFAULT_RULES, Rule
 
 __all__ = ["World"]
@@ -43,7 +44,7 @@ class World:
         self.rng = random.Random(seed)
         self.only = only
         self.coverage = Counter(dict.fromkeys(EXERCISED, 0))
-        self.now = self.rng.choice((0.0, 1e5, 1e9))
+        self.now = self.rng.choice((1e6, 1e9))
         self.memory: dict[int, str] = {}
         self.lost: set[tuple[str, Name]] = set()
         """What tiers have lost without the core's knowing."""
@@ -71,17 +72,19 @@ class World:
             tier.begun.clear()
             tier.finished.clear()
             tier.capacity_bytes = self.rng.choice((20, 40, 80)) * 4096
-        names = [CPU_TIER, *(tier.name for tier in self.tiers)]
-        eviction = {name: self.rng.choice(list(POLICIES)) for name in names if self.rng.random() < 0.9}
-        for policy in eviction.values():
+        capacities = {CPU_TIER: self.region_bytes, **{tier.name: tier.capacity_bytes for tier in self.tiers}}
+        self.keeping = KeepingBook(random_keeping(self.rng, capacities))
+        for policy in self.keeping.keeping.eviction.values():
             self.saw(f"policy {policy}")
         self.core = TierManager(
             self.region_bytes,
             EXTENT,
             self.tiers,
             max_queued_bytes=self.rng.choice((2, 8, 32)) * 4096,
-            eviction=eviction,
+            keeping=self.keeping.keeping,
+            now=self.now,
         )
+        self.keeping.begin_event(self.core)
         self.memory.clear()
         self.lost.clear()
         self.ledger = Ledger(len(self.tiers))
@@ -94,7 +97,7 @@ class World:
         self._evictions = [0] * (len(self.tiers) + 1)
         self._due: list[tuple[RequestRecord, list[Name]]] = []
         self.backstage.hanging.clear()
-        self.backstage.latest = 0.0
+        self.backstage.latest = self.now
         self.backstage.back(self.rng.choice((1, 2, 8)))
         for _ in range(3):
             self.sessions.open_session()
@@ -117,6 +120,7 @@ class World:
         self.settled.clear()
         self.durable.clear()
         self._due.clear()
+        self.keeping.begin_event(self.core)
         insisted = {tier for record in self.ledger.requests.open for tier in record.insisting}
         lanes = inside.lanes(self.core)
         self.held_before = {tier: inside.held_names(lanes[tier - 1]) for tier in sorted(insisted)}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import simulation_inspect as inside
 from simulation_actors import HOLD_SECONDS, Actors
+from simulation_keeping import tenant_of
 from simulation_ledger import StoreRecord
 from simulation_model import REQUESTS, Invariant, label
 
@@ -44,7 +45,11 @@ class Writers(Actors):
             self.world.refused(errors.InvalidKey, lambda: self._prepare(session, bad, request_id, 0))
             return
         expires_at = self.world.now + self.rng.choice(HOLD_SECONDS)
-        answer = self._prepare(session, keys, request_id, expires_at)
+        retain_until = self.retain_until()
+        answer = self._prepare(session, keys, request_id, expires_at, retain_until)
+        taken = [key for key, status in zip(keys, answer.statuses, strict=True) if status != StoreStatus.NO_ROOM]
+        blocks = [inside.block(self.world.core, session.namespace.id, key) for key in taken]
+        self.used(session, [block for block in blocks if block is not None], retain_until, answer.not_retained)
         granted = [key for key, status in zip(keys, answer.statuses, strict=True) if status == StoreStatus.GRANTED]
         self.world.must(Invariant.SLOTS, len(granted) == len(answer.slots), "a slot per granted block")
         self.world.must(Invariant.SLOTS, (answer.store_id is None) == (not granted), "a store id for granted blocks")
@@ -57,14 +62,18 @@ class Writers(Actors):
             return
         if record is not None:
             record.stores += 1
-        blocks = self.world.core.store(session, answer.store_id).blocks
+        granted_blocks = self.world.core.store(session, answer.store_id).blocks
         self.world.ledger.stores[answer.store_id] = StoreRecord(
-            answer.store_id, client, record, blocks, answer.slots, expires_at
+            answer.store_id, client, record, granted_blocks, answer.slots, expires_at
         )
         self.world.memory.update(dict.fromkeys(answer.slots, "unwritten"))
 
-    def _prepare(self, session: Session, keys: list[bytes], request_id: str, expires_at: float) -> StoreAnswer:
-        return self.world.core.prepare_store(session, keys, request_id=request_id, expires_at=expires_at)
+    def _prepare(
+        self, session: Session, keys: list[bytes], request_id: str, expires_at: float, retain_until: float = 0.0
+    ) -> StoreAnswer:
+        return self.world.core.prepare_store(
+            session, keys, request_id=request_id, expires_at=expires_at, retain_until=retain_until
+        )
 
     def write_a_part(self) -> None:
         """Whoever may write writes something: half a block, or what nobody wants any more."""
@@ -88,6 +97,7 @@ class Writers(Actors):
         self._write(record, failed)
         self.world.ledger.written(record)
         self.world.core.complete_store(session, record.id, failed)
+        self.world.keeping.takers.add(tenant_of(record.client.session.namespace.id))
         self.world.saw("parts failed", bool(failed))
         if record.request is not None:
             written = [block for number, block in enumerate(record.blocks) if number not in failed]
@@ -167,6 +177,7 @@ class Writers(Actors):
             return
         keys = self.some_keys(client.session)
         statuses = self.world.core.durability(client.session, keys)
+        self.world.keeping.takers.add(tenant_of(client.session.namespace.id))
         for key, status in zip(keys, statuses, strict=True):
             if status == DurableStatus.DURABLE:
                 self.world.must_be_durable(client.session.namespace, key)
