@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..protos.endpoint import Endpoint
-from ..protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse, SessionStatus, TierStatus
+from ..protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse, SessionStatus, ShareStatus, TierStatus
 from .inquiry import ask, human_age, plain_console, seconds_of
 from .units import human_size
 
@@ -67,9 +67,15 @@ def _rate(tier: TierStatus) -> float | None:
 def _tier_values(tier: TierStatus) -> dict[str, Any]:
     values = {field.name: getattr(tier, field.name) for field in tier.DESCRIPTOR.fields}
     return values | {
+        "shares": [_share_values(share) for share in tier.shares],
         "fill": tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0,
         "hit_rate": _rate(tier),
     }
+
+
+def _share_values(share: ShareStatus) -> dict[str, Any]:
+    values = {field.name: getattr(share, field.name) for field in share.DESCRIPTOR.fields}
+    return values | {"limit_bytes": share.limit_bytes if share.HasField("limit_bytes") else None}
 
 
 def _session_values(session: SessionStatus) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class Catalog:
         expired = []
         for entry in self.lines.tick(now):
             used_at = used_elsewhere(entry.namespace, entry.key)
-            if not self._may_go(entry) or entry.retained:
+            if not self._may_go(entry):
                 self.lines.postpone(entry)
             elif used_at is not None and self.lines.ttl is not None and used_at + self.lines.ttl > self.lines.now:
                 self.lines.postpone(entry, used_at)

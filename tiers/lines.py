@@ -74,7 +74,7 @@ class Lines(Generic[L]):
         self.shares = shares
         self.ttl = ttl
         self.now = now
-        """The latest time that was heard of, in seconds: it never goes back."""
+        """The time of the last tick, in seconds."""
         self.expired = 0
         """Items that were not used for as long as `ttl`."""
         self.not_retained = 0
@@ -133,8 +133,12 @@ class Lines(Generic[L]):
             self._unused.discard(item)
 
     def tick(self, now: float) -> list[L]:
-        """Lets time pass; returns items that have not been used for as long as `ttl`, and may stay after all (`postpone`)."""
-        self.now = max(self.now, now)
+        """Lets time pass, which never goes back.
+
+        Returns:
+            Items that have not been used for as long as `ttl`: the caller drops or postpones each.
+        """
+        self.now = now
         self.come_back()
         return [] if self.ttl is None else self._unused.take(self.now, MOST_AT_ONCE)
 

@@ -38,6 +38,15 @@ def test_what_is_used_can_be_retained_as_well() -> None:
     assert set(keys(range(8))) <= rig.visible("alice") & rig.below("alice")
 
 
+def test_what_is_stored_again_is_retained_though_it_is_present() -> None:
+    """In the tiers below as well: the request wants its blocks, whoever wrote them."""
+    rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
+    rig.store("alice", range(8))
+    rig.store("alice", range(8), retain_until=60)
+    rig.store("alice", range(100, 740))
+    assert set(keys(range(8))) <= rig.visible("alice") & rig.below("alice")
+
+
 def test_what_is_read_back_is_retained_where_it_came_from_too() -> None:
     """A promotion on behalf of a request is a use of both tiers."""
     rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])

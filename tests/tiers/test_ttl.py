@@ -6,6 +6,7 @@ from tenants import PAGE, ROOMY, Rig, keys, spec
 
 from kvtier.tiers.history import MissReason
 from kvtier.tiers.keeping import CPU_TIER
+from kvtier.tiers.leases import KeyStatus
 
 
 def why(rig: Rig, number: int) -> MissReason | None:
@@ -79,6 +80,28 @@ def test_what_is_in_use_does_not_expire() -> None:
     rig.core.release(rig.session(spec("alice")), held.lease.id)
     rig.tick(131)
     assert rig.visible("alice") == set()
+
+
+def test_what_is_on_its_way_does_not_expire() -> None:
+    """A block that is being written to a tier, or read from it, is in use."""
+    near = ModelTier("near", ROOMY)
+    rig = Rig(tiers=[near], ttl={CPU_TIER: 60, "near": 60})
+    session = rig.session(spec("alice"))
+    answer = rig.core.prepare_store(session, keys([0]), request_id="", expires_at=1e9)
+    assert answer.store_id is not None
+    rig.core.complete_store(session, answer.store_id)
+    rig.core.tick(61)
+    rig.core.tick(122)
+    rig.work()
+    assert (len(near.blocks), rig.visible("alice")) == (1, set(keys([0])))
+    rig.core.reset(session)
+    found = rig.core.lookup(session, keys([0]), prefix=True, request_id="", expires_at=1e9)
+    assert found.lease is not None
+    rig.core.tick(190)
+    rig.core.tick(260)
+    rig.work()
+    assert found.statuses() == bytes([KeyStatus.HIT])
+    assert len(near.blocks) == 1
 
 
 @pytest.mark.parametrize("start", [0.0, 1e6])
