@@ -249,8 +249,8 @@ class Backstage:
                 self.world.saw("tiers lied about sizes")
         self.world.saw("crashes")
         self.world.start_core()
-        for lane, tier in zip(inside.lanes(self.world.core), self.world.tiers, strict=True):
-            self._look_back(tier, inside.held_names(lane))
+        for tier, held in zip(self.world.tiers, self.world.look.held, strict=True):
+            self._look_back(tier, held)
 
     def _look_back(self, tier: ModelTier, known: set[Name]) -> None:
         """After a restart the core knows what a tier has kept, all of it if that fits."""

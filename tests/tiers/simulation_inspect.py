@@ -21,6 +21,23 @@ from kvtier.tiers.manager import TierManager
 from kvtier.tiers.requests import Request
 
 
+class Look:
+    """What the core shows at one moment. Taken once per event, for all invariants."""
+
+    def __init__(self, core: TierManager) -> None:
+        self.stats = core.stats()
+        self.blocks = blocks(core)
+        self.ready = [block for block in self.blocks if block.ready and not block.retired]
+        self.entries = [entries(lane) for lane in lanes(core)]
+        """Per tier below what the core believes it to hold, or to be about to hold."""
+        self.held: list[set[Name]] = [
+            {entry.name for entry in here if entry.state is EntryState.HELD} for here in self.entries
+        ]
+        """Per tier below what can be loaded from it."""
+        self.promises = [promises(lane, here) for lane, here in zip(lanes(core), self.entries, strict=True)]
+        """Per tier below what it may not evict for a while, and until when."""
+
+
 @contextlib.contextmanager
 def small_jobs(nbytes: int) -> Iterator[None]:
     """Lets a job carry so little that queues are cut into several."""
@@ -94,15 +111,10 @@ def entries(lane: Lane) -> list[CatalogEntry]:
     return [entry for held in lane.catalog._entries.values() for entry in held.values()]
 
 
-def held_names(lane: Lane) -> set[Name]:
-    """Returns what can be loaded from a tier."""
-    return {entry.name for entry in entries(lane) if entry.state is EntryState.HELD}
-
-
-def promises(lane: Lane) -> dict[Name, float]:
+def promises(lane: Lane, here: list[CatalogEntry]) -> dict[Name, float]:
     """Returns what a tier holds and may not evict for a while, and until when."""
     when = lane.catalog.lines._retained.when
-    return {each.name: when(each) for each in entries(lane) if each.retained and each.state is EntryState.HELD}
+    return {entry.name: when(entry) for entry in here if entry.retained and entry.state is EntryState.HELD}
 
 
 def slot_count(block: Block) -> int:
@@ -132,14 +144,13 @@ def pins(core: TierManager) -> Counter[Block]:
     return held
 
 
-def lines(core: TierManager) -> Iterator[tuple[str, list[object], list[object]]]:
+def lines(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], list[object]]]:
     """Yields every line of eviction by name: who stands in it, and who should."""
-    kept = blocks(core)
     for line in core._primary.lines.all():
-        should = [b for b in kept if b.line is line and not (b.retired or b.retained)]
+        should = [b for b in look.blocks if b.line is line and not (b.retired or b.retained)]
         yield f"cpu/{line.size_class}/{line.share.name}", list(line.policy.victims()), should
-    for lane in lanes(core):
-        held = [entry for entry in entries(lane) if not entry.retained]
+    for lane, here in zip(lanes(core), look.entries, strict=True):
+        held = [entry for entry in here if not entry.retained]
         for queue in lane.catalog.lines.all():
             should_be = [entry for entry in held if entry.line is queue]
             yield f"{lane.tier.name}/{queue.share.name}", list(queue.policy.victims()), should_be

@@ -15,7 +15,7 @@ __all__ = ["check", "check_settled"]
 
 def _slots(world: World) -> None:
     """What somebody may write to belongs to nobody else; what is given out is accounted for."""
-    blocks = world.blocks
+    blocks = world.look.blocks
     sizes = {slot: block.part_bytes for block in blocks for slot in block.slots if slot is not None}
     owned = sum(len(block.slots) - block.slots.count(None) for block in blocks)
     quarantined = inside.quarantined(world.core)
@@ -50,7 +50,7 @@ def _pins(world: World) -> None:
         if job.slots != [tuple(block.slots) for block in job.command.blocks]:
             raise Violation(Invariant.PINS, "a block was moved under a job")
     pins = inside.pins(world.core)
-    for block in world.blocks:
+    for block in world.look.blocks:
         if block.pins != pins.pop(block, 0):
             raise Violation(Invariant.PINS, f"{block.key!r}: pins do not add up")
     if pins:
@@ -80,7 +80,7 @@ def _jobs(world: World) -> None:
     if inside.job_ids(world.core) != running:
         raise Violation(Invariant.JOBS, f"running {sorted(running)}, known {sorted(inside.job_ids(world.core))}")
     per_tier = Counter(job.command.tier for job in world.ledger.jobs.values())
-    for number, tier in enumerate(world.stats.tiers[1:], 1):
+    for number, tier in enumerate(world.look.stats.tiers[1:], 1):
         if tier.jobs != per_tier[number]:
             raise Violation(Invariant.JOBS, f"{tier.name} says that {tier.jobs} jobs run, not {per_tier[number]}")
     for lane in inside.lanes(world.core):
@@ -93,14 +93,13 @@ def _jobs(world: World) -> None:
 
 def _capacity(world: World) -> None:
     """No tier is given more than it has room for, and its figures add up."""
-    stats = world.stats
+    stats = world.look.stats
     for tier in stats.tiers:
         if not 0 <= tier.used_bytes <= tier.available_bytes <= tier.capacity_bytes:
             raise Violation(Invariant.CAPACITY, f"{tier}")
     if stats.tiers[0].available_bytes != world.backed_bytes:
         raise Violation(Invariant.CAPACITY, "memory was lost or made up")
-    for lane in inside.lanes(world.core):
-        entries = inside.entries(lane)
+    for lane, entries in zip(inside.lanes(world.core), world.look.entries, strict=True):
         if sum(entry.nbytes for entry in entries) != lane.catalog.used_bytes:
             raise Violation(Invariant.CAPACITY, f"{lane.tier.name}: sizes do not add up to what is used")
         if lane.queued_bytes != sum(block.nbytes for block in inside.on_the_way(world.core, lane)):
@@ -132,7 +131,7 @@ def _owed(world: World) -> None:
 def _bytes(world: World) -> None:
     """Every visible block holds what was stored under its key."""
     memory = world.memory
-    for block in world.blocks:
+    for block in world.look.blocks:
         if block.ready:
             for rank, slot in enumerate(block.slots):
                 if slot is None or memory.get(slot) != label(block.namespace, block.key, rank):
@@ -143,7 +142,7 @@ def _bytes(world: World) -> None:
 
 def _counts(world: World) -> None:
     """Each key that was asked for is counted once: as a hit of one tier, or as a miss."""
-    stats, ledger = world.stats, world.ledger
+    stats, ledger = world.look.stats, world.ledger
     hits, misses = [tier.hits for tier in stats.tiers], stats.lookup_misses
     if sum(hits) + misses != stats.lookup_keys or sum(stats.misses_by_reason.values()) != misses:
         raise Violation(Invariant.COUNTS, f"{hits} hits and {misses} misses of {stats.lookup_keys}")
@@ -175,19 +174,19 @@ def _durable(world: World) -> None:
 
 def _line(world: World) -> None:
     """Policies order what is kept, all of it and nothing else."""
-    for name, line, kept in inside.lines(world.core):
+    for name, line, kept in inside.lines(world.core, world.look):
         if len(line) != len(kept) or set(line) != set(kept):
             raise Violation(Invariant.LINE, f"{name}: {len(line)} stand in line, {len(kept)} are kept")
 
 
 def _leaks(world: World) -> None:
     """Nothing stays that nobody needs: blocks without slots and pins, quarantines without writers."""
-    for block in world.blocks:
+    for block in world.look.blocks:
         if not block.pins and block.slots.count(None) == len(block.slots):
             raise Violation(Invariant.LEAKS, f"{block.key!r}: an empty block stays")
     waiting = sum(record.nbytes for record in world.ledger.stores.values() if record.quarantine is not None)
-    if world.stats.quarantined_bytes != waiting:
-        raise Violation(Invariant.LEAKS, f"{world.stats.quarantined_bytes} bytes in quarantine, not {waiting}")
+    if world.look.stats.quarantined_bytes != waiting:
+        raise Violation(Invariant.LEAKS, f"{world.look.stats.quarantined_bytes} bytes in quarantine, not {waiting}")
 
 
 CHECKS: dict[Invariant, Callable[[World], None]] = {
@@ -222,6 +221,6 @@ def check_settled(world: World) -> None:
     check(world)
     left = inside.leftovers(world.core)
     world.must(Invariant.LEAKS, not left, f"left over: {left}")
-    for lane, tier in zip(inside.lanes(world.core), world.tiers, strict=True):
-        unknown = () if tier.shared else tier.blocks.keys() - {entry.name for entry in inside.entries(lane)}
+    for entries, tier in zip(world.look.entries, world.tiers, strict=True):
+        unknown = () if tier.shared else tier.blocks.keys() - {entry.name for entry in entries}
         world.must(Invariant.LEAKS, not unknown, f"{tier.name} holds {len(unknown)} blocks that nobody accounts for")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import simulation_inspect as inside
-from simulation_model import SPECS, Name
+from simulation_model import SPECS
 
 from kvtier.tiers.blocks import Block
 from kvtier.tiers.keeping import CPU_TIER, Keeping
@@ -51,22 +51,15 @@ class KeepingBook:
         self.overdue: list[Block] = []
         """What must be gone after this event: nobody used it for too long."""
         self._due: dict[Block, float] = {}
-        self._ready: list[Block] = []
-        self._held: list[set[Name]] = []
-        self.promised: list[dict[Name, float]] = []
-        """Per tier below what it held before this event and must keep, and until when."""
 
     def ttl(self, tier: str = CPU_TIER) -> float | None:
         """Returns after how many seconds what is not used goes."""
         return self.keeping.ttl.get(tier)
 
-    def begin_event(self, core: TierManager) -> None:
-        """Takes note of what is there."""
+    def begin_event(self) -> None:
+        """Another event begins."""
         self.takers = set()
         self.overdue = []
-        self._ready = [block for block in inside.blocks(core) if block.ready and not block.retired]
-        self._held = [inside.held_names(lane) for lane in inside.lanes(core)]
-        self.promised = [inside.promises(lane) for lane in inside.lanes(core)]
 
     def used(self, blocks: list[Block], now: float, retain_until: float, not_retained: int) -> None:
         """Blocks were used by one call; unless it was told of exceptions, all of them must be retained."""
@@ -91,12 +84,3 @@ class KeepingBook:
                 self._due[block] = now + ttl
             elif due + max(1.0, ttl / 1000) <= now:
                 self.overdue.append(block)
-
-    def gone(self) -> list[Block]:
-        """Returns the visible blocks that the CPU tier parted with in this event."""
-        return [block for block in self._ready if not block.ready]
-
-    def gone_below(self, core: TierManager) -> list[set[Name]]:
-        """Returns what each tier below does not hold any more."""
-        lanes = inside.lanes(core)
-        return [before - inside.held_names(lane) for before, lane in zip(self._held, lanes, strict=True)]

@@ -7,7 +7,7 @@ way until that job ends; and where it cannot take one the request is short of it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from simulation_model import Name
@@ -26,8 +26,8 @@ Place = tuple[int, Name]
 class TierView:
     """Where blocks are in the tiers: what was held before the event, what is held or on its way after it."""
 
-    held_before: dict[int, set[Name]]
-    holds: Callable[[int, Name], bool]
+    held_before: Sequence[set[Name]]
+    held: Sequence[set[Name]]
     is_storing: Callable[[int, Name], bool]
 
 
@@ -97,13 +97,13 @@ class RequestBook:
         """Ready blocks of a request are there: every insisting tier has them, gets them, or the request is short of them."""
         for name in names:
             for tier in record.insisting:
-                before, now = name in view.held_before.get(tier, ()), view.is_storing(tier, name)
+                before, now = name in view.held_before[tier - 1], view.is_storing(tier, name)
                 if now and before:
                     record.unsure[tier, name] = None
                     record.vague = True
                 elif now:
                     record.owed[tier, name] = None
-                elif not view.holds(tier, name):
+                elif name not in view.held[tier - 1]:
                     record.short += 1
                     record.vague |= (
                         before  # it went in this event: whether before or after it was looked for, who knows

@@ -84,16 +84,14 @@ class World:
             keeping=self.keeping.keeping,
             now=self.now,
         )
-        self.keeping.begin_event(self.core)
+        self.before = self.look = inside.Look(self.core)
         self.memory.clear()
         self.lost.clear()
         self.ledger = Ledger(len(self.tiers))
-        for lane in inside.lanes(self.core):
-            self.ledger.stored |= inside.held_names(lane)
+        self.ledger.stored.update(*self.look.held)
         self.work = Work(self)
         self.settled: set[int] = set()
         self.durable: list[tuple[NamespaceSpec, bytes]] = []
-        self.held_before: dict[int, set[Name]] = {}
         self._evictions = [0] * (len(self.tiers) + 1)
         self._due: list[tuple[RequestRecord, list[Name]]] = []
         self.backstage.hanging.clear()
@@ -114,34 +112,29 @@ class World:
         action()
         self.take_commands()
         self._end_event()
-        self.digest.update(f"{self.doing} {self.now} {self.stats.lookup_misses}".encode())
+        self.digest.update(f"{self.doing} {self.now} {self.look.stats.lookup_misses}".encode())
 
     def _begin_event(self) -> None:
         self.settled.clear()
         self.durable.clear()
         self._due.clear()
-        self.keeping.begin_event(self.core)
-        insisted = {tier for record in self.ledger.requests.open for tier in record.insisting}
-        lanes = inside.lanes(self.core)
-        self.held_before = {tier: inside.held_names(lanes[tier - 1]) for tier in sorted(insisted)}
+        self.keeping.begin_event()
+        self.before = self.look
 
     def _end_event(self) -> None:
         """Brings the accounts of requests up to date, and notes what has been seen."""
+        look = self.look = inside.Look(self.core)
+        self.gone = [block for block in self.before.ready if not block.ready]
+        self.gone_below = [old - new for old, new in zip(self.before.held, look.held, strict=True)]
         lanes = inside.lanes(self.core)
-        view = TierView(
-            self.held_before,
-            lambda tier, name: lanes[tier - 1].catalog.held(*name) is not None,
-            lambda tier, name: inside.is_storing(lanes[tier - 1], name),
-        )
+        view = TierView(self.before.held, look.held, lambda tier, name: inside.is_storing(lanes[tier - 1], name))
         for record, names in self._due:
             self.ledger.requests.due(record, names, view)
         self.ledger.count_arrivals()
         self.saw("requests cut short", any(record.short for record in self.ledger.requests.just_ended))
         self.saw("parked blocks resolved", bool(self.ledger.requests.resolve_parked(view)))
-        self.stats = self.core.stats()
-        self.blocks = inside.blocks(self.core)
-        self.ledger.stored.update(block.name for block in self.blocks if block.ready)
-        for number, tier in enumerate(self.stats.tiers):
+        self.ledger.stored.update(block.name for block in look.ready)
+        for number, tier in enumerate(look.stats.tiers):
             self.saw(f"evictions {tier.name}", tier.evictions > self._evictions[number])
             self._evictions[number] = tier.evictions
 
