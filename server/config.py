@@ -18,6 +18,7 @@ from ..tiers.rules import OffloadPolicy, Rule
 from .units import GIB, KIB, MIB, format_size
 
 __all__ = [
+    "Admission",
     "Amount",
     "Config",
     "ConfigError",
@@ -40,6 +41,7 @@ __all__ = [
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
 Durability = Literal["process", "power"]
+Admission = Literal["all", "second_use"]
 Eviction = Literal["forecast", "lru", "arc", "mq"]
 
 _EVICTION = "Who goes first: what is worth the least by `forecast`, or by least recent use, by ARC, by MQ."
@@ -183,6 +185,9 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     durability: Annotated[
         Durability, setting("What acknowledged blocks survive: a crash of the `process`, or a loss of `power` as well.")
     ] = "process"
+    admission: Annotated[
+        Admission, setting("What it takes in: `all`, or what a `second_use` has shown to be read again: SSDs wear.")
+    ] = "all"
     eviction: Annotated[Eviction, setting(_EVICTION)] = "forecast"
     ttl: Annotated[float | None, setting(_TTL, unit="seconds", ge=1, default='"off"')] = None
     rules: Annotated[

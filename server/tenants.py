@@ -50,6 +50,7 @@ def keeping_of(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]
     configured = {CPU_TIER: config.cpu} | {tier.name: tier for tier in config.tiers}
     return Keeping(
         eviction={name: tier.eviction for name, tier in configured.items()},
+        admission={tier.name: tier.admission for tier in config.tiers},
         ttl={name: tier.ttl for name, tier in configured.items() if tier.ttl is not None},
         tenants=_tenants(config.tenants, capacities),
         retained_part=config.retention.part,

@@ -15,8 +15,8 @@ from .catalog import CatalogEntry, EntryState, UsedElsewhere
 from .commands import Command, JobId, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 from .errors import InvalidItem
 from .history import History, MissReason
+from .keeping import Keeping
 from .lane import Lane, Presence
-from .lines import Lines
 from .questions import Name
 from .requests import Request
 
@@ -56,17 +56,30 @@ class TierFlow:
     def __init__(
         self,
         tiers: Sequence[SecondaryTier],
-        lines: Sequence[Lines[CatalogEntry]],
+        keeping: Keeping,
+        now: float,
         max_queued_bytes: int,
         unpin: Callable[[Block], None],
         command: Callable[[Command], None],
         history: History,
     ) -> None:
-        """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored."""
+        """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored.
+
+        Raises:
+            ValueError: `keeping` does not fit what a tier can hold.
+        """
         self.lanes = [
-            Lane(number, tier, mine, max_queued_bytes, history.left)
-            for number, (tier, mine) in enumerate(zip(tiers, lines, strict=True), start=1)
+            Lane(
+                number,
+                tier,
+                keeping.lines(tier.name, tier.capacity_bytes, now),
+                max_queued_bytes,
+                history.left,
+                keeping.new_admission(tier.name),
+            )
+            for number, tier in enumerate(tiers, start=1)
         ]
+        self._choosy = [lane for lane in self.lanes if lane.admission is not None]
         self.has_shared_tiers = any(tier.shared for tier in tiers)
         self._unpin = unpin
         self._command = command
@@ -143,18 +156,37 @@ class TierFlow:
     def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
         """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10).
 
-        `user` is the request that used the blocks, by the name that eviction policies know it by.
+        `user` is the request that used the blocks, by the name that eviction policies know it by. What a tier does not
+        admit yet may go there when it is used again (`used`).
         """
         for block in blocks:
             block.left_out = None
         for lane in self.lanes:
             for block in blocks:
                 if lane.catalog.get(block.namespace, block.key) is None:
+                    if not even_if_busy and not lane.admits(block, user):
+                        block.left_out = MissReason.POLICY
+                        continue
                     limit = None if even_if_busy else lane.max_queued_bytes
                     if not self._enqueue(lane, block, limit):
                         block.left_out = MissReason.STORE_FAILED
                         lane.dropped += 1
             lane.use(blocks, user)
+            self._advance(lane)
+
+    def used(self, blocks: Sequence[Block], user: Hashable) -> None:
+        """Offers blocks that a request has found in the CPU tier to the tiers that choose what they take in."""
+        for lane in self._choosy:
+            taken = []
+            for block in blocks:
+                if block.ready and lane.catalog.get(block.namespace, block.key) is None and lane.admits(block, user):
+                    if self._enqueue(lane, block, lane.max_queued_bytes):
+                        block.left_out = None
+                        taken.append(block)
+                    else:
+                        block.left_out = MissReason.STORE_FAILED
+                        lane.dropped += 1
+            lane.use(taken, user)
             self._advance(lane)
 
     def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import groupby
 from operator import attrgetter
 
+from .admission import Admission
 from .base import NamespaceId, SecondaryTier, TierFilter
 from .blocks import Block
 from .catalog import Catalog, CatalogEntry, EntryState, UsedElsewhere
@@ -36,7 +37,13 @@ class Lane:
     """A tier's catalog, its queue, its counters."""
 
     def __init__(
-        self, index: int, tier: SecondaryTier, lines: Lines[CatalogEntry], max_queued_bytes: int, left: Left
+        self,
+        index: int,
+        tier: SecondaryTier,
+        lines: Lines[CatalogEntry],
+        max_queued_bytes: int,
+        left: Left,
+        admission: Callable[[], Admission] | None = None,
     ) -> None:
         self.index = index
         """Position in the lookup order; the CPU tier is 0."""
@@ -57,8 +64,18 @@ class Lane:
         """What a shared tier was asked."""
         self.misses = 0
         """Keys that were asked of it and not found in it."""
+        self.admission = admission() if admission else None
+        """What chooses the blocks that it takes in; None where it takes all."""
+        self.declined = 0
+        """Uses of blocks that were not taken in for that reason."""
         self.dropped = 0
         """Blocks whose cascade was dropped: the queue or the tier was full."""
+
+    def admits(self, block: Block, user: Hashable) -> bool:
+        """Returns whether the tier takes in a block that a request has used, and counts it if not."""
+        admitted = self.admission is None or self.admission.admits(block.name, user)
+        self.declined += not admitted
+        return admitted
 
     def matches(self, tiers: TierFilter) -> bool:
         """Returns whether a filter leaves this tier out."""
@@ -125,6 +142,8 @@ class Lane:
             expired=self.catalog.lines.expired,
             not_retained=self.catalog.lines.not_retained,
             shares=self.catalog.lines.stats(),
+            declined=self.declined,
+            queued_bytes=self.queued_bytes,
             jobs=self.jobs,
             healthy=self.tier.trouble is None,
             trouble=self.tier.trouble or "",

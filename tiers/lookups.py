@@ -239,6 +239,7 @@ class Lookups:
         if not hits:
             return 0
         not_retained = self._primary.use(hits, user, retain_until)
+        self._flow.used(hits, user)
         if retain_until:
             self._flow.retain(hits)
         return not_retained

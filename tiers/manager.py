@@ -73,7 +73,8 @@ class TierManager:
         self._primary = PrimaryTier(extent_bytes, lines, self._history.left)
         self._flow = TierFlow(
             tiers,
-            [keeping.lines(tier.name, tier.capacity_bytes, now) for tier in tiers],
+            keeping,
+            now,
             max_queued_bytes or region_bytes // 4,
             self._primary.unpin,
             self._commands.append,
@@ -323,7 +324,11 @@ class TierManager:
 
         Those only: what a tier has had and evicted since must not drive out what it has now.
         """
-        self._flow.cascade([block for block in self._primary.ready_blocks() if block.left_out], None, even_if_busy=True)
+        self._flow.cascade(
+            [block for block in self._primary.ready_blocks() if block.left_out is MissReason.STORE_FAILED],
+            None,
+            even_if_busy=True,
+        )
 
     def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""

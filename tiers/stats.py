@@ -64,6 +64,10 @@ class TierStats:
     """Blocks that requests wanted to retain since start, beyond what may be retained."""
     shares: tuple[ShareStats, ...] = ()
     """Who has what of it: the rest, and each tenant with a share of its own."""
+    declined: int = 0
+    """Uses of blocks since start that its admission filter did not take in."""
+    queued_bytes: int = 0
+    """What waits to be stored in it, or is being stored."""
     jobs: int = 0
     """Jobs that wait or run."""
     healthy: bool = True

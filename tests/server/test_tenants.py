@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from harness.payloads import namespace_of
 
-from kvtier.server.config import ConfigError, Eviction
+from kvtier.server.config import Admission, ConfigError, Eviction
 from kvtier.server.namespaces import namespace_spec, tenant_tag
 from kvtier.server.render import to_json, to_toml
 from kvtier.server.sources import Loaded, load
 from kvtier.server.tenants import keeping_of
 from kvtier.server.units import MIB
+from kvtier.tiers.admission import ADMISSION, DEFAULT_ADMISSION
 from kvtier.tiers.policies import DEFAULT_POLICY, POLICIES
 
 BASE = 'region_size = "64MiB"\ntiers = [{type = "lmdb", size = "100MiB"}]\n'
@@ -96,9 +97,11 @@ def test_two_tenants_with_one_tag_are_refused(tmp_path: Path, monkeypatch: pytes
 def test_every_policy_can_be_configured() -> None:
     """By its name, per tier; the default is the core's."""
     assert set(typing.get_args(Eviction)) == set(POLICIES)
+    assert set(typing.get_args(Admission)) == set(ADMISSION)
     config = load(environ={"KVTIER_TIERS": '[{type = "lmdb", size = "100MiB", eviction = "arc", ttl = "1h"}]'}).config
     keeping = keeping_of(config, 64 * MIB, [])
     assert keeping.eviction == {"cpu": DEFAULT_POLICY, "lmdb": "arc"}
+    assert keeping.admission == {"lmdb": DEFAULT_ADMISSION}
     assert keeping.ttl == {"lmdb": 3600}
 
 
