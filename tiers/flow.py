@@ -173,13 +173,16 @@ class TierFlow:
     def used(self, blocks: Sequence[Block], user: Hashable) -> None:
         """Offers blocks that a request has found in the CPU tier to the tiers that choose what they take in."""
         for lane in self._choosy:
+            taken = []
             for block in blocks:
                 if block.ready and lane.catalog.get(block.namespace, block.key) is None and lane.admits(block, user):
                     if self._enqueue(lane, block, lane.max_queued_bytes):
                         block.left_out = None
+                        taken.append(block)
                     else:
                         block.left_out = MissReason.STORE_FAILED
                         lane.dropped += 1
+            lane.use(taken, user)
             self._advance(lane)
 
     def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:
