@@ -18,6 +18,7 @@ from simulation_sessions import Sessions
 from simulation_work import Work, spell
 from simulation_writers import Writers
 
+from kvtier.tiers.admission import ADMISSION
 from kvtier.tiers.answers import Session
 from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.blocks import NamespaceSpec
@@ -43,7 +44,7 @@ class World:
         self.rng = random.Random(seed)
         self.only = only
         self.coverage = Counter(dict.fromkeys(EXERCISED, 0))
-        self.now = self.rng.choice((0.0, 1e5, 1e9))
+        self.now = self.rng.choice((1e6, 1e9))
         self.memory: dict[int, str] = {}
         self.lost: set[tuple[str, Name]] = set()
         """What tiers have lost without the core's knowing."""
@@ -75,12 +76,14 @@ class World:
         eviction = {name: self.rng.choice(list(POLICIES)) for name in names if self.rng.random() < 0.9}
         for policy in eviction.values():
             self.saw(f"policy {policy}")
+        admission = {tier.name: self.rng.choice(list(ADMISSION)) for tier in self.tiers if self.rng.random() < 0.3}
         self.core = TierManager(
             self.region_bytes,
             EXTENT,
             self.tiers,
             max_queued_bytes=self.rng.choice((2, 8, 32)) * 4096,
             eviction=eviction,
+            admission=admission,
         )
         self.memory.clear()
         self.lost.clear()
@@ -139,6 +142,7 @@ class World:
         self.ledger.stored.update(block.name for block in self.blocks if block.ready)
         for number, tier in enumerate(self.stats.tiers):
             self.saw(f"evictions {tier.name}", tier.evictions > self._evictions[number])
+            self.saw("uses declined", tier.declined > 0)
             self._evictions[number] = tier.evictions
 
     def insisted_on(
