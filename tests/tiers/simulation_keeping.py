@@ -7,6 +7,7 @@ from random import Random
 import simulation_inspect as inside
 from simulation_model import SPECS
 
+from kvtier.tiers.admission import ADMISSION
 from kvtier.tiers.blocks import Block
 from kvtier.tiers.keeping import CPU_TIER, Keeping
 from kvtier.tiers.manager import TierManager
@@ -34,7 +35,14 @@ def random_keeping(rng: Random, capacities: dict[str, int]) -> Keeping:
         limits = {tier: size // 2 for tier, size in capacities.items() if rng.random() < 0.2}
         if rng.random() < 0.4:
             tenants.append(Tenant(tenant_of(spec.id), spec.id[:TENANT_TAG_BYTES], quotas, limits))
-    return Keeping(eviction, ttl, tenants, rng.choice((0.0, 0.5, 0.5, 1.0)))
+    below = [tier for tier in capacities if tier != CPU_TIER]
+    return Keeping(
+        eviction=eviction,
+        admission={tier: rng.choice(list(ADMISSION)) for tier in below if rng.random() < 0.3},
+        ttl=ttl,
+        tenants=tenants,
+        retained_part=rng.choice((0.0, 0.5, 0.5, 1.0)),
+    )
 
 
 class KeepingBook:

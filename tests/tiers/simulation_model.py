@@ -94,6 +94,7 @@ EXERCISED = (
     "tiers lied about sizes",
     "too few outcomes",
     "too many outcomes",
+    "uses declined",
     "writes after the end",
     "wrong items named",
 )

@@ -136,6 +136,7 @@ class World:
         self.ledger.stored.update(block.name for block in look.ready)
         for number, tier in enumerate(look.stats.tiers):
             self.saw(f"evictions {tier.name}", tier.evictions > self._evictions[number])
+            self.saw("uses declined", tier.declined > 0)
             self._evictions[number] = tier.evictions
 
     def insisted_on(
