@@ -8,7 +8,7 @@ from simulation_mutants import CannotPlantError, hunt, planted
 from simulation_planted import MUTANTS, Mutant
 
 QUICK = (
-    "the slot of a part that failed is freed and kept",
+    "a slot is given out twice",
     "a block that waits for a tier is not pinned",
     "leases outlive their session",
     "a job that has ended ends again",
