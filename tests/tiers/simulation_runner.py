@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -88,6 +89,7 @@ def replay_command(failure: Failure, steps: int) -> str:
 def main() -> int:
     """Lives, shows how far it has come, and sums up; returns the exit code."""
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers end with it
     seeds = range(options.seed_base, options.seed_base + options.seeds)
     tally, started = Tally(), time.monotonic()
     said = started
