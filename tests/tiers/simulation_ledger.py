@@ -101,7 +101,7 @@ class Ledger:
         """The last stores that ended, for those who do not know it."""
         self.jobs: dict[int, JobRecord] = {}
         self.ended_jobs: list[JobRecord] = []
-        self.requests = RequestBook(tiers)
+        self.requests = RequestBook()
         self.questions: dict[int, LookupInTier] = {}
         self.hits = [0] * (tiers + 1)
         """Keys that were found, per tier; those on their way count when it is known what became of them."""

@@ -45,7 +45,7 @@ class RequestRecord:
     unsure: dict[Place, None] = field(default_factory=dict)
     """Held before the event and on their way after it: which of the two counted is the core's business."""
     vague: bool = False
-    """Whether there ever was such a block: then its account is not certain."""
+    """Whether its account is not certain: a tier evicted something of it in the event in which it was looked for."""
     short: int = 0
     """Blocks that an insisting tier did not get."""
     finished: bool = False
@@ -62,23 +62,22 @@ class RequestRecord:
 class RequestBook:
     """The requests of one life of a server."""
 
-    def __init__(self, tiers: int) -> None:
+    def __init__(self) -> None:
         self.current: dict[tuple[str, str], RequestRecord] = {}
         self.open: list[RequestRecord] = []
         """All that have not ended, those whose id has been taken over included."""
         self.just_ended: list[RequestRecord] = []
         self.begun: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
-        self._tiers = tiers
 
     def get(self, engine: str, request_id: str) -> RequestRecord | None:
         """Returns the request that goes by an id now."""
         return self.current.get((engine, request_id))
 
-    def begin(self, session: Session, request_id: str, negotiation: Negotiation | None) -> RequestRecord:
-        """A request is announced; without a negotiation it is one that nobody insists on."""
-        votes = negotiation.votes if negotiation is not None else ()
-        insisting = tuple(n for n, (_, vote) in enumerate(votes, 1) if vote.policy is OffloadPolicy.REQUEST_LEVEL)
+    def begin(self, session: Session, request_id: str, negotiation: Negotiation) -> RequestRecord:
+        """A request is announced."""
+        votes = enumerate(negotiation.votes, 1)
+        insisting = tuple(number for number, (_, vote) in votes if vote.policy is OffloadPolicy.REQUEST_LEVEL)
         record = RequestRecord(session.engine_id, request_id, session, insisting)
         self.current[session.engine_id, request_id] = record
         self.open.append(record)
@@ -105,9 +104,7 @@ class RequestBook:
                     record.owed[tier, name] = None
                 elif name not in view.held[tier - 1]:
                     record.short += 1
-                    record.vague |= (
-                        before  # it went in this event: whether before or after it was looked for, who knows
-                    )
+                    record.vague |= before  # it went in this event, be it before or after it was looked for
 
     def resolve_parked(self, view: TierView) -> int:
         """Takes note of blocks that nobody writes any more; returns how many."""

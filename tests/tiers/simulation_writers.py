@@ -129,7 +129,8 @@ class Writers(Actors):
         self.world.saw("late completions")
 
     def complete_twice(self) -> None:
-        ended = [record for record in self.world.ledger.ended_stores if record.quarantine is None]
+        ledger = self.world.ledger
+        ended = [record for record in ledger.ended_stores if record.id not in ledger.stores]
         client = self.pick_client()
         if ended and client is not None:
             store_id = self.rng.choice(ended).id
