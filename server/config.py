@@ -114,7 +114,7 @@ class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How far requests may have their blocks exempted from eviction (`retain_for`)."""
 
     max: Annotated[
-        float, setting("Longest time for which a request can retain a block at once.", unit="seconds", ge=0, le=604800)
+        float, setting("Longest time for which a request can retain a block at once.", unit="seconds", ge=0, le=86400)
     ] = 3600.0
     part: Annotated[
         float,

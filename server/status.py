@@ -49,6 +49,8 @@ def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None 
     for tier in answer.tiers:
         if not tier.healthy:
             console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)
+    if any(len(tier.shares) > 1 for tier in answer.tiers):
+        console.print(_shares_table(answer))
     if answer.sessions:
         console.print(_sessions_table(answer))
     else:
@@ -111,6 +113,23 @@ def _tiers_table(answer: GetStatusResponse) -> Table:
             f"{tier.jobs:,}",
             "ok" if tier.healthy else "trouble",
         )
+    return table
+
+
+def _shares_table(answer: GetStatusResponse) -> Table:
+    table = Table("tenant", "tier", title="tenants", title_justify="left")
+    for column in ("used", "quota", "limit", "retained"):
+        table.add_column(column, justify="right")
+    for tier in answer.tiers:
+        for share in tier.shares:
+            table.add_row(
+                Text(share.tenant or "(the rest)"),
+                Text(tier.name),
+                human_size(share.used_bytes),
+                human_size(share.quota_bytes) if share.quota_bytes else "-",
+                human_size(share.limit_bytes) if share.HasField("limit_bytes") else "-",
+                human_size(share.retained_bytes),
+            )
     return table
 
 

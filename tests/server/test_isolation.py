@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.server_process import MIB, ServerProcess
+from rich.console import Console
 
-from kvtier.client import Client, DurableStatus, InvalidRequest, KeyStatus, Timeouts
+from kvtier.client import Client, DurableStatus, InvalidRequest, KeyStatus, StoreStatus, Timeouts
+from kvtier.protos.endpoint import parse_endpoint
+from kvtier.server import status
 
 PART = 16 << 10
 REGION = 16 * MIB
@@ -45,7 +50,7 @@ def flood(client: Client, nbytes: int = 10 * REGION, *, salt: str = "flood") -> 
     block = np.zeros(PART, np.uint8)
     for start in range(0, nbytes // PART, 256):
         keys = [key_of(number, salt=salt) for number in range(start, start + 256)]
-        client.store(keys, [block] * len(keys))
+        assert set(client.store(keys, [block] * len(keys))) == {StoreStatus.GRANTED}
         client.flush(keys, wait=20)
 
 
@@ -93,6 +98,18 @@ def test_what_a_tenant_has_shows_in_the_status(server: ServerProcess) -> None:
         assert (rest.tenant, rest.quota_bytes, rest.used_bytes) == ("", 0, 0)
         assert (share.tenant, share.used_bytes, share.retained_bytes) == ("alice", KEEP * PART, KEEP * PART)
         assert share.quota_bytes == (4 * MIB if tier.name == "cpu" else tier.capacity_bytes // 4)
+    text = StringIO()
+    status.show(server.status(), parse_endpoint(server.endpoint), Console(file=text, width=200))
+    for piece in ("(the rest)", "alice", "4.0 MiB", "2.0 MiB"):
+        assert piece in text.getvalue()
+    cpu, _ = json.loads(status.to_json(server.status()))["tiers"]
+    assert cpu["shares"][1] == {
+        "tenant": "alice",
+        "quota_bytes": 4 * MIB,
+        "limit_bytes": None,
+        "used_bytes": KEEP * PART,
+        "retained_bytes": KEEP * PART,
+    }
 
 
 def test_what_a_request_retains_outlives_a_flood_of_its_own_tenant(server: ServerProcess) -> None:
