@@ -15,13 +15,12 @@ __all__ = ["check", "check_settled"]
 
 def _slots(world: World) -> None:
     """What somebody may write to belongs to nobody else; what is given out is accounted for."""
-    blocks = world.look.blocks
-    sizes = {slot: block.part_bytes for block in blocks for slot in block.slots if slot is not None}
-    owned = sum(len(block.slots) - block.slots.count(None) for block in blocks)
+    owned = [(slot, block.part_bytes) for block in world.look.blocks for slot in block.slots if slot is not None]
     quarantined = inside.quarantined(world.core)
-    if owned + len(quarantined) != len(sizes.keys() | set(quarantined)):
+    taken = {slot for slot, _ in owned}.union(quarantined)
+    if len(owned) + len(quarantined) != len(taken):
         raise Violation(Invariant.SLOTS, "a slot with two owners")
-    if inside.slots_in_use(world.core) != sizes.keys() | set(quarantined):
+    if inside.slots_in_use(world.core) != taken:
         raise Violation(Invariant.SLOTS, "a slot that leaked, or is used though free")
     written = world.ledger.written_slots()
     if len(written) != len(set(written)):
@@ -30,10 +29,10 @@ def _slots(world: World) -> None:
     if not set(written).isdisjoint(read):
         raise Violation(Invariant.SLOTS, "a slot that is read is given to a writer")
     end = 0
-    for slot in sorted(sizes):
-        if slot < end or slot + sizes[slot] > world.backed_bytes:
+    for slot, nbytes in sorted(owned):
+        if slot < end or slot + nbytes > world.backed_bytes:
             raise Violation(Invariant.SLOTS, f"slot {slot} overlaps another one or lies outside of the memory")
-        end = slot + sizes[slot]
+        end = slot + nbytes
 
 
 def _pins(world: World) -> None:

@@ -133,7 +133,8 @@ class World:
         self.ledger.count_arrivals()
         self.saw("requests cut short", any(record.short for record in self.ledger.requests.just_ended))
         self.saw("parked blocks resolved", bool(self.ledger.requests.resolve_parked(view)))
-        self.ledger.stored.update(block.name for block in look.ready)
+        fresh = set(look.ready).difference(self.before.ready)
+        self.ledger.stored.update(block.name for block in fresh)
         for number, tier in enumerate(look.stats.tiers):
             self.saw(f"evictions {tier.name}", tier.evictions > self._evictions[number])
             self.saw("uses declined", tier.declined > 0)
