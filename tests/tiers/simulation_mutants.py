@@ -24,7 +24,7 @@ from typing import Any
 from simulation_model import Invariant
 from simulation_planted import MUTANTS, Mutant
 
-__all__ = ["Found", "hunt", "main", "planted"]
+__all__ = ["CannotPlantError", "Found", "hunt", "main", "mutated"]
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parents[1] / "src" / "kvtier"
@@ -57,22 +57,27 @@ class CannotPlantError(Exception):
     """A mutant's text is not in the core (any more), or not once."""
 
 
-def planted(mutant: Mutant | None, folder: Path) -> Path:
-    """Copies the core into a folder and plants a bug in it; returns what to import it from.
+def mutated(mutant: Mutant) -> str:
+    """Returns the text of a mutant's file with the bug in it.
 
     Raises:
-        CannotPlantError: there is no such text to be replaced.
+        CannotPlantError: there is no such text to be replaced, or it is there more than once.
     """
+    file = PACKAGE / "tiers" / mutant.file
+    text = file.read_text() if file.is_file() else ""
+    if text.count(mutant.old) != 1:
+        raise CannotPlantError(f"{mutant.name}: its text is {text.count(mutant.old)} times in {mutant.file}")
+    return text.replace(mutant.old, mutant.new)
+
+
+def planted(mutant: Mutant | None, folder: Path) -> Path:
+    """Copies the core into a folder and plants a bug in it, if there is one; returns what to import it from."""
     package = folder / "kvtier"
     package.mkdir()
     shutil.copy(PACKAGE / "__init__.py", package)
     shutil.copytree(PACKAGE / "tiers", package / "tiers", ignore=shutil.ignore_patterns("__pycache__"))
     if mutant is not None:
-        file = package / "tiers" / mutant.file
-        text = file.read_text() if file.is_file() else ""
-        if text.count(mutant.old) != 1:
-            raise CannotPlantError(f"{mutant.name}: its text is {text.count(mutant.old)} times in {mutant.file}")
-        file.write_text(text.replace(mutant.old, mutant.new))
+        (package / "tiers" / mutant.file).write_text(mutated(mutant))
     return folder
 
 
