@@ -80,6 +80,7 @@ class AsyncClient:
         self._keeper = Keeper(self._session_channel, identity, self.timeouts.call)
         self._operations = Operations(namespace, self.timeouts, self._keeper.lost)
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._closed = False
         self._calls = {
             method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
@@ -197,6 +198,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends the session; what it has pinned falls."""
+        self._closed = True
         await asyncio.to_thread(self._keeper.close)
         self._session_channel.close()
         await self._channel.close()
@@ -234,7 +236,12 @@ class AsyncClient:
             raise NotConnected("the client is closed") from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if isinstance(effect, Push | Pull) and effect.link.fallen and not (task and task.cancelling()):
+            if task and task.cancelling():
+                raise
+            # Nobody has cancelled the caller: a channel that is closed cancels its calls, and a link that falls its streams.
+            if self._closed:
+                raise NotConnected("the client is closed") from None
+            if isinstance(effect, Push | Pull) and effect.link.fallen:
                 raise SessionLost("the session has ended") from None
             raise
 

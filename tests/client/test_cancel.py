@@ -131,3 +131,20 @@ def test_a_closed_client_raises_nothing_else(tmp_path: Path) -> None:
             with pytest.raises(NotConnected):
                 call()
         lease.release()
+
+
+async def test_calls_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: Path) -> None:
+    """They raise a `KVTierError`; a `CancelledError` would tell their tasks, which nobody has cancelled, to end."""
+    with ServerProcess(tmp_path).start() as server:
+        for transport in ("shm", "grpc"):
+            client = AsyncClient(server.endpoint, namespace=NAMESPACE, transport=transport)
+            await client.wait_until_connected(10)
+            server.suspend()
+            keys = [key_of(1)]
+            calls = [client.status(), client.lookup(keys), client.store(keys, [payload(keys[0], MIB)])]
+            tasks = [asyncio.ensure_future(call) for call in calls]
+            await asyncio.sleep(0.1)
+            await client.close()
+            server.resume()
+            for error in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(error, NotConnected), repr(error)
