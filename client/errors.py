@@ -115,6 +115,7 @@ ERROR_OF = MappingProxyType(
         "DRAINING": Draining,
         "LIMIT_EXCEEDED": LimitExceeded,
         "INTERNAL": ServerError,
+        "REQUEST_NOT_FOUND": InvalidRequest,
     }
 )
 """The exception of each reason; complete, by test."""

@@ -36,6 +36,7 @@ STATUS_OF = MappingProxyType(
         "LIMIT_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "UNSUPPORTED_VERSION": grpc.StatusCode.FAILED_PRECONDITION,
         "INTERNAL": grpc.StatusCode.INTERNAL,
+        "REQUEST_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
     }
 )
 """Status of each reason. A test holds it against `kvtier.v1.ErrorReason`: none is missing, none is unknown."""

@@ -11,14 +11,14 @@ import contextlib
 import secrets
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
 from ..cuda.region import HostRegion, RegionError
-from ..tiers.base import BlockBytes, Outcome, SecondaryTier
+from ..tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier
 from ..tiers.blocks import Block
 from ..tiers.commands import (
     Command,
@@ -26,6 +26,7 @@ from ..tiers.commands import (
     LeaseId,
     LeaseSettled,
     LoadFromTier,
+    LookupInTier,
     RemoveFromTier,
     StoreInTier,
 )
@@ -76,6 +77,8 @@ class TierRuntime:
             ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix=f"kvtier-{tier.name}-load") for tier in tiers
         ]
         self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
+        self._finished: deque[tuple[JobId, Sequence[Outcome]]] = deque()
+        """Jobs that threads have ended and the core has not heard of."""
         self._jobs = 0
         self._changed = asyncio.Event()
         self._closing = threading.Event()
@@ -104,6 +107,17 @@ class TierRuntime:
             for command in commands:
                 self._carry_out(command)
             commands = self.core.take_commands()
+
+    def get_finished_jobs(self) -> None:
+        """Lets the core know of all jobs that have ended by now. Called by the loop, and before room is asked for (B3.4)."""
+        if not self._finished:
+            return
+        while self._finished:
+            job_id, outcomes = self._finished.popleft()
+            self._jobs -= 1
+            self.core.job_finished(job_id, outcomes)
+        self.pump()
+        self.notify()
 
     async def settled(self, lease_id: LeaseId, seconds: float) -> None:
         """Waits until nothing of a lease is pending, or the time is over. The lease may be gone by then."""
@@ -182,6 +196,8 @@ class TierRuntime:
                 self._run_job(self._writers[tier - 1], self._tiers[tier - 1], "store", job_id, blocks)
             case LoadFromTier(job_id, tier, blocks):
                 self._run_job(self._loaders[tier - 1], self._tiers[tier - 1], "load", job_id, blocks)
+            case LookupInTier(job_id, tier, keys):
+                self._loaders[tier - 1].submit(self._ask, self._tiers[tier - 1], job_id, keys)
             case RemoveFromTier(tier, keys):
                 self._writers[tier - 1].submit(_logging_errors(self._tiers[tier - 1].remove), keys)
             case LeaseSettled(lease_id):
@@ -200,7 +216,8 @@ class TierRuntime:
             pool.submit(self._move, tier, operation, move, job_id, job)
         except RuntimeError as error:  # no thread to be had
             _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
-            self._loop.call_soon(self._finish_job, job_id, [Outcome.FAILED] * len(job))
+            self._finished.append((job_id, [Outcome.FAILED] * len(job)))
+            self._loop.call_soon(self.get_finished_jobs)
 
     def _move(
         self,
@@ -222,11 +239,21 @@ class TierRuntime:
             self.observe_job(tier.name, operation, time.monotonic() - started, sum(b.nbytes for b in job), outcomes)
         except Exception as error:  # noqa: BLE001 - a figure less, not a job that never ends
             _log.error("job not observed", exc_info=error)
-        self._loop.call_soon_threadsafe(self._finish_job, job_id, outcomes)
+        self._finished.append((job_id, outcomes))
+        self._loop.call_soon_threadsafe(self.get_finished_jobs)
 
-    def _finish_job(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
-        self._jobs -= 1
-        self.core.job_finished(job_id, outcomes)
+    def _ask(self, tier: SecondaryTier, job_id: JobId, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        """Runs on a worker thread."""
+        try:
+            answers = tier.lookup(keys)
+        except Exception as error:  # noqa: BLE001 - a tier's defect must not end the server
+            _log.error("tier failed", tier=tier.name, operation="lookup", exc_info=error)
+            tier.trouble = f"lookup: {error}"
+            answers = []
+        self._loop.call_soon_threadsafe(self._answered, job_id, answers)
+
+    def _answered(self, job_id: JobId, answers: Sequence[bool]) -> None:
+        self.core.lookup_finished(job_id, answers)
         self.pump()
         self.notify()
 
