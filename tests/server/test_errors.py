@@ -96,10 +96,7 @@ async def test_a_client_that_vanishes_is_no_defect(caplog: pytest.LogCaptureFixt
         program = _VANISHING.format(address=channel._channel.target.decode())
         client = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
         assert await client.wait() == 0
-        async with asyncio.timeout(5):
-            while len(observed) < 8:
-                await asyncio.sleep(0.01)
-        assert {code for _, code, _ in observed} == {"CANCELLED"}
+    assert {code for _, code, _ in observed} == {"CANCELLED"}
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
