@@ -197,17 +197,20 @@ class AsyncClient:
         return await self._run(self._operations.status())
 
     async def close(self) -> None:
-        """Ends the session; what it has pinned falls."""
+        """Ends the session; what it has pinned falls. Runs to its end even if cancelled, a second or two at the most."""
         self._closed = True
-        await asyncio.to_thread(self._keeper.close)
-        self._session_channel.close()
-        await self._channel.close()
+        await _to_its_end(self._close())
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def _close(self) -> None:
+        await asyncio.to_thread(self._keeper.close)
+        self._session_channel.close()
+        await self._channel.close()
 
     async def _lease(self, operation: Operation[LookupResult]) -> AsyncLease:
         found = await self._run(operation)
@@ -275,7 +278,7 @@ class AsyncClient:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Waits for a thread even if cancelled: memory that it copies from or to must stay where it is meanwhile."""
+    """Waits even if cancelled: memory that a thread copies from or to must stay where it is; half a close leaks the rest."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

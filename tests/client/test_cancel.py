@@ -148,3 +148,19 @@ async def test_calls_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: Path)
             server.resume()
             for error in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(error, NotConnected), repr(error)
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_close_that_is_cancelled_closes(tmp_path: Path) -> None:
+    """Whoever is cancelled while it closes a client leaves neither threads nor descriptors of it."""
+    with ServerProcess(tmp_path).start() as server:
+        clients = [AsyncClient(server.endpoint, namespace=NAMESPACE) for _ in range(3)]
+        for client in clients:
+            await client.wait_until_connected(10)
+            closing = asyncio.ensure_future(client.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+        await asyncio.to_thread(server.wait_for, lambda status: not status.sessions)
+        await asyncio.get_running_loop().shutdown_default_executor()
