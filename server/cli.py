@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 
 if TYPE_CHECKING:
+    from ..protos.endpoint import Endpoint
     from .sources import Loaded
 
 __all__ = ["EXIT_CONFIG", "EXIT_FAILURE", "EXIT_UNREACHABLE", "EXIT_USAGE", "main"]
@@ -67,13 +68,18 @@ def _parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="show what a running server holds, and for whom")
     status.set_defaults(run=_status)
-    status.add_argument(
-        "--endpoint",
-        metavar="ADDRESS",
-        help="unix:PATH or HOST:PORT; else KVTIER_ENDPOINT, else this user's socket",
-    )
-    status.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="how long to wait (5)")
-    status.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    _add_endpoint(status)
+
+    leases = commands.add_parser("leases", help="list who pins blocks, for whom and for how long")
+    leases.set_defaults(run=_leases)
+    leases.add_argument("--most", metavar="N", type=int, default=0, help="list at most so many, the oldest (1,000)")
+    _add_endpoint(leases)
+
+    explain = commands.add_parser("explain", help="say why blocks of a request of the last minutes were misses")
+    explain.set_defaults(run=_explain)
+    explain.add_argument("request", metavar="REQUEST", help="the engine's id of the request")
+    explain.add_argument("--engine", metavar="ID", default="", help="the engine; else whichever used that id last")
+    _add_endpoint(explain)
 
     fsck = commands.add_parser(
         "fsck",
@@ -90,6 +96,16 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--config", metavar="FILE", default=None, help="TOML file with settings (KVTIER_CONFIG)")
     fsck.add_argument("--data-dir", dest="data_dir", metavar="DIR", default=None, help="directory of the tiers on disk")
     return parser
+
+
+def _add_endpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--endpoint",
+        metavar="ADDRESS",
+        help="unix:PATH or HOST:PORT; else KVTIER_ENDPOINT, else this user's socket",
+    )
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="how long to wait (5)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -153,23 +169,63 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from ..protos.endpoint import EndpointError, client_endpoint
     from . import status
+
+    def show(answer: Any, endpoint: Endpoint) -> None:
+        _say(status.to_json(answer)) if options.json else status.show(answer, endpoint)
+
+    return _inquire(options, status.fetch, show)
+
+
+def _leases(options: argparse.Namespace) -> int:
+    from ..protos.v1.admin_pb2 import ListLeasesRequest
+    from . import inquiry, leases
+
+    if not 0 <= options.most < 1 << 32:
+        return _refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
+
+    def fetch(endpoint: Endpoint, timeout: float) -> Any:
+        return inquiry.ask(endpoint, "ListLeases", ListLeasesRequest(max_leases=options.most), timeout)
+
+    def show(answer: Any, _: Endpoint) -> None:
+        _say(leases.to_json(answer)) if options.json else leases.show(answer)
+
+    return _inquire(options, fetch, show)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from ..protos.v1.admin_pb2 import ExplainRequestRequest
+    from . import explain, inquiry
+
+    def fetch(endpoint: Endpoint, timeout: float) -> Any:
+        request = ExplainRequestRequest(request_id=options.request, engine_id=options.engine)
+        return inquiry.ask(endpoint, "ExplainRequest", request, timeout)
+
+    def show(answer: Any, _: Endpoint) -> None:
+        request_id: str = options.request
+        _say(explain.to_json(answer, request_id)) if options.json else explain.show(answer, request_id)
+
+    return _inquire(options, fetch, show)
+
+
+def _inquire(
+    options: argparse.Namespace, fetch: Callable[[Endpoint, float], Any], show: Callable[[Any, Endpoint], None]
+) -> int:
+    """Asks the server that the options name, and shows what it answers."""
+    from ..protos.endpoint import EndpointError, client_endpoint
+    from . import inquiry
 
     try:
         endpoint = client_endpoint(options.endpoint)
     except EndpointError as error:
         return _refuse([f"{error}"], EXIT_USAGE)
     try:
-        answer = status.fetch(endpoint, options.timeout)
-    except status.UnreachableError as error:
+        answer = fetch(endpoint, options.timeout)
+    except inquiry.UnreachableError as error:
         return _refuse([f"{error}"], EXIT_UNREACHABLE)
-    except status.StatusError as error:
+    except inquiry.InquiryError as error:
         return _refuse([f"{error}"], EXIT_FAILURE)
-    if options.json:
-        _say(status.to_json(answer))
-    else:
-        status.show(answer, endpoint)
+    show(answer, endpoint)
     return 0
 
 

@@ -93,6 +93,7 @@ class TierRuntime:
         if await asyncio.to_thread(self._back, 0, first):
             self._backing = threading.Thread(target=self._back_from, args=(first,), name="kvtier-backing", daemon=True)
             self._backing.start()
+        self.core.tick(self.now())
         self._ticker = self._loop.create_task(self._tick())
         self.pump()
 

@@ -1,4 +1,4 @@
-"""AdminService: the server at a glance."""
+"""AdminService: what the server holds, for whom, and why something was not there."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import grpc
 
 from ... import __version__
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
+from ...tiers.grants import Store
+from ...tiers.leases import Lease
+from ..errors import Refused
 from ..runtime import TierRuntime
-from ..sessions import OpenSession, SessionRegistry
+from ..sessions import SessionRegistry
+from .admin_messages import explained, lease_status, session_status, tier_status
 
 __all__ = ["AdminService"]
+
+_MOST_LEASES = 1000
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -23,46 +29,46 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.GetStatusResponse:
-        stats = self._runtime.stats()
+        stats, now = self._runtime.stats(), self._runtime.now()
         answer = admin_pb2.GetStatusResponse(
             server_version=__version__,
             epoch=self._sessions.epoch,
             draining=self._sessions.draining,
-            tiers=[
-                admin_pb2.TierStatus(
-                    name=tier.name,
-                    type=tier.type,
-                    capacity_bytes=tier.capacity_bytes,
-                    available_bytes=tier.available_bytes,
-                    used_bytes=tier.used_bytes,
-                    blocks=tier.blocks,
-                    hits=tier.hits,
-                    misses=tier.misses,
-                    evictions=tier.evictions,
-                    jobs=tier.jobs,
-                    healthy=tier.healthy,
-                    trouble=tier.trouble,
-                )
-                for tier in stats.tiers
-            ],
-            sessions=[self._session_status(session) for session in self._sessions.all()],
+            tiers=map(tier_status, stats.tiers),
+            sessions=[session_status(session, now) for session in self._sessions.all()],
             leases=stats.leases,
             stores=stats.stores,
             quarantined_bytes=stats.quarantined_bytes,
             namespaces=stats.namespaces,
         )
-        answer.uptime.FromNanoseconds(int((self._runtime.now() - self._ready_at) * 1e9))
+        answer.uptime.FromNanoseconds(int((now - self._ready_at) * 1e9))
         return answer
 
-    def _session_status(self, session: OpenSession) -> admin_pb2.SessionStatus:
-        status = admin_pb2.SessionStatus(
-            client_name=session.client_name,
-            engine_id=session.core.engine_id,
-            rank=session.core.rank,
-            pid=session.pid,
-            transport=session.transport,
-            model=session.model,
-            attached=bool(session.attachments),
+    async def ListLeases(
+        self, request: admin_pb2.ListLeasesRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListLeasesResponse:
+        now, clients = self._runtime.now(), {session.core.id: session for session in self._sessions.all()}
+        held: list[Lease | Store] = [*self._runtime.core.leases(), *self._runtime.core.stores()]
+        held.sort(key=_since)
+        return admin_pb2.ListLeasesResponse(
+            leases=[
+                lease_status(lease, clients.get(lease.owner.session_id), now)
+                for lease in held[: request.max_leases or _MOST_LEASES]
+            ],
+            total=len(held),
         )
-        status.age.FromNanoseconds(int((self._runtime.now() - session.opened_at) * 1e9))
-        return status
+
+    async def ExplainRequest(
+        self, request: admin_pb2.ExplainRequestRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ExplainRequestResponse:
+        for record in self._runtime.core.explain(request.request_id):
+            if request.engine_id in ("", record.engine_id):
+                tiers = [tier.name for tier in self._runtime.stats().tiers]
+                return explained(record, tiers, self._runtime.now())
+        raise Refused(
+            "REQUEST_NOT_FOUND", f"nothing is known of request {request.request_id!r}; it may be too long ago"
+        )
+
+
+def _since(lease: Lease | Store) -> float:
+    return lease.granted_at if isinstance(lease, Lease) else lease.begun_at

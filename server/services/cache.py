@@ -13,7 +13,7 @@ import grpc
 from ...protos.packed import pack_offsets
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
 from ...tiers.answers import DurableStatus, Session
-from ...tiers.base import OffloadPolicy, RequestInfo, TierFilter
+from ...tiers.base import RequestInfo, TierFilter
 from ...tiers.commands import LeaseId, StoreId
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
 from ...tiers.leases import KeyStatus, Lease, LookupAnswer
@@ -21,15 +21,11 @@ from ..edge import Edge
 from ..errors import Refused
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
+from .admin_messages import POLICIES
 
 __all__ = ["CacheService"]
 
 _RESET_POLL_SECONDS = 0.02
-
-_POLICIES = {
-    OffloadPolicy.BLOCK_LEVEL: cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL,
-    OffloadPolicy.REQUEST_LEVEL: cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL,
-}
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -61,9 +57,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         negotiation = self._core.begin_request(session, info)
         lookup = await self._look_up(session, request, want_slots=False)
         return cache_pb2.BeginRequestResponse(
-            policy=_POLICIES[negotiation.policy],
+            policy=POLICIES[negotiation.policy],
             votes=[
-                cache_pb2.TierVote(tier=tier, policy=_POLICIES[vote.policy], why=vote.why)
+                cache_pb2.TierVote(tier=tier, policy=POLICIES[vote.policy], why=vote.why)
                 for tier, vote in negotiation.votes
             ],
             lookup=lookup,
