@@ -41,7 +41,7 @@ def processes_of(directory: Path) -> list[str]:
 def test_a_short_run(tmp_path: Path) -> None:
     """Eight clients and a server, all of them killed now and then: no wrong byte, nothing lost, nothing left behind."""
     path = tmp_path / "facts.json"
-    more = ("--seconds", "8", "--json", str(path))
+    more = ("--seconds", "6", "--json", str(path))
     done = subprocess.run(command(tmp_path, *more), env=environment(), capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,7 +58,7 @@ def test_nothing_outlives_it(tmp_path: Path) -> None:
     """A SIGKILL of the run ends its server and its clients."""
     run = subprocess.Popen(command(tmp_path), env=environment(), stdout=subprocess.DEVNULL)
     try:
-        wait_for(lambda: len(processes_of(tmp_path)) == 10, "server and clients")
+        wait_for(lambda: len(processes_of(tmp_path)) >= 10, "itself, a server and eight clients")
     finally:
         run.kill()
         run.wait()

@@ -62,7 +62,7 @@ def _blows_to_clients(rng: random.Random, seconds: float) -> Iterator[Blow]:
 
 
 def _blows_to_server(rng: random.Random, seconds: float) -> Iterator[Blow]:
-    mean = min(_LIFE_SECONDS, seconds / 4)
+    mean = min(_LIFE_SECONDS, seconds / 3)
     last = first_calm(seconds)
     at = 0.0
     while (at := at + mean * rng.uniform(0.6, 1.4)) < last - mean / 2:

@@ -24,6 +24,7 @@ from stress.worker import Task
 
 __all__ = ["Crew", "Member", "tethered"]
 
+START_SECONDS = 30.0
 END_SECONDS = 30.0
 PAIR_SLOTS = (4, 5)
 
@@ -45,6 +46,11 @@ class Member:
     """When it is to go on, if it is stopped."""
     counts: Counter[str] = field(default_factory=Counter)
     _read: int = 0
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a server has answered it."""
+        return any(name.startswith("epoch ") for name in self.counts)
 
     @property
     def log(self) -> Path:
@@ -85,8 +91,13 @@ class Crew:
         """What those that were never killed had counted at their end."""
 
     def start(self) -> None:
-        """Starts all of them."""
+        """Starts all of them, and waits until each has had an answer."""
         self.members = [self._spawn(slot) for slot in range(SLOTS)]
+        deadline = time.monotonic() + START_SECONDS
+        while not all(member.at_work for member in self.members):
+            assert time.monotonic() < deadline, "clients do not begin to work"
+            self.listen()
+            time.sleep(0.05)
 
     def totals(self) -> Counter[str]:
         """Returns what all of them, living or not, have counted; of a killed one what it had told."""

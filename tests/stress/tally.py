@@ -53,6 +53,10 @@ class Tally:
             counts = dict(self._counts)
         self.line(kind, counts=counts)
 
+    def close(self) -> None:
+        """Ends it."""
+        self._file.close()
+
     def line(self, kind: str, **fields: Any) -> None:
         """Writes a line."""
         self._file.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")

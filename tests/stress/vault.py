@@ -31,6 +31,10 @@ class Vault:
         self._done: list[int] = []
         self._file = (directory / f"{name}.vault").open("ab", buffering=0)
 
+    def close(self) -> None:
+        """Ends it; what it has noted down stays."""
+        self._file.close()
+
     def fresh(self, count: int) -> range:
         """Returns numbers of blocks that were never stored; fewer, or none, if there were enough for now."""
         with self._lock:

@@ -88,6 +88,8 @@ class Worker:
         if self._task.style == "sync":
             asyncio.run(self._guarded(self._seats.close()))
         self._tally.publish("end")
+        self._tally.close()
+        self._vault.close()
         return int(self._tally.failed)
 
     def _threads(self) -> list[threading.Thread]:
