@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from stress.flatness import TOLERANCE, trend_of
 from stress.shape import MIB
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.payloads import filled
+
 from stress.chaos import SLOTS, SURVIVORS, Kind, timeline
 from stress.shape import FIELDS, difference
 from stress.tally import Tally

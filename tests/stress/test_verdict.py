@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+
 from stress.finale import Left
 from stress.flatness import Trend, trend_of
 from stress.orchestrator import Facts
