@@ -173,7 +173,7 @@ class FakeServer:
             raise error_for("INVALID_ARGUMENT", f"there is no tier {request.exclude.names[0]!r} that could be left out")
         hits = found.index(None) if None in found else len(found)
         if request.mode != cache_pb2.LOOKUP_MODE_EACH and hits < request.min_hits:
-            found, hits = [None] * len(found), 0
+            found[:hits], hits = [None] * hits, 0
         statuses = bytes(KeyStatus.MISS if name is None else KeyStatus.HIT for name in found)
         if not any(found):
             return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(found)))

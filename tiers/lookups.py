@@ -264,14 +264,22 @@ class Lookups:
         if not missed:
             return spans_of(verdicts), None
         verdicts += [None] * (len(keys) - len(verdicts))
-        first = missed[0]
-        reason = match.reasons.get(first) or self._why(session, keys[first])
-        default = reason if prefix or reason is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
+        default = self._default_reason(session, keys, match, missed, prefix=prefix)
         known = self._history.why_each(session.namespace.id, (keys[n] for n in missed), default)
         for position, why in zip(missed, known, strict=True):
             verdicts[position] = match.reasons.get(position) or why
-        verdicts[first] = reason
-        return spans_of(verdicts), keys[first]
+        return spans_of(verdicts), keys[missed[0]]
+
+    def _default_reason(
+        self, session: Session, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
+    ) -> MissReason:
+        """Returns the reason for misses of which nothing is known: what breaks a chain, or never stored."""
+        broken_at = len(match.items)
+        if prefix and broken_at < len(keys):
+            return match.reasons.get(broken_at) or self._why(session, keys[broken_at])
+        unexplained = next((n for n in missed if n not in match.reasons), None)
+        why = None if unexplained is None else self._why(session, keys[unexplained])
+        return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
 
     def _why(self, session: Session, key: bytes) -> MissReason:
         """Returns why a block is nowhere."""
