@@ -160,7 +160,7 @@ class Acts:
         All within one session: in another one a request that nobody knows is settled at once.
         """
         numbers = self._vault.fresh(self._rng.randint(1, 4))
-        keys = [key for number in numbers for key in VAULT.keys(self._vault.name, number, 1)]
+        keys = [key for number in numbers for key in VAULT.keys(self._vault.document, number, 1)]
         if not keys:
             return
         name = f"{self._name}-{next(self._numbers)}"
@@ -173,7 +173,7 @@ class Acts:
             done = [
                 number
                 for number, status, stored in zip(numbers, durable, granted, strict=True)
-                if status == DurableStatus.DURABLE and stored == StoreStatus.GRANTED
+                if status == DurableStatus.DURABLE and stored in (StoreStatus.GRANTED, StoreStatus.PRESENT)
             ]
             self._vault.acknowledged(done)
             self._tally.count("deposits", len(done))
@@ -181,7 +181,7 @@ class Acts:
     async def withdraw(self, seat: Seat) -> None:
         """Loads blocks of which it knows that they are there."""
         mine = self._vault.some(self._rng, 8)
-        keys = [key for number in mine for key in VAULT.keys(self._vault.name, number, 1)]
+        keys = [key for number in mine for key in VAULT.keys(self._vault.document, number, 1)]
         buffers = [filled(1, VAULT.parts[0])[0] for _ in keys]
         hits = await seat.api.load(keys, buffers, wait=1.0)
         self._verify(seat, keys[:hits], buffers[:hits], "withdrawal")

@@ -76,8 +76,11 @@ class Member:
 class Crew:
     """Eight client processes, and those that were in their places before."""
 
-    def __init__(self, directory: Path, endpoint: str, seed: int, lease: float) -> None:
+    def __init__(self, directory: Path, endpoint: str, seed: int, lease: float, deposits: float) -> None:
+        """`lease` is how long the server's leases hold; each client makes so many `deposits` a second."""
         self._directory = directory
+        self._since = time.monotonic()
+        self._deposits = deposits
         self._endpoint = endpoint
         self._seed = seed
         self._lease = lease
@@ -201,5 +204,7 @@ class Crew:
             fields=names,
             hands=rng.randint(2, 4),
             lease=self._lease,
+            since=self._since,
+            deposits=self._deposits,
             rank=PAIR_SLOTS.index(slot) if slot in PAIR_SLOTS else None,
         )

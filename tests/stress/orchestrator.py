@@ -13,19 +13,21 @@ from typing import Any
 
 from stress import finale
 from stress.audit import Auditor
-from stress.chaos import SLOTS, SURVIVORS, Blow, Kind, timeline
+from stress.chaos import SLOTS, SURVIVORS, Blow, Kind, first_calm, timeline
 from stress.crew import Crew
 from stress.finale import Left
 from stress.flatness import Trend, trend_of
 from stress.shape import universe_bytes
 from stress.site import LEASE_SECONDS, Life, Site
-from stress.vault import DEPOSITS_PER_SECOND, entries
+from stress.vault import MOST_DEPOSITS, entries
 from stress.watch import MEASURES, Series, Watch, look_at
 
 __all__ = ["Facts", "Orchestrator"]
 
 _TICK_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
+_DEPOSITS_PER_SECOND = 8.0
+"""Of each client at most; fewer in a long run, so that there are new ones until the last life of the server begins."""
 
 
 @dataclass
@@ -67,9 +69,9 @@ class Orchestrator:
         reports = directory / "reports"
         reports.mkdir()
         self._reports = reports
-        everything = universe_bytes(round(SLOTS * DEPOSITS_PER_SECOND * seconds))
-        self._site = Site(directory, self._facts.large, everything, self._watch)
-        self._crew = Crew(reports, self._site.server.endpoint, seed, LEASE_SECONDS)
+        self._site = Site(directory, self._facts.large, universe_bytes(SLOTS * MOST_DEPOSITS), self._watch)
+        per_second = min(_DEPOSITS_PER_SECOND, MOST_DEPOSITS / first_calm(seconds))
+        self._crew = Crew(reports, self._site.server.endpoint, seed, LEASE_SECONDS, per_second)
         self._auditor = Auditor(self._site.server.endpoint, rng)
         self._progress = progress
         self._began = 0.0

@@ -77,9 +77,9 @@ VAULT = Field("vault", (8 * KIB,), documents=1, length=1 << 20)
 """Blocks that are stored once, and never may be lost once they are acknowledged: all of them fit the large tier."""
 
 
-def universe_bytes(vault_blocks: int) -> int:
-    """Returns the size of everything that can ever be stored."""
-    return sum(field.total_bytes for field in (*FIELDS.values(), PAIR)) + vault_blocks * VAULT.parts[0]
+def universe_bytes(deposits: int) -> int:
+    """Returns the size of everything that can ever be stored, with so many deposits."""
+    return sum(field.total_bytes for field in (*FIELDS.values(), PAIR)) + deposits * VAULT.parts[0]
 
 
 def difference(expected: np.ndarray, found: np.ndarray) -> dict[str, object] | None:

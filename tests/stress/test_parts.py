@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -57,4 +58,8 @@ def test_deposits_outlive_their_process(tmp_path: Path) -> None:
     vault.close()
     with (tmp_path / "3-4.vault").open("a") as file:
         file.write("7")
-    assert list(entries(tmp_path)) == [("3-4", 0), ("3-4", 2)]
+    assert list(entries(tmp_path)) == [("3", 0), ("3", 2)]
+    heir = Vault(tmp_path, "3-5")
+    assert sorted(heir.some(random.Random(1), 9)) == [0, 2]
+    assert heir.fresh(2) == range(3, 5)
+    heir.close()

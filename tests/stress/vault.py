@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["DEPOSITS_PER_SECOND", "Entry", "Vault", "entries"]
+__all__ = ["MOST_DEPOSITS", "Entry", "Vault", "entries"]
 
-DEPOSITS_PER_SECOND = 8.0
-"""How many blocks one client process may deposit, so that all of them have room in the large tier."""
+MOST_DEPOSITS = 600
+"""Blocks of one slot, over all the processes that are in it one after the other: they are to fit the large tier."""
 _FRESH_SECONDS = 0.8
 
 Entry = tuple[str, int]
@@ -20,15 +20,17 @@ Entry = tuple[str, int]
 
 
 class Vault:
-    """One process' deposits: a document of its own, of which each block is stored once."""
+    """The deposits of one slot: a document, of which the processes in that slot, one after the other, store each block."""
 
-    def __init__(self, directory: Path, name: str) -> None:
-        self.name = name
+    def __init__(self, directory: Path, name: str, *, since: float = 0.0, per_second: float = 1.0) -> None:
+        """`name` is slot and incarnation; deposits are made at a rate, `since` a time of the monotonic clock."""
+        self.document = name.partition("-")[0]
         self._directory = directory
-        self._next = 0
-        self._began = time.monotonic()
+        self._since = since
+        self._per_second = per_second
         self._lock = threading.Lock()
-        self._done: list[int] = []
+        self._done = [number for document, number in entries(directory) if document == self.document]
+        self._next = max(self._done, default=-1) + 1
         self._file = (directory / f"{name}.vault").open("ab", buffering=0)
 
     def close(self) -> None:
@@ -36,11 +38,11 @@ class Vault:
         self._file.close()
 
     def fresh(self, count: int) -> range:
-        """Returns numbers of blocks that were never stored; fewer, or none, if there were enough for now."""
+        """Returns numbers of blocks that are not acknowledged yet; fewer, or none, if there were enough for now."""
         with self._lock:
             start = self._next
-            allowed = int((time.monotonic() - self._began) * DEPOSITS_PER_SECOND)
-            self._next = max(start, min(start + count, allowed))
+            allowed = int((time.monotonic() - self._since) * self._per_second)
+            self._next = max(start, min(start + count, allowed, MOST_DEPOSITS))
             return range(start, self._next)
 
     def acknowledged(self, numbers: Sequence[int]) -> None:
@@ -80,5 +82,5 @@ def entries(directory: Path) -> dict[Entry, None]:
     found: dict[Entry, None] = {}
     for path in sorted(directory.glob("*.vault")):
         whole = path.read_text().rpartition("\n")[0]
-        found.update(((path.stem, int(line)), None) for line in whole.splitlines())
+        found.update(((path.stem.partition("-")[0], int(line)), None) for line in whole.splitlines())
     return found

@@ -36,6 +36,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         hands: how many threads or tasks.
         rank: of the pair; None for a process that is an engine by itself.
         lease: how long the server's leases hold, in seconds.
+        since: when the run began, by the monotonic clock.
+        deposits: how many blocks a second it deposits.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     fields: tuple[str, ...]
     hands: int
     lease: float
+    since: float
+    deposits: float
     rank: int | None = None
 
     def shapes(self) -> list[Field]:
@@ -63,7 +67,7 @@ class Worker:
         self._task = task
         self._fields = task.shapes()
         self._tally = Tally(directory / f"{task.name}.jsonl")
-        self._vault = Vault(directory, task.name)
+        self._vault = Vault(directory, task.name, since=task.since, per_second=task.deposits)
         self._stop = threading.Event()
         engine = "pair" if task.rank is not None else None
         self._seats = Seats(
