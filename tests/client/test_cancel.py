@@ -164,3 +164,22 @@ async def test_a_close_that_is_cancelled_closes(tmp_path: Path) -> None:
                 await closing
         await asyncio.to_thread(server.wait_for, lambda status: not status.sessions)
         await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_loads_that_are_cancelled_leave_nothing(tmp_path: Path) -> None:
+    """Calls over gRPC that are cancelled at any moment end then, and not at their deadline of a minute."""
+    keys = [key_of(number) for number in range(4)]
+    with ServerProcess(tmp_path).start() as server:
+        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+            await client.wait_until_connected(10)
+            await client.store(keys, [payload(key, MIB) for key in keys])
+            buffers = filled(len(keys), MIB)
+            for number in range(300):
+                load = asyncio.ensure_future(client.load(keys, buffers))
+                await asyncio.wait([load], timeout=number % 30 / 1000)
+                load.cancel()
+                await asyncio.wait([load])
+            deadline = time.monotonic() + 5
+            while left := asyncio.all_tasks() - {asyncio.current_task()}:
+                assert time.monotonic() < deadline, left
+                await asyncio.sleep(0.05)
