@@ -14,7 +14,7 @@ SURVIVORS = 2
 """The first slots are never killed, so that the memory of a client that lives long can be watched."""
 
 _LIFE_SECONDS = 20.0
-_LAST_LIFE = 0.25
+_LAST_LIFE = 0.4
 """Share of the time that the last server lives, so that its memory can be watched."""
 
 

@@ -13,7 +13,7 @@ from statistics import median
 
 __all__ = ["TOLERANCE", "Tolerance", "Trend", "slope_of", "trend_of"]
 
-WARM_UP_SECONDS = 30.0
+WARM_UP_SECONDS = 60.0
 SHORTEST_SECONDS = 60.0
 """After the warm-up. A trend over less says nothing."""
 _MOST_POINTS = 240

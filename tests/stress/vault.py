@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["MOST_DEPOSITS", "Entry", "Vault", "entries"]
 
-MOST_DEPOSITS = 600
+MOST_DEPOSITS = 300
 """Blocks of one slot, over all the processes that are in it one after the other: they are to fit the large tier."""
 _FRESH_SECONDS = 0.8
 
