@@ -42,6 +42,10 @@ class TierStats:
     """Blocks evicted from it since start."""
     dropped: int = 0
     """Blocks that were not stored in it since start, because its queue or the tier itself was full."""
+    declined: int = 0
+    """Uses of blocks since start that its admission filter did not take in."""
+    queued_bytes: int = 0
+    """What waits to be stored in it, or is being stored."""
     jobs: int = 0
     """Jobs that wait or run."""
     healthy: bool = True
