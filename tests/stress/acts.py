@@ -49,14 +49,15 @@ class Acts:
         self._numbers = itertools.count()
         self._name = f"{rng.getrandbits(32):08x}"
         self._acts: dict[Act, int] = {
-            self.load: 8,
-            self.look: 8,
-            self.request: 6,
-            self.store: 5,
-            self.flush: 2,
-            self.hold_write: 1,
-            self.reopen: 1,
-            self.status: 1,
+            self.load: 80,
+            self.look: 80,
+            self.request: 60,
+            self.store: 50,
+            self.flush: 20,
+            self.hold_write: 10,
+            self.reopen: 10,
+            self.status: 10,
+            self.reset: 1,
         }
 
     async def one(self) -> None:
@@ -132,6 +133,11 @@ class Acts:
     async def status(self, seat: Seat) -> None:
         """Asks how the server is."""
         await seat.api.status()
+
+    async def reset(self, seat: Seat) -> None:
+        """Empties the CPU tier of a namespace, under everybody who is busy in it."""
+        pending = await seat.api.reset(wait=self._rng.choice(WAITS))
+        self._tally.count("resets that were waiting" if pending else "resets")
 
     async def cancelled(self) -> None:
         """Starts an act and cancels it in the middle; for asyncio clients."""

@@ -13,8 +13,8 @@ SLOTS = 8
 SURVIVORS = 2
 """The first slots are never killed, so that the memory of a client that lives long can be watched."""
 
-_LIFE_SECONDS = 20.0
-_LAST_LIFE = 0.4
+_LIFE_SECONDS = 15.0
+_LAST_LIFE = 0.6
 """Share of the time that the last server lives, so that its memory can be watched."""
 
 
@@ -62,7 +62,7 @@ def _blows_to_clients(rng: random.Random, seconds: float) -> Iterator[Blow]:
 
 
 def _blows_to_server(rng: random.Random, seconds: float) -> Iterator[Blow]:
-    mean = min(_LIFE_SECONDS, seconds / 3)
+    mean = min(_LIFE_SECONDS, seconds / 4)
     last = first_calm(seconds)
     at = 0.0
     while (at := at + mean * rng.uniform(0.6, 1.4)) < last - mean / 2:

@@ -31,7 +31,7 @@ def test_the_last_server_lives_long() -> None:
     """Long enough for its memory to be judged."""
     ends = [blow.at for blow in timeline(7, 600) if blow.kind in (Kind.KILL_SERVER, Kind.END_SERVER)]
     assert len(ends) > 10
-    assert 600 - ends[-1] == 240
+    assert 600 - ends[-1] == 360
 
 
 def test_damage_is_seen(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def good() -> Facts:
     facts.survivors = [Counter({"epoch a": 1, "epoch b": 2}), Counter({"epoch a": 1, "epoch b": 2})]
     figures = {"descriptors": 20.0, "threads": 14.0}
     facts.left = Left(slots=(512, 512), used_bytes=(32 * MIB, 32 * MIB), before=figures, after=dict(figures))
-    facts.trends = {"server": [trend_of("memory", [(at, 60.0 * MIB) for at in range(150)])]}
+    facts.trends = {"server": [trend_of("memory", [(at, 60.0 * MIB) for at in range(400)])]}
     return facts
 
 
@@ -65,7 +65,7 @@ BROKEN: dict[str, tuple[str, Callable[[Facts], object]]] = {
 
 def leaking() -> Trend:
     """Returns the trend of a server that leaks a page for each of a thousand calls a minute."""
-    return trend_of("memory", [(at, 60.0 * MIB + at * 4096 * 1000 / 60) for at in range(150)])
+    return trend_of("memory", [(at, 60.0 * MIB + at * 4096 * 1000 / 60) for at in range(400)])
 
 
 @pytest.mark.parametrize("name", BROKEN)
