@@ -116,6 +116,7 @@ class AsyncClient:
         lease: float | None = None,
         exclude: TierFilter | None = None,
         min_hits: int = 0,
+        retain_for: float | None = None,
     ) -> AsyncLease:
         """See `Client.begin_request`."""
         return await self._lease(
@@ -130,6 +131,7 @@ class AsyncClient:
                 lease=lease,
                 exclude=exclude,
                 min_hits=min_hits,
+                retain_for=retain_for,
             )
         )
 
@@ -143,6 +145,7 @@ class AsyncClient:
         lease: float | None = None,
         exclude: TierFilter | None = None,
         min_hits: int = 0,
+        retain_for: float | None = None,
     ) -> AsyncLease:
         """See `Client.lookup`."""
         return await self._lease(
@@ -154,6 +157,7 @@ class AsyncClient:
                 lease=lease,
                 exclude=exclude,
                 min_hits=min_hits,
+                retain_for=retain_for,
             )
         )
 
@@ -173,10 +177,14 @@ class AsyncClient:
             return await self._run(self._operations.load(held, keys, buffers, request_id=request_id, wait=wait))
 
     @contextlib.asynccontextmanager
-    async def write(self, keys: Sequence[bytes], *, request_id: str = "") -> AsyncIterator[WriteBatch]:
+    async def write(
+        self, keys: Sequence[bytes], *, request_id: str = "", retain_for: float | None = None
+    ) -> AsyncIterator[WriteBatch]:
         """See `Client.write`."""
         with ExitStack() as held:
-            writing = await self._run(self._operations.begin_write(held, keys, request_id=request_id))
+            writing = await self._run(
+                self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for)
+            )
             try:
                 yield writing.batch
             except BaseException:
@@ -185,10 +193,19 @@ class AsyncClient:
                 raise
             await self._run(self._operations.end_write(writing))
 
-    async def store(self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "") -> bytes:
+    async def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[HostBuffer],
+        *,
+        request_id: str = "",
+        retain_for: float | None = None,
+    ) -> bytes:
         """See `Client.store`."""
         with ExitStack() as held:
-            return await self._run(self._operations.store(held, keys, buffers, request_id=request_id))
+            return await self._run(
+                self._operations.store(held, keys, buffers, request_id=request_id, retain_for=retain_for)
+            )
 
     async def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
         """See `Client.flush`."""

@@ -30,6 +30,7 @@ from ..tiers.commands import (
     RemoveFromTier,
     StoreInTier,
 )
+from ..tiers.keeping import Keeping
 from ..tiers.manager import TierManager
 from ..tiers.stats import ManagerStats
 from .logs import get_logger
@@ -64,11 +65,22 @@ def extent_bytes_for(region_bytes: int) -> int:
 class TierRuntime:
     """Owns the core, the region and the tiers of one server."""
 
-    def __init__(self, region: HostRegion, tiers: Sequence[SecondaryTier]) -> None:
-        """Opens nothing and starts nothing: see `start`. The region and the tiers are closed by `close`."""
+    def __init__(self, region: HostRegion, tiers: Sequence[SecondaryTier], keeping: Keeping | None = None) -> None:
+        """Opens nothing and starts nothing: see `start`. The region and the tiers are closed by `close`.
+
+        Raises:
+            ValueError: `keeping` contradicts itself, or what the tiers can hold.
+        """
         self.region = region
         self.extent_bytes = extent_bytes_for(region.size_bytes)
-        self.core = TierManager(region.size_bytes, self.extent_bytes, tiers, first_id=secrets.randbits(62))
+        self.core = TierManager(
+            region.size_bytes,
+            self.extent_bytes,
+            tiers,
+            first_id=secrets.randbits(62),
+            keeping=keeping,
+            now=time.monotonic(),
+        )
         self._tiers = tiers
         self.observe_job: JobObserver = _ignore_job
         # One thread stores and removes, in the order of the commands; loads run beside it.

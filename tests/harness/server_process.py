@@ -45,6 +45,7 @@ class ServerProcess:
         standby: keeps the next process ready, with everything imported, so that a restart is quick.
         tier: type of the tier on disk.
         prefix: what its command is given to, if it is not to be run as it stands.
+        tier_config: more of its table.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ServerProcess:
         standby: bool = False,
         tier: str = "lmdb",
         prefix: Sequence[str] = (),
+        tier_config: str = "",
     ) -> None:
         self.directory = directory
         self.path = directory / "s"
@@ -66,7 +68,7 @@ class ServerProcess:
         config_path = directory / "kvtier.toml"
         config_path.write_text(
             f'region_size = {region}\ndata_dir = "{self.data_dir}"\nlisten = ["{self.endpoint}"]\n'
-            f'{config}\n[log]\nformat = "json"\n[[tiers]]\ntype = "{tier}"\nsize = {lmdb}\n'
+            f'{config}\n[log]\nformat = "json"\n[[tiers]]\ntype = "{tier}"\nsize = {lmdb}\n{tier_config}\n'
         )
         self._region = region
         self._arguments = ["serve", "--config", str(config_path)]

@@ -20,8 +20,9 @@ from stress.vault import Vault
 
 __all__ = ["Acts"]
 
-LEASES = (None, None, 0.3, 1.0)
-"""Seconds for which leases are asked for."""
+LONG_LEASE = 60.0
+LEASES = (None, None, 0.3, 1.0, LONG_LEASE)
+"""Seconds for which leases are asked for. The long ones are given back, or fall with a client that is killed."""
 WAITS = (0.0, 0.0, 0.1, 0.5)
 BATCHES = (1, 2, 6, 16, 48)
 GARBAGE = 0xEE
@@ -87,7 +88,7 @@ class Acts:
             return
         hits = [number for number, status in enumerate(found.statuses) if status == KeyStatus.HIT]
         await self._read(seat, found, keys, rng.sample(hits, rng.randint(0, len(hits))), "read")
-        await self._let_go(seat, found.id)
+        await self._let_go(seat, found.id, surely=options["lease"] == LONG_LEASE)
 
     async def request(self, seat: Seat) -> None:
         """Does what an engine does: announces a request, reads its prefix, stores the rest, and finishes it, mostly."""
@@ -238,11 +239,11 @@ class Acts:
         self._tally.count(f"epoch {epoch}")
         return epoch
 
-    async def _let_go(self, seat: Seat, lease_id: int) -> None:
+    async def _let_go(self, seat: Seat, lease_id: int, *, surely: bool) -> None:
         fate = self._rng.random()
         if fate < 0.2:
             await seat.api.touch(lease_id, lease=0.5)
-        if fate < 0.85:
+        if surely or fate < 0.85:
             await seat.api.release(lease_id)
         else:
             self._tally.count("leases left to expire")

@@ -27,7 +27,7 @@ def test_a_process_that_leaks_is_found() -> None:
     """Twice the tolerance is found beneath noise that is larger than all that was leaked."""
     trend = trend_of("memory", series(2 * TOLERANCE["memory"].per_minute / 60, noise=6 * MIB))
     assert trend.flat is False
-    assert trend.per_minute == pytest.approx(2 * MIB, rel=0.4)
+    assert trend.per_minute == pytest.approx(2 * TOLERANCE["memory"].per_minute, rel=0.4)
 
 
 def test_warming_up_and_noise_are_no_leak() -> None:
