@@ -4,6 +4,8 @@ PYTHON ?= python3
 JSON ?=
 SEEDS ?= 10000
 SEED_BASE ?= 0
+SECONDS ?= 600
+SEED ?=
 TRACE ?= ../shared/data/conversation_trace.jsonl
 
 VENV := build/venv
@@ -14,7 +16,7 @@ PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines simulate simulate-mutants bench bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
+.PHONY: help demo demo-vllm test test-engines simulate simulate-mutants stress bench bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -43,6 +45,9 @@ bench: $(VENV)/.stamp  ## Measure; one table, and JSON=FILE for machines
 
 bench-policies: $(VENV)/.stamp  ## Replay TRACE=FILE through the core with every eviction policy (a minute)
 	$(VENV)/bin/python -m bench.policies --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
+
+stress: $(VENV)/.stamp  ## Load a server and kill it and its clients, for SECONDS=600; SEED=N for the choices of another run
+	PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m stress --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes nothing
 	$(MAKE) --no-print-directory --keep-going verify-style verify-types verify-protos
