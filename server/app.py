@@ -105,7 +105,7 @@ class Server:
             attach.start()
         self._closers.push_async_callback(attach.close)
         metrics = Metrics(on_loop(loop, _snapshot_of(runtime, sessions, started)))
-        runtime.observe_job = metrics.observe_job
+        runtime.observe_jobs(metrics.observe_job)
         server = self._make_server(runtime, sessions, attach, metrics, started)
         health = Health([f"kvtier.v1.{name}" for name in _SERVICES])
         await health.register(server)
@@ -224,7 +224,7 @@ class Server:
 
     async def _drain(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
         """Takes no new work and waits for what is under way; then the sessions end."""
-        sessions.draining = True
+        sessions.drain_began.set()
         if not await runtime.drain(_DRAIN_SECONDS):
             _log.warning("stores or jobs were still running when the time to drain was over", seconds=_DRAIN_SECONDS)
         sessions.ended.set()

@@ -67,29 +67,46 @@ def _parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="show what a running server holds, and for whom")
     status.set_defaults(run=_status)
-    status.add_argument(
-        "--endpoint",
-        metavar="ADDRESS",
-        help="unix:PATH or HOST:PORT; else KVTIER_ENDPOINT, else this user's socket",
-    )
-    status.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="how long to wait (5)")
+    _add_endpoint(status)
     status.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
+    _add_fsck(commands)
+    return parser
+
+
+def _add_fsck(commands: Any) -> None:
     fsck = commands.add_parser(
         "fsck",
-        help="check the blocks that the tiers keep on disk, while no server runs",
-        description="Reads every block of the configured tiers and verifies its checksum.",
-        epilog="exit codes: 0 all sound; 1 damage that is still there; 2 wrong usage; 3 there was damage, all repaired; "
-        "4 a tier could not be checked; 78 the configuration cannot be used",
+        help="check the blocks that the tiers keep on disk",
+        description="Reads every block of the tiers and verifies its checksum: of the configured tiers, while no server runs; "
+        "or with --online of a running server's, which goes on serving.",
+        epilog="exit codes: 0 all sound; 1 damage that is still there; 2 wrong usage, or no server answers; 3 there was "
+        "damage, all repaired; 4 a tier could not be checked; 78 the configuration cannot be used",
     )
     fsck.set_defaults(run=_fsck)
     fsck.add_argument(
         "--repair", action="store_true", help="quarantine what is damaged, so that it is never read again"
     )
+    fsck.add_argument("--tier", metavar="NAME", action="append", default=[], help="only this tier; may be repeated")
     fsck.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    fsck.add_argument("--config", metavar="FILE", default=None, help="TOML file with settings (KVTIER_CONFIG)")
-    fsck.add_argument("--data-dir", dest="data_dir", metavar="DIR", default=None, help="directory of the tiers on disk")
-    return parser
+    offline = fsck.add_argument_group("while no server runs")
+    offline.add_argument("--config", metavar="FILE", default=None, help="TOML file with settings (KVTIER_CONFIG)")
+    offline.add_argument(
+        "--data-dir", dest="data_dir", metavar="DIR", default=None, help="directory of the tiers on disk"
+    )
+    online = fsck.add_argument_group("with a running server")
+    online.add_argument("--online", action="store_true", help="let the running server check its tiers")
+    _add_endpoint(online)
+    online.add_argument("--rate", metavar="SIZE", help="read at most so much in a second, like 100MiB")
+
+
+def _add_endpoint(parser: Any) -> None:
+    parser.add_argument(
+        "--endpoint",
+        metavar="ADDRESS",
+        help="unix:PATH or HOST:PORT; else KVTIER_ENDPOINT, else this user's socket",
+    )
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="how long to wait (5)")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -110,10 +127,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(options: argparse.Namespace) -> Loaded:
+    from .settings import SETTINGS
     from .sources import load
 
-    others = ("config", "json", "reference", "repair", "run")
-    flags = {key: value for key, value in vars(options).items() if key not in others}
+    flags = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return load(flags, file=options.config)
 
 
@@ -174,6 +191,16 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _fsck(options: argparse.Namespace) -> int:
+    offline_only = ("config", "data_dir")
+    online_only = ("endpoint", "rate")
+    for name in offline_only if options.online else online_only:
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            return _refuse([f"{flag} does not go with{'' if options.online else 'out'} --online"], EXIT_USAGE)
+    return _fsck_online(options) if options.online else _fsck_offline(options)
+
+
+def _fsck_offline(options: argparse.Namespace) -> int:
     from . import fsck
     from .config import ConfigError
 
@@ -182,8 +209,14 @@ def _fsck(options: argparse.Namespace) -> int:
     except ConfigError as error:
         return _refuse(error.problems, EXIT_CONFIG)
     _complain(f"warning: {warning}" for warning in loaded.warnings)
+    tiers = {tier.name: tier for tier in loaded.config.tiers}
+    unknown = [name for name in options.tier if name not in tiers]
+    if unknown:
+        return _refuse([f"there is no tier {name!r}; there are {', '.join(tiers)}" for name in unknown], EXIT_USAGE)
     reports = []
-    for tier in loaded.config.tiers:
+    for tier in tiers.values():
+        if options.tier and tier.name not in options.tier:
+            continue
         with fsck.progress_bar(tier.name) as progress:
             reports.append(fsck.check_offline(tier, repair=options.repair, progress=progress))
         if not options.json:
@@ -192,6 +225,41 @@ def _fsck(options: argparse.Namespace) -> int:
     if options.json:
         _say(fsck.to_json(reports))
     return fsck.exit_code(reports)
+
+
+def _fsck_online(options: argparse.Namespace) -> int:
+    from ..protos.endpoint import EndpointError, client_endpoint
+    from . import fsck, status
+    from .fsck_client import check_by_server
+    from .units import parse_size
+
+    try:
+        endpoint = client_endpoint(options.endpoint)
+        rate = parse_size(options.rate or 0)
+    except (EndpointError, ValueError) as error:
+        return _refuse([f"{error}"], EXIT_USAGE)
+    reports: dict[str, fsck.TierReport] = {}
+    try:
+        with fsck.progress_bar("fsck") as progress:
+            steps = check_by_server(endpoint, options.tier, repair=options.repair, rate=rate, timeout=options.timeout)
+            for report, total, found in steps:
+                reports[report.name] = report
+                if progress:
+                    progress(report.blocks, total)
+                if not options.json:
+                    for line in fsck.finding_lines(report.name, found):
+                        _say(line)
+    except status.UnreachableError as error:
+        return _refuse([f"{error}"], EXIT_UNREACHABLE)
+    except status.StatusError as error:
+        return _refuse([f"{error}"], fsck.EXIT_UNCHECKED)
+    if options.json:
+        _say(fsck.to_json(list(reports.values())))
+    else:
+        for report in reports.values():
+            for line in fsck.summary_lines(report):
+                _say(line)
+    return fsck.exit_code(list(reports.values()))
 
 
 def _say(text: str) -> None:

@@ -13,12 +13,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import TypeVar
 
 from ..cuda.region import HostRegion, RegionError
-from ..tiers.base import BlockBytes, Outcome, SecondaryTier
+from ..tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier
 from ..tiers.blocks import Block
 from ..tiers.commands import (
     Command,
@@ -32,22 +32,17 @@ from ..tiers.commands import (
 from ..tiers.manager import TierManager
 from ..tiers.stats import ManagerStats
 from .logs import get_logger
+from .worker import JobObserver, TierWorker, close_all
 
-__all__ = ["JobObserver", "TierRuntime", "extent_bytes_for"]
+__all__ = ["TierRuntime", "extent_bytes_for"]
 
 _log = get_logger(__name__)
 
 _TICK_SECONDS = 1.0
-_LOAD_THREADS = 2
 _WRITERS_SECONDS = 3.0
 _BACKING_CHUNK_BYTES = 64 << 20
 
-
-class JobObserver(Protocol):
-    """Who is told of every job that ended, on the thread that ran it."""
-
-    def __call__(self, tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
-        """Takes note of a job."""
+T = TypeVar("T")
 
 
 def extent_bytes_for(region_bytes: int) -> int:
@@ -68,15 +63,8 @@ class TierRuntime:
         self.region = region
         self.extent_bytes = extent_bytes_for(region.size_bytes)
         self.core = TierManager(region.size_bytes, self.extent_bytes, tiers, first_id=secrets.randbits(62))
-        self._tiers = tiers
-        self.observe_job: JobObserver = _ignore_job
-        # One thread stores and removes, in the order of the commands; loads run beside it.
-        self._writers = [ThreadPoolExecutor(1, thread_name_prefix=f"kvtier-{tier.name}-store") for tier in tiers]
-        self._loaders = [
-            ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix=f"kvtier-{tier.name}-load") for tier in tiers
-        ]
+        self._workers = [TierWorker(tier) for tier in tiers]
         self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
-        self._jobs = 0
         self._changed = asyncio.Event()
         self._closing = threading.Event()
         self._backing_trouble: str | None = None
@@ -141,7 +129,7 @@ class TierRuntime:
         stored = await self._idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
         self.core.make_durable()
         self.pump()
-        return await self._idle(deadline, lambda: self._jobs) and stored
+        return await self._idle(deadline, lambda: sum(worker.jobs for worker in self._workers)) and stored
 
     async def _idle(self, deadline: float, busy: Callable[[], int]) -> bool:
         while busy():
@@ -158,77 +146,71 @@ class TierRuntime:
         cpu = replace(stats.tiers[0], healthy=False, trouble=self._backing_trouble)
         return replace(stats, tiers=(cpu, *stats.tiers[1:]))
 
+    def observe_jobs(self, observer: JobObserver) -> None:
+        """Has every job reported that ends from now on."""
+        for worker in self._workers:
+            worker.observe_job = observer
+
+    @property
+    def tiers(self) -> list[SecondaryTier]:
+        """The tiers below the CPU tier, in lookup order."""
+        return [worker.tier for worker in self._workers]
+
+    def check(self, number: int, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Has tier `number` look at itself, beside its jobs; see `TierWorker.check`."""
+        return self._workers[number - 1].check(work)
+
+    def entries_lost(self, number: int, names: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        """Takes note that tier `number` has put damaged blocks out of use: no lookup finds them there from now on."""
+        self.core.entries_lost(number, names)
+        self.pump()
+        self.notify()
+
     async def close(self) -> None:
-        """Ends threads, closes tiers and lets go of the region. Called once, when no call is served any more."""
+        """Ends threads, closes tiers and lets go of the region. Called once, when no call is served any more.
+
+        A tier that does not come to an end is left behind, and the region with it: it may still read or write there.
+        """
         self._closing.set()
         if self._ticker is not None:
             self._ticker.cancel()
         await asyncio.to_thread(self._close_threads)
-        self.region.close()
+        if not self.left_behind:
+            self.region.close()
+
+    @property
+    def left_behind(self) -> list[str]:
+        """Names of the tiers that `close` could not bring to an end."""
+        return [worker.tier.name for worker in self._workers if worker.left_behind]
 
     def _close_threads(self) -> None:
         if self._backing is not None:
             self._backing.join()
-        for pool in (*self._writers, *self._loaders):
-            pool.shutdown(wait=True, cancel_futures=True)
-        for tier in self._tiers:
-            tier.close()
+        close_all(self._workers)
 
     def _carry_out(self, command: Command) -> None:
         if self._closing.is_set():
             return
         match command:
             case StoreInTier(job_id, tier, blocks):
-                self._run_job(self._writers[tier - 1], self._tiers[tier - 1], "store", job_id, blocks)
+                self._workers[tier - 1].store(self._resolve(blocks), partial(self._finish_job, job_id))
             case LoadFromTier(job_id, tier, blocks):
-                self._run_job(self._loaders[tier - 1], self._tiers[tier - 1], "load", job_id, blocks)
+                self._workers[tier - 1].load(self._resolve(blocks), partial(self._finish_job, job_id))
             case RemoveFromTier(tier, keys):
-                self._writers[tier - 1].submit(_logging_errors(self._tiers[tier - 1].remove), keys)
+                self._workers[tier - 1].remove(keys)
             case LeaseSettled(lease_id):
                 for future in self._waiting.pop(lease_id, ()):
                     if not future.done():
                         future.set_result(None)
 
-    def _run_job(
-        self, pool: ThreadPoolExecutor, tier: SecondaryTier, operation: str, job_id: JobId, blocks: Sequence[Block]
-    ) -> None:
-        """Hands a job to a thread. The slots are resolved here, on the loop; pins keep them where they are."""
-        self._jobs += 1
-        move = tier.store if operation == "store" else tier.load
-        job = [self._block_bytes(block) for block in blocks]
-        try:
-            pool.submit(self._move, tier, operation, move, job_id, job)
-        except RuntimeError as error:  # no thread to be had
-            _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
-            self._loop.call_soon(self._finish_job, job_id, [Outcome.FAILED] * len(job))
-
-    def _move(
-        self,
-        tier: SecondaryTier,
-        operation: str,
-        move: Callable[[Sequence[BlockBytes]], list[Outcome]],
-        job_id: JobId,
-        job: Sequence[BlockBytes],
-    ) -> None:
-        """Runs on a worker thread."""
-        started = time.monotonic()
-        try:
-            outcomes = move(job)
-        except Exception as error:  # noqa: BLE001 - a tier's defect must not end the server
-            _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
-            tier.trouble = f"{operation}: {error}"
-            outcomes = [Outcome.FAILED] * len(job)
-        try:
-            self.observe_job(tier.name, operation, time.monotonic() - started, sum(b.nbytes for b in job), outcomes)
-        except Exception as error:  # noqa: BLE001 - a figure less, not a job that never ends
-            _log.error("job not observed", exc_info=error)
-        self._loop.call_soon_threadsafe(self._finish_job, job_id, outcomes)
-
     def _finish_job(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
-        self._jobs -= 1
         self.core.job_finished(job_id, outcomes)
         self.pump()
         self.notify()
+
+    def _resolve(self, blocks: Sequence[Block]) -> list[BlockBytes]:
+        """Returns where blocks are. Pins keep them there."""
+        return [self._block_bytes(block) for block in blocks]
 
     def _block_bytes(self, block: Block) -> BlockBytes:
         memory = self.region.memory
@@ -267,17 +249,3 @@ class TierRuntime:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
             self._loop.call_soon_threadsafe(self.core.add_memory, offset, nbytes)
         return True
-
-
-def _ignore_job(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
-    """Stands in until somebody observes jobs."""
-
-
-def _logging_errors(remove: Callable[..., None]) -> Callable[..., None]:
-    def call(keys: Sequence[object]) -> None:
-        try:
-            remove(keys)
-        except Exception as error:  # noqa: BLE001 - what was not removed is removed when the tier is opened again
-            _log.error("tier failed", operation="remove", exc_info=error)
-
-    return call

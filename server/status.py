@@ -14,11 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..protos.endpoint import Endpoint
+from ..protos.reasons import reason_of
 from ..protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse, SessionStatus, TierStatus
 from ..protos.v1.admin_pb2_grpc import AdminServiceStub
 from .units import human_size
 
-__all__ = ["StatusError", "UnreachableError", "fetch", "show", "to_json"]
+__all__ = ["StatusError", "UnreachableError", "explain", "fetch", "show", "to_json"]
 
 _PLAIN_WIDTH = 140
 
@@ -39,7 +40,7 @@ def fetch(endpoint: Endpoint, timeout: float) -> GetStatusResponse:
             stub = AdminServiceStub(channel)
             answer: GetStatusResponse = stub.GetStatus(GetStatusRequest(), timeout=timeout)
         except grpc.RpcError as error:
-            raise _explain(error, endpoint, timeout) from None
+            raise explain(error, endpoint, timeout) from None
         return answer
 
 
@@ -82,8 +83,11 @@ def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None 
     )
 
 
-def _explain(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> StatusError:
+def explain(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> StatusError:
+    """Returns what to say of a call that failed."""
     code, details = error.code(), (error.details() or "").partition("\n")[0]
+    if reason_of(error.trailing_metadata()) is not None:
+        return StatusError(f"{endpoint}: {details}")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnreachableError(f"no answer from {endpoint} within {timeout:g} s")
     if code == grpc.StatusCode.UNAVAILABLE:
@@ -120,7 +124,7 @@ def _session_values(session: SessionStatus) -> dict[str, Any]:
 
 def _tiers_table(answer: GetStatusResponse) -> Table:
     table = Table("tier", "type", title="tiers", title_justify="left")
-    for column in ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "jobs"):
+    for column in ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "damaged", "jobs"):
         table.add_column(column, justify="right")
     table.add_column("health")
     for tier in answer.tiers:
@@ -140,6 +144,7 @@ def _tiers_table(answer: GetStatusResponse) -> Table:
             f"{tier.misses:,}",
             "-" if rate is None else f"{rate:.1%}",
             f"{tier.evictions:,}",
+            f"{tier.damaged_blocks:,}",
             f"{tier.jobs:,}",
             "ok" if tier.healthy else "trouble",
         )

@@ -71,6 +71,8 @@ class Lane:
         self.asked = 0
         self.dropped = 0
         """Blocks whose cascade was dropped: the queue or the tier was full."""
+        self.damaged = 0
+        """Blocks that the tier lost because they were damaged."""
 
     def use(self, blocks: Iterable[Block], user: Hashable) -> None:
         """Takes note that a request used these blocks, as far as they are here, given head first."""
@@ -90,6 +92,7 @@ class Lane:
             misses=self.asked - self.hits,
             evictions=self.catalog.evictions,
             dropped=self.dropped,
+            damaged=self.damaged,
             jobs=self.jobs,
             healthy=self.tier.trouble is None,
             trouble=self.tier.trouble or "",
@@ -209,6 +212,27 @@ class TierFlow:
             self._advance(job.lane)
         return Finished(job.kind, results, paid)
 
+    def lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
+        """Forgets blocks that a tier has put out of use because they are damaged.
+
+        The tier is told to remove them all the same. By the time that this is heard it may have been given another block
+        of that name, which nobody would know of:
+
+            check    quarantines K
+            loop     evicts K, stores K anew: the catalog has it again
+            loop     hears that K is lost, and takes the new one for it
+        """
+        lane = self.lanes[tier - 1]
+        for namespace, key in names:
+            lane.damaged += 1
+            entry = lane.catalog.held(namespace, key)
+            if entry is None:  # or it is just being stored: what comes is sound
+                continue
+            lane.catalog.drop(entry)
+            if not entry.loads:  # else the end of the load sees to it: nothing is removed while it is being loaded
+                lane.doomed.append(entry)
+        self._advance(lane)
+
     def is_durable(self, namespace: NamespaceId, key: bytes) -> bool:
         """Returns whether a tier that survives restarts holds this block."""
         return any(lane.tier.durable and lane.catalog.held(namespace, key) for lane in self.lanes)
@@ -232,7 +256,12 @@ class TierFlow:
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1
-        if outcome in (Outcome.MISSING, Outcome.CORRUPT) and lane.catalog.get(block.namespace, block.key) is entry:
+        known = lane.catalog.get(block.namespace, block.key)
+        lane.damaged += outcome is Outcome.CORRUPT and known is entry
+        if known is None and not entry.loads:  # lost while it was being loaded
+            lane.doomed.append(entry)
+            self._advance(lane)
+        elif known is entry and outcome in (Outcome.MISSING, Outcome.CORRUPT):
             lane.catalog.drop(entry)
 
     def _enqueue(self, lane: Lane, block: Block, limit: int | None) -> bool:

@@ -7,7 +7,7 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import islice
 
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer, StoreStatus
@@ -362,6 +362,10 @@ class TierManager:
         self._settle([block for block, _ in finished.results])
         for block, _ in finished.results:
             self._primary.unpin(block)
+
+    def entries_lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
+        """Takes note that a tier, by its position in the lookup order, found blocks damaged and has none of them any more."""
+        self._flow.lost(tier, names)
 
     def stats(self) -> ManagerStats:
         """Returns the figures of this moment."""

@@ -39,6 +39,8 @@ class TierStats:
     """Blocks evicted from it since start."""
     dropped: int = 0
     """Blocks that were not stored in it since start, because its queue or the tier itself was full."""
+    damaged: int = 0
+    """Blocks that it lost since start because they were damaged: found by a load or by a check, and never served."""
     jobs: int = 0
     """Jobs that wait or run."""
     healthy: bool = True

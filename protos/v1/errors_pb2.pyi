@@ -23,6 +23,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_LIMIT_EXCEEDED: _ClassVar[ErrorReason]
     ERROR_REASON_UNSUPPORTED_VERSION: _ClassVar[ErrorReason]
     ERROR_REASON_INTERNAL: _ClassVar[ErrorReason]
+    ERROR_REASON_FSCK_RUNNING: _ClassVar[ErrorReason]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_INVALID_ARGUMENT: ErrorReason
 ERROR_REASON_TOO_MANY_KEYS: ErrorReason
@@ -40,3 +41,4 @@ ERROR_REASON_DRAINING: ErrorReason
 ERROR_REASON_LIMIT_EXCEEDED: ErrorReason
 ERROR_REASON_UNSUPPORTED_VERSION: ErrorReason
 ERROR_REASON_INTERNAL: ErrorReason
+ERROR_REASON_FSCK_RUNNING: ErrorReason

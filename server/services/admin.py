@@ -1,11 +1,16 @@
-"""AdminService: the server at a glance."""
+"""AdminService: the server at a glance, and what people have it do."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
 
 import grpc
 
 from ... import __version__
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
+from ...tiers.fsck import NAMESPACE_BYTES
+from ..fsck_online import OnlineFsck, Progress
 from ..runtime import TierRuntime
 from ..sessions import OpenSession, SessionRegistry
 
@@ -19,6 +24,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._runtime = runtime
         self._sessions = sessions
         self._ready_at = ready_at
+        self._fsck = OnlineFsck(runtime, sessions)
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
@@ -42,6 +48,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     jobs=tier.jobs,
                     healthy=tier.healthy,
                     trouble=tier.trouble,
+                    damaged_blocks=tier.damaged,
                 )
                 for tier in stats.tiers
             ],
@@ -53,6 +60,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
         answer.uptime.FromNanoseconds(int((self._runtime.now() - self._ready_at) * 1e9))
         return answer
+
+    async def Fsck(
+        self, request: admin_pb2.FsckRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.FsckResponse]:
+        run = self._fsck.run(request.tiers, repair=request.repair, rate=request.max_rate_bytes)
+        async with contextlib.aclosing(run) as steps:
+            async for progress in steps:
+                yield _step_of(progress)
 
     def _session_status(self, session: OpenSession) -> admin_pb2.SessionStatus:
         status = admin_pb2.SessionStatus(
@@ -66,3 +81,26 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
         status.age.FromNanoseconds(int((self._runtime.now() - session.opened_at) * 1e9))
         return status
+
+
+def _step_of(progress: Progress) -> admin_pb2.FsckResponse:
+    return admin_pb2.FsckResponse(
+        tier=progress.tier.name,
+        tier_type=progress.tier.type,
+        blocks=progress.blocks,
+        checked_bytes=progress.nbytes,
+        total_blocks=progress.total,
+        findings=[
+            admin_pb2.FsckFinding(
+                namespace_id=finding.name[:NAMESPACE_BYTES],
+                key=finding.name[NAMESPACE_BYTES:],
+                size_bytes=finding.nbytes,
+                problem=finding.problem,
+                repaired=finding.repaired,
+            )
+            for finding in progress.findings
+        ],
+        done=progress.done,
+        note=progress.note,
+        error=progress.error,
+    )

@@ -1,0 +1,189 @@
+"""What one tier is asked to do: on its threads, with the result brought back to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from ..tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier
+from .logs import get_logger
+from .tierthreads import Line, TierThreads
+
+__all__ = ["STALL_SECONDS", "JobObserver", "TierWorker", "close_all"]
+
+_log = get_logger(__name__)
+
+STALL_SECONDS = 5.0
+"""A tier that has not come back from a call for so long is in trouble: a job is 32 MiB at most."""
+
+_CALLS_SECONDS = 3.0
+"""For what still runs at the end; the drain has waited for jobs before."""
+_CLOSE_SECONDS = 10.0
+
+Finished = Callable[[Sequence[Outcome]], None]
+T = TypeVar("T")
+
+
+class JobObserver(Protocol):
+    """Who is told of every job that ended, on the thread that ran it."""
+
+    def __call__(self, tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
+        """Takes note of a job."""
+
+
+def _ignore_job(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
+    """Stands in until somebody observes jobs."""
+
+
+class TierWorker:
+    """Keeps one tier at work. Belongs to the event loop, but for `close`."""
+
+    def __init__(self, tier: SecondaryTier) -> None:
+        self.tier = tier
+        self.observe_job: JobObserver = _ignore_job
+        self.jobs = 0
+        """Stores and loads that wait or run."""
+        self.left_behind = ""
+        """What the tier was doing when `close` stopped waiting for it."""
+        self._threads = TierThreads(tier.name)
+
+    def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
+        """Writes blocks; `finished` hears on the loop what became of them, once."""
+        self._begin(Line.STORE, self.tier.store, blocks, finished)
+
+    def load(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
+        """Fills blocks, likewise."""
+        self._begin(Line.LOAD, self.tier.load, blocks, finished)
+
+    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        """Has the tier forget blocks, before any store that is asked for later.
+
+        What goes wrong here is logged, and no more: what was not removed is removed when the tier is opened again.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._threads.submit(Line.STORE, "remove", lambda: self.tier.remove(keys))
+
+    def check(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Has the tier look at itself, beside its jobs; returns what comes of it.
+
+        That goes on to its end also where nobody waits for it any more, and `close` waits for it. The future must not be
+        cancelled: shield it.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        def run() -> None:
+            result = error = None
+            try:
+                result = work()
+            except Exception as failure:  # noqa: BLE001 - whoever waits is told
+                error = failure
+            with contextlib.suppress(RuntimeError):  # as in `_begin`
+                loop.call_soon_threadsafe(settle, result, error)
+
+        self._threads.submit(Line.CHECK, "check", run)
+        return future
+
+    def stalled(self) -> str:
+        """Returns what the tier has not come back from for long; "" if nothing."""
+        longest = self._threads.longest()
+        if longest is None:
+            return ""
+        operation, started = longest
+        seconds = time.monotonic() - started
+        return f"{operation} has not come back for {seconds:.0f} s" if seconds >= STALL_SECONDS else ""
+
+    def fail_waiting_loads(self) -> None:
+        """Ends the loads that have not begun: who waits for them had better compute."""
+        self._threads.abandon(Line.LOAD)
+
+    def close(self) -> bool:
+        """Waits for what runs and closes the tier; returns whether that came to an end in time. Called once, on any thread.
+
+        A tier that is still at work is not closed: it may be in the middle of anything. That is for it as if the
+        process had been killed.
+        """
+        ended = self._threads.close(_CALLS_SECONDS)
+        if ended:
+            closer = threading.Thread(target=self._close_tier, name=f"kvtier-{self.tier.name}-close", daemon=True)
+            closer.start()
+            closer.join(_CLOSE_SECONDS)
+            ended = not closer.is_alive()
+        if not ended:
+            longest = self._threads.longest()
+            self.left_behind = longest[0] if longest else "close"
+            _log.error(
+                "tier is left behind: it does not come to an end", tier=self.tier.name, operation=self.left_behind
+            )
+        return ended
+
+    def _close_tier(self) -> None:
+        try:
+            self.tier.close()
+        except BaseException as error:  # noqa: BLE001 - the others are closed all the same
+            _log.error("tier failed", tier=self.tier.name, operation="close", exc_info=error)
+
+    def _begin(
+        self,
+        line: Line,
+        move: Callable[[Sequence[BlockBytes]], list[Outcome]],
+        blocks: Sequence[BlockBytes],
+        finished: Finished,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.jobs += 1
+
+        def end(outcomes: Sequence[Outcome]) -> None:
+            self.jobs -= 1
+            finished(outcomes)
+
+        def fail() -> None:
+            loop.call_soon(end, [Outcome.FAILED] * len(blocks))
+
+        def run() -> None:
+            outcomes = self._run(line.value, move, blocks)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended without this tier
+                loop.call_soon_threadsafe(end, outcomes)
+
+        try:
+            self._threads.submit(line, line.value, run, fail)
+        except RuntimeError as error:  # no thread to be had
+            _log.error("tier failed", tier=self.tier.name, operation=line.value, exc_info=error)
+            fail()
+
+    def _run(
+        self, operation: str, move: Callable[[Sequence[BlockBytes]], list[Outcome]], blocks: Sequence[BlockBytes]
+    ) -> Sequence[Outcome]:
+        """Runs on a worker thread."""
+        started = time.monotonic()
+        try:
+            outcomes = move(blocks)
+        except BaseException as error:  # noqa: BLE001 - a tier's defect must not end the server
+            _log.error("tier failed", tier=self.tier.name, operation=operation, exc_info=error)
+            self.tier.trouble = f"{operation}: {error}"
+            outcomes = [Outcome.FAILED] * len(blocks)
+        try:
+            nbytes = sum(block.nbytes for block in blocks)
+            self.observe_job(self.tier.name, operation, time.monotonic() - started, nbytes, outcomes)
+        except Exception as error:  # noqa: BLE001 - a figure less, not a job that never ends
+            _log.error("job not observed", exc_info=error)
+        return outcomes
+
+
+def close_all(workers: Sequence[TierWorker]) -> None:
+    """Closes all tiers side by side, in bounded time; each says of itself whether it was left behind."""
+    closers = [threading.Thread(target=worker.close, daemon=True) for worker in workers]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join()
