@@ -14,16 +14,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from .console import EXIT_CONFIG, EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE
+from .console import complain as _complain
+from .console import refuse as _refuse
+from .console import say as _say
 
 if TYPE_CHECKING:
     from .sources import Loaded
 
 __all__ = ["EXIT_CONFIG", "EXIT_FAILURE", "EXIT_UNREACHABLE", "EXIT_USAGE", "main"]
-
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_UNREACHABLE = 2
-EXIT_CONFIG = 78
 
 _EPILOG = """\
 Settings come from built-in defaults, then the file, then the environment (KVTIER_REGION_SIZE, KVTIER_LOG_LEVEL, …),
@@ -197,80 +196,14 @@ def _fsck(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             return _refuse([f"{flag} does not go with{'' if options.online else 'out'} --online"], EXIT_USAGE)
-    return _fsck_online(options) if options.online else _fsck_offline(options)
-
-
-def _fsck_offline(options: argparse.Namespace) -> int:
-    from . import fsck
+    from . import fsck_command
     from .config import ConfigError
 
+    if options.online:
+        return fsck_command.online(options)
     try:
         loaded = _load(options)
     except ConfigError as error:
         return _refuse(error.problems, EXIT_CONFIG)
     _complain(f"warning: {warning}" for warning in loaded.warnings)
-    tiers = {tier.name: tier for tier in loaded.config.tiers}
-    unknown = [name for name in options.tier if name not in tiers]
-    if unknown:
-        return _refuse([f"there is no tier {name!r}; there are {', '.join(tiers)}" for name in unknown], EXIT_USAGE)
-    reports = []
-    for tier in tiers.values():
-        if options.tier and tier.name not in options.tier:
-            continue
-        with fsck.progress_bar(tier.name) as progress:
-            reports.append(fsck.check_offline(tier, repair=options.repair, progress=progress))
-        if not options.json:
-            for line in fsck.lines(reports[-1]):
-                _say(line)
-    if options.json:
-        _say(fsck.to_json(reports))
-    return fsck.exit_code(reports)
-
-
-def _fsck_online(options: argparse.Namespace) -> int:
-    from ..protos.endpoint import EndpointError, client_endpoint
-    from . import fsck, status
-    from .fsck_client import check_by_server
-    from .units import parse_size
-
-    try:
-        endpoint = client_endpoint(options.endpoint)
-        rate = parse_size(options.rate or 0)
-    except (EndpointError, ValueError) as error:
-        return _refuse([f"{error}"], EXIT_USAGE)
-    reports: dict[str, fsck.TierReport] = {}
-    try:
-        with fsck.progress_bar("fsck") as progress:
-            steps = check_by_server(endpoint, options.tier, repair=options.repair, rate=rate, timeout=options.timeout)
-            for report, total, found in steps:
-                reports[report.name] = report
-                if progress:
-                    progress(report.blocks, total)
-                if not options.json:
-                    for line in fsck.finding_lines(report.name, found):
-                        _say(line)
-    except status.UnreachableError as error:
-        return _refuse([f"{error}"], EXIT_UNREACHABLE)
-    except status.StatusError as error:
-        return _refuse([f"{error}"], fsck.EXIT_UNCHECKED)
-    if options.json:
-        _say(fsck.to_json(list(reports.values())))
-    else:
-        for report in reports.values():
-            for line in fsck.summary_lines(report):
-                _say(line)
-    return fsck.exit_code(list(reports.values()))
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-
-
-def _complain(lines: Any) -> None:
-    for line in lines:
-        sys.stderr.write(f"kvtier: {line}\n")
-
-
-def _refuse(problems: Sequence[str], code: int) -> int:
-    _complain(f"error: {problem}" for problem in problems)
-    return code
+    return fsck_command.offline(loaded.config.tiers, options)

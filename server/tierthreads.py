@@ -105,7 +105,8 @@ class TierThreads:
         return not any(thread.is_alive() for threads in self._threads.values() for thread in threads)
 
     def _take_all(self, line: Line) -> list[_Call]:
-        queue, calls = self._queues[line], []
+        queue = self._queues[line]
+        calls: list[_Call] = []
         while True:
             try:
                 call = queue.get_nowait()

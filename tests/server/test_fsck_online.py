@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import grpc
 import pytest
@@ -88,7 +89,7 @@ class Running:
         self.call = admin_pb2_grpc.AdminServiceStub(self.channel).Fsck(request)
         self.first: admin_pb2.FsckResponse = next(self.call)
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -197,10 +197,8 @@ def test_beside_work(tier: Tier) -> None:
     workers = [threading.Thread(target=load), threading.Thread(target=store)]
     for worker in workers:
         worker.start()
-    found = []
     try:
-        for repair in (False, False, False, True, True):
-            found.append(findings_of(tier, repair=repair))
+        found = [findings_of(tier, repair=repair) for repair in (False, False, False, True, True)]
     finally:
         stop.set()
         for worker in workers:
