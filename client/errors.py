@@ -116,6 +116,7 @@ ERROR_OF = MappingProxyType(
         "LIMIT_EXCEEDED": LimitExceeded,
         "FSCK_RUNNING": LimitExceeded,
         "INTERNAL": ServerError,
+        "REQUEST_NOT_FOUND": InvalidRequest,
     }
 )
 """The exception of each reason; complete, by test."""

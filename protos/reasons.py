@@ -37,6 +37,7 @@ STATUS_OF = MappingProxyType(
         "UNSUPPORTED_VERSION": grpc.StatusCode.FAILED_PRECONDITION,
         "FSCK_RUNNING": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "INTERNAL": grpc.StatusCode.INTERNAL,
+        "REQUEST_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
     }
 )
 """Status of each reason. A test holds it against `kvtier.v1.ErrorReason`: none is missing, none is unknown."""

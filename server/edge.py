@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
+from ..protos.v1 import cache_pb2
 from ..tiers.blocks import GROUP_INDEX_BYTES, NamespaceSpec
+from ..tiers.rules import Medium, TierFilter
 from .config import LeaseConfig, LimitConfig
 from .errors import Refused
 
@@ -52,6 +54,14 @@ class Edge:
         if len(request_id) > _MAX_REQUEST_ID_BYTES:
             raise Refused("INVALID_ARGUMENT", f"request_id is longer than {_MAX_REQUEST_ID_BYTES} characters")
         return request_id
+
+    def tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
+        """Returns which tiers a lookup leaves out."""
+        try:
+            media = frozenset(map(Medium, exclude.media))
+        except ValueError as error:
+            raise Refused("INVALID_ARGUMENT", f"exclude.media: {error}") from error
+        return TierFilter(frozenset(exclude.names), media, exclude.remote)
 
     def wait(self, wait: Duration) -> float:
         """Returns how long a call may wait, in seconds; 0 where it says nothing."""

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from ..tiers.commands import (
     LeaseId,
     LeaseSettled,
     LoadFromTier,
+    LookupInTier,
     RemoveFromTier,
     StoreInTier,
 )
@@ -65,6 +66,8 @@ class TierRuntime:
         self.core = TierManager(region.size_bytes, self.extent_bytes, tiers, first_id=secrets.randbits(62))
         self._workers = [TierWorker(tier) for tier in tiers]
         self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
+        self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
+        """Jobs that threads have ended and the core has not heard of."""
         self._changed = asyncio.Event()
         self._closing = threading.Event()
         self._backing_trouble: str | None = None
@@ -92,6 +95,17 @@ class TierRuntime:
             for command in commands:
                 self._carry_out(command)
             commands = self.core.take_commands()
+
+    def get_finished_jobs(self) -> None:
+        """Lets the core know of all jobs that have ended by now. Called by the loop, and before room is asked for (B3.4)."""
+        if not self._finished:
+            return
+        while self._finished:
+            worker, job_id, outcomes = self._finished.popleft()
+            worker.jobs -= 1
+            self.core.job_finished(job_id, outcomes)
+        self.pump()
+        self.notify()
 
     async def settled(self, lease_id: LeaseId, seconds: float) -> None:
         """Waits until nothing of a lease is pending, or the time is over. The lease may be gone by then."""
@@ -193,9 +207,11 @@ class TierRuntime:
             return
         match command:
             case StoreInTier(job_id, tier, blocks):
-                self._workers[tier - 1].store(self._resolve(blocks), partial(self._finish_job, job_id))
+                self._move(self._workers[tier - 1], "store", job_id, blocks)
             case LoadFromTier(job_id, tier, blocks):
-                self._workers[tier - 1].load(self._resolve(blocks), partial(self._finish_job, job_id))
+                self._move(self._workers[tier - 1], "load", job_id, blocks)
+            case LookupInTier(job_id, tier, keys):
+                self._workers[tier - 1].look_up(keys, partial(self._answered_on_thread, job_id))
             case RemoveFromTier(tier, keys):
                 self._workers[tier - 1].remove(keys)
             case LeaseSettled(lease_id):
@@ -203,14 +219,26 @@ class TierRuntime:
                     if not future.done():
                         future.set_result(None)
 
-    def _finish_job(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
-        self.core.job_finished(job_id, outcomes)
+    def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:
+        """Hands a job to a thread. The slots are resolved here, on the loop; pins keep them where they are."""
+        move = worker.store if operation == "store" else worker.load
+        move([self._block_bytes(block) for block in blocks], partial(self._ended_on_thread, worker, job_id))
+
+    def _ended_on_thread(self, worker: TierWorker, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
+        self._finished.append((worker, job_id, outcomes))
+        self._call_loop(self.get_finished_jobs)
+
+    def _answered_on_thread(self, job_id: JobId, answers: Sequence[bool]) -> None:
+        self._call_loop(self._answered, job_id, answers)
+
+    def _call_loop(self, what: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+    def _answered(self, job_id: JobId, answers: Sequence[bool]) -> None:
+        self.core.lookup_finished(job_id, answers)
         self.pump()
         self.notify()
-
-    def _resolve(self, blocks: Sequence[Block]) -> list[BlockBytes]:
-        """Returns where blocks are. Pins keep them there."""
-        return [self._block_bytes(block) for block in blocks]
 
     def _block_bytes(self, block: Block) -> BlockBytes:
         memory = self.region.memory
@@ -246,6 +274,5 @@ class TierRuntime:
             self._backing_trouble = f"only {offset} of {self.region.size_bytes} bytes are backed: {error}"
             _log.error("region is smaller than configured", backed_bytes=offset, error=str(error))
             return False
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
-            self._loop.call_soon_threadsafe(self.core.add_memory, offset, nbytes)
+        self._call_loop(self.core.add_memory, offset, nbytes)
         return True

@@ -100,6 +100,11 @@ class SessionRegistry:
             raise Refused("STALE_EPOCH", "the session is of another life of this server; open a new one")
         raise Refused("UNKNOWN_SESSION", "there is no such session: it fell, or was never opened")
 
+    def check(self, session: Session) -> None:
+        """Raises `Refused` if a session has fallen while somebody waited on its behalf."""
+        if session.id not in self._sessions:
+            raise Refused("UNKNOWN_SESSION", "the session fell meanwhile")
+
     def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
         """Takes note that a connection maps the region for a session; returns whether there is such a session."""
         session = self._sessions.get(session_id)

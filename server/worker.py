@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from ..tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier
+from ..tiers.base import BlockBytes, Outcome, SecondaryTier
+from ..tiers.questions import Name
 from .logs import get_logger
 from .tierthreads import Line, TierThreads
 
@@ -46,20 +47,37 @@ class TierWorker:
         self.tier = tier
         self.observe_job: JobObserver = _ignore_job
         self.jobs = 0
-        """Stores and loads that wait or run."""
+        """Stores and loads that were begun and have not been taken note of; who hears of their end counts them down."""
         self.left_behind = ""
         """What the tier was doing when `close` stopped waiting for it."""
         self._threads = TierThreads(tier.name)
 
     def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
-        """Writes blocks; `finished` hears on the loop what became of them, once."""
+        """Writes blocks; `finished` hears what became of them, once and on the thread that did it."""
         self._begin(Line.STORE, self.tier.store, blocks, finished)
 
     def load(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
         """Fills blocks, likewise."""
         self._begin(Line.LOAD, self.tier.load, blocks, finished)
 
-    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
+    def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
+        """Asks for blocks; `answered` hears on that thread, once, which of them are there: none where that went wrong."""
+
+        def run() -> None:
+            answers: Sequence[bool] = []
+            try:
+                answers = self.tier.lookup(keys)
+            except BaseException as error:  # noqa: BLE001 - a tier's defect must not end the server
+                self._note_failure("lookup", error)
+            answered(answers)
+
+        try:
+            self._threads.submit(Line.LOAD, "lookup", run, lambda: answered([]))
+        except RuntimeError as error:  # no thread to be had
+            self._note_failure("lookup", error)
+            answered([])
+
+    def remove(self, keys: Sequence[Name]) -> None:
         """Has the tier forget blocks, before any store that is asked for later.
 
         What goes wrong here is logged, and no more: what was not removed is removed when the tier is opened again.
@@ -127,6 +145,10 @@ class TierWorker:
             )
         return ended
 
+    def _note_failure(self, operation: str, error: BaseException) -> None:
+        _log.error("tier failed", tier=self.tier.name, operation=operation, exc_info=error)
+        self.tier.trouble = f"{operation}: {error}"
+
     def _close_tier(self) -> None:
         try:
             self.tier.close()
@@ -140,25 +162,15 @@ class TierWorker:
         blocks: Sequence[BlockBytes],
         finished: Finished,
     ) -> None:
-        loop = asyncio.get_running_loop()
         self.jobs += 1
 
-        def end(outcomes: Sequence[Outcome]) -> None:
-            self.jobs -= 1
-            finished(outcomes)
-
         def fail() -> None:
-            loop.call_soon(end, [Outcome.FAILED] * len(blocks))
-
-        def run() -> None:
-            outcomes = self._run(line.value, move, blocks)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended without this tier
-                loop.call_soon_threadsafe(end, outcomes)
+            finished([Outcome.FAILED] * len(blocks))
 
         try:
-            self._threads.submit(line, line.value, run, fail)
+            self._threads.submit(line, line.value, lambda: finished(self._run(line.value, move, blocks)), fail)
         except RuntimeError as error:  # no thread to be had
-            _log.error("tier failed", tier=self.tier.name, operation=line.value, exc_info=error)
+            self._note_failure(line.value, error)
             fail()
 
     def _run(
@@ -169,8 +181,7 @@ class TierWorker:
         try:
             outcomes = move(blocks)
         except BaseException as error:  # noqa: BLE001 - a tier's defect must not end the server
-            _log.error("tier failed", tier=self.tier.name, operation=operation, exc_info=error)
-            self.tier.trouble = f"{operation}: {error}"
+            self._note_failure(operation, error)
             outcomes = [Outcome.FAILED] * len(blocks)
         try:
             nbytes = sum(block.nbytes for block in blocks)

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .rules import DEFAULT_RULES, NamespaceId, OffloadPolicy, RequestInfo, Rule, Vote
+from .rules import DEFAULT_RULES, Medium, NamespaceId, OffloadPolicy, RequestInfo, Rule, TierFilter, Vote
 
 __all__ = [
     "BlockBytes",
     "Entry",
+    "Medium",
     "NamespaceId",
     "OffloadPolicy",
     "Outcome",
@@ -27,6 +28,7 @@ __all__ = [
     "SecondaryTier",
     "TierDamagedError",
     "TierError",
+    "TierFilter",
     "TierInUseError",
     "TierOpenError",
     "Vote",
@@ -94,11 +96,11 @@ class Entry:
 class SecondaryTier(ABC):
     """A place for blocks under the CPU tier.
 
-    `store`, `load` and `remove` are called on worker threads of the server: never more than one `store` or `remove`
-    at a time, any number of `load`s beside it. The core never asks for a block to be loaded, stored or removed while
-    another of these runs on the same block. They do not raise for what can happen to data (full, damaged, missing):
-    that is an `Outcome`. An exception is taken as `Outcome.FAILED` for every block of the job. The other
-    methods are called on the event loop, and return without doing I/O.
+    `store`, `load`, `lookup` and `remove` are called on worker threads of the server: never more than one `store` or
+    `remove` at a time, any number of `load`s and `lookup`s beside it. The core never asks for a block to be loaded, stored
+    or removed while another of these runs on the same block. They do not raise for what can happen to data (full, damaged,
+    missing): that is an `Outcome`. An exception is taken as `Outcome.FAILED` for every block of the job. The other methods
+    are called on the event loop, and return without doing I/O.
     """
 
     type: ClassVar[str]
@@ -106,6 +108,15 @@ class SecondaryTier(ABC):
 
     durable: ClassVar[bool]
     """Whether blocks survive a restart of the server."""
+
+    medium: ClassVar[Medium] = Medium.DISK
+    """What its bytes lie on; a lookup can leave media out."""
+
+    local: ClassVar[bool] = True
+    """Whether its bytes are on this host; a lookup can leave the others out."""
+
+    shared: ClassVar[bool] = False
+    """Whether others than this server write to its storage: then it is asked (`lookup`) for what the core does not know of."""
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
         """`capacity_bytes` is what the core lets the blocks here add up to (`Entry.nbytes`)."""
@@ -126,6 +137,14 @@ class SecondaryTier(ABC):
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
         """Yields what the tier holds from an earlier life, oldest first. Called once, before everything else."""
+
+    def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
+        """Returns for each block whether it is there. Asked of `shared` tiers only, on a worker thread; may do I/O.
+
+        Raises:
+            NotImplementedError: the tier is not shared.
+        """
+        raise NotImplementedError(f"{self.type} knows by heart what it holds")
 
     @abstractmethod
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:

@@ -9,6 +9,7 @@ from .base import NamespaceId
 from .errors import InvalidKey, InvalidNamespace
 
 if TYPE_CHECKING:
+    from .history import MissReason
     from .policies import EvictionPolicy
 
 __all__ = ["GROUP_INDEX_BYTES", "SLOT_ALIGNMENT", "Block", "NamespaceSpec"]
@@ -74,6 +75,7 @@ class Block:
         "pins",
         "promoting",
         "ready",
+        "retired",
         "slots",
         "writers",
         "written",
@@ -96,8 +98,10 @@ class Block:
         self.promoting = False
         """Whether a job is filling all parts from a secondary tier."""
         self.pins = 0
-        self.left_out = False
-        """Whether a tier that should have got it was too far behind."""
+        self.left_out: MissReason | None = None
+        """Why a tier that should have got it did not, if there is one."""
+        self.retired = False
+        """Whether a reset has taken it out of the index: it goes as soon as nobody pins it."""
         self.last_use = 0
         """Logical time of the last store or lookup."""
         self._all_written = (1 << spec.world_size) - 1

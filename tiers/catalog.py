@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
 
 from .base import Entry, NamespaceId
+from .history import MissReason
 from .policies import EvictionPolicy
 
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
@@ -25,6 +26,8 @@ class EntryState(enum.Enum):
 
     STORING = enum.auto()
     HELD = enum.auto()
+    LOST = enum.auto()
+    """Out of the catalog, for the tier found it damaged; a load of it may still run."""
 
 
 class CatalogEntry:
@@ -52,7 +55,14 @@ class Catalog:
     An entry exists from the moment when its store is submitted, so that the room is taken and no block is stored twice.
     """
 
-    def __init__(self, capacity_bytes: int, new_policy: Callable[[], EvictionPolicy[CatalogEntry]]) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        new_policy: Callable[[], EvictionPolicy[CatalogEntry]],
+        left: Callable[[NamespaceId, bytes, MissReason], None],
+    ) -> None:
+        """`left` is told of every block that is evicted."""
+        self._left = left
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.evictions = 0
@@ -148,5 +158,6 @@ class Catalog:
     def _evict(self, victims: list[CatalogEntry]) -> list[CatalogEntry]:
         for entry in victims:
             self.drop(entry)
+            self._left(entry.namespace, entry.key, MissReason.EVICTED)
         self.evictions += len(victims)
         return victims

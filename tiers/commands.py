@@ -9,7 +9,17 @@ from typing import NewType
 from .base import NamespaceId
 from .blocks import Block
 
-__all__ = ["Command", "JobId", "LeaseId", "LeaseSettled", "LoadFromTier", "RemoveFromTier", "StoreId", "StoreInTier"]
+__all__ = [
+    "Command",
+    "JobId",
+    "LeaseId",
+    "LeaseSettled",
+    "LoadFromTier",
+    "LookupInTier",
+    "RemoveFromTier",
+    "StoreId",
+    "StoreInTier",
+]
 
 JobId = NewType("JobId", int)
 LeaseId = NewType("LeaseId", int)
@@ -35,6 +45,15 @@ class LoadFromTier:
 
 
 @dataclass(frozen=True, slots=True)
+class LookupInTier:
+    """Ask a tier whether it has these blocks, then report `TierManager.lookup_finished`."""
+
+    job_id: JobId
+    tier: int
+    keys: Sequence[tuple[NamespaceId, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
 class RemoveFromTier:
     """Remove these blocks from a tier, before any store that is asked for later. Nothing is reported."""
 
@@ -49,4 +68,4 @@ class LeaseSettled:
     lease_id: LeaseId
 
 
-Command = StoreInTier | LoadFromTier | RemoveFromTier | LeaseSettled
+Command = StoreInTier | LoadFromTier | LookupInTier | RemoveFromTier | LeaseSettled

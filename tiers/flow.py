@@ -6,19 +6,21 @@ Every block of a job is pinned until the job has ended (B3.8), so that its slots
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .base import NamespaceId, Outcome, SecondaryTier
+from .base import NamespaceId, Outcome, SecondaryTier, TierFilter
 from .blocks import Block
-from .catalog import Catalog, CatalogEntry, EntryState
-from .commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
-from .policies import DEFAULT_POLICY, POLICIES
+from .catalog import CatalogEntry, EntryState
+from .commands import Command, JobId, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
+from .errors import InvalidItem
+from .history import History, MissReason
+from .lane import Lane, Presence
+from .policies import DEFAULT_POLICY
+from .questions import Name
 from .requests import Request
-from .stats import TierStats
 
-__all__ = ["Finished", "JobKind", "Lane", "TierFlow"]
+__all__ = ["Finished", "JobKind", "TierFlow"]
 
 JOB_BYTES = 32 << 20
 """How much one job moves at most: enough for transactions to pay off, little enough for results to come in time."""
@@ -48,57 +50,6 @@ class Finished:
     paid: list[Request]
 
 
-class Lane:
-    """One secondary tier as the core sees it: its catalog, its queue, its counters."""
-
-    def __init__(self, index: int, tier: SecondaryTier, max_queued_bytes: int, policy: str) -> None:
-        self.index = index
-        """Position in the lookup order; the CPU tier is 0."""
-        self.tier = tier
-        self.catalog = Catalog(tier.capacity_bytes, POLICIES[policy])
-        self.max_queued_bytes = max_queued_bytes
-        self.queue: deque[Block] = deque()
-        """Blocks that wait to be stored; each is pinned, and has its entry in the catalog."""
-        self.doomed: list[CatalogEntry] = []
-        """Evicted entries that the tier still has to remove, before the next store."""
-        self.storing = False
-        self.owed: dict[tuple[NamespaceId, bytes], list[Request]] = {}
-        """Blocks on their way that requests insist on."""
-        self.queued_bytes = 0
-        """Size of what waits or is being stored."""
-        self.jobs = 0
-        self.hits = 0
-        self.asked = 0
-        self.dropped = 0
-        """Blocks whose cascade was dropped: the queue or the tier was full."""
-        self.damaged = 0
-        """Blocks that the tier lost because they were damaged."""
-
-    def use(self, blocks: Iterable[Block], user: Hashable) -> None:
-        """Takes note that a request used these blocks, as far as they are here, given head first."""
-        entries = (self.catalog.get(block.namespace, block.key) for block in blocks)
-        self.catalog.use([entry for entry in entries if entry is not None], user)
-
-    def stats(self) -> TierStats:
-        """Returns the figures of this moment."""
-        return TierStats(
-            name=self.tier.name,
-            type=self.tier.type,
-            capacity_bytes=self.catalog.capacity_bytes,
-            available_bytes=self.catalog.capacity_bytes,
-            used_bytes=self.catalog.used_bytes,
-            blocks=len(self.catalog),
-            hits=self.hits,
-            misses=self.asked - self.hits,
-            evictions=self.catalog.evictions,
-            dropped=self.dropped,
-            damaged=self.damaged,
-            jobs=self.jobs,
-            healthy=self.tier.trouble is None,
-            trouble=self.tier.trouble or "",
-        )
-
-
 class TierFlow:
     """Plans jobs for the secondary tiers and takes in their results."""
 
@@ -108,16 +59,20 @@ class TierFlow:
         max_queued_bytes: int,
         unpin: Callable[[Block], None],
         command: Callable[[Command], None],
+        history: History,
         eviction: Mapping[str, str],
     ) -> None:
         """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored."""
         self.lanes = [
-            Lane(number, tier, max_queued_bytes, eviction.get(tier.name, DEFAULT_POLICY))
+            Lane(number, tier, max_queued_bytes, eviction.get(tier.name, DEFAULT_POLICY), history.left)
             for number, tier in enumerate(tiers, start=1)
         ]
+        self.has_shared_tiers = any(tier.shared for tier in tiers)
         self._unpin = unpin
+        self._left = history.left
         self._command = command
         self._jobs: dict[JobId, _Job] = {}
+        self._lookups: dict[JobId, tuple[Lane, Sequence[Name]]] = {}
         self._last_id = 0
 
     def recover(self) -> None:
@@ -126,25 +81,79 @@ class TierFlow:
             lane.doomed += lane.catalog.recover(lane.tier.entries())
             self._advance(lane)
 
-    def find(self, namespace: NamespaceId, key: bytes) -> Lane | None:
-        """Returns the first tier that can load this block."""
+    def excluded(self, tiers: TierFilter) -> frozenset[int]:
+        """Returns the positions of the tiers that a lookup leaves out.
+
+        Raises:
+            InvalidItem: the filter names a tier that does not exist, or the CPU tier.
+        """
+        if not tiers:
+            return frozenset()
+        unknown = tiers.names - {lane.tier.name for lane in self.lanes}
+        if unknown:
+            names = ", ".join(lane.tier.name for lane in self.lanes) or "none"
+            raise InvalidItem(f"there is no tier {min(unknown)!r} that could be left out; there are {names}")
+        return frozenset(lane.index for lane in self.lanes if lane.matches(tiers))
+
+    def find(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> tuple[Lane | None, Presence]:
+        """Returns the first tier that can load this block, or why there is none; counts the misses of those before."""
+        presence = Presence.ABSENT
         for lane in self.lanes:
-            lane.asked += 1
-            if lane.catalog.held(namespace, key) is not None:
-                return lane
-        return None
+            found = lane.presence(namespace, key, excluded)
+            if found is Presence.HELD:
+                return lane, found
+            if found is Presence.ABSENT:
+                lane.misses += lane.index not in excluded
+            elif presence is not Presence.UNKNOWN:
+                presence = found
+        return None, presence
+
+    def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
+        """Returns what `find` would say, and counts nothing."""
+        found = {lane.presence(namespace, key, excluded) for lane in self.lanes}
+        order = (Presence.HELD, Presence.UNKNOWN, Presence.EXCLUDED)
+        return next((presence for presence in order if presence in found), Presence.ABSENT)
+
+    def holds(self, namespace: NamespaceId, key: bytes) -> bool:
+        """Returns whether a tier can load this block, as far as the core knows."""
+        return any(lane.catalog.held(namespace, key) is not None for lane in self.lanes)
+
+    def ask(self) -> None:
+        """Asks the shared tiers what `find` did not know."""
+        if not self.has_shared_tiers:
+            return
+        for lane in self.lanes:
+            names = lane.questions.take_new()
+            if names:
+                job_id = self._next_id()
+                self._lookups[job_id] = (lane, names)
+                self._command(LookupInTier(job_id, lane.index, names))
+
+    def answered(self, job_id: JobId, answers: Sequence[bool], now: float) -> None:
+        """Takes in what a shared tier said. A job that is not known is ignored."""
+        lane, names = self._lookups.pop(job_id, (None, ()))
+        if lane is not None:
+            lane.questions.answered(names, answers, now)
+
+    def tick(self, now: float) -> None:
+        """Forgets what may not be true any more."""
+        for lane in self.lanes:
+            lane.questions.tick(now)
 
     def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
         """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10).
 
         `user` is the request that used the blocks, by the name that eviction policies know it by.
         """
+        for block in blocks:
+            block.left_out = None
         for lane in self.lanes:
             for block in blocks:
                 if lane.catalog.get(block.namespace, block.key) is None:
                     limit = None if even_if_busy else lane.max_queued_bytes
-                    block.left_out = not self._enqueue(lane, block, limit)
-                    lane.dropped += block.left_out
+                    if not self._enqueue(lane, block, limit):
+                        block.left_out = MissReason.STORE_FAILED
+                        lane.dropped += 1
             lane.use(blocks, user)
             self._advance(lane)
 
@@ -181,7 +190,7 @@ class TierFlow:
                 job = self._begin(lane, JobKind.LOAD, batch)
                 for entry in job.entries:
                     entry.loads += 1
-                lane.catalog.use(job.entries, user)
+                lane.use(batch, user)
 
     def user_finished(self, user: Hashable) -> None:
         """Takes note that a request uses nothing any more."""
@@ -212,7 +221,7 @@ class TierFlow:
             self._advance(job.lane)
         return Finished(job.kind, results, paid)
 
-    def lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
+    def lost(self, tier: int, names: Iterable[Name]) -> None:
         """Forgets blocks that a tier has put out of use because they are damaged.
 
         The tier is told to remove them all the same. By the time that this is heard it may have been given another block
@@ -223,12 +232,15 @@ class TierFlow:
             loop     hears that K is lost, and takes the new one for it
         """
         lane = self.lanes[tier - 1]
-        for namespace, key in names:
+        for name in names:
             lane.damaged += 1
-            entry = lane.catalog.held(namespace, key)
+            lane.questions.forget(name)
+            entry = lane.catalog.held(*name)
             if entry is None:  # or it is just being stored: what comes is sound
                 continue
             lane.catalog.drop(entry)
+            entry.state = EntryState.LOST
+            self._left(*name, MissReason.LOAD_FAILED)
             if not entry.loads:  # else the end of the load sees to it: nothing is removed while it is being loaded
                 lane.doomed.append(entry)
         self._advance(lane)
@@ -246,6 +258,7 @@ class TierFlow:
         if outcome is Outcome.DONE:
             entry.state = EntryState.HELD
         else:
+            block.left_out = MissReason.STORE_FAILED
             lane.catalog.drop(entry)
             # Nobody knows how far it came: what may be left of it must not take room that is not accounted for.
             lane.doomed.append(entry)
@@ -256,13 +269,16 @@ class TierFlow:
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1
-        known = lane.catalog.get(block.namespace, block.key)
-        lane.damaged += outcome is Outcome.CORRUPT and known is entry
-        if known is None and not entry.loads:  # lost while it was being loaded
-            lane.doomed.append(entry)
-            self._advance(lane)
-        elif known is entry and outcome in (Outcome.MISSING, Outcome.CORRUPT):
-            lane.catalog.drop(entry)
+        if entry.state is EntryState.LOST:
+            if not entry.loads:
+                lane.doomed.append(entry)
+                self._advance(lane)
+            return
+        lane.damaged += outcome is Outcome.CORRUPT
+        if outcome in (Outcome.MISSING, Outcome.CORRUPT):
+            lane.questions.forget(entry.name)
+            if lane.catalog.get(block.namespace, block.key) is entry:
+                lane.catalog.drop(entry)
 
     def _enqueue(self, lane: Lane, block: Block, limit: int | None) -> bool:
         """Lets a block wait for a tier, unless more than `limit` bytes would, or the tier has no room; returns whether."""
@@ -290,8 +306,7 @@ class TierFlow:
         if lane.storing:
             return
         if lane.doomed:
-            self._command(RemoveFromTier(lane.index, [(entry.namespace, entry.key) for entry in lane.doomed]))
-            lane.doomed = []
+            self._command(RemoveFromTier(lane.index, lane.take_doomed()))
         if lane.queue:
             batch = _batch(lane.queue)
             for _ in batch:
@@ -300,14 +315,17 @@ class TierFlow:
             self._begin(lane, JobKind.STORE, batch)
 
     def _begin(self, lane: Lane, kind: JobKind, blocks: Sequence[Block]) -> _Job:
-        self._last_id += 1
-        job_id = JobId(self._last_id)
-        entries = [entry for block in blocks if (entry := lane.catalog.get(block.namespace, block.key))]
+        job_id = self._next_id()
+        entries = [lane.entry_of(block) for block in blocks]
         job = self._jobs[job_id] = _Job(lane, kind, blocks, entries)
         lane.jobs += 1
         make = StoreInTier if kind is JobKind.STORE else LoadFromTier
         self._command(make(job_id, lane.index, blocks))
         return job
+
+    def _next_id(self) -> JobId:
+        self._last_id += 1
+        return JobId(self._last_id)
 
 
 def _batch(blocks: Iterable[Block]) -> list[Block]:

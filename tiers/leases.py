@@ -1,25 +1,24 @@
-"""Leases: the pins that clients hold, each with an owner and an expiry.
+"""Leases: the pins that readers hold, each with an owner and an expiry.
 
-A `Lease` pins blocks for reading; a `Store` pins blocks, and slots, for writing. Both belong to an engine, fall with
-the session that they were granted to, and end once.
+A lease belongs to an engine, falls with the session that it was granted to, and ends once.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from .blocks import Block
-from .commands import LeaseId, StoreId
-from .errors import InvalidItem, LeaseNotFound, NotOwner, NotReady, StoreNotFound
+from .commands import LeaseId
+from .errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
 
 if TYPE_CHECKING:
-    from .requests import Request
+    from .journal import LookupRecord
 
-__all__ = ["KeyStatus", "Lease", "LeaseTable", "Owner", "Store", "StoreTable"]
+__all__ = ["KeyStatus", "Lease", "LeaseTable", "LookupAnswer", "Owner"]
 
 K = TypeVar("K")
 
@@ -41,6 +40,11 @@ class Owner:
     session_id: bytes
     request_id: str
 
+    @property
+    def user(self) -> tuple[str, str] | None:
+        """What eviction policies know the request by; None where the client did not say."""
+        return (self.engine_id, self.request_id) if self.request_id else None
+
 
 @dataclass(slots=True, eq=False)
 class Lease:
@@ -50,7 +54,9 @@ class Lease:
         items: per looked-up key the pinned block, or None for a miss; misses at the end are left out.
         keys: number of keys that were looked up.
         sources: per key the index of the tier where it was found; meaningless for misses.
+        granted_at: when it was granted, in the core's seconds.
         pending: items whose block is not ready yet.
+        record: what the journal keeps of the lookup.
     """
 
     id: LeaseId
@@ -59,7 +65,9 @@ class Lease:
     items: list[Block | None]
     keys: int
     sources: bytes
+    granted_at: float = 0.0
     pending: int = 0
+    record: LookupRecord | None = None
 
     def statuses(self) -> bytes:
         """Returns a `KeyStatus` per looked-up key."""
@@ -89,13 +97,39 @@ class Lease:
         return offsets
 
 
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    """What a lookup found.
+
+    Attributes:
+        keys: number of keys that were looked up.
+        lease: pins what hit; None where nothing did.
+        retries: positions of the keys that a tier has been asked about and has not answered for yet (B3.15).
+    """
+
+    keys: int
+    lease: Lease | None
+    retries: Sequence[int] = ()
+
+    def statuses(self) -> bytes:
+        """Returns a `KeyStatus` per looked-up key."""
+        statuses = self.lease.statuses() if self.lease else bytes([KeyStatus.MISS]) * self.keys
+        if not self.retries:
+            return statuses
+        deferred = bytearray(statuses)
+        for position in self.retries:
+            deferred[position] = KeyStatus.RETRY
+        return bytes(deferred)
+
+
 class LeaseTable:
     """The leases that are held, by id, and who waits for which block."""
 
     def __init__(self, unpin: Callable[[Block], None], first_id: int = 1) -> None:
         self._unpin = unpin
         self._leases: dict[LeaseId, Lease] = {}
-        self._waiting: dict[Block, list[Lease]] = defaultdict(list)
+        self._waiting: dict[Block, list[tuple[Lease, int]]] = defaultdict(list)
+        """Per pending block the leases, and their items, that it is in."""
         self._by_session: dict[bytes, dict[Lease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[str, str], dict[Lease, None]] = defaultdict(dict)
         self._items: dict[bytes, int] = defaultdict(int)
@@ -104,14 +138,24 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, owner: Owner, expires_at: float, items: list[Block | None], sources: bytes, *, keys: int) -> Lease:
+    def grant(
+        self,
+        owner: Owner,
+        expires_at: float,
+        items: list[Block | None],
+        sources: bytes,
+        *,
+        keys: int,
+        now: float,
+        record: LookupRecord | None = None,
+    ) -> Lease:
         """Grants a lease on blocks that are pinned already; the pins are the lease's from now on."""
-        lease = Lease(LeaseId(self._next_id), owner, expires_at, items, keys, sources)
+        lease = Lease(LeaseId(self._next_id), owner, expires_at, items, keys, sources, now, record=record)
         self._next_id += 1
-        for block in items:
+        for item, block in enumerate(items):
             if block is not None and not block.ready:
                 lease.pending += 1
-                self._waiting[block].append(lease)
+                self._waiting[block].append((lease, item))
         self._leases[lease.id] = lease
         self._by_session[owner.session_id][lease] = None
         self._by_request[owner.engine_id, owner.request_id][lease] = None
@@ -151,24 +195,26 @@ class LeaseTable:
             waiting = self._waiting.get(block) if block is not None else None
             if block is None or waiting is None:
                 continue
-            waiting[:] = [other for other in waiting if other is not lease]
+            waiting[:] = [entry for entry in waiting if entry[0] is not lease]
             if not waiting:
                 del self._waiting[block]
 
-    def settle(self, block: Block) -> list[LeaseId]:
-        """Takes note that a block is not pending any more; returns the leases that have nothing pending left.
+    def settle(self, block: Block) -> list[tuple[Lease, int]]:
+        """Takes note that a block is not pending any more; returns the leases, and their items, that waited for it.
 
-        If the block did not become ready it is a miss for those who waited.
+        If the block did not become ready it is a miss for them.
         """
-        settled = []
-        for lease in self._waiting.pop(block, ()):
+        waited = self._waiting.pop(block, [])
+        for lease, item in waited:
             lease.pending -= 1
             if not block.ready:
-                lease.items[lease.items.index(block)] = None
+                lease.items[item] = None
                 self._unpin(block)
-            if not lease.pending:
-                settled.append(lease.id)
-        return settled
+        return waited
+
+    def __iter__(self) -> Iterator[Lease]:
+        """Iterates over all leases, the oldest first."""
+        return iter(self._leases.values())
 
     def of_session(self, session_id: bytes) -> list[Lease]:
         """Returns the leases of a session."""
@@ -194,110 +240,3 @@ def _discard(index: dict[K, dict[Lease, None]], key: K, lease: Lease) -> bool:
     if not leases:
         del index[key]
     return not leases
-
-
-@dataclass(slots=True, eq=False)
-class Store:
-    """A write in flight: pinned blocks with a granted slot each, all for one rank."""
-
-    id: StoreId
-    owner: Owner
-    rank: int
-    expires_at: float
-    blocks: Sequence[Block]
-    request: Request | None = None
-    """The request on whose behalf it is; None for one that was never begun."""
-
-    def slots(self) -> list[int]:
-        """Returns the granted slots, in the order of the blocks."""
-        return [offset for block in self.blocks if (offset := block.slots[self.rank]) is not None]
-
-
-@dataclass(slots=True)
-class _Quarantine:
-    """Slots of a store that ended while somebody might still write to them."""
-
-    offsets: list[int]
-    nbytes: int
-    engine_id: str
-    writers: set[int]
-
-
-@dataclass(slots=True)
-class StoreTable:
-    """The stores in flight, and the slots of those that ended before their writers did.
-
-    A writer is a connection that keeps the region mapped (`Region` in the wire contract). A slot is given
-    away again only when nobody can still write to it: when its store was completed, or when every writer that its
-    session had is gone.
-    """
-
-    release_slots: Callable[[Iterable[int]], None]
-    next_id: int = 1
-    _stores: dict[StoreId, Store] = field(default_factory=dict)
-    _quarantine: dict[StoreId, _Quarantine] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self._stores)
-
-    @property
-    def quarantined_bytes(self) -> int:
-        """Bytes of slots that are out of use because of a writer that may still be there."""
-        return sum(entry.nbytes for entry in self._quarantine.values())
-
-    def begin(
-        self, owner: Owner, rank: int, expires_at: float, blocks: Sequence[Block], request: Request | None = None
-    ) -> Store:
-        """Registers a store of blocks that are pinned and have a slot for the rank."""
-        store = Store(StoreId(self.next_id), owner, rank, expires_at, blocks, request)
-        self.next_id += 1
-        self._stores[store.id] = store
-        return store
-
-    def get(self, store_id: StoreId, engine_id: str) -> Store:
-        """Returns a store of this engine.
-
-        Raises:
-            StoreNotFound: it ended, or never was.
-            NotOwner: it belongs to another engine.
-        """
-        store = self._stores.get(store_id)
-        if store is None:
-            raise StoreNotFound(f"there is no store {store_id}: it was completed, expired or fell with its session")
-        if store.owner.engine_id != engine_id:
-            raise NotOwner(f"store {store_id} belongs to another engine")
-        return store
-
-    def end(self, store: Store) -> None:
-        """Forgets a store; its pins and slots are the caller's from now on."""
-        del self._stores[store.id]
-
-    def quarantine(self, store: Store, offsets: list[int], nbytes: int, writers: set[int]) -> None:
-        """Keeps slots of an ended store out of use until all of these writers are gone."""
-        self._quarantine[store.id] = _Quarantine(offsets, nbytes, store.owner.engine_id, set(writers))
-        self._lift_if_free(store.id)
-
-    def writer_gone(self, writer: int) -> None:
-        """Takes note that a connection has ended."""
-        for store_id, entry in list(self._quarantine.items()):
-            entry.writers.discard(writer)
-            self._lift_if_free(store_id)
-
-    def writer_done(self, store_id: StoreId, engine_id: str) -> None:
-        """Takes note of a completion that came too late: at least, nobody writes any more."""
-        entry = self._quarantine.get(store_id)
-        if entry is not None and entry.engine_id == engine_id:
-            entry.writers.clear()
-            self._lift_if_free(store_id)
-
-    def owned_by(self, session_id: bytes) -> list[Store]:
-        """Returns the stores of a session."""
-        return [store for store in self._stores.values() if store.owner.session_id == session_id]
-
-    def expired(self, now: float) -> list[Store]:
-        """Returns the stores whose time is over."""
-        return [store for store in self._stores.values() if store.expires_at <= now]
-
-    def _lift_if_free(self, store_id: StoreId) -> None:
-        if not self._quarantine[store_id].writers:
-            self.release_slots(self._quarantine.pop(store_id).offsets)

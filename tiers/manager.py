@@ -7,26 +7,29 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from .answers import DurableStatus, Negotiation, Session, StoreAnswer, StoreStatus
-from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier
+from .answers import DurableStatus, Negotiation, Session, StoreAnswer
+from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, TierFilter
 from .blocks import Block, NamespaceSpec
 from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
-from .errors import InvalidItem, InvalidNamespace, LimitExceeded, UnknownSession
-from .flow import JobKind, Lane, TierFlow
-from .leases import Lease, LeaseTable, Owner, Store, StoreTable
+from .errors import InvalidNamespace, UnknownSession
+from .flow import JobKind, TierFlow
+from .grants import Store
+from .history import History, MissReason
+from .journal import Journal, RequestRecord
+from .leases import Lease, LookupAnswer
+from .lookups import Lookups
 from .policies import DEFAULT_POLICY, POLICIES
 from .primary import PrimaryTier
 from .requests import Request, RequestTable
 from .stats import ManagerStats, TierStats
+from .stores import Stores
 
-__all__ = ["TierManager"]
+__all__ = ["CPU_TIER", "TierManager"]
 
 CPU_TIER = "cpu"
-MAX_LEASED_ITEMS = 4 << 20
-"""Most items that the leases of one session may add up to."""
+_ALL_TIERS = TierFilter()
 
 
 class TierManager:
@@ -61,18 +64,23 @@ class TierManager:
         _check_eviction(eviction, {CPU_TIER, *(tier.name for tier in tiers)})
         self._commands: list[Command] = []
         self._region_bytes = region_bytes
-        self._primary = PrimaryTier(extent_bytes, POLICIES[eviction.get(CPU_TIER, DEFAULT_POLICY)])
-        self._leases = LeaseTable(self._primary.unpin, first_id)
-        self._stores = StoreTable(self._primary.release, first_id)
-        self._flow = TierFlow(
-            tiers, max_queued_bytes or region_bytes // 4, self._primary.unpin, self._commands.append, eviction
-        )
+        self._now = 0.0
         self._sessions: dict[bytes, Session] = {}
-        self._requests = RequestTable(self._tell_tiers)
         self._namespaces: set[NamespaceId] = set()
-        self._asked = 0
-        self._primary_hits = 0
-        self._misses = 0
+        self._history = History()
+        self._journal = Journal()
+        self._primary = PrimaryTier(extent_bytes, POLICIES[eviction.get(CPU_TIER, DEFAULT_POLICY)], self._history.left)
+        self._flow = TierFlow(
+            tiers,
+            max_queued_bytes or region_bytes // 4,
+            self._primary.unpin,
+            self._commands.append,
+            self._history,
+            eviction,
+        )
+        self._requests = RequestTable(self._tell_tiers)
+        self._lookups = Lookups(self._primary, self._flow, self._history, self._journal, first_id)
+        self._stores = Stores(self._primary, self._flow, self._requests, self._history, self._settle, first_id)
         self._flow.recover()
 
     def take_commands(self) -> list[Command]:
@@ -102,6 +110,7 @@ class TierManager:
         session = Session(session_id, engine_id, rank, namespace, tenant)
         self._sessions[session_id] = session
         self._namespaces.add(namespace.id)
+        self._lookups.namespace_opened(namespace.id, tenant)
         return session
 
     def session(self, session_id: bytes) -> Session:
@@ -118,10 +127,10 @@ class TierManager:
     def close_session(self, session_id: bytes) -> None:
         """Lets everything fall that the session holds. Slots that it may still write to are quarantined."""
         session = self.session(session_id)
-        for lease in self._leases.of_session(session_id):
-            self._leases.release(lease)
-        for store in self._stores.owned_by(session_id):
-            self._abandon(store, session.writers)
+        for lease in self._lookups.leases.of_session(session_id):
+            self._lookups.release(lease)
+        for store in self._stores.table.owned_by(session_id):
+            self._stores.abandon(store, session.writers)
         for request_id in list(session.requests):
             request = self._requests.get(session.engine_id, request_id)
             if request is not None:
@@ -137,7 +146,7 @@ class TierManager:
         session = self._sessions.get(session_id)
         if session is not None:
             session.writers.discard(writer)
-        self._stores.writer_gone(writer)
+        self._stores.table.writer_gone(writer)
 
     def begin_request(self, session: Session, request: RequestInfo) -> Negotiation:
         """Asks every tier how it wants this request offloaded; REQUEST_LEVEL if any asks for it (B3.3).
@@ -154,6 +163,8 @@ class TierManager:
         policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
         negotiation = Negotiation(policy, votes)
         self._requests.add(session, request.request_id, negotiation)
+        if request.request_id:
+            self._journal.open(session.engine_id, request.request_id, self._now).negotiation = negotiation
         return negotiation
 
     def finish_request(self, session: Session, request_id: str) -> Request:
@@ -164,42 +175,61 @@ class TierManager:
         Raises:
             LimitExceeded: the session has begun too many that it never finished.
         """
-        for lease in self._leases.of_request(session.engine_id, request_id):
-            self._leases.release(lease)
+        for lease in self._lookups.leases.of_request(session.engine_id, request_id):
+            self._lookups.release(lease)
         request = self._requests.get(session.engine_id, request_id)
         if request is None:
             self.begin_request(session, RequestInfo(request_id, session.namespace.id))
             request = self._requests.get(session.engine_id, request_id)
             assert request is not None
-        user = _user(session.engine_id, request_id)
-        self._primary.finish(user)
-        self._flow.user_finished(user)
+        self._primary.finish(request.user)
+        self._flow.user_finished(request.user)
         self._requests.finish(request)
         return request
 
     def lookup(
-        self, session: Session, keys: Sequence[bytes], *, prefix: bool, request_id: str, expires_at: float
-    ) -> Lease | None:
-        """Finds blocks, pins what it finds, and starts promotions; returns None where nothing was found.
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        *,
+        prefix: bool,
+        request_id: str,
+        expires_at: float,
+        tiers: TierFilter = _ALL_TIERS,
+        min_hits: int = 0,
+    ) -> LookupAnswer:
+        """Finds blocks, pins what it finds, and starts promotions.
 
-        With `prefix` whatever follows the first miss is a miss.
+        Args:
+            session: who asks.
+            keys: what for.
+            prefix: whether whatever follows the first miss is a miss.
+            request_id: on whose behalf; may be empty.
+            expires_at: when the lease ends.
+            tiers: leaves tiers out.
+            min_hits: with `prefix`, how many leading hits are worth having; fewer are misses.
 
         Raises:
             LimitExceeded: the session holds leases on too many blocks.
+            InvalidItem: `tiers` names one that does not exist.
         """
-        if self._leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
-            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
-        items, sources, promotions = self._match(session.namespace, keys, prefix=prefix)
-        user = _user(session.engine_id, request_id)
-        self._start_promotions(items, promotions, user)
-        self._count(len(keys), items, sources)
-        hits = [block for block in items if block is not None]
-        if not hits:
-            return None
-        self._primary.use(hits, user)
-        owner = Owner(session.engine_id, session.id, request_id)
-        sources += bytes(len(keys) - len(sources))
-        return self._leases.grant(owner, expires_at, items, bytes(sources), keys=len(keys))
+        return self._lookups.look_up(
+            session,
+            keys,
+            request_id=request_id,
+            expires_at=expires_at,
+            now=self._now,
+            prefix=prefix,
+            excluded=self._flow.excluded(tiers),
+            min_hits=min_hits,
+        )
+
+    def ask(self, session: Session, keys: Sequence[bytes], *, prefix: bool, tiers: TierFilter = _ALL_TIERS) -> bool:
+        """Asks shared tiers ahead what a lookup of these keys would have to know; returns whether anything is open.
+
+        A lookup at once answers RETRY for what is open. Raises like `lookup`.
+        """
+        return self._lookups.ask_ahead(session.namespace, keys, prefix=prefix, excluded=self._flow.excluded(tiers))
 
     def lease(self, session: Session, lease_id: LeaseId) -> Lease:
         """Returns a lease of this session's engine.
@@ -208,16 +238,16 @@ class TierManager:
             LeaseNotFound: it ended, or never was.
             NotOwner: it belongs to another engine.
         """
-        return self._leases.get(lease_id, session.engine_id)
+        return self._lookups.leases.get(lease_id, session.engine_id)
 
     def renew(self, session: Session, lease_id: LeaseId, expires_at: float) -> None:
         """Extends a lease; never shortens it. Raises like `lease`."""
-        lease = self._leases.get(lease_id, session.engine_id)
+        lease = self._lookups.leases.get(lease_id, session.engine_id)
         lease.expires_at = max(lease.expires_at, expires_at)
 
     def release(self, session: Session, lease_id: LeaseId) -> None:
         """Ends a lease. Raises like `lease`."""
-        self._leases.release(self._leases.get(lease_id, session.engine_id))
+        self._lookups.release(self._lookups.leases.get(lease_id, session.engine_id))
 
     def prepare_store(
         self, session: Session, keys: Sequence[bytes], *, request_id: str, expires_at: float
@@ -228,37 +258,7 @@ class TierManager:
             InvalidKey: a key names a group that the namespace lacks; nothing was granted.
             InvalidItem: the session has no rank.
         """
-        rank = session.own_rank()
-        for key in keys:
-            session.namespace.part_bytes_of(key)
-        statuses, found, wanted = self._claim(session, keys, rank)
-        self._primary.reserve([(block, rank) for block in wanted])
-        granted, slots, refused = [], [], set()
-        for block in wanted:
-            offset = block.slots[rank]
-            if offset is None:
-                statuses[found[block]] = StoreStatus.NO_ROOM
-                refused.add(block)
-                continue
-            statuses[found[block]] = StoreStatus.GRANTED
-            block.pins += 1
-            block.writers += 1
-            granted.append(block)
-            slots.append(offset)
-        user = _user(session.engine_id, request_id)
-        self._primary.use((block for block in found if block not in refused), user)
-        request = self._requests.get(session.engine_id, request_id)
-        if request is not None and request.insisting:
-            self._cascade_present(request, list(found), set(granted))
-        for block in found:
-            self._primary.unpin(block)
-        if not granted:
-            return StoreAnswer(None, bytes(statuses), [])
-        if request is not None:
-            request.stores += 1
-        owner = Owner(session.engine_id, session.id, request_id)
-        store = self._stores.begin(owner, rank, expires_at, granted, request)
-        return StoreAnswer(store.id, bytes(statuses), slots)
+        return self._stores.prepare(session, keys, request_id=request_id, expires_at=expires_at, now=self._now)
 
     def store(self, session: Session, store_id: StoreId) -> Store:
         """Returns a store in flight of this session's engine.
@@ -267,11 +267,11 @@ class TierManager:
             StoreNotFound: it ended, or never was.
             NotOwner: it belongs to another engine.
         """
-        return self._stores.get(store_id, session.engine_id)
+        return self._stores.table.get(store_id, session.engine_id)
 
     def renew_store(self, session: Session, store_id: StoreId, expires_at: float) -> Store:
         """Extends a store that is being written to, and returns it; never shortens it. Raises like `store`."""
-        store = self._stores.get(store_id, session.engine_id)
+        store = self._stores.table.get(store_id, session.engine_id)
         store.expires_at = max(store.expires_at, expires_at)
         return store
 
@@ -281,32 +281,11 @@ class TierManager:
         Raises:
             InvalidItem: `failed` names a block that was not granted; the store goes on.
         """
-        store = self._stores.get(store_id, session.engine_id)
-        if any(number >= len(store.blocks) for number in failed):
-            raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
-        self._stores.end(store)
-        missing = set(failed)
-        complete = []
-        for number, block in enumerate(store.blocks):
-            block.writers -= 1
-            if number in missing:
-                self._primary.release([self._primary.detach_slot(block, store.rank)])
-            else:
-                block.part_written(store.rank)
-                if block.ready:
-                    complete.append(block)
-        request = store.request
-        if request is not None:
-            self._flow.cascade_for(request, complete)
-        self._flow.cascade(complete, _user(store.owner.engine_id, store.owner.request_id))
-        self._settle(store.blocks)
-        for block in store.blocks:
-            self._primary.unpin(block)
-        self._store_ended(request)
+        self._stores.complete(session, store_id, failed)
 
     def writer_done(self, session: Session, store_id: StoreId) -> None:
         """Takes note of a completion that came after its store had ended: at least, nobody writes any more."""
-        self._stores.writer_done(store_id, session.engine_id)
+        self._stores.table.writer_done(store_id, session.engine_id)
 
     def durability(self, session: Session, keys: Sequence[bytes]) -> bytes:
         """Returns a `DurableStatus` per key, and sends on their way ready blocks that no durable tier has."""
@@ -337,13 +316,19 @@ class TierManager:
         return DurableStatus.PENDING if on_its_way else DurableStatus.VOLATILE
 
     def tick(self, now: float) -> None:
-        """Ends what has expired. Called every second or so."""
-        for lease in self._leases.expired(now):
-            self._leases.release(lease)
+        """Takes note of the time and ends what has expired. Called every second or so.
+
+        A clock that goes back is taken to stand still: nothing lives longer than what was promised by more than that.
+        """
+        now = self._now = max(now, self._now)
+        self._journal.tick(now)
+        self._flow.tick(now)
+        for lease in self._lookups.leases.expired(now):
+            self._lookups.release(lease)
             self._commands.append(LeaseSettled(lease.id))
-        for store in self._stores.expired(now):
+        for store in self._stores.table.expired(now):
             session = self._sessions.get(store.owner.session_id)
-            self._abandon(store, session.writers if session else set())
+            self._stores.abandon(store, session.writers if session else set())
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         """Takes in the result of a job, an outcome per block. A job that is not known is ignored."""
@@ -355,13 +340,46 @@ class TierManager:
         if finished.kind is JobKind.STORE:
             return
         for block, done in finished.results:
-            if done:
+            if done and not block.retired:
                 block.promoted()
             else:
-                self._drop_promotion(block)
+                reason = MissReason.RESET if block.retired else MissReason.LOAD_FAILED
+                self._history.left(block.namespace, block.key, reason)
+                self._lookups.drop_promotion(block)
         self._settle([block for block, _ in finished.results])
         for block, _ in finished.results:
             self._primary.unpin(block)
+
+    def lookup_finished(self, job_id: JobId, answers: Sequence[bool]) -> None:
+        """Takes in what a shared tier said of the blocks that it was asked about. A job that is not known is ignored."""
+        self._flow.answered(job_id, answers, self._now)
+
+    def reset(self, session: Session) -> int:
+        """Empties the CPU tier of a session's namespace; the tiers below keep what they have (B3.19).
+
+        What is pinned (it is being written, read or moved) cannot go at once. Until it has gone all lookups of the
+        namespace miss, and what is being written to it is never published (B4.13).
+
+        Returns:
+            How many blocks are waited for. Ask again until it is 0: that empties nothing again meanwhile.
+        """
+        return self.resetting(session) or self._primary.reset(session.namespace.id)
+
+    def resetting(self, session: Session) -> int:
+        """Returns for how many blocks a reset of a session's namespace still waits."""
+        return self._primary.retiring(session.namespace.id)
+
+    def leases(self) -> list[Lease]:
+        """Returns the leases that are held, the oldest first."""
+        return list(self._lookups.leases)
+
+    def stores(self) -> list[Store]:
+        """Returns the stores in flight, the oldest first."""
+        return list(self._stores.table)
+
+    def explain(self, request_id: str) -> list[RequestRecord]:
+        """Returns what is known of a request of the last minutes, of any engine; the latest first."""
+        return self._journal.find(request_id)
 
     def entries_lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
         """Takes note that a tier, by its position in the lookup order, found blocks damaged and has none of them any more."""
@@ -370,6 +388,7 @@ class TierManager:
     def stats(self) -> ManagerStats:
         """Returns the figures of this moment."""
         memory = self._primary.memory
+        tally = self._lookups.tally
         cpu = TierStats(
             name=CPU_TIER,
             type=CPU_TIER,
@@ -377,117 +396,28 @@ class TierManager:
             available_bytes=memory.available_bytes,
             used_bytes=memory.used_bytes(),
             blocks=len(self._primary),
-            hits=self._primary_hits,
-            misses=self._asked - self._primary_hits,
+            hits=tally.hits[0],
+            misses=tally.keys - tally.hits[0],
             evictions=self._primary.evictions,
             dropped=self._primary.no_room,
         )
         return ManagerStats(
-            tiers=(cpu, *(lane.stats() for lane in self._flow.lanes)),
-            leases=len(self._leases),
-            stores=len(self._stores),
-            quarantined_bytes=self._stores.quarantined_bytes,
+            tiers=(cpu, *(lane.stats(tally.hits[lane.index]) for lane in self._flow.lanes)),
+            leases=len(self._lookups.leases),
+            stores=len(self._stores.table),
+            quarantined_bytes=self._stores.table.quarantined_bytes,
             sessions=len(self._sessions),
             namespaces=len(self._namespaces),
-            lookup_keys=self._asked,
-            lookup_misses=self._misses,
+            lookup_keys=tally.keys,
+            lookup_misses=tally.misses.total(),
+            misses_by_reason=dict(tally.misses),
         )
-
-    def _match(
-        self, namespace: NamespaceSpec, keys: Sequence[bytes], *, prefix: bool
-    ) -> tuple[list[Block | None], bytearray, list[tuple[int, Lane, Block]]]:
-        """Finds and pins blocks: per key the block or None, the tier it is in, and what is to be promoted."""
-        blocks = self._primary.blocks_of(namespace.id)
-        items: list[Block | None] = []
-        promotions: list[tuple[int, Lane, Block]] = []
-        for block in map(blocks.get, keys):  # in the common case that is all: a run of ready blocks
-            if block is None or not block.ready:
-                break
-            block.pins += 1
-            items.append(block)
-        sources = bytearray(len(items))
-        for key in islice(keys, len(items), None):
-            block, source = blocks.get(key), 0
-            if block is None or not (block.ready or block.pending):
-                block = None
-                lane = self._flow.find(namespace.id, key)
-                if lane is not None:
-                    block, source = self._primary.find_or_add(namespace, key), lane.index
-                    block.promoting = True
-                    promotions.append((len(items), lane, block))
-                elif prefix:
-                    break
-            if block is not None:
-                block.pins += 1
-            items.append(block)
-            sources.append(source)
-        return items, sources, promotions
-
-    def _claim(
-        self, session: Session, keys: Sequence[bytes], rank: int
-    ) -> tuple[bytearray, dict[Block, int], list[Block]]:
-        """Pins the blocks of a store; returns what is known of each key, where each block stands, and which want a slot."""
-        statuses = bytearray(len(keys))
-        found: dict[Block, int] = {}
-        wanted: list[Block] = []
-        for number, key in enumerate(keys):
-            block = self._primary.find_or_add(session.namespace, key)
-            if block.ready or block.written >> rank & 1:
-                statuses[number] = StoreStatus.PRESENT
-            elif block.promoting or block.slots[rank] is not None or block in found:
-                statuses[number] = StoreStatus.IN_PROGRESS
-            else:
-                wanted.append(block)
-            if block not in found:
-                block.pins += 1  # room for the tail must not be made at the cost of the head
-                found[block] = number
-        return statuses, found, wanted
-
-    def _start_promotions(
-        self, items: list[Block | None], promotions: list[tuple[int, Lane, Block]], user: Hashable
-    ) -> None:
-        """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
-        self._primary.reserve(
-            [(block, rank) for _, _, block in promotions for rank, slot in enumerate(block.slots) if slot is None]
-        )
-        started = []
-        for number, lane, block in promotions:
-            if None in block.slots:
-                # The same key may stand in the list again and have been pinned there as well.
-                self._drop_promotion(block)
-                for position in range(number, len(items)):
-                    if items[position] is block:
-                        items[position] = None
-                        self._primary.unpin(block)
-            else:
-                started.append((lane, block))
-        self._flow.promote(started, user)
-
-    def _drop_promotion(self, block: Block) -> None:
-        """Takes all slots from a block that could not be filled. Only jobs write to them, so they are free at once."""
-        block.promoting = False
-        ranks = [rank for rank, slot in enumerate(block.slots) if slot is not None]
-        block.written = 0
-        self._primary.release([self._primary.detach_slot(block, rank) for rank in ranks])
-
-    def _abandon(self, store: Store, writers: set[int]) -> None:
-        """Ends a store whose owner is gone or silent; its slots wait until nobody can write to them."""
-        self._stores.end(store)
-        offsets = []
-        for block in store.blocks:
-            block.writers -= 1
-            offsets.append(self._primary.detach_slot(block, store.rank))
-        self._stores.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
-        self._settle(store.blocks)
-        for block in store.blocks:
-            self._primary.unpin(block)
-        self._store_ended(store.request)
 
     def _settle(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             if block.pending:
                 continue
-            self._commands.extend(map(LeaseSettled, self._leases.settle(block)))
+            self._commands.extend(LeaseSettled(lease.id) for lease in self._lookups.settle(block))
             for request in self._requests.settled(block):
                 if block.ready:
                     self._flow.cascade_for(request, [block])
@@ -495,39 +425,12 @@ class TierManager:
                     request.incomplete += 1
                 self._requests.end_if_settled(request)
 
-    def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
-        """Gives the tiers that insist on a request what the CPU tier has of it already; waits for what is coming (B3.6, B3.9)."""
-        self._flow.cascade_for(request, [block for block in blocks if block.ready])
-        for block in blocks:
-            if block.pending and block not in own:
-                self._requests.wait_for(request, block)
-
-    def _store_ended(self, request: Request | None) -> None:
-        if request is not None:
-            request.stores -= 1
-            self._requests.end_if_settled(request)
-
     def _tell_tiers(self, request: Request) -> None:
+        if request.id:
+            record = self._journal.open(request.session.engine_id, request.id, self._now)
+            record.finished, record.incomplete = True, request.incomplete
         for lane in self._flow.lanes:
             lane.tier.on_request_finished(request.id)
-
-    def _count(self, asked: int, items: Sequence[Block | None], sources: bytes | bytearray) -> None:
-        """Counts every key once: as a hit of the tier that answered for it, or as a miss."""
-        hits = len(items) - items.count(None)
-        self._asked += asked
-        self._misses += asked - hits
-        self._primary_hits += hits
-        if not any(sources):
-            return
-        for block, source in zip(items, sources, strict=True):
-            if block is not None and source:
-                self._primary_hits -= 1
-                self._flow.lanes[source - 1].hits += 1
-
-
-def _user(engine_id: str, request_id: str) -> Hashable:
-    """Returns what eviction policies know a request by: None where the client did not say."""
-    return (engine_id, request_id) if request_id else None
 
 
 def _check_eviction(eviction: Mapping[str, str], tiers: Collection[str]) -> None:

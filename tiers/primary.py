@@ -8,6 +8,7 @@ from itertools import chain, islice
 
 from .base import NamespaceId
 from .blocks import Block, NamespaceSpec
+from .history import MissReason
 from .policies import EvictionPolicy
 from .slots import SlotAllocator
 
@@ -25,7 +26,14 @@ class PrimaryTier:
     its own next victim, so that yesterday's model does not keep the region from today's.
     """
 
-    def __init__(self, extent_bytes: int, new_policy: Callable[[], EvictionPolicy[Block]]) -> None:
+    def __init__(
+        self,
+        extent_bytes: int,
+        new_policy: Callable[[], EvictionPolicy[Block]],
+        left: Callable[[NamespaceId, bytes, MissReason], None],
+    ) -> None:
+        """`left` is told of every ready block that goes, and why."""
+        self._left = left
         self.memory = SlotAllocator(extent_bytes)
         self.evictions = 0
         self.no_room = 0
@@ -34,6 +42,7 @@ class PrimaryTier:
         self._policies: dict[int, EvictionPolicy[Block]] = {}
         self._blocks: dict[NamespaceId, dict[bytes, Block]] = defaultdict(dict)
         self._owners: dict[int, Block] = {}
+        self._retired: dict[NamespaceId, set[Block]] = {}
         self._clock = 0
 
     def __len__(self) -> int:
@@ -68,7 +77,7 @@ class PrimaryTier:
     def use(self, blocks: Iterable[Block], request: Hashable) -> None:
         """Takes note that a request used these blocks, given head first (see `EvictionPolicy.use`)."""
         self._clock += 1
-        used = list(dict.fromkeys(blocks))
+        used = [block for block in dict.fromkeys(blocks) if not block.retired]
         for block in used:
             block.last_use = self._clock
         for order in self._policies.values():
@@ -97,10 +106,10 @@ class PrimaryTier:
                 self._owners[offset] = block
 
     def unpin(self, block: Block) -> None:
-        """Drops one pin; a block that has neither pins nor slots is forgotten."""
+        """Drops one pin; a block that has neither pins nor slots is forgotten, and a retired one goes."""
         block.pins -= 1
-        if block.pins == 0 and not block.ready and not any(slot is not None for slot in block.slots):
-            self._forget(block)
+        if block.pins == 0 and (block.retired or not (block.ready or any(slot is not None for slot in block.slots))):
+            self.evict(block, MissReason.RESET)
 
     def detach_slot(self, block: Block, rank: int) -> int:
         """Takes an unwritten part's slot away from its block, without freeing it (see `release`)."""
@@ -115,8 +124,28 @@ class PrimaryTier:
         """Frees slots that were detached from their blocks and that nobody can write to any more."""
         self.memory.release(offsets)
 
-    def evict(self, block: Block) -> None:
+    def reset(self, namespace: NamespaceId) -> int:
+        """Empties the tier of a namespace; returns how many of its blocks are pinned and will go when they are not.
+
+        Those are not found any more, and what is still being written to them is never published (B4.13).
+        """
+        for block in list(self._blocks[namespace].values()):
+            if block.pins:
+                self._retired.setdefault(namespace, set()).add(block)
+                block.retired = True
+                self._unlist(block)
+            else:
+                self.evict(block, MissReason.RESET)
+        return self.retiring(namespace)
+
+    def retiring(self, namespace: NamespaceId) -> int:
+        """Returns how many blocks a reset still waits for."""
+        return len(self._retired.get(namespace, ()))
+
+    def evict(self, block: Block, reason: MissReason = MissReason.EVICTED) -> None:
         """Drops a block and frees its slots. It must not be pinned."""
+        if block.ready and not block.retired:
+            self._left(block.namespace, block.key, block.left_out or reason)
         offsets = [offset for offset in block.slots if offset is not None]
         for offset in offsets:
             del self._owners[offset]
@@ -127,6 +156,15 @@ class PrimaryTier:
         self.memory.release(offsets)
 
     def _forget(self, block: Block) -> None:
+        if not block.retired:
+            self._unlist(block)
+            return
+        retired = self._retired[block.namespace]
+        retired.remove(block)
+        if not retired:
+            del self._retired[block.namespace]
+
+    def _unlist(self, block: Block) -> None:
         del self._blocks[block.namespace][block.key]
         block.order.remove(block)
 

@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
-__all__ = ["DEFAULT_RULES", "NamespaceId", "OffloadPolicy", "RequestInfo", "Rule", "Vote", "vote"]
+__all__ = [
+    "DEFAULT_RULES",
+    "Medium",
+    "NamespaceId",
+    "OffloadPolicy",
+    "RequestInfo",
+    "Rule",
+    "TierFilter",
+    "Vote",
+    "vote",
+]
 
 NamespaceId = NewType("NamespaceId", bytes)
 """Digest of everything that must agree for blocks to be shared; 16 bytes."""
@@ -20,6 +30,33 @@ class OffloadPolicy(enum.IntEnum):
     """Only newly computed blocks."""
     REQUEST_LEVEL = 2
     """Every block of the request, prefix hits included."""
+
+
+class Medium(enum.IntEnum):
+    """What the bytes of a tier lie on. Numbers as in `kvtier.v1.TierMedium`."""
+
+    MEMORY = 1
+    DISK = 2
+    NETWORK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TierFilter:
+    """Which tiers a lookup leaves out. Never the CPU tier: everything is read from it.
+
+    Attributes:
+        names: tiers, by name.
+        media: tiers whose bytes lie on one of these.
+        remote: whether tiers are left out whose bytes are not on this host.
+    """
+
+    names: frozenset[str] = frozenset()
+    media: frozenset[Medium] = frozenset()
+    remote: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether it can leave out anything."""
+        return bool(self.names or self.media or self.remote)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,10 @@ holds in every snapshot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .history import MissReason
 
 __all__ = ["ManagerStats", "TierStats"]
 
@@ -66,6 +69,8 @@ class ManagerStats:
     namespaces: int = 0
     """Namespaces seen since start."""
     lookup_keys: int = 0
-    """Keys that were looked up since start."""
+    """Keys that were answered for since start."""
     lookup_misses: int = 0
     """Looked-up keys that no tier answered for since start; in PREFIX mode also those behind the first miss."""
+    misses_by_reason: Mapping[MissReason, int] = field(default_factory=dict)
+    """Why those keys were missed; adds up to `lookup_misses`."""

@@ -1,13 +1,49 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from . import cache_pb2 as _cache_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class LeaseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LEASE_KIND_UNSPECIFIED: _ClassVar[LeaseKind]
+    LEASE_KIND_READ: _ClassVar[LeaseKind]
+    LEASE_KIND_WRITE: _ClassVar[LeaseKind]
+
+class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_REASON_UNSPECIFIED: _ClassVar[MissReason]
+    MISS_REASON_NEVER_STORED: _ClassVar[MissReason]
+    MISS_REASON_EVICTED: _ClassVar[MissReason]
+    MISS_REASON_STORE_FAILED: _ClassVar[MissReason]
+    MISS_REASON_POLICY: _ClassVar[MissReason]
+    MISS_REASON_BELOW_THRESHOLD: _ClassVar[MissReason]
+    MISS_REASON_FORMAT_MISMATCH: _ClassVar[MissReason]
+    MISS_REASON_EXPIRED: _ClassVar[MissReason]
+    MISS_REASON_LOAD_FAILED: _ClassVar[MissReason]
+    MISS_REASON_NO_ROOM: _ClassVar[MissReason]
+    MISS_REASON_RESET: _ClassVar[MissReason]
+LEASE_KIND_UNSPECIFIED: LeaseKind
+LEASE_KIND_READ: LeaseKind
+LEASE_KIND_WRITE: LeaseKind
+MISS_REASON_UNSPECIFIED: MissReason
+MISS_REASON_NEVER_STORED: MissReason
+MISS_REASON_EVICTED: MissReason
+MISS_REASON_STORE_FAILED: MissReason
+MISS_REASON_POLICY: MissReason
+MISS_REASON_BELOW_THRESHOLD: MissReason
+MISS_REASON_FORMAT_MISMATCH: MissReason
+MISS_REASON_EXPIRED: MissReason
+MISS_REASON_LOAD_FAILED: MissReason
+MISS_REASON_NO_ROOM: MissReason
+MISS_REASON_RESET: MissReason
 
 class FsckRequest(_message.Message):
     __slots__ = ("repair", "tiers", "max_rate_bytes")
@@ -132,3 +168,93 @@ class SessionStatus(_message.Message):
     model: str
     attached: bool
     def __init__(self, client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., model: _Optional[str] = ..., attached: bool = ...) -> None: ...
+
+class ListLeasesRequest(_message.Message):
+    __slots__ = ("max_leases",)
+    MAX_LEASES_FIELD_NUMBER: _ClassVar[int]
+    max_leases: int
+    def __init__(self, max_leases: _Optional[int] = ...) -> None: ...
+
+class ListLeasesResponse(_message.Message):
+    __slots__ = ("leases", "total")
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[LeaseStatus]
+    total: int
+    def __init__(self, leases: _Optional[_Iterable[_Union[LeaseStatus, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
+
+class LeaseStatus(_message.Message):
+    __slots__ = ("lease_id", "kind", "engine_id", "client_name", "pid", "request_id", "age", "remaining", "blocks", "bytes", "pending_blocks")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PENDING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    kind: LeaseKind
+    engine_id: str
+    client_name: str
+    pid: int
+    request_id: str
+    age: _duration_pb2.Duration
+    remaining: _duration_pb2.Duration
+    blocks: int
+    bytes: int
+    pending_blocks: int
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[_Union[LeaseKind, str]] = ..., engine_id: _Optional[str] = ..., client_name: _Optional[str] = ..., pid: _Optional[int] = ..., request_id: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., pending_blocks: _Optional[int] = ...) -> None: ...
+
+class ExplainRequestRequest(_message.Message):
+    __slots__ = ("request_id", "engine_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    engine_id: str
+    def __init__(self, request_id: _Optional[str] = ..., engine_id: _Optional[str] = ...) -> None: ...
+
+class ExplainRequestResponse(_message.Message):
+    __slots__ = ("engine_id", "age", "finished", "votes", "policy", "incomplete_blocks", "lookups", "total_lookups")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    VOTES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    INCOMPLETE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    age: _duration_pb2.Duration
+    finished: bool
+    votes: _containers.RepeatedCompositeFieldContainer[_cache_pb2.TierVote]
+    policy: _cache_pb2.OffloadPolicy
+    incomplete_blocks: int
+    lookups: _containers.RepeatedCompositeFieldContainer[LookupExplained]
+    total_lookups: int
+    def __init__(self, engine_id: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., finished: bool = ..., votes: _Optional[_Iterable[_Union[_cache_pb2.TierVote, _Mapping]]] = ..., policy: _Optional[_Union[_cache_pb2.OffloadPolicy, str]] = ..., incomplete_blocks: _Optional[int] = ..., lookups: _Optional[_Iterable[_Union[LookupExplained, _Mapping]]] = ..., total_lookups: _Optional[int] = ...) -> None: ...
+
+class LookupExplained(_message.Message):
+    __slots__ = ("age", "spans", "first_missed_key")
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_MISSED_KEY_FIELD_NUMBER: _ClassVar[int]
+    age: _duration_pb2.Duration
+    spans: _containers.RepeatedCompositeFieldContainer[KeySpan]
+    first_missed_key: bytes
+    def __init__(self, age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[KeySpan, _Mapping]]] = ..., first_missed_key: _Optional[bytes] = ...) -> None: ...
+
+class KeySpan(_message.Message):
+    __slots__ = ("keys", "hit_tier", "miss_reason", "deferred")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TIER_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_FIELD_NUMBER: _ClassVar[int]
+    keys: int
+    hit_tier: str
+    miss_reason: MissReason
+    deferred: bool
+    def __init__(self, keys: _Optional[int] = ..., hit_tier: _Optional[str] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., deferred: bool = ...) -> None: ...

@@ -45,6 +45,16 @@ class AdminServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.FsckRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.FsckResponse.FromString,
                 _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/kvtier.v1.AdminService/ListLeases',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ListLeasesResponse.FromString,
+                _registered_method=True)
+        self.ExplainRequest = channel.unary_unary(
+                '/kvtier.v1.AdminService/ExplainRequest',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequestRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequestResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -76,6 +86,24 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListLeases(self, request, context):
+        """Returns the leases that are held and the stores in flight, with their owners; the oldest first.
+
+        Errors: none of its own. May be retried.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainRequest(self, request, context):
+        """Returns what a request of the last minutes asked for, and why its misses were misses.
+
+        Errors: REQUEST_NOT_FOUND (too long ago, or never heard of). May be retried.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -88,6 +116,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Fsck,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.FsckRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.FsckResponse.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ListLeasesRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ListLeasesResponse.SerializeToString,
+            ),
+            'ExplainRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRequest,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequestRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -145,6 +183,60 @@ class AdminService(object):
             '/kvtier.v1.AdminService/Fsck',
             kvtier_dot_v1_dot_admin__pb2.FsckRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.FsckResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.AdminService/ListLeases',
+            kvtier_dot_v1_dot_admin__pb2.ListLeasesRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ListLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.AdminService/ExplainRequest',
+            kvtier_dot_v1_dot_admin__pb2.ExplainRequestRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ExplainRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,59 +26,67 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from . import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/cache.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/common.proto\"\xaa\x02\n\x13\x42\x65ginRequestRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12#\n\x04mode\x18\x04 \x01(\x0e\x32\x15.kvtier.v1.LookupMode\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x1f\n\x17kv_transfer_params_json\x18\x06 \x01(\t\x12\x31\n\x0elease_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\t \x01(\x05\"O\n\x08TierVote\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12(\n\x06policy\x18\x02 \x01(\x0e\x32\x18.kvtier.v1.OffloadPolicy\x12\x0b\n\x03why\x18\x03 \x01(\t\"\x8f\x01\n\x14\x42\x65ginRequestResponse\x12(\n\x06policy\x18\x01 \x01(\x0e\x32\x18.kvtier.v1.OffloadPolicy\x12\"\n\x05votes\x18\x02 \x03(\x0b\x32\x13.kvtier.v1.TierVote\x12)\n\x06lookup\x18\x03 \x01(\x0b\x32\x19.kvtier.v1.LookupResponse\"\xee\x01\n\rLookupRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12#\n\x04mode\x18\x04 \x01(\x0e\x32\x15.kvtier.v1.LookupMode\x12\x31\n\x0elease_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nwant_slots\x18\x07 \x01(\x08\"p\n\x0eLookupResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\x12\x13\n\x0bprefix_hits\x18\x02 \x01(\r\x12\x0f\n\x07sources\x18\x03 \x01(\x0c\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\x14\n\x0cslot_offsets\x18\x05 \x01(\x0c\"]\n\x12PrepareLoadRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05items\x18\x03 \x03(\r\"E\n\x13PrepareLoadResponse\x12\x14\n\x0cslot_offsets\x18\x01 \x01(\x0c\x12\x18\n\x10part_sizes_bytes\x18\x02 \x01(\x0c\"`\n\x13\x43ompleteLoadRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0f\n\x07release\x18\x03 \x01(\x08\"\x16\n\x14\x43ompleteLoadResponse\"P\n\x13ReleaseLeaseRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"\x16\n\x14ReleaseLeaseResponse\"|\n\x0cTouchRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\rTouchResponse\x12\x19\n\x11missing_lease_ids\x18\x01 \x03(\x04\"_\n\x13PrepareStoreRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\"P\n\x14PrepareStoreResponse\x12\x10\n\x08store_id\x18\x01 \x01(\x04\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\x12\x14\n\x0cslot_offsets\x18\x03 \x01(\x0c\"u\n\x14\x43ompleteStoreRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\x12\x14\n\x0c\x66\x61iled_items\x18\x03 \x03(\r\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\"\x17\n\x15\x43ompleteStoreResponse\"m\n\x0c\x46lushRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"!\n\rFlushResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\"{\n\x14\x46inishRequestRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"C\n\x15\x46inishRequestResponse\x12\x0f\n\x07settled\x18\x01 \x01(\x08\x12\x19\n\x11incomplete_blocks\x18\x02 \x01(\x04*q\n\rOffloadPolicy\x12\x1e\n\x1aOFFLOAD_POLICY_UNSPECIFIED\x10\x00\x12\x1e\n\x1aOFFLOAD_POLICY_BLOCK_LEVEL\x10\x01\x12 \n\x1cOFFLOAD_POLICY_REQUEST_LEVEL\x10\x02*W\n\nLookupMode\x12\x1b\n\x17LOOKUP_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOOKUP_MODE_PREFIX\x10\x01\x12\x14\n\x10LOOKUP_MODE_EACH\x10\x02\x32\xff\x05\n\x0c\x43\x61\x63heService\x12O\n\x0c\x42\x65ginRequest\x12\x1e.kvtier.v1.BeginRequestRequest\x1a\x1f.kvtier.v1.BeginRequestResponse\x12=\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x19.kvtier.v1.LookupResponse\x12L\n\x0bPrepareLoad\x12\x1d.kvtier.v1.PrepareLoadRequest\x1a\x1e.kvtier.v1.PrepareLoadResponse\x12O\n\x0c\x43ompleteLoad\x12\x1e.kvtier.v1.CompleteLoadRequest\x1a\x1f.kvtier.v1.CompleteLoadResponse\x12O\n\x0cReleaseLease\x12\x1e.kvtier.v1.ReleaseLeaseRequest\x1a\x1f.kvtier.v1.ReleaseLeaseResponse\x12:\n\x05Touch\x12\x17.kvtier.v1.TouchRequest\x1a\x18.kvtier.v1.TouchResponse\x12O\n\x0cPrepareStore\x12\x1e.kvtier.v1.PrepareStoreRequest\x1a\x1f.kvtier.v1.PrepareStoreResponse\x12R\n\rCompleteStore\x12\x1f.kvtier.v1.CompleteStoreRequest\x1a .kvtier.v1.CompleteStoreResponse\x12:\n\x05\x46lush\x12\x17.kvtier.v1.FlushRequest\x1a\x18.kvtier.v1.FlushResponse\x12R\n\rFinishRequest\x12\x1f.kvtier.v1.FinishRequestRequest\x1a .kvtier.v1.FinishRequestResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/cache.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/common.proto\"\xe4\x02\n\x13\x42\x65ginRequestRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12#\n\x04mode\x18\x04 \x01(\x0e\x32\x15.kvtier.v1.LookupMode\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x1f\n\x17kv_transfer_params_json\x18\x06 \x01(\t\x12\x31\n\x0elease_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\t \x01(\x05\x12&\n\x07\x65xclude\x18\n \x01(\x0b\x32\x15.kvtier.v1.TierFilter\x12\x10\n\x08min_hits\x18\x0b \x01(\r\"Q\n\nTierFilter\x12\r\n\x05names\x18\x01 \x03(\t\x12$\n\x05media\x18\x02 \x03(\x0e\x32\x15.kvtier.v1.TierMedium\x12\x0e\n\x06remote\x18\x03 \x01(\x08\"O\n\x08TierVote\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12(\n\x06policy\x18\x02 \x01(\x0e\x32\x18.kvtier.v1.OffloadPolicy\x12\x0b\n\x03why\x18\x03 \x01(\t\"\x8f\x01\n\x14\x42\x65ginRequestResponse\x12(\n\x06policy\x18\x01 \x01(\x0e\x32\x18.kvtier.v1.OffloadPolicy\x12\"\n\x05votes\x18\x02 \x03(\x0b\x32\x13.kvtier.v1.TierVote\x12)\n\x06lookup\x18\x03 \x01(\x0b\x32\x19.kvtier.v1.LookupResponse\"\xa8\x02\n\rLookupRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12#\n\x04mode\x18\x04 \x01(\x0e\x32\x15.kvtier.v1.LookupMode\x12\x31\n\x0elease_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nwant_slots\x18\x07 \x01(\x08\x12&\n\x07\x65xclude\x18\x08 \x01(\x0b\x32\x15.kvtier.v1.TierFilter\x12\x10\n\x08min_hits\x18\t \x01(\r\"p\n\x0eLookupResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\x12\x13\n\x0bprefix_hits\x18\x02 \x01(\r\x12\x0f\n\x07sources\x18\x03 \x01(\x0c\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\x14\n\x0cslot_offsets\x18\x05 \x01(\x0c\"]\n\x12PrepareLoadRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05items\x18\x03 \x03(\r\"E\n\x13PrepareLoadResponse\x12\x14\n\x0cslot_offsets\x18\x01 \x01(\x0c\x12\x18\n\x10part_sizes_bytes\x18\x02 \x01(\x0c\"`\n\x13\x43ompleteLoadRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0f\n\x07release\x18\x03 \x01(\x08\"\x16\n\x14\x43ompleteLoadResponse\"P\n\x13ReleaseLeaseRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"\x16\n\x14ReleaseLeaseResponse\"|\n\x0cTouchRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\rTouchResponse\x12\x19\n\x11missing_lease_ids\x18\x01 \x03(\x04\"_\n\x13PrepareStoreRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\"P\n\x14PrepareStoreResponse\x12\x10\n\x08store_id\x18\x01 \x01(\x04\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\x12\x14\n\x0cslot_offsets\x18\x03 \x01(\x0c\"u\n\x14\x43ompleteStoreRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\x12\x14\n\x0c\x66\x61iled_items\x18\x03 \x03(\r\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\"\x17\n\x15\x43ompleteStoreResponse\"m\n\x0c\x46lushRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"!\n\rFlushResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\"{\n\x14\x46inishRequestRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"C\n\x15\x46inishRequestResponse\x12\x0f\n\x07settled\x18\x01 \x01(\x08\x12\x19\n\x11incomplete_blocks\x18\x02 \x01(\x04\"_\n\x0cResetRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\'\n\x04wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\'\n\rResetResponse\x12\x16\n\x0epending_blocks\x18\x01 \x01(\x04*q\n\rOffloadPolicy\x12\x1e\n\x1aOFFLOAD_POLICY_UNSPECIFIED\x10\x00\x12\x1e\n\x1aOFFLOAD_POLICY_BLOCK_LEVEL\x10\x01\x12 \n\x1cOFFLOAD_POLICY_REQUEST_LEVEL\x10\x02*W\n\nLookupMode\x12\x1b\n\x17LOOKUP_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOOKUP_MODE_PREFIX\x10\x01\x12\x14\n\x10LOOKUP_MODE_EACH\x10\x02*p\n\nTierMedium\x12\x1b\n\x17TIER_MEDIUM_UNSPECIFIED\x10\x00\x12\x16\n\x12TIER_MEDIUM_MEMORY\x10\x01\x12\x14\n\x10TIER_MEDIUM_DISK\x10\x02\x12\x17\n\x13TIER_MEDIUM_NETWORK\x10\x03\x32\xbb\x06\n\x0c\x43\x61\x63heService\x12O\n\x0c\x42\x65ginRequest\x12\x1e.kvtier.v1.BeginRequestRequest\x1a\x1f.kvtier.v1.BeginRequestResponse\x12=\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x19.kvtier.v1.LookupResponse\x12L\n\x0bPrepareLoad\x12\x1d.kvtier.v1.PrepareLoadRequest\x1a\x1e.kvtier.v1.PrepareLoadResponse\x12O\n\x0c\x43ompleteLoad\x12\x1e.kvtier.v1.CompleteLoadRequest\x1a\x1f.kvtier.v1.CompleteLoadResponse\x12O\n\x0cReleaseLease\x12\x1e.kvtier.v1.ReleaseLeaseRequest\x1a\x1f.kvtier.v1.ReleaseLeaseResponse\x12:\n\x05Touch\x12\x17.kvtier.v1.TouchRequest\x1a\x18.kvtier.v1.TouchResponse\x12O\n\x0cPrepareStore\x12\x1e.kvtier.v1.PrepareStoreRequest\x1a\x1f.kvtier.v1.PrepareStoreResponse\x12R\n\rCompleteStore\x12\x1f.kvtier.v1.CompleteStoreRequest\x1a .kvtier.v1.CompleteStoreResponse\x12:\n\x05\x46lush\x12\x17.kvtier.v1.FlushRequest\x1a\x18.kvtier.v1.FlushResponse\x12R\n\rFinishRequest\x12\x1f.kvtier.v1.FinishRequestRequest\x1a .kvtier.v1.FinishRequestResponse\x12:\n\x05Reset\x12\x17.kvtier.v1.ResetRequest\x1a\x18.kvtier.v1.ResetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OFFLOADPOLICY']._serialized_start=2202
-  _globals['_OFFLOADPOLICY']._serialized_end=2315
-  _globals['_LOOKUPMODE']._serialized_start=2317
-  _globals['_LOOKUPMODE']._serialized_end=2404
+  _globals['_OFFLOADPOLICY']._serialized_start=2539
+  _globals['_OFFLOADPOLICY']._serialized_end=2652
+  _globals['_LOOKUPMODE']._serialized_start=2654
+  _globals['_LOOKUPMODE']._serialized_end=2741
+  _globals['_TIERMEDIUM']._serialized_start=2743
+  _globals['_TIERMEDIUM']._serialized_end=2855
   _globals['_BEGINREQUESTREQUEST']._serialized_start=93
-  _globals['_BEGINREQUESTREQUEST']._serialized_end=391
-  _globals['_TIERVOTE']._serialized_start=393
-  _globals['_TIERVOTE']._serialized_end=472
-  _globals['_BEGINREQUESTRESPONSE']._serialized_start=475
-  _globals['_BEGINREQUESTRESPONSE']._serialized_end=618
-  _globals['_LOOKUPREQUEST']._serialized_start=621
-  _globals['_LOOKUPREQUEST']._serialized_end=859
-  _globals['_LOOKUPRESPONSE']._serialized_start=861
-  _globals['_LOOKUPRESPONSE']._serialized_end=973
-  _globals['_PREPARELOADREQUEST']._serialized_start=975
-  _globals['_PREPARELOADREQUEST']._serialized_end=1068
-  _globals['_PREPARELOADRESPONSE']._serialized_start=1070
-  _globals['_PREPARELOADRESPONSE']._serialized_end=1139
-  _globals['_COMPLETELOADREQUEST']._serialized_start=1141
-  _globals['_COMPLETELOADREQUEST']._serialized_end=1237
-  _globals['_COMPLETELOADRESPONSE']._serialized_start=1239
-  _globals['_COMPLETELOADRESPONSE']._serialized_end=1261
-  _globals['_RELEASELEASEREQUEST']._serialized_start=1263
-  _globals['_RELEASELEASEREQUEST']._serialized_end=1343
-  _globals['_RELEASELEASERESPONSE']._serialized_start=1345
-  _globals['_RELEASELEASERESPONSE']._serialized_end=1367
-  _globals['_TOUCHREQUEST']._serialized_start=1369
-  _globals['_TOUCHREQUEST']._serialized_end=1493
-  _globals['_TOUCHRESPONSE']._serialized_start=1495
-  _globals['_TOUCHRESPONSE']._serialized_end=1537
-  _globals['_PREPARESTOREREQUEST']._serialized_start=1539
-  _globals['_PREPARESTOREREQUEST']._serialized_end=1634
-  _globals['_PREPARESTORERESPONSE']._serialized_start=1636
-  _globals['_PREPARESTORERESPONSE']._serialized_end=1716
-  _globals['_COMPLETESTOREREQUEST']._serialized_start=1718
-  _globals['_COMPLETESTOREREQUEST']._serialized_end=1835
-  _globals['_COMPLETESTORERESPONSE']._serialized_start=1837
-  _globals['_COMPLETESTORERESPONSE']._serialized_end=1860
-  _globals['_FLUSHREQUEST']._serialized_start=1862
-  _globals['_FLUSHREQUEST']._serialized_end=1971
-  _globals['_FLUSHRESPONSE']._serialized_start=1973
-  _globals['_FLUSHRESPONSE']._serialized_end=2006
-  _globals['_FINISHREQUESTREQUEST']._serialized_start=2008
-  _globals['_FINISHREQUESTREQUEST']._serialized_end=2131
-  _globals['_FINISHREQUESTRESPONSE']._serialized_start=2133
-  _globals['_FINISHREQUESTRESPONSE']._serialized_end=2200
-  _globals['_CACHESERVICE']._serialized_start=2407
-  _globals['_CACHESERVICE']._serialized_end=3174
+  _globals['_BEGINREQUESTREQUEST']._serialized_end=449
+  _globals['_TIERFILTER']._serialized_start=451
+  _globals['_TIERFILTER']._serialized_end=532
+  _globals['_TIERVOTE']._serialized_start=534
+  _globals['_TIERVOTE']._serialized_end=613
+  _globals['_BEGINREQUESTRESPONSE']._serialized_start=616
+  _globals['_BEGINREQUESTRESPONSE']._serialized_end=759
+  _globals['_LOOKUPREQUEST']._serialized_start=762
+  _globals['_LOOKUPREQUEST']._serialized_end=1058
+  _globals['_LOOKUPRESPONSE']._serialized_start=1060
+  _globals['_LOOKUPRESPONSE']._serialized_end=1172
+  _globals['_PREPARELOADREQUEST']._serialized_start=1174
+  _globals['_PREPARELOADREQUEST']._serialized_end=1267
+  _globals['_PREPARELOADRESPONSE']._serialized_start=1269
+  _globals['_PREPARELOADRESPONSE']._serialized_end=1338
+  _globals['_COMPLETELOADREQUEST']._serialized_start=1340
+  _globals['_COMPLETELOADREQUEST']._serialized_end=1436
+  _globals['_COMPLETELOADRESPONSE']._serialized_start=1438
+  _globals['_COMPLETELOADRESPONSE']._serialized_end=1460
+  _globals['_RELEASELEASEREQUEST']._serialized_start=1462
+  _globals['_RELEASELEASEREQUEST']._serialized_end=1542
+  _globals['_RELEASELEASERESPONSE']._serialized_start=1544
+  _globals['_RELEASELEASERESPONSE']._serialized_end=1566
+  _globals['_TOUCHREQUEST']._serialized_start=1568
+  _globals['_TOUCHREQUEST']._serialized_end=1692
+  _globals['_TOUCHRESPONSE']._serialized_start=1694
+  _globals['_TOUCHRESPONSE']._serialized_end=1736
+  _globals['_PREPARESTOREREQUEST']._serialized_start=1738
+  _globals['_PREPARESTOREREQUEST']._serialized_end=1833
+  _globals['_PREPARESTORERESPONSE']._serialized_start=1835
+  _globals['_PREPARESTORERESPONSE']._serialized_end=1915
+  _globals['_COMPLETESTOREREQUEST']._serialized_start=1917
+  _globals['_COMPLETESTOREREQUEST']._serialized_end=2034
+  _globals['_COMPLETESTORERESPONSE']._serialized_start=2036
+  _globals['_COMPLETESTORERESPONSE']._serialized_end=2059
+  _globals['_FLUSHREQUEST']._serialized_start=2061
+  _globals['_FLUSHREQUEST']._serialized_end=2170
+  _globals['_FLUSHRESPONSE']._serialized_start=2172
+  _globals['_FLUSHRESPONSE']._serialized_end=2205
+  _globals['_FINISHREQUESTREQUEST']._serialized_start=2207
+  _globals['_FINISHREQUESTREQUEST']._serialized_end=2330
+  _globals['_FINISHREQUESTRESPONSE']._serialized_start=2332
+  _globals['_FINISHREQUESTRESPONSE']._serialized_end=2399
+  _globals['_RESETREQUEST']._serialized_start=2401
+  _globals['_RESETREQUEST']._serialized_end=2496
+  _globals['_RESETRESPONSE']._serialized_start=2498
+  _globals['_RESETRESPONSE']._serialized_end=2537
+  _globals['_CACHESERVICE']._serialized_start=2858
+  _globals['_CACHESERVICE']._serialized_end=3685
 # @@protoc_insertion_point(module_scope)

@@ -22,15 +22,26 @@ class LookupMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LOOKUP_MODE_UNSPECIFIED: _ClassVar[LookupMode]
     LOOKUP_MODE_PREFIX: _ClassVar[LookupMode]
     LOOKUP_MODE_EACH: _ClassVar[LookupMode]
+
+class TierMedium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_MEDIUM_UNSPECIFIED: _ClassVar[TierMedium]
+    TIER_MEDIUM_MEMORY: _ClassVar[TierMedium]
+    TIER_MEDIUM_DISK: _ClassVar[TierMedium]
+    TIER_MEDIUM_NETWORK: _ClassVar[TierMedium]
 OFFLOAD_POLICY_UNSPECIFIED: OffloadPolicy
 OFFLOAD_POLICY_BLOCK_LEVEL: OffloadPolicy
 OFFLOAD_POLICY_REQUEST_LEVEL: OffloadPolicy
 LOOKUP_MODE_UNSPECIFIED: LookupMode
 LOOKUP_MODE_PREFIX: LookupMode
 LOOKUP_MODE_EACH: LookupMode
+TIER_MEDIUM_UNSPECIFIED: TierMedium
+TIER_MEDIUM_MEMORY: TierMedium
+TIER_MEDIUM_DISK: TierMedium
+TIER_MEDIUM_NETWORK: TierMedium
 
 class BeginRequestRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait", "priority")
+    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait", "priority", "exclude", "min_hits")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +51,8 @@ class BeginRequestRequest(_message.Message):
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDE_FIELD_NUMBER: _ClassVar[int]
+    MIN_HITS_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -49,7 +62,19 @@ class BeginRequestRequest(_message.Message):
     lease_duration: _duration_pb2.Duration
     wait: _duration_pb2.Duration
     priority: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    exclude: TierFilter
+    min_hits: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ...) -> None: ...
+
+class TierFilter(_message.Message):
+    __slots__ = ("names", "media", "remote")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    media: _containers.RepeatedScalarFieldContainer[TierMedium]
+    remote: bool
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., media: _Optional[_Iterable[_Union[TierMedium, str]]] = ..., remote: bool = ...) -> None: ...
 
 class TierVote(_message.Message):
     __slots__ = ("tier", "policy", "why")
@@ -72,7 +97,7 @@ class BeginRequestResponse(_message.Message):
     def __init__(self, policy: _Optional[_Union[OffloadPolicy, str]] = ..., votes: _Optional[_Iterable[_Union[TierVote, _Mapping]]] = ..., lookup: _Optional[_Union[LookupResponse, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "mode", "lease_duration", "wait", "want_slots")
+    __slots__ = ("session", "request_id", "keys", "mode", "lease_duration", "wait", "want_slots", "exclude", "min_hits")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +105,8 @@ class LookupRequest(_message.Message):
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     WANT_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDE_FIELD_NUMBER: _ClassVar[int]
+    MIN_HITS_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -87,7 +114,9 @@ class LookupRequest(_message.Message):
     lease_duration: _duration_pb2.Duration
     wait: _duration_pb2.Duration
     want_slots: bool
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_slots: bool = ...) -> None: ...
+    exclude: TierFilter
+    min_hits: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_slots: bool = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("statuses", "prefix_hits", "sources", "lease_id", "slot_offsets")
@@ -232,3 +261,17 @@ class FinishRequestResponse(_message.Message):
     settled: bool
     incomplete_blocks: int
     def __init__(self, settled: bool = ..., incomplete_blocks: _Optional[int] = ...) -> None: ...
+
+class ResetRequest(_message.Message):
+    __slots__ = ("session", "wait")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    wait: _duration_pb2.Duration
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ResetResponse(_message.Message):
+    __slots__ = ("pending_blocks",)
+    PENDING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    pending_blocks: int
+    def __init__(self, pending_blocks: _Optional[int] = ...) -> None: ...

@@ -90,6 +90,11 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.FinishRequestRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.FinishRequestResponse.FromString,
                 _registered_method=True)
+        self.Reset = channel.unary_unary(
+                '/kvtier.v1.CacheService/Reset',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.ResetRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.ResetResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -194,6 +199,17 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reset(self, request, context):
+        """Empties the CPU tier of the session's namespace, for all engines that share it; the tiers below keep what they have.
+
+        What is being written, read or moved cannot go at once: until it has gone, all lookups of the
+        namespace miss, and what is being written is never published. Call it again until `pending_blocks`
+        is 0: as long as a reset runs, that starts no other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -246,6 +262,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.FinishRequest,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.FinishRequestRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.FinishRequestResponse.SerializeToString,
+            ),
+            'Reset': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reset,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.ResetRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.ResetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -524,6 +545,33 @@ class CacheService(object):
             '/kvtier.v1.CacheService/FinishRequest',
             kvtier_dot_v1_dot_cache__pb2.FinishRequestRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.FinishRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/Reset',
+            kvtier_dot_v1_dot_cache__pb2.ResetRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.ResetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,22 +6,25 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 
 from ...protos.packed import pack_offsets
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
 from ...tiers.answers import DurableStatus, Session
-from ...tiers.base import OffloadPolicy, RequestInfo
+from ...tiers.base import OffloadPolicy, RequestInfo, TierFilter
 from ...tiers.commands import LeaseId, StoreId
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
-from ...tiers.leases import KeyStatus, Lease
+from ...tiers.leases import KeyStatus, Lease, LookupAnswer
 from ..edge import Edge
 from ..errors import Refused
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
 
 __all__ = ["CacheService"]
+
+_RESET_POLL_SECONDS = 0.02
 
 _POLICIES = {
     OffloadPolicy.BLOCK_LEVEL: cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL,
@@ -43,7 +46,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.BeginRequestResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        keys = self._edge.keys(request.keys, session.namespace)
+        self._edge.keys(request.keys, session.namespace)
         if not request.request_id:
             raise Refused("INVALID_ARGUMENT", "request_id is missing")
         info = RequestInfo(
@@ -54,9 +57,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             priority=request.priority,
             kv_transfer_params=_params(request.kv_transfer_params_json),
         )
-        lease_seconds, wait = self._edge.lease(request.lease_duration), self._edge.wait(request.wait)
+        self._edge.lease(request.lease_duration), self._edge.wait(request.wait), self._edge.tiers(request.exclude)
         negotiation = self._core.begin_request(session, info)
-        lookup = await self._look_up(session, keys, request.mode, request.request_id, lease_seconds, wait)
+        lookup = await self._look_up(session, request, want_slots=False)
         return cache_pb2.BeginRequestResponse(
             policy=_POLICIES[negotiation.policy],
             votes=[
@@ -69,16 +72,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def Lookup(
         self, request: cache_pb2.LookupRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.LookupResponse:
-        session = self._sessions.get(request.session)
-        return await self._look_up(
-            session,
-            self._edge.keys(request.keys, session.namespace),
-            request.mode,
-            self._edge.request_id(request.request_id),
-            self._edge.lease(request.lease_duration),
-            self._edge.wait(request.wait),
-            want_slots=request.want_slots,
-        )
+        return await self._look_up(self._sessions.get(request.session), request, want_slots=request.want_slots)
 
     async def PrepareLoad(
         self, request: cache_pb2.PrepareLoadRequest, context: grpc.aio.ServicerContext
@@ -131,6 +125,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
         keys = self._edge.keys(request.keys, session.namespace)
+        self._runtime.get_finished_jobs()
         answer = self._core.prepare_store(
             session,
             keys,
@@ -188,42 +183,73 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             await self._runtime.changed(remaining)
         return cache_pb2.FinishRequestResponse(settled=finished.settled, incomplete_blocks=finished.incomplete)
 
+    async def Reset(
+        self, request: cache_pb2.ResetRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.ResetResponse:
+        session = self._sessions.get(request.session)
+        deadline = self._runtime.now() + self._edge.wait(request.wait)
+        self._runtime.get_finished_jobs()
+        pending = self._core.reset(session)
+        while pending and (remaining := deadline - self._runtime.now()) > 0:
+            await self._runtime.changed(min(remaining, _RESET_POLL_SECONDS))  # releases and completions wake nobody
+            pending = self._core.resetting(session)
+        return cache_pb2.ResetResponse(pending_blocks=pending)
+
     async def _look_up(
-        self,
-        session: Session,
-        keys: Sequence[bytes],
-        mode: int,
-        request_id: str,
-        lease_seconds: float,
-        wait: float,
-        *,
-        want_slots: bool = False,
+        self, session: Session, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest, *, want_slots: bool
     ) -> cache_pb2.LookupResponse:
         rank = session.own_rank() if want_slots else 0  # refused before a lease is granted that nobody would know of
-        lease = self._core.lookup(
+        keys = self._edge.keys(request.keys, session.namespace)
+        prefix = request.mode != cache_pb2.LOOKUP_MODE_EACH
+        tiers = self._edge.tiers(request.exclude)
+        lease_seconds, wait = self._edge.lease(request.lease_duration), self._edge.wait(request.wait)
+        deadline = self._runtime.now() + wait
+        await self._ask_tiers(session, keys, prefix=prefix, tiers=tiers, deadline=deadline)
+        found = self._core.lookup(
             session,
             keys,
-            prefix=mode != cache_pb2.LOOKUP_MODE_EACH,
-            request_id=request_id,
+            prefix=prefix,
+            request_id=self._edge.request_id(request.request_id),
             expires_at=self._runtime.now() + lease_seconds,
+            tiers=tiers,
+            min_hits=request.min_hits,
         )
         self._runtime.pump()
-        if lease is not None and lease.pending and wait:
-            try:
-                await self._runtime.settled(lease.id, wait)
-            except asyncio.CancelledError:  # the caller has hung up, and will never know of the lease
-                with contextlib.suppress(CoreError):
-                    self._core.release(session, lease.id)
-                raise
-            lease = self._still_held(session, lease)
-        if lease is None:
-            return cache_pb2.LookupResponse(statuses=bytes([KeyStatus.MISS]) * len(keys), sources=bytes(len(keys)))
-        statuses = lease.statuses()
+        if found.lease is not None and found.lease.pending and wait:
+            found = await self._arrived(session, found, deadline)
+        statuses = found.statuses()
         hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
+        lease = found.lease
+        if lease is None:
+            return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(keys)))
         answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=lease.sources, lease_id=lease.id)
         if want_slots:
             answer.slot_offsets = pack_offsets(lease.slots(range(hits), rank))
         return answer
+
+    async def _ask_tiers(
+        self, session: Session, keys: Sequence[bytes], *, prefix: bool, tiers: TierFilter, deadline: float
+    ) -> None:
+        """Waits until shared tiers have said what they have, or the time is over."""
+        while self._core.ask(session, keys, prefix=prefix, tiers=tiers):
+            self._runtime.pump()
+            remaining = deadline - self._runtime.now()
+            if remaining <= 0:
+                return
+            await self._runtime.changed(remaining)
+            self._sessions.check(session)
+
+    async def _arrived(self, session: Session, found: LookupAnswer, deadline: float) -> LookupAnswer:
+        """Waits until what a lookup found is in the CPU tier, or the time is over; returns what is left of it."""
+        lease = found.lease
+        assert lease is not None
+        try:
+            await self._runtime.settled(lease.id, max(0.0, deadline - self._runtime.now()))
+        except asyncio.CancelledError:  # the caller has hung up, and will never know of the lease
+            with contextlib.suppress(CoreError):
+                self._core.release(session, lease.id)
+            raise
+        return replace(found, lease=self._still_held(session, lease))
 
     def _still_held(self, session: Session, lease: Lease) -> Lease | None:
         """Returns the lease after a wait, or None if it ended meanwhile or nothing of it is left."""

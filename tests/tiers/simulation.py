@@ -212,7 +212,7 @@ class World:
             prefix=self.rng.random() < 0.5,
             request_id=self.rng.choice(REQUESTS),
             expires_at=self.now + self.rng.choice((3, 30)),
-        )
+        ).lease
         if lease is not None:
             assert len(lease.statuses()) == len(keys)
             self.leases.append((session, lease.id))
@@ -337,14 +337,14 @@ class World:
         core = self.core
         blocks = [block for held in core._primary._blocks.values() for block in held.values()]
         slots = [slot for block in blocks for slot in block.slots if slot is not None]
-        quarantined = [slot for entry in core._stores._quarantine.values() for slot in entry.offsets]
+        quarantined = [slot for entry in core._stores.table._quarantine.values() for slot in entry.offsets]
         assert len(slots) + len(quarantined) == len(set(slots + quarantined)), "a slot with two owners"
         in_use = {slot for extent in core._primary.memory._extents.values() for slot in extent.in_use}
         assert in_use == set(slots + quarantined), "a slot that leaked, or is used though free"
         pins = Counter[Block]()
-        for lease in core._leases._leases.values():
+        for lease in core._lookups.leases._leases.values():
             pins.update(block for block in lease.items if block is not None)
-        for store in core._stores._stores.values():
+        for store in core._stores.table._stores.values():
             pins.update(store.blocks)
         for job in core._flow._jobs.values():
             pins.update(job.blocks)
@@ -374,7 +374,7 @@ class World:
         stats = self.core.stats()
         assert (stats.leases, stats.stores, stats.quarantined_bytes) == (0, 0, 0), stats
         assert not self.core._flow._jobs
-        assert not self.core._leases._waiting
+        assert not self.core._lookups.leases._waiting
         assert (len(self.core._requests), self.core._requests._waiting) == (0, {})
         for lane, tier in zip(self.core._flow.lanes, self.tiers, strict=True):
             assert (lane.queued_bytes, len(lane.queue), lane.storing, lane.doomed) == (0, 0, False, [])

@@ -9,6 +9,7 @@ from kvtier.tiers.answers import StoreStatus
 from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.blocks import NamespaceSpec
 from kvtier.tiers.commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.history import MissReason
 from kvtier.tiers.leases import KeyStatus, Lease
 from kvtier.tiers.manager import TierManager
 from kvtier.tiers.stats import TierStats
@@ -40,7 +41,7 @@ class Rig:
         return self.core.stats().tiers[1]
 
     def look_up(self, *numbers: int) -> Lease | None:
-        return self.core.lookup(self.session, keys(*numbers), prefix=False, request_id="", expires_at=60)
+        return self.core.lookup(self.session, keys(*numbers), prefix=False, request_id="", expires_at=60).lease
 
     def store(self, *numbers: int) -> bytes:
         answer = self.core.prepare_store(self.session, keys(*numbers), request_id="", expires_at=60)
@@ -135,3 +136,12 @@ def test_damage_that_a_load_meets_is_counted() -> None:
     rig.finish(rig.jobs(), Outcome.CORRUPT)
     assert (rig.stats.blocks, rig.stats.damaged) == (2, 2)
     assert rig.look_up(0, 1) is None
+    assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 4}
+
+
+def test_a_lost_block_is_missed_for_a_reason() -> None:
+    """What a check put out of use was there, and could not be given back."""
+    rig = Rig()
+    rig.lose(1)
+    rig.look_up(1)
+    assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 1}

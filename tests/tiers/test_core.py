@@ -50,7 +50,7 @@ class Rig:
 
     def look_up(self, names: list[bytes], *, prefix: bool = True) -> bytes:
         """Statuses only; the lease is released at once."""
-        lease = self.core.lookup(self.session, names, prefix=prefix, request_id="", expires_at=60)
+        lease = self.core.lookup(self.session, names, prefix=prefix, request_id="", expires_at=60).lease
         if lease is None:
             return MISS * len(names)
         statuses = lease.statuses()
@@ -87,7 +87,7 @@ def test_a_pinned_block_is_never_evicted() -> None:
     """B4.9: what a lease holds stays; where all is held there is no room, and it is said."""
     rig = Rig()
     rig.store(keys(*range(16)))
-    lease = rig.core.lookup(rig.session, keys(*range(16)), prefix=True, request_id="r", expires_at=60)
+    lease = rig.core.lookup(rig.session, keys(*range(16)), prefix=True, request_id="r", expires_at=60).lease
     assert lease is not None
     assert rig.store(keys(100, 101)) == NO_ROOM * 2
     assert lease.statuses() == HIT * 16
@@ -109,7 +109,7 @@ def test_a_class_in_use_keeps_its_extent() -> None:
     """Pinned blocks hold on to it."""
     rig = Rig(extents=1)
     rig.store(keys(0))
-    lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=60)
+    lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=60).lease
     assert lease is not None
     assert rig.store(keys(0, group=1)) == NO_ROOM
 
@@ -118,7 +118,7 @@ def test_one_blocked_extent_does_not_keep_a_class_from_the_others() -> None:
     """A pin, or a slot in quarantine, in the extent of the oldest block costs that extent and no other."""
     rig = Rig(extents=4)
     rig.store(keys(*range(64)))
-    pinned = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60)
+    pinned = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
     assert pinned is not None
     rig.store(keys(*range(1, 64)))
     assert rig.store(keys(*range(12), group=1)) == GRANTED * 12
@@ -138,10 +138,12 @@ def test_a_store_does_not_evict_the_prefix_that_it_found() -> None:
 
 def test_leases_of_one_session_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that never releases cannot grow the server; once it does, it may go on."""
-    monkeypatch.setattr("kvtier.tiers.manager.MAX_LEASED_ITEMS", 4)
+    monkeypatch.setattr("kvtier.tiers.lookups.MAX_LEASED_ITEMS", 4)
     rig = Rig()
     rig.store(keys(0, 1))
-    leases = [rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60) for _ in range(2)]
+    leases = [
+        rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60).lease for _ in range(2)
+    ]
     with pytest.raises(LimitExceeded):
         rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60)
     assert leases[0] is not None
@@ -211,8 +213,8 @@ def test_a_hit_below_is_promoted_once() -> None:
     rig.finish_jobs()
     rig.store(keys(*range(100, 116)))
     rig.finish_jobs()
-    first = rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60)
-    second = rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60)
+    first = rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60).lease
+    second = rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60).lease
     assert first is not None
     assert second is not None
     assert first.statuses() == second.statuses() == PENDING * 2
@@ -233,7 +235,7 @@ def test_a_partly_failed_promotion_keeps_what_arrived() -> None:
     rig.finish_jobs()
     rig.store(keys(*range(100, 116)))
     rig.finish_jobs()
-    lease = rig.core.lookup(rig.session, keys(0, 1, 2), prefix=True, request_id="", expires_at=60)
+    lease = rig.core.lookup(rig.session, keys(0, 1, 2), prefix=True, request_id="", expires_at=60).lease
     assert lease is not None
     (job,) = (command for command in rig.core.take_commands() if isinstance(command, LoadFromTier))
     rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.CORRUPT, Outcome.DONE])
@@ -249,7 +251,7 @@ def test_a_promotion_without_room_is_a_miss() -> None:
     rig.finish_jobs()
     rig.store(keys(*range(100, 116)))
     rig.finish_jobs()
-    lease = rig.core.lookup(rig.session, keys(*range(100, 116)), prefix=True, request_id="", expires_at=60)
+    lease = rig.core.lookup(rig.session, keys(*range(100, 116)), prefix=True, request_id="", expires_at=60).lease
     assert lease is not None
     assert rig.look_up(keys(0)) == MISS
 
@@ -397,7 +399,9 @@ def test_leases_expire_unless_renewed() -> None:
     """An owner that is silent for too long loses its pins; renewal never shortens."""
     rig = Rig()
     rig.store(keys(0))
-    kept, lost = (rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=10) for _ in range(2))
+    kept, lost = (
+        rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=10).lease for _ in range(2)
+    )
     assert kept is not None
     assert lost is not None
     rig.core.renew(rig.session, kept.id, 30)

@@ -389,7 +389,7 @@ def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
                 looked += 1
                 yield entry
 
-    catalog = Catalog(1000, Reversed)
+    catalog = Catalog(1000, Reversed, lambda *_: None)
     namespace = NamespaceId(bytes(16))
     catalog.recover(Entry(namespace, b"old %d" % number, 1) for number in range(1000))
     for start in range(0, 400, 100):

@@ -1,0 +1,293 @@
+"""Looking up: what is there is pinned, what is further down is fetched, what is missing is explained."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from .answers import Session
+from .blocks import Block, NamespaceSpec
+from .errors import LimitExceeded
+from .flow import TierFlow
+from .history import History, MissReason
+from .journal import Journal, LookupRecord, Span, Verdict, spans_of
+from .lane import Lane, Presence
+from .leases import Lease, LeaseTable, LookupAnswer, Owner
+from .primary import PrimaryTier
+from .rules import NamespaceId
+from .tally import Tally
+
+__all__ = ["Lookups"]
+
+MAX_LEASED_ITEMS = 4 << 20
+"""Most items that the leases of one session may add up to."""
+
+_FORMATS = 16
+"""Other formats of a tenant that are looked through for a block that nobody stored in this one."""
+
+
+@dataclass(slots=True)
+class _Match:
+    """What a lookup found, block for block.
+
+    Attributes:
+        items: the pinned blocks, or None; what lies behind the last one was not looked at.
+        sources: per item the position of the tier it is in.
+        promotions: position, tier and block of what is to be read back.
+        retries: positions that a tier has to be asked about.
+        reasons: why items are None, as far as that is known already.
+    """
+
+    items: list[Block | None] = field(default_factory=list)
+    sources: bytearray = field(default_factory=bytearray)
+    promotions: list[tuple[int, Lane, Block]] = field(default_factory=list)
+    retries: list[int] = field(default_factory=list)
+    reasons: dict[int, MissReason] = field(default_factory=dict)
+
+    def add(self, block: Block | None, source: int = 0) -> None:
+        """Takes the next item."""
+        if block is not None:
+            block.pins += 1
+        self.items.append(block)
+        self.sources.append(source)
+
+
+class Lookups:
+    """Finds blocks for requests, and holds the leases on what it found."""
+
+    def __init__(self, primary: PrimaryTier, flow: TierFlow, history: History, journal: Journal, first_id: int) -> None:
+        self.leases = LeaseTable(primary.unpin, first_id)
+        self.tally = Tally(len(flow.lanes))
+        self._primary = primary
+        self._flow = flow
+        self._history = history
+        self._journal = journal
+        self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
+
+    def namespace_opened(self, namespace: NamespaceId, tenant: str) -> None:
+        """Takes note of a format of a tenant's."""
+        formats = self._formats[tenant]
+        formats.pop(namespace, None)
+        formats[namespace] = None
+
+    def look_up(
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        expires_at: float,
+        now: float,
+        prefix: bool,
+        excluded: Collection[int] = (),
+        min_hits: int = 0,
+    ) -> LookupAnswer:
+        """Finds blocks, pins what it finds and starts promotions. Parameters as of `TierManager.lookup`.
+
+        Raises:
+            LimitExceeded: the session holds leases on too many blocks.
+        """
+        if self.leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
+            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
+        owner = Owner(session.engine_id, session.id, request_id)
+        if self._primary.retiring(session.namespace.id):
+            self._record(owner, now, spans_of([MissReason.RESET] * len(keys)), keys[0] if keys else None)
+            return LookupAnswer(len(keys), None)
+        match = self._match(session.namespace, keys, excluded, prefix=prefix)
+        if prefix and len(match.items) < min_hits and not match.retries:
+            self._give_up(match)
+        self._start_promotions(match, owner.user)
+        spans, first_miss = self._explain(session, keys, match, prefix=prefix)
+        record = self._record(owner, now, spans, first_miss)
+        self._flow.ask()
+        return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries)
+
+    def ask_ahead(
+        self, namespace: NamespaceSpec, keys: Sequence[bytes], *, prefix: bool, excluded: Collection[int] = ()
+    ) -> bool:
+        """Asks shared tiers what a lookup of these keys would have to know; returns whether anything is open (B3.17).
+
+        With `prefix` the scan goes on past what is open, and ends at the first miss.
+        """
+        if not self._flow.has_shared_tiers:
+            return False
+        blocks = self._primary.blocks_of(namespace.id)
+        is_open = False
+        for key in keys:
+            block = blocks.get(key)
+            if block is not None and (block.ready or block.pending):
+                continue
+            presence = self._flow.peek(namespace.id, key, excluded)
+            is_open = is_open or presence is Presence.UNKNOWN
+            if prefix and presence in (Presence.ABSENT, Presence.EXCLUDED):
+                break
+        self._flow.ask()
+        return is_open
+
+    def release(self, lease: Lease) -> None:
+        """Ends a lease. What was on its way to it counts as a hit: it was there."""
+        if lease.pending:
+            for block, source in zip(lease.items, lease.sources, strict=False):
+                if block is not None and not block.ready:
+                    self.tally.hit(source)
+        self.leases.release(lease)
+
+    def settle(self, block: Block) -> list[Lease]:
+        """Takes note that a block is not pending any more; returns the leases that have nothing pending left."""
+        waited = self.leases.settle(block)
+        for lease, item in waited:
+            source = lease.sources[item]
+            if block.ready:
+                self.tally.hit(source)
+                continue
+            reason = self._history.why(block.namespace, block.key) or MissReason.LOAD_FAILED
+            self.tally.miss(reason)
+            if source:
+                self._flow.lanes[source - 1].misses += 1
+            if lease.record is not None:
+                lease.record.failed[item] = reason
+        return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
+
+    def drop_promotion(self, block: Block) -> None:
+        """Takes all slots from a block that could not be filled. Only jobs write to them, so they are free at once."""
+        block.promoting = False
+        ranks = [rank for rank, slot in enumerate(block.slots) if slot is not None]
+        block.written = 0
+        self._primary.release([self._primary.detach_slot(block, rank) for rank in ranks])
+
+    def _match(
+        self, namespace: NamespaceSpec, keys: Sequence[bytes], excluded: Collection[int], *, prefix: bool
+    ) -> _Match:
+        """Finds and pins blocks."""
+        blocks = self._primary.blocks_of(namespace.id)
+        match = _Match()
+        items = match.items
+        for block in map(blocks.get, keys):  # in the common case that is all: a run of ready blocks
+            if block is None or not block.ready:
+                break
+            block.pins += 1
+            items.append(block)
+        match.sources.extend(bytes(len(items)))
+        for key in islice(keys, len(items), None):
+            block = blocks.get(key)
+            if block is not None and (block.ready or block.pending):
+                match.add(block)
+            elif not self._match_below(namespace, key, excluded, match, prefix=prefix) and prefix:
+                break
+        return match
+
+    def _match_below(
+        self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: _Match, *, prefix: bool
+    ) -> bool:
+        """Finds a block in the tiers below; returns whether it is there, or may be."""
+        lane, presence = self._flow.find(namespace.id, key, excluded)
+        position = len(match.items)
+        deferred = prefix and bool(match.retries)  # what lies behind an open question is not fetched on spec
+        if presence is Presence.UNKNOWN or (lane is not None and deferred):
+            match.retries.append(position)
+            match.add(None)
+            return True
+        if lane is None:
+            if presence is Presence.EXCLUDED:
+                match.reasons[position] = MissReason.POLICY
+            if not prefix:
+                match.add(None)
+            return False
+        block = self._primary.find_or_add(namespace, key)
+        block.promoting = True
+        match.promotions.append((position, lane, block))
+        match.add(block, lane.index)
+        return True
+
+    def _give_up(self, match: _Match) -> None:
+        """Lets go of what was found: it is too little."""
+        for _, _, block in match.promotions:
+            block.promoting = False
+        match.promotions.clear()
+        for position, found in enumerate(match.items):
+            if found is not None:
+                match.reasons[position] = MissReason.BELOW_THRESHOLD
+                match.items[position] = None
+                self._primary.unpin(found)
+
+    def _start_promotions(self, match: _Match, user: Hashable) -> None:
+        """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
+        self._primary.reserve(
+            [(block, rank) for _, _, block in match.promotions for rank, slot in enumerate(block.slots) if slot is None]
+        )
+        started = []
+        for first, lane, block in match.promotions:
+            if None not in block.slots:
+                started.append((lane, block))
+                continue
+            self.drop_promotion(block)
+            # The same key may stand in the list again and have been pinned there as well.
+            for position in range(first, len(match.items)):
+                if match.items[position] is block:
+                    match.items[position] = None
+                    match.reasons[position] = MissReason.NO_ROOM
+                    self._primary.unpin(block)
+        self._flow.promote(started, user)
+
+    def _grant(
+        self, owner: Owner, keys: Sequence[bytes], match: _Match, expires_at: float, record: LookupRecord
+    ) -> Lease | None:
+        hits = [block for block in match.items if block is not None]
+        if not hits:
+            return None
+        self._primary.use(hits, owner.user)
+        sources = bytes(match.sources) + bytes(len(keys) - len(match.sources))
+        lease = self.leases.grant(owner, expires_at, match.items, sources, keys=len(keys), now=record.at, record=record)
+        if lease.pending:
+            for block, source in zip(match.items, match.sources, strict=True):
+                if block is not None and not block.ready:
+                    self.tally.hit(source, -1)
+        return lease
+
+    def _explain(
+        self, session: Session, keys: Sequence[bytes], match: _Match, *, prefix: bool
+    ) -> tuple[tuple[Span, ...], bytes | None]:
+        """Returns what the keys met, and the first that missed.
+
+        What lies behind a miss in a chain misses for the same reason, unless another one is known.
+        """
+        if len(match.items) == len(keys) and None not in match.items and not any(match.sources):
+            return ((Span(len(keys), 0),) if keys else ()), None
+        verdicts: list[Verdict] = list(match.sources)
+        for position in match.retries:
+            verdicts[position] = None
+        retries = set(match.retries)
+        missed = [n for n, block in enumerate(match.items) if block is None and n not in retries]
+        missed += range(len(match.items), len(keys))
+        if not missed:
+            return spans_of(verdicts), None
+        verdicts += [None] * (len(keys) - len(verdicts))
+        first = missed[0]
+        reason = match.reasons.get(first) or self._why(session, keys[first])
+        default = reason if prefix or reason is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
+        known = self._history.why_each(session.namespace.id, (keys[n] for n in missed), default)
+        for position, why in zip(missed, known, strict=True):
+            verdicts[position] = match.reasons.get(position) or why
+        verdicts[first] = reason
+        return spans_of(verdicts), keys[first]
+
+    def _why(self, session: Session, key: bytes) -> MissReason:
+        """Returns why a block is nowhere."""
+        known = self._history.why(session.namespace.id, key)
+        if known is not None:
+            return known
+        others = islice(reversed(self._formats[session.tenant]), _FORMATS)
+        elsewhere = any(self._is_in(other, key) for other in others if other != session.namespace.id)
+        return MissReason.FORMAT_MISMATCH if elsewhere else MissReason.NEVER_STORED
+
+    def _is_in(self, namespace: NamespaceId, key: bytes) -> bool:
+        block = self._primary.blocks_of(namespace).get(key)
+        return (block is not None and block.ready) or self._flow.holds(namespace, key)
+
+    def _record(self, owner: Owner, now: float, spans: tuple[Span, ...], first_miss: bytes | None) -> LookupRecord:
+        self.tally.count(spans)
+        record = LookupRecord(now, spans, first_miss)
+        self._journal.note_lookup(owner.engine_id, owner.request_id, record)
+        return record

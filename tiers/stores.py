@@ -1,0 +1,166 @@
+"""Storing: who gets slots to write, and what becomes of what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from .answers import Session, StoreAnswer, StoreStatus
+from .blocks import Block
+from .commands import StoreId
+from .errors import InvalidItem
+from .flow import TierFlow
+from .grants import Store, StoreTable
+from .history import History, MissReason
+from .leases import Owner
+from .primary import PrimaryTier
+from .requests import Request, RequestTable
+
+__all__ = ["Stores"]
+
+
+class Stores:
+    """Grants slots to writers, and takes in what they wrote."""
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        flow: TierFlow,
+        requests: RequestTable,
+        history: History,
+        settle: Callable[[Sequence[Block]], None],
+        first_id: int,
+    ) -> None:
+        """`settle` is told of blocks that may not be pending any more."""
+        self.table = StoreTable(primary.release, first_id)
+        self._primary = primary
+        self._flow = flow
+        self._requests = requests
+        self._history = history
+        self._settle = settle
+
+    def prepare(
+        self, session: Session, keys: Sequence[bytes], *, request_id: str, expires_at: float, now: float
+    ) -> StoreAnswer:
+        """Grants slots for the parts of this session's rank that are not there and that nobody is writing.
+
+        Raises:
+            InvalidKey: a key names a group that the namespace lacks; nothing was granted.
+            InvalidItem: the session has no rank.
+        """
+        rank = session.own_rank()
+        for key in keys:
+            session.namespace.part_bytes_of(key)
+        statuses, found, wanted = self._claim(session, keys, rank)
+        self._primary.reserve([(block, rank) for block in wanted])
+        granted, slots = self._grant(wanted, rank)
+        refused = {block for block in wanted if block.slots[rank] is None}
+        for block in wanted:
+            statuses[found[block]] = StoreStatus.NO_ROOM if block in refused else StoreStatus.GRANTED
+        for block in refused:
+            self._history.left(block.namespace, block.key, MissReason.STORE_FAILED)
+        owner = Owner(session.engine_id, session.id, request_id)
+        self._primary.use((block for block in found if block not in refused), owner.user)
+        request = self._requests.get(session.engine_id, request_id)
+        if request is not None and request.insisting:
+            self._cascade_present(request, list(found), set(granted))
+        for block in found:
+            self._primary.unpin(block)
+        if not granted:
+            return StoreAnswer(None, bytes(statuses), [])
+        if request is not None:
+            request.stores += 1
+        store = self.table.begin(owner, rank, expires_at, granted, request, now=now)
+        return StoreAnswer(store.id, bytes(statuses), slots)
+
+    def complete(self, session: Session, store_id: StoreId, failed: Collection[int] = ()) -> None:
+        """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `StoreTable.get`.
+
+        Raises:
+            InvalidItem: `failed` names a block that was not granted; the store goes on.
+        """
+        store = self.table.get(store_id, session.engine_id)
+        if any(number >= len(store.blocks) for number in failed):
+            raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
+        self.table.end(store)
+        missing = set(failed)
+        complete = []
+        for number, block in enumerate(store.blocks):
+            block.writers -= 1
+            if number in missing or block.retired:
+                self._lose(block)
+                self._primary.release([self._primary.detach_slot(block, store.rank)])
+            else:
+                block.part_written(store.rank)
+                if block.ready:
+                    complete.append(block)
+        request = store.request
+        if request is not None:
+            self._flow.cascade_for(request, complete)
+        self._flow.cascade(complete, store.owner.user)
+        self._settle(store.blocks)
+        for block in store.blocks:
+            self._primary.unpin(block)
+        self._ended(request)
+
+    def abandon(self, store: Store, writers: set[int]) -> None:
+        """Ends a store whose owner is gone or silent; its slots wait until nobody can write to them."""
+        self.table.end(store)
+        offsets = []
+        for block in store.blocks:
+            block.writers -= 1
+            self._lose(block)
+            offsets.append(self._primary.detach_slot(block, store.rank))
+        self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
+        self._settle(store.blocks)
+        for block in store.blocks:
+            self._primary.unpin(block)
+        self._ended(store.request)
+
+    def _claim(
+        self, session: Session, keys: Sequence[bytes], rank: int
+    ) -> tuple[bytearray, dict[Block, int], list[Block]]:
+        """Pins the blocks of a store; returns what is known of each key, where each block stands, and which want a slot."""
+        statuses = bytearray(len(keys))
+        found: dict[Block, int] = {}
+        wanted: list[Block] = []
+        for number, key in enumerate(keys):
+            block = self._primary.find_or_add(session.namespace, key)
+            if block.ready or block.written >> rank & 1:
+                statuses[number] = StoreStatus.PRESENT
+            elif block.promoting or block.slots[rank] is not None or block in found:
+                statuses[number] = StoreStatus.IN_PROGRESS
+            else:
+                wanted.append(block)
+            if block not in found:
+                block.pins += 1  # room for the tail must not be made at the cost of the head
+                found[block] = number
+        return statuses, found, wanted
+
+    @staticmethod
+    def _grant(wanted: Sequence[Block], rank: int) -> tuple[list[Block], list[int]]:
+        """Pins the blocks that got a slot; returns them, and their slots."""
+        granted, slots = [], []
+        for block in wanted:
+            offset = block.slots[rank]
+            if offset is not None:
+                block.pins += 1
+                block.writers += 1
+                granted.append(block)
+                slots.append(offset)
+        return granted, slots
+
+    def _lose(self, block: Block) -> None:
+        reason = MissReason.RESET if block.retired else MissReason.STORE_FAILED
+        self._history.left(block.namespace, block.key, reason)
+
+    def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
+        """Gives the tiers that insist on a request what the CPU tier has of it already; waits for what is coming (B3.6, B3.9)."""
+        self._flow.cascade_for(request, [block for block in blocks if block.ready])
+        for block in blocks:
+            if block.pending and block not in own:
+                self._requests.wait_for(request, block)
+
+    def _ended(self, request: Request | None) -> None:
+        if request is not None:
+            request.stores -= 1
+            self._requests.end_if_settled(request)
