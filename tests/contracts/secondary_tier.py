@@ -415,12 +415,13 @@ class SecondaryTierContract(ABC):
     def _run_and_kill(self, directory: Path, generation: int) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
         """Lets a child store until it is killed, at a random moment after its first store; yields what it said."""
         program = KILLED_CHILD.format(child_source=textwrap.dedent(self.child_source))
+        path = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         child = subprocess.Popen(
             [sys.executable, "-c", program, str(directory), str(generation)],
             bufsize=0,  # `communicate` passes over what `readline` has read ahead
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         )
         assert child.stdout
         first = child.stdout.readline()
