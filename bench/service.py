@@ -17,7 +17,8 @@ from typing import Self
 
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1.admin_pb2 import GetStatusResponse
-from kvtier.server.status import StatusError, fetch
+from kvtier.server.inquiry import InquiryError
+from kvtier.server.status import fetch
 
 __all__ = ["Service"]
 
@@ -95,7 +96,7 @@ class Service:
         while True:
             try:
                 return self.status()
-            except StatusError as error:
+            except InquiryError as error:
                 if self._process.poll() is not None or time.perf_counter() > deadline:
                     tail = self.log.read_text(errors="replace")[-2000:]
                     raise RuntimeError(f"the server does not answer: {error}\n{tail}") from error

@@ -21,7 +21,7 @@ from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, erro
 from .keeper import Identity, Keeper, Transport
 from .namespace import Namespace
 from .operations import Operations
-from .results import LookupResult, ReadBatch, RequestOutcome, WriteBatch
+from .results import LookupResult, ReadBatch, RequestOutcome, TierFilter, WriteBatch
 from .timeouts import Timeouts
 from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
 
@@ -113,6 +113,8 @@ class AsyncClient:
         wait: float = 0.0,
         prefix: bool = True,
         lease: float | None = None,
+        exclude: TierFilter | None = None,
+        min_hits: int = 0,
     ) -> AsyncLease:
         """See `Client.begin_request`."""
         return await self._lease(
@@ -125,6 +127,8 @@ class AsyncClient:
                 wait=wait,
                 prefix=prefix,
                 lease=lease,
+                exclude=exclude,
+                min_hits=min_hits,
             )
         )
 
@@ -136,10 +140,20 @@ class AsyncClient:
         wait: float = 0.0,
         prefix: bool = True,
         lease: float | None = None,
+        exclude: TierFilter | None = None,
+        min_hits: int = 0,
     ) -> AsyncLease:
         """See `Client.lookup`."""
         return await self._lease(
-            self._operations.lookup(keys, request_id=request_id, wait=wait, prefix=prefix, lease=lease)
+            self._operations.lookup(
+                keys,
+                request_id=request_id,
+                wait=wait,
+                prefix=prefix,
+                lease=lease,
+                exclude=exclude,
+                min_hits=min_hits,
+            )
         )
 
     @contextlib.asynccontextmanager
@@ -190,6 +204,10 @@ class AsyncClient:
     async def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
         """See `Client.finish_request`."""
         return await self._run(self._operations.finish_request(request_id, wait=wait))
+
+    async def reset(self, *, wait: float = 0.0) -> int:
+        """See `Client.reset`."""
+        return await self._run(self._operations.reset(wait=wait))
 
     async def status(self) -> admin_pb2.GetStatusResponse:
         """See `Client.status`."""

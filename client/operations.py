@@ -21,7 +21,16 @@ from .effects import Call, Connect, Copy, Operation, Pull, Push
 from .errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, KVTierError, ServerError, SessionLost
 from .link import Link
 from .namespace import Namespace
-from .results import LookupResult, OffloadPolicy, ReadBatch, RequestOutcome, StoreStatus, TierVote, WriteBatch
+from .results import (
+    LookupResult,
+    OffloadPolicy,
+    ReadBatch,
+    RequestOutcome,
+    StoreStatus,
+    TierFilter,
+    TierVote,
+    WriteBatch,
+)
 from .staging import StagingPool
 from .timeouts import Timeouts
 
@@ -67,6 +76,8 @@ class Operations:
         wait: float,
         prefix: bool,
         lease: float | None,
+        exclude: TierFilter | None = None,
+        min_hits: int = 0,
     ) -> Operation[LookupResult]:
         """Announces a request and looks up its keys."""
         link: Link = yield Connect(self._timeouts.connect)
@@ -81,6 +92,8 @@ class Operations:
             kv_transfer_params_json=_json(kv_transfer_params),
             wait=_duration(wait),
             lease_duration=_duration(lease),
+            exclude=_filter(exclude),
+            min_hits=min_hits,
         )
         answer = yield from self._call(link, "CacheService/BeginRequest", request, wait)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
@@ -94,6 +107,8 @@ class Operations:
         wait: float,
         prefix: bool,
         lease: float | None,
+        exclude: TierFilter | None = None,
+        min_hits: int = 0,
         want_slots: bool = False,
     ) -> Operation[LookupResult]:
         """Looks up keys and leases the hits."""
@@ -107,6 +122,8 @@ class Operations:
             wait=_duration(wait),
             lease_duration=_duration(lease),
             want_slots=want_slots and link.region is not None,
+            exclude=_filter(exclude),
+            min_hits=min_hits,
         )
         answer = yield from self._call(link, "CacheService/Lookup", request, wait)
         return _lookup_result(answer, request_id, keys, link)
@@ -247,6 +264,14 @@ class Operations:
         answer = yield from self._call(link, "CacheService/FinishRequest", request, wait)
         return RequestOutcome(answer.settled, answer.incomplete_blocks)
 
+    def reset(self, *, wait: float) -> Operation[int]:
+        """Empties the CPU tier of the namespace; returns how many blocks are waited for."""
+        link: Link = yield Connect(self._timeouts.connect)
+        request = _message(cache_pb2.ResetRequest, session=link.ref, wait=_duration(wait))
+        answer = yield from self._call(link, "CacheService/Reset", request, wait)
+        pending: int = answer.pending_blocks
+        return pending
+
     def status(self) -> Operation[admin_pb2.GetStatusResponse]:
         """Asks for the server's status."""
         answer: admin_pb2.GetStatusResponse = yield Call(
@@ -377,6 +402,13 @@ def _json(params: Mapping[str, Any] | None) -> str:
 
 def _mode(prefix: bool) -> cache_pb2.LookupMode:  # noqa: FBT001 - named by its callers
     return cache_pb2.LOOKUP_MODE_PREFIX if prefix else cache_pb2.LOOKUP_MODE_EACH
+
+
+def _filter(exclude: TierFilter | None) -> cache_pb2.TierFilter | None:
+    if exclude is None:
+        return None
+    media = [cache_pb2.TierMedium.Name(medium) for medium in exclude.media]
+    return _message(cache_pb2.TierFilter, names=exclude.names, media=media, remote=exclude.remote)
 
 
 def _duration(seconds: float | None) -> Duration | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ..protos.v1 import cache_pb2, common_pb2
@@ -13,10 +13,12 @@ __all__ = [
     "DurableStatus",
     "KeyStatus",
     "LookupResult",
+    "Medium",
     "OffloadPolicy",
     "ReadBatch",
     "RequestOutcome",
     "StoreStatus",
+    "TierFilter",
     "TierVote",
     "WriteBatch",
 ]
@@ -53,6 +55,29 @@ class OffloadPolicy(enum.Enum):
 
     BLOCK_LEVEL = cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL
     REQUEST_LEVEL = cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL
+
+
+class Medium(enum.IntEnum):
+    """What the bytes of a tier lie on."""
+
+    MEMORY = cache_pb2.TIER_MEDIUM_MEMORY
+    DISK = cache_pb2.TIER_MEDIUM_DISK
+    NETWORK = cache_pb2.TIER_MEDIUM_NETWORK
+
+
+@dataclass(frozen=True, slots=True)
+class TierFilter:
+    """Tiers that a lookup leaves out: those that match any of these. The CPU tier cannot be left out.
+
+    Attributes:
+        names: tiers, by name; one that the server lacks is an `InvalidRequest`.
+        media: tiers whose bytes lie on one of these.
+        remote: whether tiers are left out whose bytes are not on the server's host.
+    """
+
+    names: Collection[str] = ()
+    media: Collection[Medium] = ()
+    remote: bool = False
 
 
 @dataclass(frozen=True, slots=True)

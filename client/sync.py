@@ -22,7 +22,7 @@ from .keeper import Identity, Keeper, Transport
 from .link import Link
 from .namespace import Namespace
 from .operations import Operations
-from .results import LookupResult, ReadBatch, RequestOutcome, WriteBatch
+from .results import LookupResult, ReadBatch, RequestOutcome, TierFilter, WriteBatch
 from .timeouts import Timeouts
 from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
 
@@ -140,6 +140,8 @@ class Client:
         wait: float = 0.0,
         prefix: bool = True,
         lease: float | None = None,
+        exclude: TierFilter | None = None,
+        min_hits: int = 0,
     ) -> Lease:
         """Announces a request, negotiates how it is offloaded, and looks up its keys. Pair it with `finish_request`.
 
@@ -155,6 +157,8 @@ class Client:
                 wait=wait,
                 prefix=prefix,
                 lease=lease,
+                exclude=exclude,
+                min_hits=min_hits,
             )
         )
 
@@ -166,6 +170,8 @@ class Client:
         wait: float = 0.0,
         prefix: bool = True,
         lease: float | None = None,
+        exclude: TierFilter | None = None,
+        min_hits: int = 0,
     ) -> Lease:
         """Looks up keys and pins what was found.
 
@@ -175,8 +181,20 @@ class Client:
             wait: seconds to wait for blocks that are being written, or brought up from a lower tier.
             prefix: whether everything after the first miss is a miss.
             lease: seconds for which the lease holds; the server's default if None.
+            exclude: tiers to leave out.
+            min_hits: with `prefix`, how many leading hits are worth having; fewer are misses.
         """
-        return self._lease(self._operations.lookup(keys, request_id=request_id, wait=wait, prefix=prefix, lease=lease))
+        return self._lease(
+            self._operations.lookup(
+                keys,
+                request_id=request_id,
+                wait=wait,
+                prefix=prefix,
+                lease=lease,
+                exclude=exclude,
+                min_hits=min_hits,
+            )
+        )
 
     @contextlib.contextmanager
     def read(self, lease: LookupResult | int, items: Sequence[int]) -> Iterator[ReadBatch]:
@@ -241,6 +259,19 @@ class Client:
             wait: seconds to wait until nothing more is going to be stored for it.
         """
         return self._run(self._operations.finish_request(request_id, wait=wait))
+
+    def reset(self, *, wait: float = 0.0) -> int:
+        """Empties the CPU tier of this client's namespace, for all its engines; the tiers below keep what they have.
+
+        What is being written, read or moved goes when that has ended; until then all lookups of the namespace miss.
+
+        Args:
+            wait: seconds to wait until all of it has gone.
+
+        Returns:
+            How many blocks are waited for; 0 means that it is done. Call it again until then.
+        """
+        return self._run(self._operations.reset(wait=wait))
 
     def status(self) -> admin_pb2.GetStatusResponse:
         """Asks the server for its tiers and sessions."""

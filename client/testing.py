@@ -136,6 +136,7 @@ class FakeServer:
             "CompleteStore": self._complete_store,
             "Flush": self._flush,
             "FinishRequest": self._finish_request,
+            "Reset": self._reset,
             "GetStatus": self._get_status,
         }
         return handlers[name](request)
@@ -168,7 +169,11 @@ class FakeServer:
         for name in self._names(session, request.keys):
             broken = request.mode != cache_pb2.LOOKUP_MODE_EACH and None in found[-1:]
             found.append(name if self._ready(name) and not broken else None)
+        if request.exclude.names:
+            raise error_for("INVALID_ARGUMENT", f"there is no tier {request.exclude.names[0]!r} that could be left out")
         hits = found.index(None) if None in found else len(found)
+        if request.mode != cache_pb2.LOOKUP_MODE_EACH and hits < request.min_hits:
+            found[:hits], hits = [None] * hits, 0
         statuses = bytes(KeyStatus.MISS if name is None else KeyStatus.HIT for name in found)
         if not any(found):
             return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(found)))
@@ -286,6 +291,19 @@ class FakeServer:
             number: lease for number, lease in self._leases.items() if (lease.engine_id, lease.request_id) != owner
         }
         return cache_pb2.FinishRequestResponse(settled=True)
+
+    def _reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetResponse:
+        """Empties the namespace at once: leases and stores that are in the way are lost."""
+        prefix = self._session(request.session).prefix
+        for name in [name for name in self._blocks if name[0] == prefix]:
+            del self._blocks[name], self._world[name]
+        self._leases = {
+            number: lease for number, lease in self._leases.items() if all(not n or n[0] != prefix for n in lease.names)
+        }
+        self._stores = {
+            number: store for number, store in self._stores.items() if all(name[0] != prefix for name in store.names)
+        }
+        return cache_pb2.ResetResponse()
 
     def _get_status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
         used = sum(len(part) for parts in self._blocks.values() for part in parts.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
@@ -20,6 +20,7 @@ from .console import refuse as _refuse
 from .console import say as _say
 
 if TYPE_CHECKING:
+    from ..protos.endpoint import Endpoint
     from .sources import Loaded
 
 __all__ = ["EXIT_CONFIG", "EXIT_FAILURE", "EXIT_UNREACHABLE", "EXIT_USAGE", "main"]
@@ -67,7 +68,17 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="show what a running server holds, and for whom")
     status.set_defaults(run=_status)
     _add_endpoint(status)
-    status.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+    leases = commands.add_parser("leases", help="list who pins blocks, for whom and for how long")
+    leases.set_defaults(run=_leases)
+    leases.add_argument("--most", metavar="N", type=int, default=0, help="list at most so many, the oldest (1,000)")
+    _add_endpoint(leases)
+
+    explain = commands.add_parser("explain", help="say why blocks of a request of the last minutes were misses")
+    explain.set_defaults(run=_explain)
+    explain.add_argument("request", metavar="REQUEST", help="the engine's id of the request")
+    explain.add_argument("--engine", metavar="ID", default="", help="the engine; else whichever used that id last")
+    _add_endpoint(explain)
 
     _add_fsck(commands)
     return parser
@@ -87,25 +98,25 @@ def _add_fsck(commands: Any) -> None:
         "--repair", action="store_true", help="quarantine what is damaged, so that it is never read again"
     )
     fsck.add_argument("--tier", metavar="NAME", action="append", default=[], help="only this tier; may be repeated")
-    fsck.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    _add_endpoint(fsck)
     offline = fsck.add_argument_group("while no server runs")
     offline.add_argument("--config", metavar="FILE", default=None, help="TOML file with settings (KVTIER_CONFIG)")
     offline.add_argument(
         "--data-dir", dest="data_dir", metavar="DIR", default=None, help="directory of the tiers on disk"
     )
-    online = fsck.add_argument_group("with a running server")
+    online = fsck.add_argument_group("with a running server, at --endpoint")
     online.add_argument("--online", action="store_true", help="let the running server check its tiers")
-    _add_endpoint(online)
     online.add_argument("--rate", metavar="SIZE", help="read at most so much in a second, like 100MiB")
 
 
-def _add_endpoint(parser: Any) -> None:
+def _add_endpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--endpoint",
         metavar="ADDRESS",
         help="unix:PATH or HOST:PORT; else KVTIER_ENDPOINT, else this user's socket",
     )
     parser.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="how long to wait (5)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -144,12 +155,15 @@ def _serve(options: argparse.Namespace) -> int:
     logs.configure(loaded.config.log)
     for warning in loaded.warnings:
         logs.get_logger(__name__).warning(warning)
-    from .app import serve
+    from .app import EXIT_LEFT_BEHIND, serve
 
     try:
-        return serve(loaded.config)
+        code = serve(loaded.config)
     finally:
         logs.flush()
+    if code == EXIT_LEFT_BEHIND:
+        os._exit(code)  # an orderly end would unmap what a thread may be writing to
+    return code
 
 
 def _config(options: argparse.Namespace) -> int:
@@ -169,23 +183,63 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from ..protos.endpoint import EndpointError, client_endpoint
     from . import status
+
+    def show(answer: Any, endpoint: Endpoint) -> None:
+        _say(status.to_json(answer)) if options.json else status.show(answer, endpoint)
+
+    return _inquire(options, status.fetch, show)
+
+
+def _leases(options: argparse.Namespace) -> int:
+    from ..protos.v1.admin_pb2 import ListLeasesRequest
+    from . import inquiry, leases
+
+    if not 0 <= options.most < 1 << 32:
+        return _refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
+
+    def fetch(endpoint: Endpoint, timeout: float) -> Any:
+        return inquiry.ask(endpoint, "ListLeases", ListLeasesRequest(max_leases=options.most), timeout)
+
+    def show(answer: Any, _: Endpoint) -> None:
+        _say(leases.to_json(answer)) if options.json else leases.show(answer)
+
+    return _inquire(options, fetch, show)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from ..protos.v1.admin_pb2 import ExplainRequestRequest
+    from . import explain, inquiry
+
+    def fetch(endpoint: Endpoint, timeout: float) -> Any:
+        request = ExplainRequestRequest(request_id=options.request, engine_id=options.engine)
+        return inquiry.ask(endpoint, "ExplainRequest", request, timeout)
+
+    def show(answer: Any, _: Endpoint) -> None:
+        request_id: str = options.request
+        _say(explain.to_json(answer, request_id)) if options.json else explain.show(answer, request_id)
+
+    return _inquire(options, fetch, show)
+
+
+def _inquire(
+    options: argparse.Namespace, fetch: Callable[[Endpoint, float], Any], show: Callable[[Any, Endpoint], None]
+) -> int:
+    """Asks the server that the options name, and shows what it answers."""
+    from ..protos.endpoint import EndpointError, client_endpoint
+    from . import inquiry
 
     try:
         endpoint = client_endpoint(options.endpoint)
     except EndpointError as error:
         return _refuse([f"{error}"], EXIT_USAGE)
     try:
-        answer = status.fetch(endpoint, options.timeout)
-    except status.UnreachableError as error:
+        answer = fetch(endpoint, options.timeout)
+    except inquiry.UnreachableError as error:
         return _refuse([f"{error}"], EXIT_UNREACHABLE)
-    except status.StatusError as error:
+    except inquiry.InquiryError as error:
         return _refuse([f"{error}"], EXIT_FAILURE)
-    if options.json:
-        _say(status.to_json(answer))
-    else:
-        status.show(answer, endpoint)
+    show(answer, endpoint)
     return 0
 
 

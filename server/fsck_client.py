@@ -13,7 +13,8 @@ from ..protos.endpoint import Endpoint
 from ..protos.v1 import admin_pb2, admin_pb2_grpc
 from ..tiers.fsck import Finding
 from .fsck import TierReport
-from .status import explain, fetch
+from .inquiry import explain
+from .status import fetch
 
 __all__ = ["check_by_server"]
 
@@ -33,7 +34,7 @@ def check_by_server(
     `timeout` seconds are waited for the server to answer at all. A check that ends early says so in the last report.
 
     Raises:
-        StatusError: the server refuses, or none answers.
+        InquiryError: the server refuses, or none answers.
     """
     request = admin_pb2.FsckRequest(repair=repair, tiers=tiers, max_rate_bytes=rate)
     fetch(endpoint, timeout)

@@ -35,7 +35,7 @@ def offline(tiers: Sequence[TierConfig], options: argparse.Namespace) -> int:
 
 def online(options: argparse.Namespace) -> int:
     """Lets a running server check its tiers; returns the exit code."""
-    from .status import StatusError, UnreachableError
+    from .inquiry import InquiryError, UnreachableError
 
     reports: dict[str, fsck.TierReport] = {}
     try:
@@ -44,7 +44,7 @@ def online(options: argparse.Namespace) -> int:
         return refuse([f"{error}"], EXIT_USAGE)
     except UnreachableError as error:
         return refuse([f"{error}"], EXIT_UNREACHABLE)
-    except StatusError as error:
+    except InquiryError as error:
         return refuse([f"{error}"], fsck.EXIT_UNCHECKED)
     if options.json:
         say(fsck.to_json(list(reports.values())))

@@ -8,9 +8,10 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..tiers.base import NamespaceId, SecondaryTier
-from ..tiers.fsck import NAMESPACE_BYTES, Checkable, Finding, Slice, check
+from ..tiers.base import NamespaceId
+from ..tiers.fsck import NAMESPACE_BYTES, Finding, Slice, check
 from .errors import Refused
+from .guard import GuardedTier
 from .logs import get_logger
 from .runtime import TierRuntime
 from .sessions import SessionRegistry
@@ -24,7 +25,7 @@ _log = get_logger(__name__)
 class Progress:
     """How far the check of one tier has come."""
 
-    tier: SecondaryTier
+    tier: GuardedTier
     total: int = 0
     blocks: int = 0
     nbytes: int = 0
@@ -93,9 +94,9 @@ class OnlineFsck:
         yield progress
 
     async def _steps(self, number: int, progress: Progress, *, repair: bool, rate: int) -> AsyncGenerator[None, None]:
-        tier = progress.tier
-        if not isinstance(tier, Checkable):
-            progress.note = f"{tier.type} has no check of its own"
+        tier = progress.tier.checkable
+        if tier is None:
+            progress.note = f"{progress.tier.type} has no check of its own"
             return
         progress.total = await asyncio.shield(self._runtime.check(number, tier.blocks_to_check))
         steps = check(tier, repair=repair)

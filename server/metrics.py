@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from .. import __version__
 from ..tiers.base import Outcome
+from ..tiers.history import MissReason
 from ..tiers.stats import ManagerStats
 
 __all__ = ["Direction", "Metrics", "ServerStats", "Snapshot"]
@@ -167,8 +168,7 @@ _MANAGER_GAUGES = {
     "namespaces": "Namespaces seen since start.",
 }
 _MANAGER_COUNTERS = {
-    "lookup_keys": "Keys that were looked up.",
-    "lookup_misses": "Looked-up keys that no tier answered for.",
+    "lookup_keys": "Looked-up keys that were answered for: each is a hit of a tier, or a miss.",
 }
 
 
@@ -192,6 +192,12 @@ def _manager_families(stats: ManagerStats) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"kvtier_{name}", text, value=getattr(stats, name))
     for name, text in _MANAGER_COUNTERS.items():
         yield CounterMetricFamily(f"kvtier_{name}", text, value=getattr(stats, name))
+    misses = CounterMetricFamily(
+        "kvtier_lookup_misses", "Looked-up keys that were misses, by reason.", labels=("reason",)
+    )
+    for reason in MissReason:
+        misses.add_metric((reason.name.lower(),), stats.misses_by_reason.get(reason, 0))
+    yield misses
 
 
 def _tier_families(stats: ManagerStats) -> Iterator[Metric]:

@@ -32,6 +32,7 @@ from ..tiers.commands import (
 )
 from ..tiers.manager import TierManager
 from ..tiers.stats import ManagerStats
+from .guard import GuardedTier
 from .logs import get_logger
 from .worker import JobObserver, TierWorker, close_all
 
@@ -59,12 +60,16 @@ def extent_bytes_for(region_bytes: int) -> int:
 class TierRuntime:
     """Owns the core, the region and the tiers of one server."""
 
-    def __init__(self, region: HostRegion, tiers: Sequence[SecondaryTier]) -> None:
-        """Opens nothing and starts nothing: see `start`. The region and the tiers are closed by `close`."""
+    def __init__(self, region: HostRegion, tiers: Sequence[SecondaryTier], stall_seconds: float = 10.0) -> None:
+        """Opens nothing and starts nothing: see `start`. The region and the tiers are closed by `close`.
+
+        A tier that has not come back from a job for `stall_seconds` is gone on without until it has.
+        """
         self.region = region
         self.extent_bytes = extent_bytes_for(region.size_bytes)
-        self.core = TierManager(region.size_bytes, self.extent_bytes, tiers, first_id=secrets.randbits(62))
         self._workers = [TierWorker(tier) for tier in tiers]
+        self.core = TierManager(region.size_bytes, self.extent_bytes, self.tiers, first_id=secrets.randbits(62))
+        self._stall_seconds = stall_seconds
         self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
         """Jobs that threads have ended and the core has not heard of."""
@@ -81,7 +86,11 @@ class TierRuntime:
         if await asyncio.to_thread(self._back, 0, first):
             self._backing = threading.Thread(target=self._back_from, args=(first,), name="kvtier-backing", daemon=True)
             self._backing.start()
+        self.core.tick(self.now())
         self._ticker = self._loop.create_task(self._tick())
+        for worker in self._workers:
+            if worker.tier.unwanted:
+                worker.remove(worker.tier.unwanted)
         self.pump()
 
     def now(self) -> float:
@@ -143,7 +152,10 @@ class TierRuntime:
         stored = await self._idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
         self.core.make_durable()
         self.pump()
-        return await self._idle(deadline, lambda: sum(worker.jobs for worker in self._workers)) and stored
+        return (
+            await self._idle(deadline, lambda: sum(worker.jobs for worker in self._workers if not worker.stalled))
+            and stored
+        )
 
     async def _idle(self, deadline: float, busy: Callable[[], int]) -> bool:
         while busy():
@@ -166,7 +178,7 @@ class TierRuntime:
             worker.observe_job = observer
 
     @property
-    def tiers(self) -> list[SecondaryTier]:
+    def tiers(self) -> list[GuardedTier]:
         """The tiers below the CPU tier, in lookup order."""
         return [worker.tier for worker in self._workers]
 
@@ -252,11 +264,16 @@ class TierRuntime:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             try:
+                self._watch_tiers()
                 self.core.tick(self.now())
                 self.pump()
                 self.notify()
             except Exception as error:  # noqa: BLE001 - without it nothing would ever expire again
                 _log.error("tick failed", exc_info=error)
+
+    def _watch_tiers(self) -> None:
+        for number, worker in enumerate(self._workers, start=1):
+            self.core.tier_stalled(number, stalled=worker.watch(self._stall_seconds))
 
     def _back_from(self, start: int) -> None:
         """Backs the rest of the region chunk by chunk, on a thread of its own."""

@@ -27,15 +27,18 @@ class Line(enum.Enum):
     """Stores and removals, in the order of the commands: one thread."""
     LOAD = "load"
     CHECK = "check"
+    VOTE = "vote"
+    """What the event loop would ask of the tier itself, if the tier could be relied on not to block."""
 
 
-_THREADS = {Line.STORE: 1, Line.LOAD: 2, Line.CHECK: 1}
+_THREADS = {Line.STORE: 1, Line.LOAD: 2, Line.CHECK: 1, Line.VOTE: 1}
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     """Something that a tier is asked to do."""
 
+    line: Line
     operation: str
     run: Callable[[], object]
     abandoned: Callable[[], object]
@@ -79,24 +82,25 @@ class TierThreads:
                     raise
             else:
                 threads.append(thread)
-        self._queues[line].put(_Call(operation, run, abandoned))
+        self._queues[line].put(_Call(line, operation, run, abandoned))
 
     def abandon(self, line: Line) -> None:
         """Takes back what a line has not begun yet."""
         for call in self._take_all(line):
             call.abandoned()
 
-    def longest(self) -> tuple[str, float] | None:
-        """Returns which of the calls that run has been running for longest, and since when (`time.monotonic`)."""
+    def overdue(self, seconds: float) -> dict[Line, str]:
+        """Returns, per line, a call that has been running for so long."""
+        since = time.monotonic() - seconds
         with self._changing:
-            oldest = min(self._running, key=lambda call: call.started, default=None)
-        return (oldest.operation, oldest.started) if oldest else None
+            return {call.line: call.operation for call in self._running if call.started <= since}
 
     def close(self, seconds: float) -> bool:
         """Begins nothing more, and waits for what runs; returns whether all of it has ended in time."""
         deadline = time.monotonic() + seconds
         for line, threads in self._threads.items():
-            self._take_all(line)
+            if line is not Line.VOTE:  # these take no time, and there is nothing to make up for them
+                self._take_all(line)
             for _ in threads:
                 self._queues[line].put(None)
         for threads in self._threads.values():

@@ -11,15 +11,13 @@ from typing import Protocol, TypeVar
 
 from ..tiers.base import BlockBytes, Outcome, SecondaryTier
 from ..tiers.questions import Name
+from .guard import GuardedTier
 from .logs import get_logger
 from .tierthreads import Line, TierThreads
 
-__all__ = ["STALL_SECONDS", "JobObserver", "TierWorker", "close_all"]
+__all__ = ["JobObserver", "TierWorker", "close_all"]
 
 _log = get_logger(__name__)
-
-STALL_SECONDS = 5.0
-"""A tier that has not come back from a call for so long is in trouble: a job is 32 MiB at most."""
 
 _CALLS_SECONDS = 3.0
 """For what still runs at the end; the drain has waited for jobs before."""
@@ -44,13 +42,15 @@ class TierWorker:
     """Keeps one tier at work. Belongs to the event loop, but for `close`."""
 
     def __init__(self, tier: SecondaryTier) -> None:
-        self.tier = tier
+        self._threads = TierThreads(tier.name)
+        self.tier = GuardedTier(tier, self._threads)
         self.observe_job: JobObserver = _ignore_job
         self.jobs = 0
         """Stores and loads that were begun and have not been taken note of; who hears of their end counts them down."""
         self.left_behind = ""
         """What the tier was doing when `close` stopped waiting for it."""
-        self._threads = TierThreads(tier.name)
+        self.stalled = False
+        """Whether the tier is known not to come back from a job."""
 
     def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
         """Writes blocks; `finished` hears what became of them, once and on the thread that did it."""
@@ -62,17 +62,8 @@ class TierWorker:
 
     def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
         """Asks for blocks; `answered` hears on that thread, once, which of them are there: none where that went wrong."""
-
-        def run() -> None:
-            answers: Sequence[bool] = []
-            try:
-                answers = self.tier.lookup(keys)
-            except BaseException as error:  # noqa: BLE001 - a tier's defect must not end the server
-                self._note_failure("lookup", error)
-            answered(answers)
-
         try:
-            self._threads.submit(Line.LOAD, "lookup", run, lambda: answered([]))
+            self._threads.submit(Line.LOAD, "lookup", lambda: answered(self.tier.lookup(keys)), lambda: answered([]))
         except RuntimeError as error:  # no thread to be had
             self._note_failure("lookup", error)
             answered([])
@@ -112,18 +103,18 @@ class TierWorker:
         self._threads.submit(Line.CHECK, "check", run)
         return future
 
-    def stalled(self) -> str:
-        """Returns what the tier has not come back from for long; "" if nothing."""
-        longest = self._threads.longest()
-        if longest is None:
-            return ""
-        operation, started = longest
-        seconds = time.monotonic() - started
-        return f"{operation} has not come back for {seconds:.0f} s" if seconds >= STALL_SECONDS else ""
+    def watch(self, seconds: float) -> bool:
+        """Looks whether calls have been running for so long, and says so of the tier; returns whether it moves no blocks then.
 
-    def fail_waiting_loads(self) -> None:
-        """Ends the loads that have not begun: who waits for them had better compute."""
-        self._threads.abandon(Line.LOAD)
+        Loads that have not begun fail: whoever waits for them had better compute.
+        """
+        overdue = self._threads.overdue(seconds)
+        calls = ", ".join(sorted(overdue.values()))
+        self.tier.note("stalled", f"{calls}: no end for more than {seconds:g} s" if calls else None)
+        self.stalled = Line.STORE in overdue or Line.LOAD in overdue
+        if self.stalled:
+            self._threads.abandon(Line.LOAD)
+        return self.stalled
 
     def close(self) -> bool:
         """Waits for what runs and closes the tier; returns whether that came to an end in time. Called once, on any thread.
@@ -138,8 +129,8 @@ class TierWorker:
             closer.join(_CLOSE_SECONDS)
             ended = not closer.is_alive()
         if not ended:
-            longest = self._threads.longest()
-            self.left_behind = longest[0] if longest else "close"
+            running = self._threads.overdue(0)
+            self.left_behind = ", ".join(sorted(running.values())) or "close"
             _log.error(
                 "tier is left behind: it does not come to an end", tier=self.tier.name, operation=self.left_behind
             )
@@ -147,7 +138,6 @@ class TierWorker:
 
     def _note_failure(self, operation: str, error: BaseException) -> None:
         _log.error("tier failed", tier=self.tier.name, operation=operation, exc_info=error)
-        self.tier.trouble = f"{operation}: {error}"
 
     def _close_tier(self) -> None:
         try:
@@ -178,11 +168,7 @@ class TierWorker:
     ) -> Sequence[Outcome]:
         """Runs on a worker thread."""
         started = time.monotonic()
-        try:
-            outcomes = move(blocks)
-        except BaseException as error:  # noqa: BLE001 - a tier's defect must not end the server
-            self._note_failure(operation, error)
-            outcomes = [Outcome.FAILED] * len(blocks)
+        outcomes = move(blocks)
         try:
             nbytes = sum(block.nbytes for block in blocks)
             self.observe_job(self.tier.name, operation, time.monotonic() - started, nbytes, outcomes)

@@ -28,6 +28,8 @@ class Presence(enum.Enum):
     """It is there, and the tier was left out."""
     UNKNOWN = enum.auto()
     """The tier has to be asked."""
+    STALLED = enum.auto()
+    """It is there, and the tier does not answer."""
 
 
 class Lane:
@@ -56,6 +58,8 @@ class Lane:
         self.queued_bytes = 0
         """Size of what waits or is being stored."""
         self.jobs = 0
+        self.stalled = False
+        """Whether the tier does not come back from its jobs: nothing is asked of it then."""
         self.questions = Questions()
         """What a shared tier was asked."""
         self.misses = 0
@@ -75,6 +79,8 @@ class Lane:
         held = self.catalog.held(namespace, key) is not None
         if self.index in excluded:
             return Presence.EXCLUDED if held else Presence.ABSENT
+        if self.stalled:
+            return Presence.STALLED if held else Presence.ABSENT
         if not held and self.tier.shared and self.catalog.get(namespace, key) is None:
             there = self.questions.knows((namespace, key))
             if there is None:

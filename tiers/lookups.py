@@ -121,7 +121,7 @@ class Lookups:
                 continue
             presence = self._flow.peek(namespace.id, key, excluded)
             is_open = is_open or presence is Presence.UNKNOWN
-            if prefix and presence in (Presence.ABSENT, Presence.EXCLUDED):
+            if prefix and presence in (Presence.ABSENT, Presence.EXCLUDED, Presence.STALLED):
                 break
         self._flow.ask()
         return is_open
@@ -192,6 +192,8 @@ class Lookups:
         if lane is None:
             if presence is Presence.EXCLUDED:
                 match.reasons[position] = MissReason.POLICY
+            elif presence is Presence.STALLED:
+                match.reasons[position] = MissReason.LOAD_FAILED
             if not prefix:
                 match.add(None)
             return False
@@ -264,14 +266,22 @@ class Lookups:
         if not missed:
             return spans_of(verdicts), None
         verdicts += [None] * (len(keys) - len(verdicts))
-        first = missed[0]
-        reason = match.reasons.get(first) or self._why(session, keys[first])
-        default = reason if prefix or reason is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
+        default = self._default_reason(session, keys, match, missed, prefix=prefix)
         known = self._history.why_each(session.namespace.id, (keys[n] for n in missed), default)
         for position, why in zip(missed, known, strict=True):
             verdicts[position] = match.reasons.get(position) or why
-        verdicts[first] = reason
-        return spans_of(verdicts), keys[first]
+        return spans_of(verdicts), keys[missed[0]]
+
+    def _default_reason(
+        self, session: Session, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
+    ) -> MissReason:
+        """Returns the reason for misses of which nothing is known: what breaks a chain, or never stored."""
+        broken_at = len(match.items)
+        if prefix and broken_at < len(keys):
+            return match.reasons.get(broken_at) or self._why(session, keys[broken_at])
+        unexplained = next((n for n in missed if n not in match.reasons), None)
+        why = None if unexplained is None else self._why(session, keys[unexplained])
+        return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
 
     def _why(self, session: Session, key: bytes) -> MissReason:
         """Returns why a block is nowhere."""

@@ -385,6 +385,14 @@ class TierManager:
         """Takes note that a tier, by its position in the lookup order, found blocks damaged and has none of them any more."""
         self._flow.lost(tier, names)
 
+    def tier_stalled(self, tier: int, *, stalled: bool) -> None:
+        """Takes note of whether a tier, by its position in the lookup order, does not come back from its jobs.
+
+        Nothing new is asked of it then, and what waits to be stored in it waits no longer.
+        """
+        for request in self._flow.stall(tier, stalled=stalled):
+            self._requests.end_if_settled(request)
+
     def stats(self) -> ManagerStats:
         """Returns the figures of this moment."""
         memory = self._primary.memory

@@ -1,4 +1,4 @@
-"""AdminService: the server at a glance, and what people have it do."""
+"""AdminService: what the server holds, for whom, and why something was not there; and checks of the tiers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import grpc
 
 from ... import __version__
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
-from ...tiers.fsck import NAMESPACE_BYTES
-from ..fsck_online import OnlineFsck, Progress
+from ...tiers.grants import Store
+from ...tiers.leases import Lease
+from ..errors import Refused
+from ..fsck_online import OnlineFsck
 from ..runtime import TierRuntime
-from ..sessions import OpenSession, SessionRegistry
+from ..sessions import SessionRegistry
+from .admin_messages import explained, fsck_step, lease_status, session_status, tier_status
 
 __all__ = ["AdminService"]
+
+_MOST_LEASES = 1000
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -29,37 +34,45 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.GetStatusResponse:
-        stats = self._runtime.stats()
+        stats, now = self._runtime.stats(), self._runtime.now()
         answer = admin_pb2.GetStatusResponse(
             server_version=__version__,
             epoch=self._sessions.epoch,
             draining=self._sessions.draining,
-            tiers=[
-                admin_pb2.TierStatus(
-                    name=tier.name,
-                    type=tier.type,
-                    capacity_bytes=tier.capacity_bytes,
-                    available_bytes=tier.available_bytes,
-                    used_bytes=tier.used_bytes,
-                    blocks=tier.blocks,
-                    hits=tier.hits,
-                    misses=tier.misses,
-                    evictions=tier.evictions,
-                    jobs=tier.jobs,
-                    healthy=tier.healthy,
-                    trouble=tier.trouble,
-                    damaged_blocks=tier.damaged,
-                )
-                for tier in stats.tiers
-            ],
-            sessions=[self._session_status(session) for session in self._sessions.all()],
+            tiers=map(tier_status, stats.tiers),
+            sessions=[session_status(session, now) for session in self._sessions.all()],
             leases=stats.leases,
             stores=stats.stores,
             quarantined_bytes=stats.quarantined_bytes,
             namespaces=stats.namespaces,
         )
-        answer.uptime.FromNanoseconds(int((self._runtime.now() - self._ready_at) * 1e9))
+        answer.uptime.FromNanoseconds(int((now - self._ready_at) * 1e9))
         return answer
+
+    async def ListLeases(
+        self, request: admin_pb2.ListLeasesRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListLeasesResponse:
+        now, clients = self._runtime.now(), {session.core.id: session for session in self._sessions.all()}
+        held: list[Lease | Store] = [*self._runtime.core.leases(), *self._runtime.core.stores()]
+        held.sort(key=_since)
+        return admin_pb2.ListLeasesResponse(
+            leases=[
+                lease_status(lease, clients.get(lease.owner.session_id), now)
+                for lease in held[: request.max_leases or _MOST_LEASES]
+            ],
+            total=len(held),
+        )
+
+    async def ExplainRequest(
+        self, request: admin_pb2.ExplainRequestRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ExplainRequestResponse:
+        for record in self._runtime.core.explain(request.request_id):
+            if request.engine_id in ("", record.engine_id):
+                tiers = [tier.name for tier in self._runtime.stats().tiers]
+                return explained(record, tiers, self._runtime.now())
+        raise Refused(
+            "REQUEST_NOT_FOUND", f"nothing is known of request {request.request_id!r}; it may be too long ago"
+        )
 
     async def Fsck(
         self, request: admin_pb2.FsckRequest, context: grpc.aio.ServicerContext
@@ -67,40 +80,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         run = self._fsck.run(request.tiers, repair=request.repair, rate=request.max_rate_bytes)
         async with contextlib.aclosing(run) as steps:
             async for progress in steps:
-                yield _step_of(progress)
-
-    def _session_status(self, session: OpenSession) -> admin_pb2.SessionStatus:
-        status = admin_pb2.SessionStatus(
-            client_name=session.client_name,
-            engine_id=session.core.engine_id,
-            rank=session.core.rank,
-            pid=session.pid,
-            transport=session.transport,
-            model=session.model,
-            attached=bool(session.attachments),
-        )
-        status.age.FromNanoseconds(int((self._runtime.now() - session.opened_at) * 1e9))
-        return status
+                yield fsck_step(progress)
 
 
-def _step_of(progress: Progress) -> admin_pb2.FsckResponse:
-    return admin_pb2.FsckResponse(
-        tier=progress.tier.name,
-        tier_type=progress.tier.type,
-        blocks=progress.blocks,
-        checked_bytes=progress.nbytes,
-        total_blocks=progress.total,
-        findings=[
-            admin_pb2.FsckFinding(
-                namespace_id=finding.name[:NAMESPACE_BYTES],
-                key=finding.name[NAMESPACE_BYTES:],
-                size_bytes=finding.nbytes,
-                problem=finding.problem,
-                repaired=finding.repaired,
-            )
-            for finding in progress.findings
-        ],
-        done=progress.done,
-        note=progress.note,
-        error=progress.error,
-    )
+def _since(lease: Lease | Store) -> float:
+    return lease.granted_at if isinstance(lease, Lease) else lease.begun_at

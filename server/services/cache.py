@@ -6,30 +6,39 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import grpc
 
 from ...protos.packed import pack_offsets
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
 from ...tiers.answers import DurableStatus, Session
-from ...tiers.base import OffloadPolicy, RequestInfo, TierFilter
+from ...tiers.base import RequestInfo, TierFilter
 from ...tiers.commands import LeaseId, StoreId
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
-from ...tiers.leases import KeyStatus, Lease, LookupAnswer
+from ...tiers.leases import KeyStatus, Lease
 from ..edge import Edge
 from ..errors import Refused
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
+from .admin_messages import POLICIES
 
 __all__ = ["CacheService"]
 
 _RESET_POLL_SECONDS = 0.02
 
-_POLICIES = {
-    OffloadPolicy.BLOCK_LEVEL: cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL,
-    OffloadPolicy.REQUEST_LEVEL: cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL,
-}
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a lookup asks for, checked."""
+
+    keys: Sequence[bytes]
+    prefix: bool
+    request_id: str
+    tiers: TierFilter
+    min_hits: int
+    lease_seconds: float
+    deadline: float
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -46,7 +55,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.BeginRequestResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        self._edge.keys(request.keys, session.namespace)
         if not request.request_id:
             raise Refused("INVALID_ARGUMENT", "request_id is missing")
         info = RequestInfo(
@@ -57,13 +65,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             priority=request.priority,
             kv_transfer_params=_params(request.kv_transfer_params_json),
         )
-        self._edge.lease(request.lease_duration), self._edge.wait(request.wait), self._edge.tiers(request.exclude)
+        asked = self._asked(session, request)
         negotiation = self._core.begin_request(session, info)
-        lookup = await self._look_up(session, request, want_slots=False)
+        lookup = await self._look_up(session, asked)
         return cache_pb2.BeginRequestResponse(
-            policy=_POLICIES[negotiation.policy],
+            policy=POLICIES[negotiation.policy],
             votes=[
-                cache_pb2.TierVote(tier=tier, policy=_POLICIES[vote.policy], why=vote.why)
+                cache_pb2.TierVote(tier=tier, policy=POLICIES[vote.policy], why=vote.why)
                 for tier, vote in negotiation.votes
             ],
             lookup=lookup,
@@ -72,7 +80,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def Lookup(
         self, request: cache_pb2.LookupRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.LookupResponse:
-        return await self._look_up(self._sessions.get(request.session), request, want_slots=request.want_slots)
+        session = self._sessions.get(request.session)
+        return await self._look_up(session, self._asked(session, request), want_slots=request.want_slots)
 
     async def PrepareLoad(
         self, request: cache_pb2.PrepareLoadRequest, context: grpc.aio.ServicerContext
@@ -195,61 +204,62 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             pending = self._core.resetting(session)
         return cache_pb2.ResetResponse(pending_blocks=pending)
 
-    async def _look_up(
-        self, session: Session, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest, *, want_slots: bool
-    ) -> cache_pb2.LookupResponse:
+    def _asked(self, session: Session, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest) -> _Asked:
+        """Returns what a call asks for, checked; raises `Refused`."""
+        return _Asked(
+            keys=self._edge.keys(request.keys, session.namespace),
+            prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
+            request_id=self._edge.request_id(request.request_id),
+            tiers=self._edge.tiers(request.exclude),
+            min_hits=request.min_hits,
+            lease_seconds=self._edge.lease(request.lease_duration),
+            deadline=self._runtime.now() + self._edge.wait(request.wait),
+        )
+
+    async def _look_up(self, session: Session, asked: _Asked, *, want_slots: bool = False) -> cache_pb2.LookupResponse:
         rank = session.own_rank() if want_slots else 0  # refused before a lease is granted that nobody would know of
-        keys = self._edge.keys(request.keys, session.namespace)
-        prefix = request.mode != cache_pb2.LOOKUP_MODE_EACH
-        tiers = self._edge.tiers(request.exclude)
-        lease_seconds, wait = self._edge.lease(request.lease_duration), self._edge.wait(request.wait)
-        deadline = self._runtime.now() + wait
-        await self._ask_tiers(session, keys, prefix=prefix, tiers=tiers, deadline=deadline)
+        await self._ask_tiers(session, asked)
         found = self._core.lookup(
             session,
-            keys,
-            prefix=prefix,
-            request_id=self._edge.request_id(request.request_id),
-            expires_at=self._runtime.now() + lease_seconds,
-            tiers=tiers,
-            min_hits=request.min_hits,
+            asked.keys,
+            prefix=asked.prefix,
+            request_id=asked.request_id,
+            expires_at=self._runtime.now() + asked.lease_seconds,
+            tiers=asked.tiers,
+            min_hits=asked.min_hits,
         )
         self._runtime.pump()
-        if found.lease is not None and found.lease.pending and wait:
-            found = await self._arrived(session, found, deadline)
-        statuses = found.statuses()
-        hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
-        lease = found.lease
+        remaining = asked.deadline - self._runtime.now()
+        if found.lease is not None and found.lease.pending and remaining > 0:
+            found = replace(found, lease=await self._arrived(session, found.lease, remaining))
+        statuses, lease = found.statuses(), found.lease
         if lease is None:
-            return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(keys)))
+            return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(asked.keys)))
+        hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
         answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=lease.sources, lease_id=lease.id)
         if want_slots:
             answer.slot_offsets = pack_offsets(lease.slots(range(hits), rank))
         return answer
 
-    async def _ask_tiers(
-        self, session: Session, keys: Sequence[bytes], *, prefix: bool, tiers: TierFilter, deadline: float
-    ) -> None:
+    async def _ask_tiers(self, session: Session, asked: _Asked) -> None:
         """Waits until shared tiers have said what they have, or the time is over."""
-        while self._core.ask(session, keys, prefix=prefix, tiers=tiers):
+        while self._core.ask(session, asked.keys, prefix=asked.prefix, tiers=asked.tiers):
             self._runtime.pump()
-            remaining = deadline - self._runtime.now()
+            remaining = asked.deadline - self._runtime.now()
             if remaining <= 0:
                 return
             await self._runtime.changed(remaining)
             self._sessions.check(session)
 
-    async def _arrived(self, session: Session, found: LookupAnswer, deadline: float) -> LookupAnswer:
-        """Waits until what a lookup found is in the CPU tier, or the time is over; returns what is left of it."""
-        lease = found.lease
-        assert lease is not None
+    async def _arrived(self, session: Session, lease: Lease, seconds: float) -> Lease | None:
+        """Waits until what a lookup found is in the CPU tier, or the time is over; returns what is left of its lease."""
         try:
-            await self._runtime.settled(lease.id, max(0.0, deadline - self._runtime.now()))
+            await self._runtime.settled(lease.id, seconds)
         except asyncio.CancelledError:  # the caller has hung up, and will never know of the lease
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)
             raise
-        return replace(found, lease=self._still_held(session, lease))
+        return self._still_held(session, lease)
 
     def _still_held(self, session: Session, lease: Lease) -> Lease | None:
         """Returns the lease after a wait, or None if it ended meanwhile or nothing of it is left."""

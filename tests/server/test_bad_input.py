@@ -176,6 +176,7 @@ WITH_SESSION: dict[str, Callable[[], Any]] = {
     "CompleteStore": lambda: cache_pb2.CompleteStoreRequest(store_id=1),
     "Flush": lambda: cache_pb2.FlushRequest(keys=KEYS),
     "FinishRequest": lambda: cache_pb2.FinishRequestRequest(request_id="r"),
+    "Reset": cache_pb2.ResetRequest,
 }
 WITH_KEYS = {
     "BeginRequest": lambda **fields: cache_pb2.BeginRequestRequest(request_id="r", **fields),

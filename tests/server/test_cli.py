@@ -206,7 +206,7 @@ class TestStatus:
     @pytest.mark.parametrize(
         ("code", "line"),
         [
-            (grpc.StatusCode.UNIMPLEMENTED, "{} is a gRPC server, but not kvtier's"),
+            (grpc.StatusCode.UNIMPLEMENTED, "{} is a gRPC server, but not kvtier's, or one of an older version"),
             (grpc.StatusCode.INTERNAL, "{}: INTERNAL: it broke"),
         ],
     )

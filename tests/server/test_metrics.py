@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier.server.metrics import Metrics, ServerStats
 from kvtier.server.metrics_http import MetricsServer
 from kvtier.tiers.base import Outcome
+from kvtier.tiers.history import MissReason
 from kvtier.tiers.stats import ManagerStats, TierStats
 
 STATS = ServerStats(
@@ -26,6 +27,7 @@ STATS = ServerStats(
         namespaces=1,
         lookup_keys=100,
         lookup_misses=10,
+        misses_by_reason={MissReason.EVICTED: 7, MissReason.NEVER_STORED: 3},
     ),
     epoch=0xABC,
     uptime_seconds=12.5,
@@ -104,7 +106,9 @@ class TestFigures:
         """Hits over the tiers and misses of lookups make up the keys that were asked."""
         values = Scrape(get(server.port, "/metrics")[2])
         hits = values.total("kvtier_tier_hits_total")
-        assert hits + values("kvtier_lookup_misses_total") == values("kvtier_lookup_keys_total")
+        assert hits + values.total("kvtier_lookup_misses_total") == values("kvtier_lookup_keys_total")
+        assert values("kvtier_lookup_misses_total", reason="evicted") == 7
+        assert values("kvtier_lookup_misses_total", reason="expired") == 0
 
     def test_calls(self, metrics: Metrics, server: MetricsServer) -> None:
         """Calls are counted by method and code, with their durations."""

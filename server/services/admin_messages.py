@@ -1,0 +1,143 @@
+"""What AdminService says, made of what the core knows."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+
+from ...protos.v1 import admin_pb2, cache_pb2
+from ...tiers.base import OffloadPolicy
+from ...tiers.fsck import NAMESPACE_BYTES
+from ...tiers.grants import Store
+from ...tiers.history import MissReason
+from ...tiers.journal import LookupRecord, RequestRecord, Span
+from ...tiers.leases import Lease
+from ...tiers.stats import TierStats
+from ..fsck_online import Progress
+from ..sessions import OpenSession
+
+__all__ = ["POLICIES", "explained", "fsck_step", "lease_status", "session_status", "tier_status"]
+
+POLICIES = {
+    OffloadPolicy.BLOCK_LEVEL: cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL,
+    OffloadPolicy.REQUEST_LEVEL: cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL,
+}
+
+
+def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
+    """Returns a tier's figures."""
+    return admin_pb2.TierStatus(
+        name=tier.name,
+        type=tier.type,
+        capacity_bytes=tier.capacity_bytes,
+        available_bytes=tier.available_bytes,
+        used_bytes=tier.used_bytes,
+        blocks=tier.blocks,
+        hits=tier.hits,
+        misses=tier.misses,
+        evictions=tier.evictions,
+        jobs=tier.jobs,
+        healthy=tier.healthy,
+        trouble=tier.trouble,
+        damaged_blocks=tier.damaged,
+    )
+
+
+def session_status(session: OpenSession, now: float) -> admin_pb2.SessionStatus:
+    """Returns who a session is."""
+    return admin_pb2.SessionStatus(
+        client_name=session.client_name,
+        engine_id=session.core.engine_id,
+        rank=session.core.rank,
+        pid=session.pid,
+        transport=session.transport,
+        model=session.model,
+        attached=bool(session.attachments),
+        age=_duration(now - session.opened_at),
+    )
+
+
+def lease_status(held: Lease | Store, session: OpenSession | None, now: float) -> admin_pb2.LeaseStatus:
+    """Returns a lease or a store, with its owner."""
+    status = admin_pb2.LeaseStatus(
+        lease_id=held.id,
+        engine_id=held.owner.engine_id,
+        request_id=held.owner.request_id,
+        remaining=_duration(held.expires_at - now),
+    )
+    if session is not None:
+        status.client_name, status.pid = session.client_name, session.pid
+    if isinstance(held, Lease):
+        blocks = [block for block in held.items if block is not None]
+        status.kind = admin_pb2.LEASE_KIND_READ
+        status.age.CopyFrom(_duration(now - held.granted_at))
+        status.blocks, status.bytes = len(blocks), sum(block.nbytes for block in blocks)
+        status.pending_blocks = held.pending
+    else:
+        status.kind = admin_pb2.LEASE_KIND_WRITE
+        status.age.CopyFrom(_duration(now - held.begun_at))
+        status.blocks, status.bytes = len(held.blocks), sum(block.part_bytes for block in held.blocks)
+        status.pending_blocks = len(held.blocks)
+    return status
+
+
+def explained(record: RequestRecord, tiers: list[str], now: float) -> admin_pb2.ExplainRequestResponse:
+    """Returns what is known of a request; `tiers` are the names of all tiers, in lookup order."""
+    answer = admin_pb2.ExplainRequestResponse(
+        engine_id=record.engine_id,
+        age=_duration(now - record.at),
+        finished=record.finished,
+        incomplete_blocks=record.incomplete,
+        lookups=[_lookup(lookup, tiers, now) for lookup in record.lookups],
+        total_lookups=record.asked,
+    )
+    if record.negotiation is not None:
+        answer.policy = POLICIES[record.negotiation.policy]
+        for tier, vote in record.negotiation.votes:
+            answer.votes.add(tier=tier, policy=POLICIES[vote.policy], why=vote.why)
+    return answer
+
+
+def _lookup(lookup: LookupRecord, tiers: list[str], now: float) -> admin_pb2.LookupExplained:
+    return admin_pb2.LookupExplained(
+        age=_duration(now - lookup.at),
+        spans=[_span(span, tiers) for span in lookup.spans()],
+        first_missed_key=lookup.first_miss or b"",
+    )
+
+
+def _span(span: Span, tiers: list[str]) -> admin_pb2.KeySpan:
+    if isinstance(span.verdict, MissReason):
+        return admin_pb2.KeySpan(keys=span.count, miss_reason=admin_pb2.MissReason.Name(span.verdict.value))
+    if span.verdict is None:
+        return admin_pb2.KeySpan(keys=span.count, deferred=True)
+    return admin_pb2.KeySpan(keys=span.count, hit_tier=tiers[span.verdict])
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(max(0.0, seconds) * 1e9))
+    return duration
+
+
+def fsck_step(progress: Progress) -> admin_pb2.FsckResponse:
+    """Returns one step of a check."""
+    return admin_pb2.FsckResponse(
+        tier=progress.tier.name,
+        tier_type=progress.tier.type,
+        blocks=progress.blocks,
+        checked_bytes=progress.nbytes,
+        total_blocks=progress.total,
+        findings=[
+            admin_pb2.FsckFinding(
+                namespace_id=finding.name[:NAMESPACE_BYTES],
+                key=finding.name[NAMESPACE_BYTES:],
+                size_bytes=finding.nbytes,
+                problem=finding.problem,
+                repaired=finding.repaired,
+            )
+            for finding in progress.findings
+        ],
+        done=progress.done,
+        note=progress.note,
+        error=progress.error,
+    )
