@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from ..tiers.base import (
     BlockBytes,
@@ -38,7 +38,7 @@ _MAX_KEY_BYTES = 1024
 _CANARY_BYTES = 8
 _OWN = f"{SecondaryTier.__module__.partition('.')[0]}."
 
-T = TypeVar("T")
+_FAILED = object()
 
 
 class GuardedTier(SecondaryTier):
@@ -130,7 +130,8 @@ class GuardedTier(SecondaryTier):
         """Passes it on, behind the request's vote; unless the tier never heard of the request."""
 
         def finish() -> None:
-            self._try("on_request_finished", lambda: self._tier.on_request_finished(request_id))
+            if self._try("on_request_finished", lambda: self._tier.on_request_finished(request_id)) is not _FAILED:
+                self.note("on_request_finished", None)
 
         if request_id in self._unheard:
             self._unheard -= Counter([request_id])
@@ -141,31 +142,16 @@ class GuardedTier(SecondaryTier):
             finish()
 
     def entries(self) -> Iterator[Entry]:
-        """Yields what can be an entry of what the tier lists, the first of each name."""
-        if not self._foreign:
-            yield from self._tier.entries()
-            return
-        seen: set[Name] = set()
-        bad: list[str] = []
-        try:
-            for entry in self._tier.entries():
-                problem = self._problem_of(entry) or ("is listed twice" if (entry.namespace, entry.key) in seen else "")
-                if problem:
-                    bad.append(f"{entry!r:.100} {problem}")
-                    continue
-                seen.add((entry.namespace, entry.key))
-                yield entry
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # noqa: BLE001 - the server starts with what it has heard of
-            bad.append(f"the list broke off: {_said(error)}")
-        if bad:
-            self.note("entries", f"{len(bad)} of the blocks that it lists were left out; the first: {bad[0]}")
+        """Returns what can be an entry of what the tier lists, the first of each name."""
+        return iter(self._sound_entries())
 
     def lookup(self, keys: Sequence[Name]) -> list[bool]:
         """Asks what is there; nothing, where that goes wrong."""
-        answers = self._try("lookup", lambda: list(self._tier.lookup(keys)))
-        return answers if answers is not None and self._counts("lookup", answers, keys) else [False] * len(keys)
+        answers: Any = self._try("lookup", lambda: list(self._tier.lookup(keys)))
+        if answers is _FAILED or not self._counts("lookup", answers, keys):
+            return [False] * len(keys)
+        self.note("lookup", None)
+        return [answer is True for answer in answers]
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Stores; a job that raises or whose outcomes cannot be told apart has failed."""
@@ -188,20 +174,40 @@ class GuardedTier(SecondaryTier):
 
     def remove(self, keys: Sequence[Name]) -> None:
         """Removes; what goes wrong is noted."""
-        self._try("remove", lambda: self._tier.remove(keys))
+        if self._try("remove", lambda: self._tier.remove(keys)) is not _FAILED:
+            self.note("remove", None)
 
     def close(self) -> None:
         """Closes the tier."""
         self._tier.close()
 
     def _vote(self, request: RequestInfo) -> Vote:
-        vote: Any = self._try("on_new_request", lambda: self._tier.on_new_request(request))
-        if vote is None:
+        vote = self._try("on_new_request", lambda: self._tier.on_new_request(request))
+        if vote is _FAILED:
             return _abstain("it failed")
         if not isinstance(vote, Vote) or not isinstance(vote.policy, OffloadPolicy):
             self.note("on_new_request", f"votes {vote!r:.100}")
             return _abstain("its vote is none")
+        self.note("on_new_request", None)
         return Vote(vote.policy, f"{vote.why}")
+
+    def _sound_entries(self) -> list[Entry]:
+        sound: dict[Name, Entry] = {}
+        bad: list[str] = []
+        try:
+            for entry in self._tier.entries():
+                problem = self._problem_of(entry) or (
+                    "is listed twice" if (entry.namespace, entry.key) in sound else ""
+                )
+                if problem:
+                    bad.append(f"{entry!r:.100} {problem}")
+                else:
+                    sound[entry.namespace, entry.key] = entry
+        except BaseException as error:  # noqa: BLE001 - the server starts with what it has heard of
+            bad.append(f"the list broke off: {_said(error)}")
+        if bad:
+            self.note("entries", f"{len(bad)} of the blocks that it lists were left out; the first: {bad[0]}")
+        return list(sound.values())
 
     def _problem_of(self, entry: Any) -> str:
         """Returns what is wrong with an entry, if anything."""
@@ -220,13 +226,14 @@ class GuardedTier(SecondaryTier):
     def _outcomes(
         self, work: str, move: Callable[[Sequence[BlockBytes]], list[Outcome]], blocks: Sequence[BlockBytes]
     ) -> list[Outcome]:
-        outcomes: list[Any] | None = self._try(work, lambda: list(move(blocks)))
-        if outcomes is None or not self._counts(work, outcomes, blocks):
+        outcomes: Any = self._try(work, lambda: list(move(blocks)))
+        if outcomes is _FAILED or not self._counts(work, outcomes, blocks):
             return [Outcome.FAILED] * len(blocks)
         if not all(isinstance(outcome, Outcome) for outcome in outcomes):
             self.note(work, f"{work} returns what is no outcome: {outcomes!r:.100}")
             return [outcome if isinstance(outcome, Outcome) else Outcome.FAILED for outcome in outcomes]
-        return outcomes
+        self.note(work, None)
+        return list(outcomes)
 
     def _counts(self, work: str, answers: Sequence[object], asked: Sequence[object]) -> bool:
         """Returns whether there is an answer for each: else it is not known which belongs to which."""
@@ -235,15 +242,13 @@ class GuardedTier(SecondaryTier):
         self.note(work, f"{work} returns {len(answers)} outcomes for {len(asked)} blocks")
         return False
 
-    def _try(self, work: str, call: Callable[[], T]) -> T | None:
-        """Returns what a call of the tier returns, or None if it raises: anything, for the tier is anybody's."""
+    def _try(self, work: str, call: Callable[[], Any]) -> Any:
+        """Returns what a call of the tier returns, or `_FAILED` if it raises: anything, for the tier is anybody's."""
         try:
-            result = call()
+            return call()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the server goes on
             self.note(work, f"{work} failed: {_said(error)}")
-            return None
-        self.note(work, None)
-        return result
+            return _FAILED
 
 
 def _abstain(why: str) -> Vote:

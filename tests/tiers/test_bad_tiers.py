@@ -1,14 +1,14 @@
-"""The decision core beside tiers that lose blocks."""
+"""The decision core beside tiers that lose blocks, do not answer, or lie."""
 
 from __future__ import annotations
 
 import pytest
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.answers import StoreStatus
-from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.answers import DurableStatus, StoreStatus
+from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
 from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.history import MissReason
 from kvtier.tiers.leases import KeyStatus, Lease
 from kvtier.tiers.manager import TierManager
@@ -28,9 +28,10 @@ def keys(*numbers: int) -> list[bytes]:
 class Rig:
     """A core of 16 slots over one tier that holds the blocks 0 to 3, which the CPU tier does not have."""
 
-    def __init__(self) -> None:
-        self.tier = ModelTier("near", 1 << 20)
-        self.tier.blocks = {(SPACE, key): (4096, ("",)) for key in keys(0, 1, 2, 3)}
+    def __init__(self, tier: ModelTier | None = None) -> None:
+        self.tier = tier or ModelTier("near", 1 << 20)
+        if tier is None:
+            self.tier.blocks = {(SPACE, key): (4096, ("",)) for key in keys(0, 1, 2, 3)}
         self.core = TierManager(EXTENT, EXTENT, [self.tier])
         self.core.add_memory(0, EXTENT)
         self.session = self.core.open_session(b"s", "engine", None, SPEC)
@@ -145,3 +146,91 @@ def test_a_lost_block_is_missed_for_a_reason() -> None:
     rig.lose(1)
     rig.look_up(1)
     assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 1}
+
+
+def test_a_tier_that_hangs_is_gone_on_without() -> None:
+    """What waited for it is let go, nothing new is asked of it, and what only it has is missed at once."""
+    rig = Rig()
+    rig.store(*range(100, 108))
+    running = rig.jobs()
+    rig.core.tier_stalled(1, stalled=True)
+    assert rig.look_up(0) is None, "not even asked for"
+    assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 1}
+    rig.store(*range(200, 208))
+    assert rig.core.durability(rig.session, keys(200)) == bytes([DurableStatus.VOLATILE]), "nobody waits for it"
+    assert rig.jobs() == []
+    assert rig.store(*range(300, 308)) == GRANTED * 8, "only what the running job reads is pinned"
+    rig.core.tier_stalled(1, stalled=False)
+    rig.finish(running)
+    assert rig.look_up(0) is not None
+    rig.finish(rig.jobs())
+    rig.store(400)
+    assert any(isinstance(command, StoreInTier) for command in rig.jobs())
+
+
+def test_a_queue_that_nobody_serves_is_let_go() -> None:
+    """Blocks that wait behind a job that hangs lose their pins and their places; what was owed to requests is given up."""
+    rig = Rig()
+    info = RequestInfo("r", SPACE, kv_transfer_params={"do_remote_decode": True})
+    rig.core.begin_request(rig.session, info)
+    rig.store(100)
+    running = rig.jobs()
+    answer = rig.core.prepare_store(rig.session, keys(101, 102), request_id="r", expires_at=60)
+    assert answer.store_id is not None
+    rig.core.complete_store(rig.session, answer.store_id)
+    before = rig.stats.used_bytes
+    rig.core.tier_stalled(1, stalled=True)
+    rig.core.tier_stalled(1, stalled=True)
+    assert rig.stats.used_bytes == before - 2 * 4096
+    assert rig.stats.dropped == 2
+    request = rig.core.finish_request(rig.session, "r")
+    assert (request.incomplete, rig.tier.finished) == (2, ["r"]), "B3.10: said, and not waited for"
+    rig.core.tier_stalled(1, stalled=False)
+    rig.finish(running)
+    assert rig.stats.used_bytes == 5 * 4096
+
+
+def test_removals_wait_for_a_tier_that_hangs() -> None:
+    """What has to be removed is removed when it answers again, before anything is stored."""
+    rig = Rig()
+    rig.core.tier_stalled(1, stalled=True)
+    rig.lose(1)
+    assert rig.jobs() == []
+    rig.core.tier_stalled(1, stalled=False)
+    assert removed(rig.jobs()) == keys(1)
+
+
+def test_a_tier_that_lies_about_sizes() -> None:
+    """A block that was listed with another size than it fills is not taken: it is a miss, and removed from the tier."""
+    tier = ModelTier("near", 1 << 20)
+    tier.blocks = {(SPACE, key): (8192, ("",)) for key in keys(0, 1)}
+    rig = Rig(tier)
+    assert rig.stats.used_bytes == 4 * 4096
+    lease = rig.look_up(0)
+    assert lease is not None
+    rig.finish(rig.jobs())
+    assert lease.statuses() == MISS
+    assert removed(rig.jobs()) == keys(0)
+    assert (rig.stats.blocks, rig.stats.used_bytes, rig.stats.damaged) == (1, 2 * 4096, 1)
+
+
+def test_a_tier_that_lists_more_than_it_may_hold() -> None:
+    """Capacity holds from the first moment: the oldest of what is listed go."""
+    tier = ModelTier("near", 3 * 4096)
+    tier.blocks = {(SPACE, key): (4096, ("",)) for key in keys(*range(8))}
+    rig = Rig(tier)
+    assert rig.stats.blocks == 3
+    assert removed(rig.jobs()) == keys(*range(5))
+
+
+def test_jobs_that_end_twice_or_never_were() -> None:
+    """The second end of a job, and the end of one that nobody began, change nothing."""
+    rig = Rig()
+    rig.look_up(0, 1)
+    jobs = rig.jobs()
+    rig.finish(jobs)
+    before = rig.stats
+    rig.finish(jobs, Outcome.CORRUPT)
+    rig.core.job_finished(JobId(12345), [Outcome.DONE])
+    assert rig.stats == before
+    assert rig.jobs() == []
