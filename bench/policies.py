@@ -61,7 +61,7 @@ class Replay:
         """Does what an engine does for a request; returns how many blocks it need not compute."""
         core, session = self.core, self.session
         core.begin_request(session, RequestInfo(request_id, session.namespace.id))
-        lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER)
+        lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER).lease
         hits = len(lease.items) if lease is not None else 0
         if hits < len(keys):
             answer = core.prepare_store(session, keys[hits:], request_id=request_id, expires_at=FOREVER)

@@ -9,6 +9,7 @@ import enum
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from .admission import ADMISSION, DEFAULT_ADMISSION
 from .base import NamespaceId, Outcome, SecondaryTier, TierFilter
 from .blocks import Block
 from .catalog import CatalogEntry, EntryState
@@ -61,12 +62,21 @@ class TierFlow:
         command: Callable[[Command], None],
         history: History,
         eviction: Mapping[str, str],
+        admission: Mapping[str, str],
     ) -> None:
         """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored."""
         self.lanes = [
-            Lane(number, tier, max_queued_bytes, eviction.get(tier.name, DEFAULT_POLICY), history.left)
+            Lane(
+                number,
+                tier,
+                max_queued_bytes,
+                eviction.get(tier.name, DEFAULT_POLICY),
+                history.left,
+                ADMISSION[admission.get(tier.name, DEFAULT_ADMISSION)],
+            )
             for number, tier in enumerate(tiers, start=1)
         ]
+        self._choosy = [lane for lane in self.lanes if lane.admission is not None]
         self.has_shared_tiers = any(tier.shared for tier in tiers)
         self._unpin = unpin
         self._left = history.left
@@ -143,18 +153,34 @@ class TierFlow:
     def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
         """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10).
 
-        `user` is the request that used the blocks, by the name that eviction policies know it by.
+        `user` is the request that used the blocks, by the name that eviction policies know it by. What a tier does not
+        admit yet may go there when it is used again (`used`).
         """
         for block in blocks:
             block.left_out = None
         for lane in self.lanes:
             for block in blocks:
                 if lane.catalog.get(block.namespace, block.key) is None:
+                    if not even_if_busy and not lane.admits(block, user):
+                        block.left_out = MissReason.POLICY
+                        continue
                     limit = None if even_if_busy else lane.max_queued_bytes
                     if not self._enqueue(lane, block, limit):
                         block.left_out = MissReason.STORE_FAILED
                         lane.dropped += 1
             lane.use(blocks, user)
+            self._advance(lane)
+
+    def used(self, blocks: Sequence[Block], user: Hashable) -> None:
+        """Offers blocks that a request has found in the CPU tier to the tiers that choose what they take in."""
+        for lane in self._choosy:
+            for block in blocks:
+                if block.ready and lane.catalog.get(block.namespace, block.key) is None and lane.admits(block, user):
+                    if self._enqueue(lane, block, lane.max_queued_bytes):
+                        block.left_out = None
+                    else:
+                        block.left_out = MissReason.STORE_FAILED
+                        lane.dropped += 1
             self._advance(lane)
 
     def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:

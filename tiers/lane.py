@@ -6,6 +6,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
 
+from .admission import Admission
 from .base import NamespaceId, SecondaryTier, TierFilter
 from .blocks import Block
 from .catalog import Catalog, CatalogEntry, EntryState
@@ -42,6 +43,7 @@ class Lane:
         max_queued_bytes: int,
         policy: str,
         left: Callable[[NamespaceId, bytes, MissReason], None],
+        admission: Callable[[], Admission] | None = None,
     ) -> None:
         self.index = index
         """Position in the lookup order; the CPU tier is 0."""
@@ -64,10 +66,20 @@ class Lane:
         """What a shared tier was asked."""
         self.misses = 0
         """Keys that were asked of it and not found in it."""
+        self.admission = admission() if admission else None
+        """What chooses the blocks that it takes in; None where it takes all."""
+        self.declined = 0
+        """Uses of blocks that were not taken in for that reason."""
         self.dropped = 0
         """Blocks whose cascade was dropped: the queue or the tier was full."""
         self.damaged = 0
         """Blocks that the tier lost because they were damaged."""
+
+    def admits(self, block: Block, user: Hashable) -> bool:
+        """Returns whether the tier takes in a block that a request has used, and counts it if not."""
+        admitted = self.admission is None or self.admission.admits(block.name, user)
+        self.declined += not admitted
+        return admitted
 
     def matches(self, tiers: TierFilter) -> bool:
         """Returns whether a filter leaves this tier out."""
@@ -120,6 +132,8 @@ class Lane:
             evictions=self.catalog.evictions,
             dropped=self.dropped,
             damaged=self.damaged,
+            declined=self.declined,
+            queued_bytes=self.queued_bytes,
             jobs=self.jobs,
             healthy=self.tier.trouble is None,
             trouble=self.tier.trouble or "",

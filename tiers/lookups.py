@@ -240,6 +240,7 @@ class Lookups:
         if not hits:
             return None
         self._primary.use(hits, owner.user)
+        self._flow.used(hits, owner.user)
         sources = bytes(match.sources) + bytes(len(keys) - len(match.sources))
         lease = self.leases.grant(owner, expires_at, match.items, sources, keys=len(keys), now=record.at, record=record)
         if lease.pending:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from .admission import ADMISSION
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer
 from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, TierFilter
 from .blocks import Block, NamespaceSpec
@@ -44,6 +45,7 @@ class TierManager:
         max_queued_bytes: int | None = None,
         first_id: int = 1,
         eviction: Mapping[str, str] | None = None,
+        admission: Mapping[str, str] | None = None,
     ) -> None:
         """Recovers what the tiers kept from an earlier life.
 
@@ -56,12 +58,15 @@ class TierManager:
                 life is never taken for one of this life.
             eviction: how tiers evict: per name of a tier (the CPU tier is "cpu") one of `POLICIES`; the default for
                 those that are not named.
+            admission: what tiers below the CPU tier take in: per name of a tier one of `ADMISSION`.
 
         Raises:
-            ValueError: `eviction` names a tier or a policy that does not exist.
+            ValueError: `eviction` or `admission` names a tier or a policy that does not exist.
         """
-        eviction = eviction or {}
-        _check_eviction(eviction, {CPU_TIER, *(tier.name for tier in tiers)})
+        eviction, admission = eviction or {}, admission or {}
+        names = {tier.name for tier in tiers}
+        _check_choices("evict by", eviction, {CPU_TIER, *names}, POLICIES)
+        _check_choices("admit by", admission, names, ADMISSION)
         self._commands: list[Command] = []
         self._region_bytes = region_bytes
         self._now = 0.0
@@ -77,6 +82,7 @@ class TierManager:
             self._commands.append,
             self._history,
             eviction,
+            admission,
         )
         self._requests = RequestTable(self._tell_tiers)
         self._lookups = Lookups(self._primary, self._flow, self._history, self._journal, first_id)
@@ -304,7 +310,11 @@ class TierManager:
 
         Those only: what a tier has had and evicted since must not drive out what it has now.
         """
-        self._flow.cascade([block for block in self._primary.ready_blocks() if block.left_out], None, even_if_busy=True)
+        self._flow.cascade(
+            [block for block in self._primary.ready_blocks() if block.left_out is MissReason.STORE_FAILED],
+            None,
+            even_if_busy=True,
+        )
 
     def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""
@@ -441,9 +451,9 @@ class TierManager:
             lane.tier.on_request_finished(request.id)
 
 
-def _check_eviction(eviction: Mapping[str, str], tiers: Collection[str]) -> None:
-    for tier, policy in eviction.items():
+def _check_choices(what: str, chosen: Mapping[str, str], tiers: Collection[str], there_are: Collection[str]) -> None:
+    for tier, policy in chosen.items():
         if tier not in tiers:
-            raise ValueError(f"there is no tier {tier!r} to evict by {policy!r}; there are {', '.join(sorted(tiers))}")
-        if policy not in POLICIES:
-            raise ValueError(f"tier {tier!r}: there is no policy {policy!r}; there are {', '.join(POLICIES)}")
+            raise ValueError(f"there is no tier {tier!r} to {what} {policy!r}; there are {', '.join(sorted(tiers))}")
+        if policy not in there_are:
+            raise ValueError(f"tier {tier!r}: there is no policy {policy!r}; there are {', '.join(there_are)}")

@@ -44,6 +44,10 @@ class TierStats:
     """Blocks that were not stored in it since start, because its queue or the tier itself was full."""
     damaged: int = 0
     """Blocks that it lost since start because they were damaged: found by a load or by a check, and never served."""
+    declined: int = 0
+    """Uses of blocks since start that its admission filter did not take in."""
+    queued_bytes: int = 0
+    """What waits to be stored in it, or is being stored."""
     jobs: int = 0
     """Jobs that wait or run."""
     healthy: bool = True

@@ -1,0 +1,106 @@
+"""What an admission filter saves a disk, and what it costs in hits: a replay of a trace through the core with two tiers.
+
+python -m bench.admission --trace FILE [--cpu BLOCKS] [--disk BLOCKS]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from kvtier.tiers.admission import ADMISSION
+from kvtier.tiers.answers import Session
+from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
+from kvtier.tiers.blocks import NamespaceSpec
+from kvtier.tiers.commands import LoadFromTier, StoreInTier
+from kvtier.tiers.manager import TierManager
+from kvtier.tiers.rules import vote
+
+from .policies import BLOCK_BYTES, FOREVER, GROUP, Trace, read_trace
+
+__all__ = ["replay"]
+
+
+class _Disk(SecondaryTier):
+    """Keeps nothing but count: the core's catalog knows what would be there."""
+
+    type: ClassVar[str] = "disk"
+    durable: ClassVar[bool] = True
+
+    def on_new_request(self, request: RequestInfo) -> Vote:
+        return vote(self.rules, request)
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(())
+
+    def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        raise NotImplementedError
+
+    load = store
+
+    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+
+def replay(trace: Trace, admission: str, cpu_blocks: int, disk_blocks: int) -> tuple[float, float]:
+    """Returns the prefix-hit ratio of both tiers together, and blocks written to the disk per block asked."""
+    region = cpu_blocks * BLOCK_BYTES
+    disk = _Disk("disk", disk_blocks * BLOCK_BYTES)
+    core = TierManager(region, region, [disk], max_queued_bytes=region, admission={"disk": admission})
+    core.add_memory(0, region)
+    spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(BLOCK_BYTES,))
+    session = core.open_session(b"replay", "engine", 0, spec)
+    hits = asked = written = 0
+    for number, blocks in enumerate(trace):
+        keys = [str(block).encode() + GROUP for block in blocks]
+        found, wrote = _serve(core, session, f"request-{number}", keys)
+        hits, asked, written = hits + found, asked + len(keys), written + wrote
+    return hits / max(1, asked), written / max(1, asked)
+
+
+def _serve(core: TierManager, session: Session, request_id: str, keys: list[bytes]) -> tuple[int, int]:
+    core.begin_request(session, RequestInfo(request_id, session.namespace.id))
+    lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER).lease
+    written = _finish_jobs(core)
+    hits = len(keys) if lease is None else (*lease.items, None).index(None)
+    hits = 0 if lease is None else hits
+    if hits < len(keys):
+        answer = core.prepare_store(session, keys[hits:], request_id=request_id, expires_at=FOREVER)
+        if answer.store_id is not None:
+            core.complete_store(session, answer.store_id)
+    core.finish_request(session, request_id)
+    return hits, written + _finish_jobs(core)
+
+
+def _finish_jobs(core: TierManager) -> int:
+    """Ends all jobs with success; returns how many blocks were written."""
+    written = 0
+    while commands := core.take_commands():
+        for command in commands:
+            if isinstance(command, StoreInTier | LoadFromTier):
+                written += len(command.blocks) if isinstance(command, StoreInTier) else 0
+                core.job_finished(command.job_id, [Outcome.DONE] * len(command.blocks))
+    return written
+
+
+def main() -> None:
+    """Prints a line per filter."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--cpu", type=int, default=3_000, help="blocks of the CPU tier (3,000)")
+    parser.add_argument("--disk", type=int, default=30_000, help="blocks of the disk tier (30,000)")
+    options = parser.parse_args()
+    trace = read_trace(options.trace)
+    print("admission   hit ratio  written per block asked")
+    for admission in ADMISSION:
+        hit_ratio, written = replay(trace, admission, options.cpu, options.disk)
+        print(f"{admission:10}  {hit_ratio:9.4f}  {written:8.4f}")
+
+
+if __name__ == "__main__":
+    main()
