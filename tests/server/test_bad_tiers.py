@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness.bad_tiers import ERRORS
+from harness.launch import refused_start
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.server_process import MIB, ServerProcess
 from harness.traffic import wait_connected
@@ -244,3 +245,28 @@ def test_engines_do_not_notice(world: World) -> None:
         thread.join()
     assert failures == []
     assert world.server.terminate() == EXIT_LEFT_BEHIND
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise KeyError('x')", "tier odd: KeyError: 'x'"),
+        ("raise BaseException('odd')", "tier odd: BaseException: odd"),
+        ("self.name = 'other'", "tier odd: it calls itself 'other'"),
+        ("pass", "tier odd: it calls itself None; has it called SecondaryTier.__init__?"),
+        ("SecondaryTier.__init__(self, name, 0)", "tier odd: its capacity is 0"),
+        ("SecondaryTier.__init__(self, name, 1e9)", "tier odd: its capacity is 1000000000.0"),
+    ],
+)
+def test_a_tier_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str) -> None:
+    """A class that raises when it is made, or makes nothing of use, keeps the server from starting, in a line."""
+    (tmp_path / "odd_tier.py").write_text(
+        "from harness.bad_tiers import BadTier, SecondaryTier\n"
+        f"class Odd(BadTier):\n    def __init__(self, name, **_):\n        {source}\n"
+    )
+    tests = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [str(tmp_path), tests, os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    config = tmp_path / "kvtier.toml"
+    config.write_text('[[tiers]]\ntype = "odd_tier:Odd"\nname = "odd"\nsize = "16MiB"\n')
+    assert refused_start(tmp_path, "--config", str(config)).startswith(reason)

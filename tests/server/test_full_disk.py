@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness.payloads import assert_serves, key_of, namespace_of, payload
-from harness.server_process import MIB, ServerProcess
+from harness.server_process import ServerProcess
 from harness.traffic import wait_connected
 
 from kvtier.client import Client, DurableStatus, StoreStatus
