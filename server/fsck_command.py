@@ -48,6 +48,8 @@ def online(options: argparse.Namespace) -> int:
         return refuse([f"{error}"], fsck.EXIT_UNCHECKED)
     if options.json:
         say(fsck.to_json(list(reports.values())))
+    elif not reports:
+        say("nothing to check: there is no tier below the CPU tier")
     else:
         for report in reports.values():
             _say_all(fsck.summary_lines(report))

@@ -7,8 +7,9 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..tiers.base import NamespaceId
+from ..tiers.base import NamespaceId, TierError
 from ..tiers.fsck import NAMESPACE_BYTES, Finding, Slice, check
 from .errors import Refused
 from .guard import GuardedTier
@@ -123,7 +124,7 @@ class OnlineFsck:
                 named = [(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:]) for name in names]
                 self._runtime.entries_lost(number, named)
 
-        step = self._runtime.check(number, lambda: next(steps, None))
+        step = self._runtime.check(number, lambda: _sound(next(steps, None)))
         step.add_done_callback(heed)
         return await asyncio.shield(step)
 
@@ -136,3 +137,14 @@ class OnlineFsck:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._sessions.drain_began.wait(), max(0.0, seconds))
         self._sessions.refuse_if_draining()
+
+
+def _sound(step: Any) -> Slice | None:
+    """Returns a step of a check, which may be anybody's.
+
+    Raises:
+        TierError: it is none.
+    """
+    if step is None or (isinstance(step, Slice) and all(isinstance(found, Finding) for found in step.findings)):
+        return step
+    raise TierError(f"its check returns what is none: {step!r:.100}")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from ..tiers.base import BlockBytes, Outcome, SecondaryTier
+from ..tiers.base import BlockBytes, Outcome, SecondaryTier, TierError
 from ..tiers.questions import Name
 from .guard import GuardedTier
 from .logs import get_logger
@@ -21,7 +21,7 @@ _log = get_logger(__name__)
 
 _CALLS_SECONDS = 3.0
 """For what still runs at the end; the drain has waited for jobs before."""
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 15.0
 
 Finished = Callable[[Sequence[Outcome]], None]
 T = TypeVar("T")
@@ -95,8 +95,10 @@ class TierWorker:
             result = error = None
             try:
                 result = work()
-            except Exception as failure:  # noqa: BLE001 - whoever waits is told
-                error = failure
+            except BaseException as failure:  # noqa: BLE001 - whoever waits is told
+                # A future takes no StopIteration, and what is no Exception would end who waits for it.
+                proper = isinstance(failure, Exception) and not isinstance(failure, StopIteration)
+                error = failure if proper else TierError(f"{type(failure).__name__}: {failure}")
             with contextlib.suppress(RuntimeError):  # as in `_begin`
                 loop.call_soon_threadsafe(settle, result, error)
 

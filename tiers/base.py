@@ -183,5 +183,5 @@ class SecondaryTier(ABC):
     def close(self) -> None:
         """Flushes and lets go of everything. Called once, last, when no job runs; not at all if one never ends.
 
-        Has ten seconds: then the process ends.
+        Has fifteen seconds: then the process ends.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Self
 
 import grpc
 import pytest
+from harness.launch import launch
 from harness.payloads import assert_serves, filled, key_of, namespace_of, payload
 from harness.raw import refusal_of
 from harness.server_process import MIB, ServerProcess
@@ -236,3 +238,53 @@ def test_refusals(server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp
     assert "--rate does not go without --online" in capsys.readouterr().err
     assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/nobody"]) == 2
     assert "no server answers" in capsys.readouterr().err
+
+
+def test_nothing_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server with the CPU tier alone has nothing to check, and a tier without a check of its own says so."""
+    with launch(tmp_path, "--cpu-only") as server:
+        server.wait_ready(backed=False)
+        assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/s"]) == 0
+        assert capsys.readouterr().out == "nothing to check: there is no tier below the CPU tier\n"
+
+
+CHECKS = """
+from harness.bad_tiers import BadTier
+from kvtier.tiers.fsck import Finding, Slice
+
+class None_(BadTier):
+    pass
+
+class Raises(BadTier):
+    def blocks_to_check(self):
+        return 3
+
+    def check_slice(self, after, *, repair):
+        raise BaseException("odd")
+
+class Nonsense(Raises):
+    def check_slice(self, after, *, repair):
+        return "all is well"
+"""
+
+
+def test_checks_of_somebody_elses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier whose check fails, or answers nonsense, is not checked, and the others are."""
+    (tmp_path / "checks.py").write_text(CHECKS)
+    path = [str(tmp_path), str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    config = tmp_path / "kvtier.toml"
+    tables = [f'[[tiers]]\ntype = "checks:{name}"\nsize = "8MiB"\n' for name in ("None_", "Raises", "Nonsense")]
+    config.write_text("".join(tables) + '[[tiers]]\ntype = "lmdb"\nsize = "64MiB"\n')
+    with launch(tmp_path, "--config", str(config)) as server:
+        server.wait_ready(backed=False)
+        assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/s"]) == 4
+        assert capsys.readouterr().out.splitlines() == [
+            "none_: nothing to check: bad has no check of its own",
+            "raises: not checked: TierError: BaseException: odd",
+            "nonsense: not checked: TierError: its check returns what is none: 'all is well'",
+            "lmdb: 0 blocks, 0 B, all sound",
+        ]
+        assert server.end() == 0

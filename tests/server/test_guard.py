@@ -14,6 +14,7 @@ from harness.bad_tiers import ERRORS, HONEST_ENTRY, BadTier
 
 from kvtier.server.guard import GuardedTier
 from kvtier.server.tierthreads import Line, TierThreads
+from kvtier.server.worker import TierWorker
 from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, Vote
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -221,3 +222,17 @@ def test_threads_that_hang() -> None:
     assert not threads.close(0.1)
     go.set()
     assert threads.close(5)
+
+
+@pytest.mark.parametrize("error", [*ERRORS.values(), StopIteration, KeyError])
+async def test_a_check_that_raises(tmp_path: Path, error: type[BaseException]) -> None:
+    """Whatever a check raises, whoever waits for it hears of it, as an error that he can catch."""
+
+    def fail() -> None:
+        raise error("odd")
+
+    worker = TierWorker(BadTier("bad", tmp_path, MIB))
+    with pytest.raises(Exception, match="odd"):
+        await worker.check(fail)
+    assert await worker.check(lambda: 7) == 7
+    assert worker.close()

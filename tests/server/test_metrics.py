@@ -19,7 +19,7 @@ STATS = ServerStats(
     manager=ManagerStats(
         tiers=(
             TierStats("cpu", "cpu", 8 << 30, 4 << 30, 1 << 30, blocks=16, hits=70, misses=30, evictions=2),
-            TierStats("lmdb", "lmdb", 1 << 40, 1 << 40, 5, blocks=1, hits=20, misses=10, jobs=3, healthy=False),
+            TierStats("lmdb", "lmdb", 1 << 40, 1 << 40, 5, blocks=1, hits=20, misses=10, jobs=3, damaged=6, healthy=False),
         ),
         leases=4,
         stores=2,
@@ -90,6 +90,7 @@ class TestFigures:
         assert values("kvtier_tier_hits_total", tier="cpu") == 70
         assert values("kvtier_tier_evictions_total", tier="cpu") == 2
         assert values("kvtier_tier_jobs", tier="lmdb") == 3
+        assert values("kvtier_tier_damaged_total", tier="lmdb") == 6
         assert (values("kvtier_tier_healthy", tier="cpu"), values("kvtier_tier_healthy", tier="lmdb")) == (1, 0)
         assert values("kvtier_sessions", transport="shm") == 2
         assert values("kvtier_leases") == 4
