@@ -17,7 +17,8 @@ from pathlib import Path
 from kvtier.tiers.answers import Session
 from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.blocks import SLOT_ALIGNMENT, NamespaceSpec
-from kvtier.tiers.manager import CPU_TIER, TierManager
+from kvtier.tiers.keeping import CPU_TIER, Keeping
+from kvtier.tiers.manager import TierManager
 from kvtier.tiers.policies import DEFAULT_POLICY, POLICIES
 
 from .traces import MADE_UP, Trace, variants_of
@@ -43,7 +44,7 @@ class Replay:
 
     def __init__(self, policy: str, capacity: int) -> None:
         region = capacity * BLOCK_BYTES
-        self.core = TierManager(region, region, (), eviction={CPU_TIER: policy})
+        self.core = TierManager(region, region, (), keeping=Keeping(eviction={CPU_TIER: policy}))
         self.core.add_memory(0, region)
         spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(BLOCK_BYTES,))
         self.session: Session = self.core.open_session(b"replay", "engine", 0, spec)

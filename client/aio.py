@@ -115,6 +115,7 @@ class AsyncClient:
         lease: float | None = None,
         exclude: TierFilter | None = None,
         min_hits: int = 0,
+        retain_for: float | None = None,
     ) -> AsyncLease:
         """See `Client.begin_request`."""
         return await self._lease(
@@ -129,6 +130,7 @@ class AsyncClient:
                 lease=lease,
                 exclude=exclude,
                 min_hits=min_hits,
+                retain_for=retain_for,
             )
         )
 
@@ -142,6 +144,7 @@ class AsyncClient:
         lease: float | None = None,
         exclude: TierFilter | None = None,
         min_hits: int = 0,
+        retain_for: float | None = None,
     ) -> AsyncLease:
         """See `Client.lookup`."""
         return await self._lease(
@@ -153,6 +156,7 @@ class AsyncClient:
                 lease=lease,
                 exclude=exclude,
                 min_hits=min_hits,
+                retain_for=retain_for,
             )
         )
 
@@ -172,10 +176,14 @@ class AsyncClient:
             return await self._run(self._operations.load(held, keys, buffers, request_id=request_id, wait=wait))
 
     @contextlib.asynccontextmanager
-    async def write(self, keys: Sequence[bytes], *, request_id: str = "") -> AsyncIterator[WriteBatch]:
+    async def write(
+        self, keys: Sequence[bytes], *, request_id: str = "", retain_for: float | None = None
+    ) -> AsyncIterator[WriteBatch]:
         """See `Client.write`."""
         with ExitStack() as held:
-            writing = await self._run(self._operations.begin_write(held, keys, request_id=request_id))
+            writing = await self._run(
+                self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for)
+            )
             try:
                 yield writing.batch
             except BaseException:
@@ -184,10 +192,19 @@ class AsyncClient:
                 raise
             await self._run(self._operations.end_write(writing))
 
-    async def store(self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "") -> bytes:
+    async def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[HostBuffer],
+        *,
+        request_id: str = "",
+        retain_for: float | None = None,
+    ) -> bytes:
         """See `Client.store`."""
         with ExitStack() as held:
-            return await self._run(self._operations.store(held, keys, buffers, request_id=request_id))
+            return await self._run(
+                self._operations.store(held, keys, buffers, request_id=request_id, retain_for=retain_for)
+            )
 
     async def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
         """See `Client.flush`."""

@@ -78,6 +78,7 @@ class Operations:
         lease: float | None,
         exclude: TierFilter | None = None,
         min_hits: int = 0,
+        retain_for: float | None = None,
     ) -> Operation[LookupResult]:
         """Announces a request and looks up its keys."""
         link: Link = yield Connect(self._timeouts.connect)
@@ -94,6 +95,7 @@ class Operations:
             lease_duration=_duration(lease),
             exclude=_filter(exclude),
             min_hits=min_hits,
+            retain_for=_duration(retain_for),
         )
         answer = yield from self._call(link, "CacheService/BeginRequest", request, wait)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
@@ -109,6 +111,7 @@ class Operations:
         lease: float | None,
         exclude: TierFilter | None = None,
         min_hits: int = 0,
+        retain_for: float | None = None,
         want_slots: bool = False,
     ) -> Operation[LookupResult]:
         """Looks up keys and leases the hits."""
@@ -124,6 +127,7 @@ class Operations:
             want_slots=want_slots and link.region is not None,
             exclude=_filter(exclude),
             min_hits=min_hits,
+            retain_for=_duration(retain_for),
         )
         answer = yield from self._call(link, "CacheService/Lookup", request, wait)
         return _lookup_result(answer, request_id, keys, link)
@@ -178,10 +182,18 @@ class Operations:
             raise
         return found.prefix_hits
 
-    def begin_write(self, held: ExitStack, keys: Sequence[bytes], *, request_id: str) -> Operation[Writing]:
+    def begin_write(
+        self, held: ExitStack, keys: Sequence[bytes], *, request_id: str, retain_for: float | None = None
+    ) -> Operation[Writing]:
         """Makes slots, or staging, writable until `held` is closed; `end_write` must follow."""
         link: Link = yield Connect(self._timeouts.connect)
-        request = _message(cache_pb2.PrepareStoreRequest, session=link.ref, request_id=request_id, keys=keys)
+        request = _message(
+            cache_pb2.PrepareStoreRequest,
+            session=link.ref,
+            request_id=request_id,
+            keys=keys,
+            retain_for=_duration(retain_for),
+        )
         held.enter_context(link.using())
         answer = yield from self._call_for_sure(link, "CacheService/PrepareStore", request)
         wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
@@ -191,7 +203,7 @@ class Operations:
         else:
             memory = held.enter_context(self._staging.lend(sum(sizes)))
             address, offsets = address_of(memory)[0], _consecutive(sizes)
-        batch = WriteBatch(answer.statuses, wanted, memory, address, offsets, sizes)
+        batch = WriteBatch(answer.statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
         return Writing(link, answer.store_id, batch)
 
     def end_write(self, writing: Writing, *, abort: bool = False) -> Operation[None]:
@@ -216,11 +228,17 @@ class Operations:
         yield from self._call_for_sure(link, "CacheService/CompleteStore", request)
 
     def store(
-        self, held: ExitStack, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str
+        self,
+        held: ExitStack,
+        keys: Sequence[bytes],
+        buffers: Sequence[HostBuffer],
+        *,
+        request_id: str,
+        retain_for: float | None = None,
     ) -> Operation[bytes]:
         """Stores buffers; returns a `StoreStatus` per key."""
         sources = self._addresses(keys, buffers, writable=False)
-        writing = yield from self.begin_write(held, keys, request_id=request_id)
+        writing = yield from self.begin_write(held, keys, request_id=request_id, retain_for=retain_for)
         batch = writing.batch
         wanted = [sources[number] for number in batch.wanted]
         destinations = [batch.address + offset for offset in batch.offsets]
@@ -379,6 +397,7 @@ def _lookup_result(
         slots=unpack_offsets(answer.slot_offsets),
         policy=policy,
         votes=votes,
+        not_retained=answer.not_retained_blocks,
     )
 
 

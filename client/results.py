@@ -116,6 +116,7 @@ class LookupResult:
         slots: where this session's parts of the leading hits are in the region, if asked for.
         policy: how the request is offloaded; None unless it was begun with this lookup.
         votes: each tier's vote; empty likewise.
+        not_retained: hits that were to be retained and are not: that is bounded.
     """
 
     id: int
@@ -128,6 +129,7 @@ class LookupResult:
     slots: Sequence[int] = ()
     policy: OffloadPolicy | None = None
     votes: tuple[TierVote, ...] = ()
+    not_retained: int = 0
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -162,6 +164,7 @@ class WriteBatch:
 
     Attributes:
         statuses: one `StoreStatus` per key; only GRANTED ones are wanted.
+        not_retained: blocks that were to be retained and are not: that is bounded.
         failed: positions in `wanted` that the user could not fill; they are not stored.
     """
 
@@ -171,6 +174,7 @@ class WriteBatch:
     address: int
     offsets: Sequence[int]
     sizes: Sequence[int]
+    not_retained: int = 0
     failed: set[int] = field(default_factory=set)
 
     def views(self) -> list[memoryview]:

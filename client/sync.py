@@ -142,10 +142,12 @@ class Client:
         lease: float | None = None,
         exclude: TierFilter | None = None,
         min_hits: int = 0,
+        retain_for: float | None = None,
     ) -> Lease:
         """Announces a request, negotiates how it is offloaded, and looks up its keys. Pair it with `finish_request`.
 
-        Arguments as for `lookup`; the answer has `policy` and `votes` besides.
+        Arguments as for `lookup`; the answer has `policy` and `votes` besides. `retain_for` holds for each block that the
+        request uses or stores, from then on.
         """
         return self._lease(
             self._operations.begin_request(
@@ -159,6 +161,7 @@ class Client:
                 lease=lease,
                 exclude=exclude,
                 min_hits=min_hits,
+                retain_for=retain_for,
             )
         )
 
@@ -172,6 +175,7 @@ class Client:
         lease: float | None = None,
         exclude: TierFilter | None = None,
         min_hits: int = 0,
+        retain_for: float | None = None,
     ) -> Lease:
         """Looks up keys and pins what was found.
 
@@ -183,6 +187,8 @@ class Client:
             lease: seconds for which the lease holds; the server's default if None.
             exclude: tiers to leave out.
             min_hits: with `prefix`, how many leading hits are worth having; fewer are misses.
+            retain_for: seconds for which the hits are not evicted, as far as the server lets that be; None means what
+                the request said when it was begun.
         """
         return self._lease(
             self._operations.lookup(
@@ -193,6 +199,7 @@ class Client:
                 lease=lease,
                 exclude=exclude,
                 min_hits=min_hits,
+                retain_for=retain_for,
             )
         )
 
@@ -219,13 +226,16 @@ class Client:
             return self._run(self._operations.load(held, keys, buffers, request_id=request_id, wait=wait))
 
     @contextlib.contextmanager
-    def write(self, keys: Sequence[bytes], *, request_id: str = "") -> Iterator[WriteBatch]:
+    def write(
+        self, keys: Sequence[bytes], *, request_id: str = "", retain_for: float | None = None
+    ) -> Iterator[WriteBatch]:
         """Gives memory to write blocks to. Leaving the block stores them, an exception inside of it aborts.
 
         Only `batch.wanted` needs to be written: the others are there already, are being written, or found no room.
+        `retain_for` as for `lookup`.
         """
         with ExitStack() as held:
-            writing = self._run(self._operations.begin_write(held, keys, request_id=request_id))
+            writing = self._run(self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for))
             try:
                 yield writing.batch
             except BaseException:
@@ -234,10 +244,20 @@ class Client:
                 raise
             self._run(self._operations.end_write(writing))
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "") -> bytes:
-        """Stores one buffer per key; returns a `StoreStatus` per key. What is there already is not written again."""
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[HostBuffer],
+        *,
+        request_id: str = "",
+        retain_for: float | None = None,
+    ) -> bytes:
+        """Stores one buffer per key; returns a `StoreStatus` per key. What is there already is not written again.
+
+        `retain_for` as for `lookup`.
+        """
         with ExitStack() as held:
-            return self._run(self._operations.store(held, keys, buffers, request_id=request_id))
+            return self._run(self._operations.store(held, keys, buffers, request_id=request_id, retain_for=retain_for))
 
     def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
         """Waits until blocks are in a tier that survives restarts; returns a `DurableStatus` per key."""

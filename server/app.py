@@ -35,6 +35,7 @@ from .services.session import SessionService
 from .services.transfer import TransferService
 from .sessions import SessionRegistry
 from .sockets import SocketClaim, SocketError
+from .tenants import keeping_of
 from .tierfactory import open_tiers
 
 __all__ = ["EXIT_LEFT_BEHIND", "Server", "StartError", "serve"]
@@ -171,14 +172,18 @@ class Server:
         with _start_errors():
             # On a thread: looking through a large store takes seconds, and signals are to be heard meanwhile.
             tiers = await asyncio.to_thread(open_tiers, self.config.tiers)
-        try:
+        with contextlib.ExitStack() as opened:
+            for tier in tiers:
+                opened.callback(tier.close)
             with _start_errors():
                 region = HostRegion.create(region_bytes)
-        except StartError:
-            for tier in tiers:
-                tier.close()
-            raise
-        runtime = TierRuntime(region, tiers, self.config.limits.tier_stall)
+            opened.callback(region.close)
+            try:
+                keeping = keeping_of(self.config, region_bytes, tiers)
+                runtime = TierRuntime(region, tiers, keeping, stall_seconds=self.config.limits.tier_stall)
+            except ValueError as error:
+                raise StartError(str(error)) from error
+            opened.pop_all()  # they are the runtime's from here on
         self._closers.push_async_callback(self._close_runtime, runtime)
         return runtime
 
@@ -207,7 +212,7 @@ class Server:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ],
         )
-        edge = Edge(limits, self.config.leases)
+        edge = Edge(limits, self.config.leases, self.config.retention)
         session_service = SessionService(self.config, runtime, sessions, attach.path)
         session_pb2_grpc.add_SessionServiceServicer_to_server(session_service, server)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(runtime, sessions, edge), server)

@@ -7,6 +7,7 @@ reference in the documentation are derived from them. Where values come from is 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,19 +15,25 @@ import msgspec
 
 from ..protos.endpoint import Endpoint, parse_endpoint
 from ..tiers.rules import OffloadPolicy, Rule
-from .units import GIB, KIB, MIB
+from .units import GIB, KIB, MIB, format_size
 
 __all__ = [
+    "Admission",
+    "Amount",
     "Config",
     "ConfigError",
+    "CpuConfig",
     "Durability",
+    "Eviction",
     "LeaseConfig",
     "LimitConfig",
     "LogConfig",
     "LogFormat",
     "LogLevel",
+    "RetentionConfig",
     "RuleConfig",
     "SessionConfig",
+    "TenantConfig",
     "TierConfig",
     "setting",
 ]
@@ -34,6 +41,11 @@ __all__ = [
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
 Durability = Literal["process", "power"]
+Admission = Literal["all", "second_use"]
+Eviction = Literal["forecast", "lru", "arc", "mq"]
+
+_EVICTION = "Who goes first: what is worth the least by `forecast`, or by least recent use, by ARC, by MQ."
+_TTL = "Time after which a block that is not used goes from the tier; a restart begins it anew."
 
 
 class ConfigError(Exception):
@@ -89,6 +101,25 @@ class SessionConfig(msgspec.Struct, frozen=True, kw_only=True):
             le=60,
         ),
     ] = 1.0
+
+
+class CpuConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the CPU tier keeps blocks; the tiers below have the same settings in their tables."""
+
+    eviction: Annotated[Eviction, setting(_EVICTION)] = "forecast"
+    ttl: Annotated[float | None, setting(_TTL, unit="seconds", ge=1, default='"off"')] = None
+
+
+class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How far requests may have their blocks exempted from eviction (`retain_for`)."""
+
+    max: Annotated[
+        float, setting("Longest time for which a request can retain a block at once.", unit="seconds", ge=0, le=86400)
+    ] = 3600.0
+    part: Annotated[
+        float,
+        setting("Part of each tenant's quota, and of what is nobody's quota, that may be retained.", ge=0, le=1),
+    ] = 0.5
 
 
 class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +194,11 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     durability: Annotated[
         Durability, setting("What acknowledged blocks survive: a crash of the `process`, or a loss of `power` as well.")
     ] = "process"
+    admission: Annotated[
+        Admission, setting("What it takes in: `all`, or what a `second_use` has shown to be read again: SSDs wear.")
+    ] = "all"
+    eviction: Annotated[Eviction, setting(_EVICTION)] = "forecast"
+    ttl: Annotated[float | None, setting(_TTL, unit="seconds", ge=1, default='"off"')] = None
     rules: Annotated[
         tuple[RuleConfig, ...] | None,
         setting(
@@ -179,6 +215,39 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     def is_custom(self) -> bool:
         """Whether `type` names a class that is not part of kvtier."""
         return ":" in self.type
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How much of a tier: a size in bytes, or a part of what it can hold."""
+
+    size: int = 0
+    part: float | None = None
+
+    def of(self, capacity_bytes: int) -> int:
+        """Returns how much that is of a tier, in bytes."""
+        return self.size if self.part is None else int(self.part * capacity_bytes)
+
+    def __str__(self) -> str:
+        return format_size(self.size) if self.part is None else f"{self.part * 100:g}%"
+
+
+class TenantConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant with a share of its own; `[tenants.NAME]` in the file."""
+
+    name: str
+    quota: Annotated[
+        Mapping[str, Amount],
+        setting(
+            'What nobody can take from it: a part of every tier, like `"25%"`, or per tier a size or a part, like '
+            '`{cpu = "2GiB", lmdb = "25%"}`. What is free may be used beyond it.',
+            default="nothing",
+        ),
+    ] = msgspec.field(default_factory=dict)
+    limit: Annotated[
+        Mapping[str, Amount],
+        setting("The most that it may hold, written likewise.", default="all of it"),
+    ] = msgspec.field(default_factory=dict)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,9 +278,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     leases: LeaseConfig = LeaseConfig()
     sessions: SessionConfig = SessionConfig()
     limits: LimitConfig = LimitConfig()
+    cpu: CpuConfig = CpuConfig()
+    retention: RetentionConfig = RetentionConfig()
     tiers: Annotated[
         tuple[TierConfig, ...],
         setting("The tiers below the CPU tier, in lookup order; `[]` means CPU only.", default="one `lmdb` tier"),
+    ] = ()
+    tenants: Annotated[
+        tuple[TenantConfig, ...],
+        setting("Who has a share of the tiers of its own; all others share the rest.", default="nobody"),
     ] = ()
 
     @property

@@ -160,6 +160,13 @@ _TIER_COUNTERS = {
     "evictions": "Blocks evicted from the tier.",
     "damaged": "Blocks that were found damaged, by a load or by a check, and put out of use; none of them is served.",
     "dropped": "Blocks not stored in the tier because its queue or the tier itself was full.",
+    "expired": "Blocks dropped from the tier because they were not used for as long as its ttl.",
+    "not_retained": "Blocks that requests wanted to retain in the tier, beyond what may be retained.",
+}
+_SHARE_GAUGES = {
+    "used_bytes": "What a tenant holds of the tier; the empty name is all who have no share of their own.",
+    "quota_bytes": "What a tenant is guaranteed of the tier.",
+    "retained_bytes": "What a tenant holds of the tier that may not be evicted for a while.",
 }
 _MANAGER_GAUGES = {
     "leases": "Leases that are held.",
@@ -211,3 +218,9 @@ def _tier_families(stats: ManagerStats) -> Iterator[Metric]:
             for tier in stats.tiers:
                 family.add_metric((tier.name,), float(getattr(tier, name)))
             yield family
+    for name, text in _SHARE_GAUGES.items():
+        shares = GaugeMetricFamily(f"kvtier_tenant_{name}", text, labels=("tier", "tenant"))
+        for tier in stats.tiers:
+            for share in tier.shares:
+                shares.add_metric((tier.name, share.tenant), getattr(share, name))
+        yield shares

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from .config import TierConfig
-from .settings import SETTINGS, TABLES, TIER_SETTINGS, Setting
+from .config import TenantConfig, TierConfig
+from .settings import LISTS, SETTINGS, TABLES, TENANT_SETTINGS, TIER_SETTINGS, Setting
 from .sources import Loaded
 
 __all__ = ["reference", "to_json", "to_toml"]
@@ -19,7 +19,9 @@ __all__ = ["reference", "to_json", "to_toml"]
 def to_toml(loaded: Loaded) -> str:
     """Returns the configuration as a file that `kvtier serve --config` reads back, each value with its origin."""
     lines = ["# The effective configuration; behind each value, where it comes from."]
-    lines += _toml_settings(loaded, [setting for key, setting in SETTINGS.items() if "." not in key and key != "tiers"])
+    lines += _toml_settings(
+        loaded, [setting for key, setting in SETTINGS.items() if "." not in key and key not in LISTS]
+    )
     if not loaded.config.tiers:
         lines += _aligned([("tiers = []", loaded.origins["tiers"])])
     for table in TABLES:
@@ -27,6 +29,8 @@ def to_toml(loaded: Loaded) -> str:
         lines += ["", f"[{table}]", *_toml_settings(loaded, settings)]
     for tier in loaded.config.tiers:
         lines += ["", f"[[tiers]]  # {loaded.origins['tiers']}", *_toml_tier(tier)]
+    for tenant in loaded.config.tenants:
+        lines += ["", f"[tenants.{_toml(tenant.name)}]  # {loaded.origins['tenants']}", *_toml_tenant(tenant)]
     return "\n".join(lines) + "\n"
 
 
@@ -37,6 +41,7 @@ def to_json(loaded: Loaded) -> str:
         table, _, name = key.rpartition(".")
         (config.setdefault(table, {}) if table else config)[name] = _value(loaded, key)
     config["tiers"] = [{key: getattr(tier, key) for key in TIER_SETTINGS} for tier in loaded.config.tiers]
+    config["tenants"] = {tenant.name: _amounts(tenant) for tenant in loaded.config.tenants}
     return json.dumps({"config": config, "origins": dict(loaded.origins)}, indent=2, default=str)
 
 
@@ -48,8 +53,14 @@ def reference() -> str:
         for setting in SETTINGS.values()
     ]
     lines += ["", "Each `[[tiers]]` takes:", "", "| setting | default | meaning |", "|---|---|---|"]
-    lines += [f"| `{key}` | {_default_text(setting)} | {_meaning(setting)} |" for key, setting in TIER_SETTINGS.items()]
+    lines += _rows(TIER_SETTINGS)
+    lines += ["", "Each `[tenants.NAME]` takes:", "", "| setting | default | meaning |", "|---|---|---|"]
+    lines += _rows(TENANT_SETTINGS)
     return "\n".join(lines) + "\n"
+
+
+def _rows(settings: Mapping[str, Setting]) -> list[str]:
+    return [f"| `{key}` | {_default_text(setting)} | {_meaning(setting)} |" for key, setting in settings.items()]
 
 
 def _value(loaded: Loaded, key: str) -> Any:
@@ -72,6 +83,16 @@ def _toml_tier(tier: TierConfig) -> Iterator[str]:
         if key in ("options", "rules") and not getattr(tier, key):
             continue  # there is no word for "as by default" in a table of tables
         yield f"{key} = {_toml_value(setting, getattr(tier, key))}"
+
+
+def _amounts(tenant: TenantConfig) -> dict[str, dict[str, str]]:
+    """Returns what a tenant is given, as people write it."""
+    given = {key: getattr(tenant, key) for key in TENANT_SETTINGS}
+    return {key: {tier: str(amount) for tier, amount in value.items()} for key, value in given.items() if value}
+
+
+def _toml_tenant(tenant: TenantConfig) -> list[str]:
+    return [f"{key} = {_toml(value)}" for key, value in _amounts(tenant).items()]
 
 
 def _toml_value(setting: Setting, value: Any) -> str:

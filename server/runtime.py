@@ -30,6 +30,7 @@ from ..tiers.commands import (
     RemoveFromTier,
     StoreInTier,
 )
+from ..tiers.keeping import Keeping
 from ..tiers.manager import TierManager
 from ..tiers.stats import ManagerStats
 from .guard import GuardedTier
@@ -60,15 +61,32 @@ def extent_bytes_for(region_bytes: int) -> int:
 class TierRuntime:
     """Owns the core, the region and the tiers of one server."""
 
-    def __init__(self, region: HostRegion, tiers: Sequence[SecondaryTier], stall_seconds: float = 10.0) -> None:
+    def __init__(
+        self,
+        region: HostRegion,
+        tiers: Sequence[SecondaryTier],
+        keeping: Keeping | None = None,
+        *,
+        stall_seconds: float = 10.0,
+    ) -> None:
         """Opens nothing and starts nothing: see `start`. The region and the tiers are closed by `close`.
 
         A tier that has not come back from a job for `stall_seconds` is gone on without until it has.
+
+        Raises:
+            ValueError: `keeping` contradicts itself, or what the tiers can hold.
         """
         self.region = region
         self.extent_bytes = extent_bytes_for(region.size_bytes)
         self._workers = [TierWorker(tier) for tier in tiers]
-        self.core = TierManager(region.size_bytes, self.extent_bytes, self.tiers, first_id=secrets.randbits(62))
+        self.core = TierManager(
+            region.size_bytes,
+            self.extent_bytes,
+            self.tiers,
+            first_id=secrets.randbits(62),
+            keeping=keeping,
+            now=time.monotonic(),
+        )
         self._stall_seconds = stall_seconds
         self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()

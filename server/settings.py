@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from .config import Config, TierConfig
+from .config import Config, TenantConfig, TierConfig
 from .units import format_duration, format_size, parse_duration, parse_size
 
-__all__ = ["SETTINGS", "TABLES", "TIER_SETTINGS", "Setting", "nearest"]
+__all__ = ["LISTS", "SETTINGS", "TABLES", "TENANT_SETTINGS", "TIER_SETTINGS", "Setting", "nearest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Setting:
 
     def show(self, value: Any) -> str:
         """Returns a value as people write it."""
+        if value is None:
+            return "off"
         if self.unit == "bytes":
             return format_size(int(value))
         return format_duration(value) if self.unit == "seconds" else f"{value}"
@@ -56,6 +58,8 @@ class Setting:
         Raises `ValueError` whose message continues the sentence "max_keys = 0: …".
         """
         result = self._convert(value, is_text=is_text)
+        if result is None:
+            return None
         low, high = self.ge, self.le
         if (low is not None and result < low) or (high is not None and result > high):
             raise ValueError(f"must be {self.bounds()}")
@@ -65,7 +69,8 @@ class Setting:
         if self.unit == "bytes":
             return parse_size(value)
         if self.unit == "seconds":
-            return parse_duration(value)
+            is_off = self.default is None and (value is None or str(value).lower() in ("off", "none", ""))
+            return None if is_off else parse_duration(value)
         if self.choices:
             if value not in self.choices:
                 raise ValueError(f"must be one of {', '.join(self.choices)}{nearest(str(value), self.choices)}")
@@ -120,7 +125,8 @@ def _settings_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Se
     for field in msgspec.structs.fields(struct):
         hint = hints[field.name]
         if typing.get_origin(hint) is not Annotated:
-            found |= _settings_of(hint, f"{prefix}{field.name}.")
+            if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+                found |= _settings_of(hint, f"{prefix}{field.name}.")
             continue
         base, meta = typing.get_args(hint)
         extra = meta.extra
@@ -136,10 +142,16 @@ def _tables(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 SETTINGS: dict[str, Setting] = _settings_of(Config)
-"""All settings of the server by key, in the order of the documentation. The `tiers` are one value."""
+"""All settings of the server by key, in the order of the documentation. Of `LISTS` each is one value."""
+
+LISTS = ("tiers", "tenants")
+"""Settings that are tables of tables."""
 
 TABLES: tuple[str, ...] = _tables(SETTINGS)
 """Names of the tables of the file: "log", "limits", …"""
 
 TIER_SETTINGS: dict[str, Setting] = _settings_of(TierConfig)
 """The settings of one tier by key."""
+
+TENANT_SETTINGS: dict[str, Setting] = _settings_of(TenantConfig)
+"""The settings of one tenant by key."""

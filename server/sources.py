@@ -20,7 +20,8 @@ from ..protos.endpoint import ENDPOINT_VARIABLE, default_endpoint
 from .checks import contradictions, read_value, warnings
 from .config import Config, ConfigError
 from .machine import memory_bytes
-from .settings import SETTINGS, TABLES, nearest
+from .settings import LISTS, SETTINGS, TABLES, nearest
+from .tenants import read_tenants
 from .tierconfig import default_tiers, read_tiers
 from .units import GIB, MIB
 
@@ -64,9 +65,9 @@ class _Draft:
     def put(self, key: str, value: Any, origin: str, *, is_text: bool = False) -> None:
         """Takes a value, checked; one that cannot be read is a problem, and the next source's may still be one too."""
         try:
-            # Tables of tiers are read last: their defaults depend on other settings.
+            # Tables of tiers and tenants are read last: they depend on other settings.
             self.values[key] = (
-                _tier_tables(value) if key == "tiers" else read_value(SETTINGS[key], value, is_text=is_text)
+                _tables(key, value) if key in LISTS else read_value(SETTINGS[key], value, is_text=is_text)
             )
             self.origins[key] = origin
         except ValueError as error:
@@ -103,7 +104,12 @@ def load(
     else:
         values["tiers"], tier_problems = default_tiers(values["data_dir"]), []
         draft.origins["tiers"] = "default"
+    draft.origins.setdefault("tenants", "default")
+    tables = values.get("tenants", {})
+    values["tenants"], tenant_problems = read_tenants(tables, values["tiers"], values["region_size"])
     problems = [f"{draft.origins['tiers']}: {problem}" for problem in tier_problems]
+    if not tier_problems:
+        problems += [f"{draft.origins['tenants']}: {problem}" for problem in tenant_problems]
     problems += contradictions(values, draft.origins)
     if problems:
         raise ConfigError(*problems)
@@ -161,17 +167,22 @@ def _take_environment(environ: Mapping[str, str], draft: _Draft) -> None:
                 draft.warnings.append(f"{name}: no such setting of the server; ignored")
 
 
-def _tier_tables(value: Any) -> Any:
-    """Returns the tables of tiers, which the environment holds as a TOML array; "none" means CPU only."""
+_EXAMPLES = {
+    "tiers": 'a list of tables in TOML, like [{type = "lmdb", size = "64GiB"}]',
+    "tenants": 'a table of tables in TOML, like {acme = {quota = "25%"}}',
+}
+
+
+def _tables(key: str, value: Any) -> Any:
+    """Returns tables of tiers or tenants, which the environment holds as one value in TOML; "none" means no such table."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("none", ""):
-        return []
+        return [] if key == "tiers" else {}
     try:
-        return tomllib.loads(f"tiers = {value}")["tiers"]
+        return tomllib.loads(f"{key} = {value}")[key]
     except tomllib.TOMLDecodeError as error:
-        message = f'must be "none" or a list of tables in TOML, like [{{type = "lmdb", size = "64GiB"}}]: {error}'
-        raise ValueError(message) from None
+        raise ValueError(f'must be "none" or {_EXAMPLES[key]}: {error}') from None
 
 
 def _add_defaults(draft: _Draft, environ: Mapping[str, str]) -> None:
@@ -183,7 +194,7 @@ def _add_defaults(draft: _Draft, environ: Mapping[str, str]) -> None:
         "data_dir": f"{data_home}/kvtier",
     }
     for key, setting in SETTINGS.items():
-        if key not in draft.values and key != "tiers":
+        if key not in draft.values and key not in LISTS:
             draft.put(key, computed.get(key, setting.default), "default")
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..protos.endpoint import Endpoint
-from ..protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse, SessionStatus, TierStatus
+from ..protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse, SessionStatus, ShareStatus, TierStatus
 from .inquiry import ask, human_age, plain_console, seconds_of
 from .units import human_size
 
@@ -49,6 +49,8 @@ def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None 
     for tier in answer.tiers:
         if not tier.healthy:
             console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)
+    if any(len(tier.shares) > 1 for tier in answer.tiers):
+        console.print(_shares_table(answer))
     if answer.sessions:
         console.print(_sessions_table(answer))
     else:
@@ -67,9 +69,15 @@ def _rate(tier: TierStatus) -> float | None:
 def _tier_values(tier: TierStatus) -> dict[str, Any]:
     values = {field.name: getattr(tier, field.name) for field in tier.DESCRIPTOR.fields}
     return values | {
+        "shares": [_share_values(share) for share in tier.shares],
         "fill": tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0,
         "hit_rate": _rate(tier),
     }
+
+
+def _share_values(share: ShareStatus) -> dict[str, Any]:
+    values = {field.name: getattr(share, field.name) for field in share.DESCRIPTOR.fields}
+    return values | {"limit_bytes": share.limit_bytes if share.HasField("limit_bytes") else None}
 
 
 def _session_values(session: SessionStatus) -> dict[str, Any]:
@@ -106,6 +114,23 @@ def _tiers_table(answer: GetStatusResponse) -> Table:
             f"{tier.jobs:,}",
             "ok" if tier.healthy else "trouble",
         )
+    return table
+
+
+def _shares_table(answer: GetStatusResponse) -> Table:
+    table = Table("tenant", "tier", title="tenants", title_justify="left")
+    for column in ("used", "quota", "limit", "retained"):
+        table.add_column(column, justify="right")
+    for tier in answer.tiers:
+        for share in tier.shares:
+            table.add_row(
+                Text(share.tenant or "(the rest)"),
+                Text(tier.name),
+                human_size(share.used_bytes),
+                human_size(share.quota_bytes) if share.quota_bytes else "-",
+                human_size(share.limit_bytes) if share.HasField("limit_bytes") else "-",
+                human_size(share.retained_bytes),
+            )
     return table
 
 

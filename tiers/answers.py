@@ -59,11 +59,19 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class StoreAnswer:
-    """Answer to a prepared store: `store_id` is None where nothing was granted."""
+    """Answer to a prepared store.
+
+    Attributes:
+        store_id: None where nothing was granted.
+        statuses: a `StoreStatus` per key.
+        slots: offsets of what was granted.
+        not_retained: blocks that should be retained in the CPU tier, beyond what may be.
+    """
 
     store_id: StoreId | None
     statuses: bytes
     slots: list[int]
+    not_retained: int = 0
 
 
 @dataclass(frozen=True, slots=True)

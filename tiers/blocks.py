@@ -10,7 +10,7 @@ from .errors import InvalidKey, InvalidNamespace
 
 if TYPE_CHECKING:
     from .history import MissReason
-    from .policies import EvictionPolicy
+    from .lines import Line
 
 __all__ = ["GROUP_INDEX_BYTES", "SLOT_ALIGNMENT", "Block", "NamespaceSpec"]
 
@@ -69,24 +69,26 @@ class Block:
         "key",
         "last_use",
         "left_out",
+        "line",
         "namespace",
-        "order",
         "part_bytes",
         "pins",
         "promoting",
         "ready",
+        "retain_until",
+        "retained",
         "retired",
         "slots",
         "writers",
         "written",
     )
 
-    def __init__(self, spec: NamespaceSpec, key: bytes, part_bytes: int, order: EvictionPolicy[Block]) -> None:
+    def __init__(self, spec: NamespaceSpec, key: bytes, part_bytes: int, line: Line[Block]) -> None:
         self.namespace = spec.id
         self.key = key
         self.part_bytes = part_bytes
-        self.order = order
-        """The eviction order of its size class."""
+        self.line = line
+        """Where it stands to be evicted: with its size class and its tenant's share."""
         self.slots: list[int | None] = [None] * spec.world_size
         """Per rank the offset of its slot in the region, or None where it has none."""
         self.written = 0
@@ -104,6 +106,10 @@ class Block:
         """Whether a reset has taken it out of the index: it goes as soon as nobody pins it."""
         self.last_use = 0
         """Logical time of the last store or lookup."""
+        self.retain_until = 0.0
+        """Until when a request wants it to stay, in seconds; tiers may be asked for it later."""
+        self.retained = False
+        """Whether it does stay: it is out of its line meanwhile."""
         self._all_written = (1 << spec.world_size) - 1
 
     @property
@@ -120,6 +126,11 @@ class Block:
     def nbytes(self) -> int:
         """Size of all parts together."""
         return self.part_bytes * len(self.slots)
+
+    @property
+    def footprint(self) -> int:
+        """What its slots take when it has them all, in bytes."""
+        return self.line.size_class * len(self.slots)
 
     def part_written(self, rank: int) -> None:
         """Takes note that one part is complete."""

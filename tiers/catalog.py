@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 from .base import Entry, NamespaceId
-from .history import MissReason
-from .policies import EvictionPolicy
+from .history import Left, MissReason
+from .lines import Line, Lines
+from .shares import Share, choose
 
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
 
@@ -19,6 +23,12 @@ RUN = 16
 
 AHEAD = 256
 """So many victims are looked for at a time."""
+
+_TURNS = 1024
+"""So many times, while a whole tier is replaced, it is looked up which share is to make room."""
+
+UsedElsewhere = Callable[[NamespaceId, bytes], float | None]
+"""Returns when a block was used in the CPU tier the last time, in seconds; None where it is not there."""
 
 
 class EntryState(enum.Enum):
@@ -33,13 +43,18 @@ class EntryState(enum.Enum):
 class CatalogEntry:
     """One block that a secondary tier holds, or is about to hold."""
 
-    __slots__ = ("key", "loads", "namespace", "nbytes", "state")
+    __slots__ = ("key", "line", "loads", "namespace", "nbytes", "retained", "state")
 
-    def __init__(self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState) -> None:
+    def __init__(
+        self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, line: Line[CatalogEntry]
+    ) -> None:
         self.namespace = namespace
         self.key = key
         self.nbytes = nbytes
         self.state = state
+        self.line = line
+        self.retained = False
+        """Whether it may not be evicted for a while."""
         self.loads = 0
         """Loads that run; an entry that is being loaded is not evicted."""
 
@@ -48,6 +63,21 @@ class CatalogEntry:
         """What the block is known by when it has gone and comes again."""
         return self.namespace, self.key
 
+    @property
+    def footprint(self) -> int:
+        """The bytes of the tier that it takes."""
+        return self.nbytes
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Whose turn it is to make room: shares are compared so often that nobody is ahead by more than a turn."""
+
+    taker: Share
+    line: Line[CatalogEntry]
+    left: float
+    """Bytes that may go before shares are compared again."""
+
 
 class Catalog:
     """The blocks of one secondary tier, never more than its capacity.
@@ -55,34 +85,40 @@ class Catalog:
     An entry exists from the moment when its store is submitted, so that the room is taken and no block is stored twice.
     """
 
-    def __init__(
-        self,
-        capacity_bytes: int,
-        new_policy: Callable[[], EvictionPolicy[CatalogEntry]],
-        left: Callable[[NamespaceId, bytes, MissReason], None],
-    ) -> None:
-        """`left` is told of every block that is evicted."""
-        self._left = left
+    def __init__(self, capacity_bytes: int, lines: Lines[CatalogEntry], left: Left) -> None:
+        """`left` is told of every block that had to go, and why."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.evictions = 0
-        self._order = new_policy()
-        self._next: deque[CatalogEntry] = deque()
-        """Who goes next, as long as nothing is used: a policy may put what is being stored first, to be skipped each time."""
+        self.lines = lines
+        self._left = left
         self._entries: dict[NamespaceId, dict[bytes, CatalogEntry]] = defaultdict(dict)
+        self._count = 0
+        self._line_of: dict[NamespaceId, Line[CatalogEntry]] = {}
+        self._turn: _Turn | None = None
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._count
 
     def recover(self, entries: Iterable[Entry]) -> list[CatalogEntry]:
         """Takes in what the tier kept from an earlier life, oldest first; returns what no longer fits."""
-        recovered = deque(self._add(entry.namespace, entry.key, entry.nbytes, EntryState.HELD) for entry in entries)
-        doomed = []
-        while self.used_bytes > self.capacity_bytes:
-            doomed.append(recovered.popleft())
-            self._evict(doomed[-1:])
-        while recovered:
-            self._order.use([recovered.popleft() for _ in range(min(RUN, len(recovered)))])
+        held, line = EntryState.HELD, self.lines.line
+        recovered = [self._add(each.namespace, each.key, each.nbytes, held, line(each.namespace)) for each in entries]
+        doomed = self._evict(entry for entry in recovered if self._is_too_much(entry, entry.nbytes))
+        gone = set(doomed)
+        kept = [entry for entry in recovered if entry not in gone]
+        doomed += self._evict(entry for entry in kept if self._is_too_much(entry, 1))
+        runs: dict[Line[CatalogEntry], list[CatalogEntry]] = defaultdict(list)
+        for entry in kept:
+            if self.get(entry.namespace, entry.key) is not entry:
+                continue
+            run = runs[entry.line]
+            run.append(entry)
+            if len(run) == RUN:
+                self.lines.use(run, None)
+                run.clear()
+        for run in runs.values():
+            self.lines.use(run, None)
         return doomed
 
     def get(self, namespace: NamespaceId, key: bytes) -> CatalogEntry | None:
@@ -95,69 +131,153 @@ class Catalog:
         entry = self.get(namespace, key)
         return entry if entry and entry.state is EntryState.HELD else None
 
-    def use(self, entries: Sequence[CatalogEntry], request: Hashable) -> None:
-        """Takes note that a request used these, given head first (see `EvictionPolicy.use`)."""
-        self._next.clear()
-        self._order.use(entries, request)
+    def use(self, entries: Sequence[CatalogEntry], request: Hashable, retain_until: float = 0.0) -> None:
+        """Takes note that a request used these, given head first (see `Lines.use`)."""
+        self.lines.use(entries, request, retain_until)
 
     def finish(self, request: Hashable) -> None:
         """Takes note that a request is over."""
-        self._order.finish(request)
+        self.lines.finish(request)
 
     def begin_store(self, namespace: NamespaceId, key: bytes, nbytes: int) -> list[CatalogEntry] | None:
         """Adds an entry in state STORING and returns what must be removed for it, or None if there is no room.
 
         Entries that are being stored or loaded are not evicted. The caller says who uses the entry (`use`).
         """
-        victims = self._victims(self.used_bytes + nbytes - self.capacity_bytes)
+        line = self._line_of.get(namespace)
+        if line is None:
+            line = self._line_of[namespace] = self.lines.line(namespace)
+        victims = self._victims(line.share, nbytes)
         if victims is None:
             return None
         self._evict(victims)
-        self._add(namespace, key, nbytes, EntryState.STORING)
+        self._add(namespace, key, nbytes, EntryState.STORING, line)
         return victims
 
-    def make_room(self, nbytes: int) -> list[CatalogEntry]:
-        """Evicts so many bytes, as far as that can be had now; returns what must be removed."""
-        return self._evict(self._victims(nbytes) or [])
+    def make_room(self, namespace: NamespaceId, nbytes: int) -> list[CatalogEntry]:
+        """Evicts so many bytes for a namespace, as far as that can be had now; returns what must be removed."""
+        return self._evict(self._choose(self.lines.shares.of(namespace), nbytes))
 
     def drop(self, entry: CatalogEntry) -> None:
         """Forgets an entry."""
         del self._entries[entry.namespace][entry.key]
-        self._order.remove(entry)
+        self.lines.remove(entry)
         self.used_bytes -= entry.nbytes
+        entry.line.share.used -= entry.nbytes
+        self._count -= 1
 
-    def _add(self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState) -> CatalogEntry:
-        entry = self._entries[namespace][key] = CatalogEntry(namespace, key, nbytes, state)
+    def tick(self, now: float, used_elsewhere: UsedElsewhere) -> list[CatalogEntry]:
+        """Lets time pass; returns what must be removed, because it was not used for as long as the tier's `ttl`."""
+        expired = []
+        for entry in self.lines.tick(now):
+            used_at = used_elsewhere(entry.namespace, entry.key)
+            if not self._may_go(entry):
+                self.lines.postpone(entry)
+            elif used_at is not None and self.lines.ttl is not None and used_at + self.lines.ttl > self.lines.now:
+                self.lines.postpone(entry, used_at)
+            else:
+                expired.append(entry)
+        for entry in expired:
+            self._leave(entry, MissReason.EXPIRED)
+        self.lines.expired += len(expired)
+        return expired
+
+    def _add(
+        self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, line: Line[CatalogEntry]
+    ) -> CatalogEntry:
+        entry = self._entries[namespace][key] = CatalogEntry(namespace, key, nbytes, state, line)
         self.used_bytes += nbytes
+        line.share.used += nbytes
+        self._count += 1
         return entry
 
-    def _victims(self, excess_bytes: int) -> list[CatalogEntry] | None:
-        """Returns what has to go for so many bytes to become free, or None if that cannot be had now."""
-        victims: list[CatalogEntry] = []
-        while self._next and excess_bytes > 0:
-            entry = self._next.popleft()
+    def _victims(self, share: Share, nbytes: int) -> list[CatalogEntry] | None:
+        """Returns what has to go for so many bytes of a share, or None if that cannot be had now."""
+        needed = self.used_bytes + nbytes - self.capacity_bytes
+        over = share.over_limit(nbytes) if share.limit is not None else 0
+        if needed <= 0 and not over:
+            return []
+        if not over and (victims := self._in_turn(share, needed)):
+            return victims
+        needed = max(needed, over)
+        victims = self._choose(share, needed, alone=over > 0)
+        if sum(map(_nbytes, victims)) < needed:
+            for line in self.lines.all():
+                line.ahead.clear()  # they were not taken after all
+            return None
+        if not over:
+            alone = len(self.lines.shares) == 1
+            self._turn = _Turn(share, victims[-1].line, math.inf if alone else self.capacity_bytes // _TURNS)
+        return victims
+
+    def _in_turn(self, share: Share, needed: int) -> list[CatalogEntry] | None:
+        """Returns what goes where it is known whose turn it is, and who is next there; or None."""
+        turn = self._turn
+        if turn is None or turn.taker is not share or turn.left < needed:
+            return None
+        victims = []
+        ahead, freed = turn.line.ahead, 0
+        while ahead and freed < needed:
+            entry = ahead.popleft()
             if self._may_go(entry):
                 victims.append(entry)
-                excess_bytes -= entry.nbytes
-        if excess_bytes <= 0:
-            return victims
-        chosen = set(victims)
-        line = (entry for entry in self._order.victims() if entry not in chosen and self._may_go(entry))
-        for entry in line:
-            victims.append(entry)
-            excess_bytes -= entry.nbytes
-            if excess_bytes <= 0:
-                self._next.extend(islice(line, AHEAD))
-                return victims
-        self._next.extend(victims)
-        return None
+                freed += entry.nbytes
+        if freed < needed or (turn.line.share is not share and turn.line.share.excess < freed):
+            ahead.extendleft(reversed(victims))
+            return None
+        turn.left -= freed
+        return victims
+
+    def _choose(self, share: Share, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
+        """Returns who makes room for so many bytes of a share; `alone` says that it is at its limit and pays itself."""
+        lines = [
+            (line.share, self._candidates(line))
+            for line in self.lines.all()
+            if line.share is share or (not alone and line.share.excess > 0)
+        ]
+        return choose(share, nbytes, lines, _nbytes)
+
+    def _candidates(self, line: Line[CatalogEntry]) -> Iterator[CatalogEntry]:
+        """Yields what may go; the one that was yielded last is still the next, should it not be taken."""
+        passed: set[CatalogEntry] = set()
+        while True:
+            while line.ahead:
+                entry = line.ahead[0]
+                if self._may_go(entry):
+                    yield entry
+                    passed.add(entry)
+                line.ahead.popleft()
+            fresh = (entry for entry in line.policy.victims() if entry not in passed and self._may_go(entry))
+            line.ahead.extend(islice(fresh, AHEAD))
+            if not line.ahead:
+                return
 
     def _may_go(self, entry: CatalogEntry) -> bool:
-        return entry.state is EntryState.HELD and not entry.loads and self.get(*entry.name) is entry
+        return (
+            entry.state is EntryState.HELD
+            and not entry.loads
+            and not entry.retained
+            and self.get(entry.namespace, entry.key) is entry
+        )
 
-    def _evict(self, victims: list[CatalogEntry]) -> list[CatalogEntry]:
+    def _is_too_much(self, entry: CatalogEntry, excess: int) -> bool:
+        """Whether an entry no longer fits, of a share that is above its quota by so much at least."""
+        share = entry.line.share
+        return (self.used_bytes > self.capacity_bytes and share.excess >= excess) or share.over_limit(0) > 0
+
+    def _evict(self, victims: Iterable[CatalogEntry]) -> list[CatalogEntry]:
+        """Drops entries, one after another as they are found."""
+        evicted = []
         for entry in victims:
-            self.drop(entry)
-            self._left(entry.namespace, entry.key, MissReason.EVICTED)
-        self.evictions += len(victims)
-        return victims
+            self._leave(entry, MissReason.EVICTED)
+            evicted.append(entry)
+        self.evictions += len(evicted)
+        return evicted
+
+    def _leave(self, entry: CatalogEntry, reason: MissReason) -> None:
+        """The one place where a block goes because the tier parts with it."""
+        self.drop(entry)
+        self._left(entry.namespace, entry.key, reason)
+
+
+_nbytes = attrgetter("nbytes")

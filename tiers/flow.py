@@ -6,18 +6,17 @@ Every block of a job is pinned until the job has ended (B3.8), so that its slots
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .admission import ADMISSION, DEFAULT_ADMISSION
 from .base import NamespaceId, Outcome, SecondaryTier, TierFilter
 from .blocks import Block
-from .catalog import CatalogEntry, EntryState
+from .catalog import CatalogEntry, EntryState, UsedElsewhere
 from .commands import Command, JobId, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 from .errors import InvalidItem
 from .history import History, MissReason
+from .keeping import Keeping
 from .lane import Lane, Presence
-from .policies import DEFAULT_POLICY
 from .questions import Name
 from .requests import Request
 
@@ -57,22 +56,26 @@ class TierFlow:
     def __init__(
         self,
         tiers: Sequence[SecondaryTier],
+        keeping: Keeping,
+        now: float,
         max_queued_bytes: int,
         unpin: Callable[[Block], None],
         command: Callable[[Command], None],
         history: History,
-        eviction: Mapping[str, str],
-        admission: Mapping[str, str],
     ) -> None:
-        """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored."""
+        """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored.
+
+        Raises:
+            ValueError: `keeping` does not fit what a tier can hold.
+        """
         self.lanes = [
             Lane(
                 number,
                 tier,
+                keeping.lines(tier.name, tier.capacity_bytes, now),
                 max_queued_bytes,
-                eviction.get(tier.name, DEFAULT_POLICY),
                 history.left,
-                ADMISSION[admission.get(tier.name, DEFAULT_ADMISSION)],
+                keeping.new_admission(tier.name),
             )
             for number, tier in enumerate(tiers, start=1)
         ]
@@ -145,10 +148,11 @@ class TierFlow:
         if lane is not None:
             lane.questions.answered(names, answers, now)
 
-    def tick(self, now: float) -> None:
-        """Forgets what may not be true any more."""
+    def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
+        """Lets time pass in the tiers."""
         for lane in self.lanes:
-            lane.questions.tick(now)
+            lane.tick(now, used_in_cpu)
+            self._advance(lane)
 
     def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
         """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10).
@@ -174,13 +178,16 @@ class TierFlow:
     def used(self, blocks: Sequence[Block], user: Hashable) -> None:
         """Offers blocks that a request has found in the CPU tier to the tiers that choose what they take in."""
         for lane in self._choosy:
+            taken = []
             for block in blocks:
                 if block.ready and lane.catalog.get(block.namespace, block.key) is None and lane.admits(block, user):
                     if self._enqueue(lane, block, lane.max_queued_bytes):
                         block.left_out = None
+                        taken.append(block)
                     else:
                         block.left_out = MissReason.STORE_FAILED
                         lane.dropped += 1
+            lane.use(taken, user)
             self._advance(lane)
 
     def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:
@@ -217,6 +224,11 @@ class TierFlow:
                 for entry in job.entries:
                     entry.loads += 1
                 lane.use(batch, user)
+
+    def retain(self, blocks: Sequence[Block]) -> None:
+        """Retains blocks in the tiers that have them, for as long as each wants to stay."""
+        for lane in self.lanes:
+            lane.retain(blocks)
 
     def user_finished(self, user: Hashable) -> None:
         """Takes note that a request uses nothing any more."""
@@ -317,7 +329,7 @@ class TierFlow:
             lane.doomed.append(entry)
             if outcome is Outcome.NO_SPACE:
                 # The storage holds less than was reckoned with (its disk is shared, say): without room it would stay stuck.
-                lane.doomed += lane.catalog.make_room(entry.nbytes)
+                lane.doomed += lane.catalog.make_room(entry.namespace, entry.nbytes)
         self._unpin(block)
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:

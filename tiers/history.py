@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .rules import NamespaceId
 
-__all__ = ["History", "MissReason"]
+__all__ = ["History", "Left", "MissReason"]
 
 MOST_REMEMBERED = 1 << 18
 """Departures that are remembered at most; what left before them counts as never stored."""
@@ -37,6 +37,10 @@ class MissReason(enum.Enum):
     """A tier has it, and every slot of the CPU tier is in use."""
     RESET = 10
     """The CPU tier was emptied on demand, or is being emptied."""
+
+
+Left = Callable[[NamespaceId, bytes, MissReason], None]
+"""Told of each block that leaves a tier, and why. Raises nothing."""
 
 
 class History:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
+from itertools import groupby
+from operator import attrgetter
 
 from .admission import Admission
 from .base import NamespaceId, SecondaryTier, TierFilter
 from .blocks import Block
-from .catalog import Catalog, CatalogEntry, EntryState
-from .history import MissReason
-from .policies import POLICIES
+from .catalog import Catalog, CatalogEntry, EntryState, UsedElsewhere
+from .history import Left
+from .lines import Lines
 from .questions import Name, Questions
 from .requests import Request
 from .stats import TierStats
@@ -40,15 +42,15 @@ class Lane:
         self,
         index: int,
         tier: SecondaryTier,
+        lines: Lines[CatalogEntry],
         max_queued_bytes: int,
-        policy: str,
-        left: Callable[[NamespaceId, bytes, MissReason], None],
+        left: Left,
         admission: Callable[[], Admission] | None = None,
     ) -> None:
         self.index = index
         """Position in the lookup order; the CPU tier is 0."""
         self.tier = tier
-        self.catalog = Catalog(tier.capacity_bytes, POLICIES[policy], left)
+        self.catalog = Catalog(tier.capacity_bytes, lines, left)
         self.max_queued_bytes = max_queued_bytes
         self.queue: deque[Block] = deque()
         """Blocks that wait to be stored; each is pinned, and has its entry in the catalog."""
@@ -103,7 +105,8 @@ class Lane:
     def entry_of(self, block: Block) -> CatalogEntry:
         """Returns the entry of a block; for one that only the shared tier itself knows of, one outside of the catalog."""
         entry = self.catalog.get(block.namespace, block.key)
-        return entry or CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD)
+        line = self.catalog.lines.line(block.namespace)
+        return entry or CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD, line)
 
     def take_doomed(self) -> list[Name]:
         """Returns what the tier still has to remove; it is the caller's from here on."""
@@ -114,9 +117,22 @@ class Lane:
         return names
 
     def use(self, blocks: Iterable[Block], user: Hashable) -> None:
-        """Takes note that a request used these blocks, as far as they are here, given head first."""
-        entries = (self.catalog.get(block.namespace, block.key) for block in blocks)
-        self.catalog.use([entry for entry in entries if entry is not None], user)
+        """Takes note that a request used these blocks, as far as they are here, given head first; some are to be retained."""
+        for retain_until, together in groupby(blocks, attrgetter("retain_until")):
+            entries = (self.catalog.get(block.namespace, block.key) for block in together)
+            self.catalog.use([entry for entry in entries if entry is not None], user, retain_until)
+
+    def retain(self, blocks: Iterable[Block]) -> None:
+        """Retains blocks that are here, for as long as each wants to stay."""
+        for retain_until, together in groupby(blocks, attrgetter("retain_until")):
+            if retain_until > self.catalog.lines.now:
+                entries = (self.catalog.get(block.namespace, block.key) for block in together)
+                self.catalog.lines.retain([entry for entry in entries if entry is not None], retain_until)
+
+    def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
+        """Lets time pass: what was not used for too long is to be removed, and answers are forgotten that may not be true."""
+        self.questions.tick(now)
+        self.doomed += self.catalog.tick(now, used_in_cpu)
 
     def stats(self, hits: int) -> TierStats:
         """Returns the figures of this moment; the hits are counted by who looks up."""
@@ -132,6 +148,9 @@ class Lane:
             evictions=self.catalog.evictions,
             dropped=self.dropped,
             damaged=self.damaged,
+            expired=self.catalog.lines.expired,
+            not_retained=self.catalog.lines.not_retained,
+            shares=self.catalog.lines.stats(),
             declined=self.declined,
             queued_bytes=self.queued_bytes,
             jobs=self.jobs,

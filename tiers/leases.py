@@ -105,11 +105,13 @@ class LookupAnswer:
         keys: number of keys that were looked up.
         lease: pins what hit; None where nothing did.
         retries: positions of the keys that a tier has been asked about and has not answered for yet (B3.15).
+        not_retained: hits that should have been retained in the CPU tier, and were beyond what may be.
     """
 
     keys: int
     lease: Lease | None
     retries: Sequence[int] = ()
+    not_retained: int = 0
 
     def statuses(self) -> bytes:
         """Returns a `KeyStatus` per looked-up key."""

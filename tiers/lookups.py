@@ -83,6 +83,7 @@ class Lookups:
         prefix: bool,
         excluded: Collection[int] = (),
         min_hits: int = 0,
+        retain_until: float = 0.0,
     ) -> LookupAnswer:
         """Finds blocks, pins what it finds and starts promotions. Parameters as of `TierManager.lookup`.
 
@@ -102,7 +103,8 @@ class Lookups:
         spans, first_miss = self._explain(session, keys, match, prefix=prefix)
         record = self._record(owner, now, spans, first_miss)
         self._flow.ask()
-        return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries)
+        not_retained = self._use(match, owner.user, retain_until)
+        return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries, not_retained)
 
     def ask_ahead(
         self, namespace: NamespaceSpec, keys: Sequence[bytes], *, prefix: bool, excluded: Collection[int] = ()
@@ -233,14 +235,22 @@ class Lookups:
                     self._primary.unpin(block)
         self._flow.promote(started, user)
 
+    def _use(self, match: _Match, user: Hashable, retain_until: float) -> int:
+        """Takes note of the use of what was found; returns how much of it should have been retained, and is not."""
+        hits = [block for block in match.items if block is not None]
+        if not hits:
+            return 0
+        not_retained = self._primary.use(hits, user, retain_until)
+        self._flow.used(hits, user)
+        if retain_until:
+            self._flow.retain(hits)
+        return not_retained
+
     def _grant(
         self, owner: Owner, keys: Sequence[bytes], match: _Match, expires_at: float, record: LookupRecord
     ) -> Lease | None:
-        hits = [block for block in match.items if block is not None]
-        if not hits:
+        if match.items.count(None) == len(match.items):
             return None
-        self._primary.use(hits, owner.user)
-        self._flow.used(hits, owner.user)
         sources = bytes(match.sources) + bytes(len(keys) - len(match.sources))
         lease = self.leases.grant(owner, expires_at, match.items, sources, keys=len(keys), now=record.at, record=record)
         if lease.pending:

@@ -7,9 +7,8 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from .admission import ADMISSION
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer
 from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, TierFilter
 from .blocks import Block, NamespaceSpec
@@ -19,9 +18,9 @@ from .flow import JobKind, TierFlow
 from .grants import Store
 from .history import History, MissReason
 from .journal import Journal, RequestRecord
+from .keeping import CPU_TIER, Keeping
 from .leases import Lease, LookupAnswer
 from .lookups import Lookups
-from .policies import DEFAULT_POLICY, POLICIES
 from .primary import PrimaryTier
 from .requests import Request, RequestTable
 from .stats import ManagerStats, TierStats
@@ -29,7 +28,6 @@ from .stores import Stores
 
 __all__ = ["CPU_TIER", "TierManager"]
 
-CPU_TIER = "cpu"
 _ALL_TIERS = TierFilter()
 
 
@@ -44,8 +42,8 @@ class TierManager:
         *,
         max_queued_bytes: int | None = None,
         first_id: int = 1,
-        eviction: Mapping[str, str] | None = None,
-        admission: Mapping[str, str] | None = None,
+        keeping: Keeping | None = None,
+        now: float = 0.0,
     ) -> None:
         """Recovers what the tiers kept from an earlier life.
 
@@ -56,33 +54,31 @@ class TierManager:
             max_queued_bytes: bounds what waits to be stored in one of them; a quarter of the region by default.
             first_id: where ids of leases and stores start. The shell picks it at random, so that an id from an earlier
                 life is never taken for one of this life.
-            eviction: how tiers evict: per name of a tier (the CPU tier is "cpu") one of `POLICIES`; the default for
-                those that are not named.
-            admission: what tiers below the CPU tier take in: per name of a tier one of `ADMISSION`.
+            keeping: how tiers keep blocks, and for whom; by default for everybody alike.
+            now: the time, in seconds of the clock that `tick` goes by.
 
         Raises:
-            ValueError: `eviction` or `admission` names a tier or a policy that does not exist.
+            ValueError: `keeping` contradicts itself, or names a tier or a policy that does not exist.
         """
-        eviction, admission = eviction or {}, admission or {}
-        names = {tier.name for tier in tiers}
-        _check_choices("evict by", eviction, {CPU_TIER, *names}, POLICIES)
-        _check_choices("admit by", admission, names, ADMISSION)
+        keeping = keeping or Keeping()
+        keeping.check({CPU_TIER, *(tier.name for tier in tiers)})
         self._commands: list[Command] = []
         self._region_bytes = region_bytes
-        self._now = 0.0
+        self._now = now
         self._sessions: dict[bytes, Session] = {}
         self._namespaces: set[NamespaceId] = set()
         self._history = History()
         self._journal = Journal()
-        self._primary = PrimaryTier(extent_bytes, POLICIES[eviction.get(CPU_TIER, DEFAULT_POLICY)], self._history.left)
+        lines = keeping.lines(CPU_TIER, region_bytes, now)
+        self._primary = PrimaryTier(extent_bytes, lines, self._history.left)
         self._flow = TierFlow(
             tiers,
+            keeping,
+            now,
             max_queued_bytes or region_bytes // 4,
             self._primary.unpin,
             self._commands.append,
             self._history,
-            eviction,
-            admission,
         )
         self._requests = RequestTable(self._tell_tiers)
         self._lookups = Lookups(self._primary, self._flow, self._history, self._journal, first_id)
@@ -168,10 +164,15 @@ class TierManager:
         votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)
         policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
         negotiation = Negotiation(policy, votes)
-        self._requests.add(session, request.request_id, negotiation)
+        self._requests.add(session, request.request_id, negotiation, request.retain_for)
         if request.request_id:
             self._journal.open(session.engine_id, request.request_id, self._now).negotiation = negotiation
         return negotiation
+
+    def retention_of(self, session: Session, request_id: str) -> float:
+        """Returns for how long a request that was begun wants its blocks to stay, in seconds."""
+        request = self._requests.get(session.engine_id, request_id)
+        return request.retain_for if request is not None else 0.0
 
     def finish_request(self, session: Session, request_id: str) -> Request:
         """Takes note that an engine has finished a request: its leases fall, and its tiers are told once it has settled.
@@ -203,6 +204,7 @@ class TierManager:
         expires_at: float,
         tiers: TierFilter = _ALL_TIERS,
         min_hits: int = 0,
+        retain_until: float = 0.0,
     ) -> LookupAnswer:
         """Finds blocks, pins what it finds, and starts promotions.
 
@@ -214,6 +216,7 @@ class TierManager:
             expires_at: when the lease ends.
             tiers: leaves tiers out.
             min_hits: with `prefix`, how many leading hits are worth having; fewer are misses.
+            retain_until: until when hits are not evicted, in any tier, as far as that may be; 0 for no such wish.
 
         Raises:
             LimitExceeded: the session holds leases on too many blocks.
@@ -228,6 +231,7 @@ class TierManager:
             prefix=prefix,
             excluded=self._flow.excluded(tiers),
             min_hits=min_hits,
+            retain_until=retain_until,
         )
 
     def ask(self, session: Session, keys: Sequence[bytes], *, prefix: bool, tiers: TierFilter = _ALL_TIERS) -> bool:
@@ -256,15 +260,25 @@ class TierManager:
         self._lookups.release(self._lookups.leases.get(lease_id, session.engine_id))
 
     def prepare_store(
-        self, session: Session, keys: Sequence[bytes], *, request_id: str, expires_at: float
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        expires_at: float,
+        retain_until: float = 0.0,
     ) -> StoreAnswer:
         """Grants slots for the parts of this session's rank that are not there and that nobody is writing.
+
+        Until `retain_until` none of the blocks is evicted, in any tier, as far as that may be; 0 for no such wish.
 
         Raises:
             InvalidKey: a key names a group that the namespace lacks; nothing was granted.
             InvalidItem: the session has no rank.
         """
-        return self._stores.prepare(session, keys, request_id=request_id, expires_at=expires_at, now=self._now)
+        return self._stores.prepare(
+            session, keys, request_id=request_id, expires_at=expires_at, now=self._now, retain_until=retain_until
+        )
 
     def store(self, session: Session, store_id: StoreId) -> Store:
         """Returns a store in flight of this session's engine.
@@ -332,7 +346,8 @@ class TierManager:
         """
         now = self._now = max(now, self._now)
         self._journal.tick(now)
-        self._flow.tick(now)
+        self._primary.tick(now)
+        self._flow.tick(now, self._primary.used_at)
         for lease in self._lookups.leases.expired(now):
             self._lookups.release(lease)
             self._commands.append(LeaseSettled(lease.id))
@@ -418,6 +433,9 @@ class TierManager:
             misses=tally.keys - tally.hits[0],
             evictions=self._primary.evictions,
             dropped=self._primary.no_room,
+            expired=self._primary.lines.expired,
+            not_retained=self._primary.lines.not_retained,
+            shares=self._primary.lines.stats(),
         )
         return ManagerStats(
             tiers=(cpu, *(lane.stats(tally.hits[lane.index]) for lane in self._flow.lanes)),
@@ -449,11 +467,3 @@ class TierManager:
             record.finished, record.incomplete = True, request.incomplete
         for lane in self._flow.lanes:
             lane.tier.on_request_finished(request.id)
-
-
-def _check_choices(what: str, chosen: Mapping[str, str], tiers: Collection[str], there_are: Collection[str]) -> None:
-    for tier, policy in chosen.items():
-        if tier not in tiers:
-            raise ValueError(f"there is no tier {tier!r} to {what} {policy!r}; there are {', '.join(sorted(tiers))}")
-        if policy not in there_are:
-            raise ValueError(f"tier {tier!r}: there is no policy {policy!r}; there are {', '.join(there_are)}")

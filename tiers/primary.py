@@ -1,49 +1,46 @@
-"""The CPU tier: which blocks are in the host region, and who makes room for whom."""
+"""The CPU tier: which blocks are in the host region, and who has which part of it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Hashable, Iterable, Sequence
 
 from .base import NamespaceId
 from .blocks import Block, NamespaceSpec
-from .history import MissReason
-from .policies import EvictionPolicy
+from .history import Left, MissReason
+from .lines import Line, Lines
+from .region_room import RegionRoom
+from .shares import Share
 from .slots import SlotAllocator
 
 __all__ = ["PrimaryTier"]
 
-_EXTENT_CANDIDATES = 256
-"""Victims of another class that are looked at for an extent that can be taken over."""
+_TICKS_PER_SECOND = 1e6
 
 
 class PrimaryTier:
     """Index of the blocks in the host region. Moves no bytes.
 
-    Eviction is by size class, each with a policy of its own. Memory moves between classes an extent at a time: a class
-    takes over the extent of another class' next victim where that victim has been idle for longer than
-    its own next victim, so that yesterday's model does not keep the region from today's.
+    A share has used what the slots of its blocks take, and slots that its writers may still write to.
     """
 
-    def __init__(
-        self,
-        extent_bytes: int,
-        new_policy: Callable[[], EvictionPolicy[Block]],
-        left: Callable[[NamespaceId, bytes, MissReason], None],
-    ) -> None:
+    def __init__(self, extent_bytes: int, lines: Lines[Block], left: Left) -> None:
         """`left` is told of every ready block that goes, and why."""
-        self._left = left
         self.memory = SlotAllocator(extent_bytes)
+        self.lines = lines
         self.evictions = 0
         self.no_room = 0
         """Slots that were asked for and could not be had."""
-        self._new_policy = new_policy
-        self._policies: dict[int, EvictionPolicy[Block]] = {}
+        self._left = left
         self._blocks: dict[NamespaceId, dict[bytes, Block]] = defaultdict(dict)
-        self._owners: dict[int, Block] = {}
         self._retired: dict[NamespaceId, set[Block]] = {}
+        self._owners: dict[int, Block] = {}
+        self._detached: dict[int, Share] = {}
+        """Slots without a block, by offset, and whose they were."""
+        self._room = RegionRoom(self.memory, lines, self._owners)
+        self._line_of: dict[tuple[NamespaceId, int], Line[Block]] = {}
         self._clock = 0
+        """Counts uses, and moves on with time: in millionths of a second, or beyond."""
 
     def __len__(self) -> int:
         return sum(len(blocks) for blocks in self._blocks.values())
@@ -70,36 +67,50 @@ class PrimaryTier:
         block = blocks.get(key)
         if block is None:
             part_bytes = spec.part_bytes_of(key)
-            block = Block(spec, key, part_bytes, self._policy_for(self.memory.slot_bytes_for(part_bytes)))
-            blocks[key] = block
+            line = self._line_of.get((spec.id, part_bytes)) or self._new_line(spec.id, part_bytes)
+            block = blocks[key] = Block(spec, key, part_bytes, line)
         return block
 
-    def use(self, blocks: Iterable[Block], request: Hashable) -> None:
-        """Takes note that a request used these blocks, given head first (see `EvictionPolicy.use`)."""
+    def use(self, blocks: Iterable[Block], request: Hashable, retain_until: float = 0.0) -> int:
+        """Takes note that a request used these blocks, given head first. Arguments and result as of `Lines.use`."""
         self._clock += 1
         used = [block for block in dict.fromkeys(blocks) if not block.retired]
         for block in used:
             block.last_use = self._clock
-        for order in self._policies.values():
-            mine = used if len(self._policies) == 1 else [block for block in used if block.order is order]
-            if mine:
-                order.use(mine, request)
+        if retain_until:
+            for block in used:
+                block.retain_until = max(block.retain_until, retain_until)
+        return self.lines.use(used, request, retain_until)
 
     def finish(self, request: Hashable) -> None:
         """Takes note that a request is over."""
-        for order in self._policies.values():
-            order.finish(request)
+        self.lines.finish(request)
+
+    def used_at(self, namespace: NamespaceId, key: bytes) -> float | None:
+        """Returns when a visible block was used the last time, in seconds and a second too early at most; None for others."""
+        block = self._blocks[namespace].get(key) if namespace in self._blocks else None
+        return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
+
+    def tick(self, now: float) -> None:
+        """Lets time pass: drops blocks that were not used for as long as the tier's `ttl`."""
+        self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
+        for block in self.lines.tick(now):
+            if block.pins or block.retained:
+                self.lines.postpone(block)
+            else:
+                self.evict(block, MissReason.EXPIRED)
+                self.lines.expired += 1
 
     def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
         """Gives slots to (block, rank) pairs, evicting where needed; those that get none keep None.
 
         The blocks must be pinned, or one of them could be evicted for the sake of another.
         """
-        by_class: dict[int, list[tuple[Block, int]]] = defaultdict(list)
-        for block, rank in wanted:
-            by_class[self.memory.slot_bytes_for(block.part_bytes)].append((block, rank))
-        for slot_bytes, pairs in by_class.items():
-            offsets = self._take(slot_bytes, len(pairs))
+        by_line: dict[Line[Block], list[tuple[Block, int]]] = defaultdict(list)
+        for pair in wanted:
+            by_line[pair[0].line].append(pair)
+        for line, pairs in by_line.items():
+            offsets = self._take(line.share, line.size_class, len(pairs))
             self.no_room += len(pairs) - len(offsets)
             for (block, rank), offset in zip(pairs, offsets, strict=False):
                 block.slots[rank] = offset
@@ -118,11 +129,14 @@ class PrimaryTier:
             raise ValueError(f"rank {rank} of {block!r} has no slot")
         block.slots[rank] = None
         del self._owners[offset]
+        self._detached[offset] = block.line.share
         return offset
 
     def release(self, offsets: Iterable[int]) -> None:
         """Frees slots that were detached from their blocks and that nobody can write to any more."""
-        self.memory.release(offsets)
+        for offset in offsets:
+            self._detached.pop(offset).used -= self.memory.extent_at(offset).slot_bytes
+            self.memory.release([offset])
 
     def reset(self, namespace: NamespaceId) -> int:
         """Empties the tier of a namespace; returns how many of its blocks are pinned and will go when they are not.
@@ -143,7 +157,7 @@ class PrimaryTier:
         return len(self._retired.get(namespace, ()))
 
     def evict(self, block: Block, reason: MissReason = MissReason.EVICTED) -> None:
-        """Drops a block and frees its slots. It must not be pinned."""
+        """Drops a block and frees its slots. It must not be pinned. The one place where a block leaves the tier."""
         if block.ready and not block.retired:
             self._left(block.namespace, block.key, block.left_out or reason)
         offsets = [offset for offset in block.slots if offset is not None]
@@ -153,6 +167,7 @@ class PrimaryTier:
         block.written = 0
         block.ready = False
         self._forget(block)
+        block.line.share.used -= block.line.size_class * len(offsets)
         self.memory.release(offsets)
 
     def _forget(self, block: Block) -> None:
@@ -166,68 +181,42 @@ class PrimaryTier:
 
     def _unlist(self, block: Block) -> None:
         del self._blocks[block.namespace][block.key]
-        block.order.remove(block)
+        self.lines.remove(block)
 
-    def _policy_for(self, slot_bytes: int) -> EvictionPolicy[Block]:
-        policy = self._policies.get(slot_bytes)
-        if policy is None:
-            policy = self._policies[slot_bytes] = self._new_policy()
-        return policy
+    def _new_line(self, namespace: NamespaceId, part_bytes: int) -> Line[Block]:
+        line = self.lines.line(namespace, self.memory.slot_bytes_for(part_bytes))
+        self._line_of[namespace, part_bytes] = line
+        return line
 
-    def _take(self, slot_bytes: int, count: int) -> list[int]:
+    def _take(self, share: Share, slot_bytes: int, count: int) -> list[int]:
+        """Returns up to so many free slots for a share, in ascending order."""
+        count = self._within_limit(share, slot_bytes, count)
         offsets = self.memory.allocate(slot_bytes, count)
-        while len(offsets) < count and self._make_room(slot_bytes, count - len(offsets)):
-            offsets += self.memory.allocate(slot_bytes, count - len(offsets))
+        share.used += slot_bytes * len(offsets)
+        while len(offsets) < count and self._make_room(share, slot_bytes, count - len(offsets)):
+            fresh = self.memory.allocate(slot_bytes, count - len(offsets))
+            share.used += slot_bytes * len(fresh)
+            offsets += fresh
         offsets.sort()
         return offsets
 
-    def _make_room(self, slot_bytes: int, count: int) -> bool:
-        """Evicts own blocks or takes over another class' extent. Returns whether anything was freed."""
-        own = list(islice(self._evictable(slot_bytes), count))
-        victims = self._idle_extent(slot_bytes, at_any_time=not own) or own
+    def _within_limit(self, share: Share, slot_bytes: int, count: int) -> int:
+        """Makes room below a share's limit, at its own cost; returns how many slots it may have."""
+        over = share.over_limit(slot_bytes * count)
+        if share.limit is None or not over:
+            return count
+        self._evict(self._room.own_victims(share, slot_bytes, over))
+        return min(count, max(0, share.limit - share.used) // slot_bytes)
+
+    def _make_room(self, share: Share, slot_bytes: int, count: int) -> bool:
+        """Evicts blocks for a share, or takes over another class' extent. Returns whether anything was freed."""
+        victims = self._room.victims(share, slot_bytes, count)
+        if not victims and self.lines.come_back():
+            victims = self._room.victims(share, slot_bytes, count)
+        self._evict(victims)
+        return bool(victims)
+
+    def _evict(self, victims: Sequence[Block]) -> None:
         for block in victims:
             self.evict(block)
         self.evictions += len(victims)
-        return bool(victims)
-
-    def _evictable(self, slot_bytes: int) -> Iterator[Block]:
-        policy = self._policies.get(slot_bytes)
-        return (block for block in policy.victims() if block.pins == 0) if policy else iter(())
-
-    def _idle_extent(self, slot_bytes: int, *, at_any_time: bool) -> list[Block] | None:
-        """Returns the blocks of another class' extent that may be taken over, or None.
-
-        Its class has a block that has been idle for longer than any of this class, unless that does not matter; it lies in
-        the extent, or one of the class' next victims does; and nothing in it is pinned, being written or in quarantine.
-        """
-        if slot_bytes > self.memory.extent_bytes:
-            return None
-        own = None if at_any_time else self._policies[slot_bytes].oldest()
-        others = []
-        for other, policy in self._policies.items():
-            oldest = policy.oldest() if other != slot_bytes else None
-            if oldest is not None and (own is None or oldest.last_use < own.last_use):
-                others.append((oldest.last_use, other, oldest))
-        for _, other, oldest in sorted(others, key=lambda entry: entry[:2]):
-            blocked: set[int] = set()
-            candidates = islice(self._evictable(other), _EXTENT_CANDIDATES)
-            for block in chain([oldest] if oldest.pins == 0 else [], candidates):
-                blocks = self._blocks_of_extent(block, blocked)
-                if blocks:
-                    return blocks
-        return None
-
-    def _blocks_of_extent(self, block: Block, blocked: set[int]) -> list[Block] | None:
-        """Returns all blocks of an extent that a block lies in, if all can be evicted; notes extents where that is not so."""
-        for offset in block.slots:
-            if offset is None:
-                continue
-            extent = self.memory.extent_at(offset)
-            if extent.offset in blocked:
-                continue
-            owners = [self._owners.get(slot) for slot in extent.in_use]
-            blocks = {owner for owner in owners if owner is not None and owner.pins == 0}
-            if all(owner in blocks for owner in owners):
-                return list(blocks)
-            blocked.add(extent.offset)
-        return None

@@ -25,6 +25,7 @@ class Request:
     """What is remembered of a request until its tiers have been told of its end.
 
     Attributes:
+        retain_for: for how many seconds its blocks are to stay, from each use on.
         insisting: indices of the tiers that asked for REQUEST_LEVEL: they get every block of it (B3.3).
         stores: stores in flight on its behalf.
         waiting: blocks that somebody else is writing, to be cascaded to the insisting tiers when they are there (B3.9).
@@ -38,6 +39,7 @@ class Request:
     id: str
     negotiation: Negotiation
     insisting: frozenset[int]
+    retain_for: float = 0.0
     stores: int = 0
     waiting: set[Block] = field(default_factory=set)
     owed: int = 0
@@ -72,7 +74,7 @@ class RequestTable:
         """Returns a request that was begun, and is not over."""
         return self._requests.get((engine_id, request_id))
 
-    def add(self, session: Session, request_id: str, negotiation: Negotiation) -> Request:
+    def add(self, session: Session, request_id: str, negotiation: Negotiation, retain_for: float = 0.0) -> Request:
         """Registers a request.
 
         Raises:
@@ -85,7 +87,7 @@ class RequestTable:
             for number, (_, vote) in enumerate(negotiation.votes)
             if vote.policy is OffloadPolicy.REQUEST_LEVEL
         )
-        request = Request(session, request_id, negotiation, insisting)
+        request = Request(session, request_id, negotiation, insisting, retain_for)
         self._requests[session.engine_id, request_id] = request
         session.requests.add(request_id)
         return request

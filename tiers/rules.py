@@ -69,6 +69,8 @@ class RequestInfo:
     tenant: str = ""
     priority: int = 0
     kv_transfer_params: dict[str, object] = field(default_factory=dict)
+    retain_for: float = 0.0
+    """For how many seconds it wants its blocks to stay, from each use on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,23 @@ from dataclasses import dataclass, field
 
 from .history import MissReason
 
-__all__ = ["ManagerStats", "TierStats"]
+__all__ = ["ManagerStats", "ShareStats", "TierStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareStats:
+    """What a tenant has of a tier at one moment, in bytes."""
+
+    tenant: str
+    """Its name; empty for all who have no share of their own."""
+    quota_bytes: int
+    """What it is guaranteed."""
+    limit_bytes: int | None
+    """The most that it may hold; None where nothing is said."""
+    used_bytes: int
+    """What it holds."""
+    retained_bytes: int
+    """What of that may not be evicted for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,12 @@ class TierStats:
     """Blocks that were not stored in it since start, because its queue or the tier itself was full."""
     damaged: int = 0
     """Blocks that it lost since start because they were damaged: found by a load or by a check, and never served."""
+    expired: int = 0
+    """Blocks that went since start because they were not used for as long as the tier's `ttl`."""
+    not_retained: int = 0
+    """Blocks that requests wanted to retain since start, beyond what may be retained."""
+    shares: tuple[ShareStats, ...] = ()
+    """Who has what of it: the rest, and each tenant with a share of its own."""
     declined: int = 0
     """Uses of blocks since start that its admission filter did not take in."""
     queued_bytes: int = 0

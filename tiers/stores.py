@@ -39,7 +39,14 @@ class Stores:
         self._settle = settle
 
     def prepare(
-        self, session: Session, keys: Sequence[bytes], *, request_id: str, expires_at: float, now: float
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        expires_at: float,
+        now: float,
+        retain_until: float = 0.0,
     ) -> StoreAnswer:
         """Grants slots for the parts of this session's rank that are not there and that nobody is writing.
 
@@ -59,18 +66,21 @@ class Stores:
         for block in refused:
             self._history.left(block.namespace, block.key, MissReason.STORE_FAILED)
         owner = Owner(session.engine_id, session.id, request_id)
-        self._primary.use((block for block in found if block not in refused), owner.user)
+        used = [block for block in found if block not in refused]
+        not_retained = self._primary.use(used, owner.user, retain_until)
+        if retain_until:
+            self._flow.retain(used)
         request = self._requests.get(session.engine_id, request_id)
         if request is not None and request.insisting:
             self._cascade_present(request, list(found), set(granted))
         for block in found:
             self._primary.unpin(block)
         if not granted:
-            return StoreAnswer(None, bytes(statuses), [])
+            return StoreAnswer(None, bytes(statuses), [], not_retained)
         if request is not None:
             request.stores += 1
         store = self.table.begin(owner, rank, expires_at, granted, request, now=now)
-        return StoreAnswer(store.id, bytes(statuses), slots)
+        return StoreAnswer(store.id, bytes(statuses), slots, not_retained)
 
     def complete(self, session: Session, store_id: StoreId, failed: Collection[int] = ()) -> None:
         """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `StoreTable.get`.

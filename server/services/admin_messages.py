@@ -39,6 +39,18 @@ def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
         healthy=tier.healthy,
         trouble=tier.trouble,
         damaged_blocks=tier.damaged,
+        expired=tier.expired,
+        not_retained=tier.not_retained,
+        shares=[
+            admin_pb2.ShareStatus(
+                tenant=share.tenant,
+                quota_bytes=share.quota_bytes,
+                limit_bytes=share.limit_bytes,
+                used_bytes=share.used_bytes,
+                retained_bytes=share.retained_bytes,
+            )
+            for share in tier.shares
+        ],
     )
 
 

@@ -39,6 +39,7 @@ class _Asked:
     min_hits: int
     lease_seconds: float
     deadline: float
+    retain_for: float
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -64,6 +65,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             tenant=session.tenant,
             priority=request.priority,
             kv_transfer_params=_params(request.kv_transfer_params_json),
+            retain_for=self._edge.retention(request.retain_for),
         )
         asked = self._asked(session, request)
         negotiation = self._core.begin_request(session, info)
@@ -134,16 +136,21 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
         keys = self._edge.keys(request.keys, session.namespace)
+        retain_for = self._edge.retention(request.retain_for)
         self._runtime.get_finished_jobs()
         answer = self._core.prepare_store(
             session,
             keys,
             request_id=self._edge.request_id(request.request_id),
             expires_at=self._runtime.now() + self._edge.leases.default,
+            retain_until=self._retain_until(session, request.request_id, retain_for),
         )
         self._runtime.pump()
         return cache_pb2.PrepareStoreResponse(
-            store_id=answer.store_id or 0, statuses=answer.statuses, slot_offsets=pack_offsets(answer.slots)
+            store_id=answer.store_id or 0,
+            statuses=answer.statuses,
+            slot_offsets=pack_offsets(answer.slots),
+            not_retained_blocks=answer.not_retained,
         )
 
     async def CompleteStore(
@@ -214,6 +221,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             min_hits=request.min_hits,
             lease_seconds=self._edge.lease(request.lease_duration),
             deadline=self._runtime.now() + self._edge.wait(request.wait),
+            retain_for=self._edge.retention(request.retain_for),
         )
 
     async def _look_up(self, session: Session, asked: _Asked, *, want_slots: bool = False) -> cache_pb2.LookupResponse:
@@ -227,6 +235,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             expires_at=self._runtime.now() + asked.lease_seconds,
             tiers=asked.tiers,
             min_hits=asked.min_hits,
+            retain_until=self._retain_until(session, asked.request_id, asked.retain_for),
         )
         self._runtime.pump()
         remaining = asked.deadline - self._runtime.now()
@@ -237,9 +246,15 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(asked.keys)))
         hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
         answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=lease.sources, lease_id=lease.id)
+        answer.not_retained_blocks = found.not_retained
         if want_slots:
             answer.slot_offsets = pack_offsets(lease.slots(range(hits), rank))
         return answer
+
+    def _retain_until(self, session: Session, request_id: str, retain_for: float) -> float:
+        """Returns until when a call wants its blocks to stay, in the core's time; 0 where neither it nor its request says."""
+        seconds = retain_for or self._core.retention_of(session, request_id)
+        return self._runtime.now() + seconds if seconds else 0.0
 
     async def _ask_tiers(self, session: Session, asked: _Asked) -> None:
         """Waits until shared tiers have said what they have, or the time is over."""

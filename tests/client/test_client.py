@@ -100,8 +100,8 @@ class _Blocking:
     def read(self, lease: Any, items: Any) -> Any:
         return self._entered(self._client.read(lease if isinstance(lease, int) else lease.found, items))
 
-    def write(self, keys: Any) -> Any:
-        return self._entered(self._client.write(keys))
+    def write(self, keys: Any, **options: Any) -> Any:
+        return self._entered(self._client.write(keys, **options))
 
     def close(self) -> None:
         self._wait(self._client.close())

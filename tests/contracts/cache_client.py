@@ -90,6 +90,17 @@ class CacheClientContract:
         assert client.load(keys[:1], [buffer]) == 1
         assert buffer == b"1" * SMALL
 
+    def test_a_time_to_stay_can_be_said_wherever_blocks_are_used(self, client: Any) -> None:
+        """Once for a request, or call by call; what is beyond the bounds would be said, and here nothing is."""
+        keys = new_keys(2)
+        client.begin_request("r", retain_for=60)
+        assert set(client.store(keys, [b"1" * SMALL] * 2, request_id="r", retain_for=30)) == {StoreStatus.GRANTED}
+        with client.write(keys, retain_for=30) as batch:
+            assert (batch.wanted, batch.not_retained) == ([], 0)
+        with client.lookup(keys, retain_for=30) as lease:
+            assert (lease.prefix_hits, lease.not_retained) == (2, 0)
+        client.finish_request("r")
+
     def test_a_block_that_is_being_written_is_not_visible(self, client: Any) -> None:
         """B4.5: until its store is completed a block is no hit, and nobody else may write it."""
         keys = new_keys(1)

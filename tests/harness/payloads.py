@@ -36,10 +36,10 @@ def filled(count: int, nbytes: int) -> list[np.ndarray]:
     return list(np.full((count, nbytes), POISON, np.uint8))
 
 
-def namespace_of(*part_bytes: int, model: str = "test", world_size: int = 1) -> Namespace:
+def namespace_of(*part_bytes: int, model: str = "test", world_size: int = 1, tenant: str = "") -> Namespace:
     """Returns a namespace with a group for each of these sizes."""
     groups = tuple(Group(nbytes, 16, f"group.{number}") for number, nbytes in enumerate(part_bytes))
-    return Namespace(model, "uint8", groups, "bytes", "test", world_size=world_size)
+    return Namespace(model, "uint8", groups, "bytes", "test", world_size=world_size, tenant=tenant)
 
 
 def assert_serves(client: Client, keys: list[bytes], *, wait: float = 5.0, step: int = 64) -> None:

@@ -43,6 +43,7 @@ class ServerProcess:
         config: more of the TOML file.
         standby: keeps the next process ready, with everything imported, so that a restart is quick.
         tier: type of the tier on disk.
+        tier_config: more of its table.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ServerProcess:
         config: str = "",
         standby: bool = False,
         tier: str = "lmdb",
+        tier_config: str = "",
     ) -> None:
         self.directory = directory
         self.path = directory / "s"
@@ -63,7 +65,7 @@ class ServerProcess:
         config_path = directory / "kvtier.toml"
         config_path.write_text(
             f'region_size = {region}\ndata_dir = "{self.data_dir}"\nlisten = ["{self.endpoint}"]\n'
-            f'{config}\n[log]\nformat = "json"\n[[tiers]]\ntype = "{tier}"\nsize = {lmdb}\n'
+            f'{config}\n[log]\nformat = "json"\n[[tiers]]\ntype = "{tier}"\nsize = {lmdb}\n{tier_config}\n'
         )
         self._region = region
         self._arguments = ["serve", "--config", str(config_path)]

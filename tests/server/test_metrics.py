@@ -13,13 +13,28 @@ from kvtier.server.metrics import Metrics, ServerStats
 from kvtier.server.metrics_http import MetricsServer
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.history import MissReason
-from kvtier.tiers.stats import ManagerStats, TierStats
+from kvtier.tiers.stats import ManagerStats, ShareStats, TierStats
 
 STATS = ServerStats(
     manager=ManagerStats(
         tiers=(
             TierStats("cpu", "cpu", 8 << 30, 4 << 30, 1 << 30, blocks=16, hits=70, misses=30, evictions=2),
-            TierStats("lmdb", "lmdb", 1 << 40, 1 << 40, 5, blocks=1, hits=20, misses=10, jobs=3, damaged=6, healthy=False),
+            TierStats(
+                "lmdb",
+                "lmdb",
+                1 << 40,
+                1 << 40,
+                5,
+                blocks=1,
+                hits=20,
+                misses=10,
+                jobs=3,
+                damaged=6,
+                healthy=False,
+                expired=6,
+                not_retained=8,
+                shares=(ShareStats("", 0, None, 2, 0), ShareStats("acme", 7, None, 3, 1)),
+            ),
         ),
         leases=4,
         stores=2,
@@ -102,6 +117,16 @@ class TestFigures:
         assert "process_resident_memory_bytes" in body
         assert 'epoch="0000000000000abc"' in body
         assert 'kvtier_tier_info{position="1",tier="lmdb",type="lmdb"} 1.0' in body
+
+    def test_tenants(self, server: MetricsServer) -> None:
+        """What each has of a tier, and what it is guaranteed; the empty name is the rest."""
+        values = Scrape(get(server.port, "/metrics")[2])
+        acme = {"tier": "lmdb", "tenant": "acme"}
+        figures = [values(f"kvtier_tenant_{name}_bytes", **acme) for name in ("quota", "used", "retained")]
+        assert figures == [7, 3, 1]
+        assert values("kvtier_tenant_used_bytes", tier="lmdb", tenant="") == 2
+        assert values("kvtier_tier_expired_total", tier="lmdb") == 6
+        assert values("kvtier_tier_not_retained_total", tier="lmdb") == 8
 
     def test_every_key_is_counted_once(self, server: MetricsServer) -> None:
         """Hits over the tiers and misses of lookups make up the keys that were asked."""

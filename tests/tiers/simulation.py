@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import ClassVar
 
 from kvtier.tiers.answers import Session, StoreStatus
@@ -24,6 +25,7 @@ from kvtier.tiers.base import (
 from kvtier.tiers.blocks import Block, NamespaceSpec
 from kvtier.tiers.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.errors import CoreError
+from kvtier.tiers.keeping import Keeping
 from kvtier.tiers.leases import KeyStatus
 from kvtier.tiers.manager import CPU_TIER, TierManager
 from kvtier.tiers.policies import POLICIES
@@ -96,7 +98,9 @@ class World:
             tier.finished.clear()
         names = [CPU_TIER, *(tier.name for tier in self.tiers)]
         eviction = {name: self.rng.choice(list(POLICIES)) for name in names if self.rng.random() < 0.8}
-        self.core = TierManager(region, EXTENT, self.tiers, max_queued_bytes=region // 4, eviction=eviction)
+        self.core = TierManager(
+            region, EXTENT, self.tiers, max_queued_bytes=region // 4, keeping=Keeping(eviction=eviction)
+        )
         self.core.add_memory(0, region)
         self.slots.clear()
         self.sessions: list[Session] = []
@@ -350,8 +354,9 @@ class World:
             pins.update(job.blocks)
         for lane in core._flow.lanes:
             pins.update(lane.queue)
-        for order in core._primary._policies.values():
-            assert Counter(order.victims()) == Counter(b for b in blocks if b.order is order), "a block out of line"
+        for line in core._primary.lines.all():
+            mine = Counter(b for b in blocks if b.line is line and not b.retained)
+            assert Counter(line.policy.victims()) == mine, "a block out of line"
         for block in blocks:
             assert block.pins == pins.pop(block, 0), f"{block!r}: pins do not add up"
             assert block.pins or any(slot is not None for slot in block.slots), f"{block!r}: an empty block stays"
@@ -362,7 +367,9 @@ class World:
         assert not pins, f"evicted though pinned: {pins}"
         for lane in core._flow.lanes:
             entries = Counter(entry for held in lane.catalog._entries.values() for entry in held.values())
-            assert Counter(lane.catalog._order.victims()) == entries, "an entry out of line"
+            lines = (line.policy.victims() for line in lane.catalog.lines.all())
+            queued = Counter(chain.from_iterable(lines))
+            assert queued == Counter(entry for entry in entries if not entry.retained), "an entry out of line"
             assert 0 <= lane.catalog.used_bytes <= lane.catalog.capacity_bytes, "a tier beyond its capacity"
             assert lane.queued_bytes >= 0
         stats = core.stats()

@@ -9,6 +9,7 @@ from kvtier.tiers.answers import DurableStatus
 from kvtier.tiers.base import OffloadPolicy, RequestInfo, Vote
 from kvtier.tiers.commands import StoreInTier
 from kvtier.tiers.history import MissReason
+from kvtier.tiers.keeping import Keeping
 from kvtier.tiers.manager import TierManager
 
 
@@ -18,7 +19,7 @@ class Choosy(Rig):
     def __init__(self, *tiers: ModelTier) -> None:
         super().__init__()
         self.core = TierManager(
-            EXTENT, EXTENT, tiers, max_queued_bytes=1 << 20, admission={tiers[0].name: "second_use"}
+            EXTENT, EXTENT, tiers, max_queued_bytes=1 << 20, keeping=Keeping(admission={tiers[0].name: "second_use"})
         )
         self.core.add_memory(0, EXTENT)
         self.session = self.open("engine")
@@ -109,6 +110,16 @@ def test_a_miss_for_that_reason_is_explained() -> None:
     assert [span.verdict for span in record.lookups[-1].spans()] == [MissReason.POLICY]
 
 
+def test_what_is_admitted_by_a_hit_can_be_evicted_again() -> None:
+    """It stands in line like any other: a small tier does not fill up for ever."""
+    rig = Choosy(ModelTier("ssd", 4 * 4096))
+    for start in (0, 4):
+        names = keys(*range(start, start + 4))
+        rig.store_for("r1", names)
+        rig.look_up_for("r2", names)
+        assert rig.stored() == names
+
+
 def test_memory_is_bounded() -> None:
     """The oldest names are forgotten, and start anew."""
     admission = SecondUse(most=100)
@@ -124,4 +135,4 @@ def test_memory_is_bounded() -> None:
 def test_a_misspelt_filter_is_refused(admission: dict[str, str]) -> None:
     """Nothing falls back in silence."""
     with pytest.raises(ValueError, match="there is no"):
-        TierManager(EXTENT, EXTENT, [ModelTier("ssd", 1 << 20)], admission=admission)
+        TierManager(EXTENT, EXTENT, [ModelTier("ssd", 1 << 20)], keeping=Keeping(admission=admission))

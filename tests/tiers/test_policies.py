@@ -8,10 +8,16 @@ from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import Entry, NamespaceId
 from kvtier.tiers.catalog import Catalog, CatalogEntry
-from kvtier.tiers.manager import CPU_TIER, TierManager
+from kvtier.tiers.history import History
+from kvtier.tiers.keeping import CPU_TIER, Keeping
+from kvtier.tiers.lines import Lines
+from kvtier.tiers.manager import TierManager
 from kvtier.tiers.policies import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, EvictionPolicy, Forecast
 from kvtier.tiers.policies.requests import MOST_OPEN, LastRequest, OpenRequests
 from kvtier.tiers.policies.reuse import BINS, Kind, ReuseModel, bin_ends_at, bin_of
+from kvtier.tiers.shares import Shares
+
+SPACE = NamespaceId(bytes(16))
 
 
 class Item:
@@ -366,16 +372,16 @@ def test_a_factor_is_learned_across_kinds() -> None:
 def test_every_tier_evicts_by_the_policy_of_its_name() -> None:
     """And by the default where none is named."""
     tiers = (ModelTier("near", 1 << 20), ModelTier("far", 1 << 20))
-    core = TierManager(EXTENT, EXTENT, tiers, eviction={CPU_TIER: "lru", "far": "arc"})
-    assert [type(lane.catalog._order) for lane in core._flow.lanes] == [POLICIES[DEFAULT_POLICY], ARC]
-    assert core._primary._new_policy is LRU
+    core = TierManager(EXTENT, EXTENT, tiers, keeping=Keeping(eviction={CPU_TIER: "lru", "far": "arc"}))
+    lines = [core._primary.lines, *(lane.catalog.lines for lane in core._flow.lanes)]
+    assert [type(line.line(SPACE).policy) for line in lines] == [LRU, POLICIES[DEFAULT_POLICY], ARC]
 
 
 @pytest.mark.parametrize("eviction", [{CPU_TIER: "fifo"}, {"near": ""}, {"nowhere": "lru"}])
 def test_unknown_names_are_refused(eviction: dict[str, str]) -> None:
     """A misspelt option never falls back silently; the message says what there is."""
     with pytest.raises(ValueError, match=r"there is no (policy|tier).*there are .*"):
-        TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)], eviction=eviction)
+        TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)], keeping=Keeping(eviction=eviction))
 
 
 def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
@@ -389,16 +395,15 @@ def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
                 looked += 1
                 yield entry
 
-    catalog = Catalog(1000, Reversed, lambda *_: None)
-    namespace = NamespaceId(bytes(16))
-    catalog.recover(Entry(namespace, b"old %d" % number, 1) for number in range(1000))
+    catalog = Catalog(1000, Lines(Shares("disk", 1000), Reversed), History().left)
+    catalog.recover(Entry(SPACE, b"old %d" % number, 1) for number in range(1000))
     for start in range(0, 400, 100):
         for number in range(start, start + 100):
-            removed = catalog.begin_store(namespace, b"new %d" % number, 1)
+            removed = catalog.begin_store(SPACE, b"new %d" % number, 1)
             assert removed is not None
             assert [entry.key[:3] for entry in removed] == [b"old"]
         catalog.use(
-            [entry for number in range(start, start + 100) if (entry := catalog.get(namespace, b"new %d" % number))],
+            [entry for number in range(start, start + 100) if (entry := catalog.get(SPACE, b"new %d" % number))],
             start,
         )
     assert catalog.used_bytes == 1000

@@ -1,0 +1,117 @@
+"""Tenants in the configuration, and whose a namespace is."""
+
+import typing
+from pathlib import Path
+
+import pytest
+from harness.payloads import namespace_of
+
+from kvtier.server.config import Admission, ConfigError, Eviction
+from kvtier.server.namespaces import namespace_spec, tenant_tag
+from kvtier.server.render import to_json, to_toml
+from kvtier.server.sources import Loaded, load
+from kvtier.server.tenants import keeping_of
+from kvtier.server.units import MIB
+from kvtier.tiers.admission import ADMISSION, DEFAULT_ADMISSION
+from kvtier.tiers.policies import DEFAULT_POLICY, POLICIES
+
+BASE = 'region_size = "64MiB"\ntiers = [{type = "lmdb", size = "100MiB"}]\n'
+
+
+class OpenTier:
+    """As much of an open tier as matters here."""
+
+    name = "lmdb"
+    capacity_bytes = 80 * MIB
+
+
+def read(path: Path, text: str) -> Loaded:
+    """Returns a configuration."""
+    file = path / "kvtier.toml"
+    file.write_text(BASE + text, encoding="utf-8")
+    return load(file=file, environ={})
+
+
+def test_a_part_of_every_tier_or_an_amount_of_some(tmp_path: Path) -> None:
+    """Parts are of what a tier can hold, not of its files."""
+    loaded = read(tmp_path, '[tenants.acme]\nquota = "25%"\nlimit = "50 %"\n[tenants."b c"]\nquota = {cpu = "2MiB"}\n')
+    acme, other = keeping_of(loaded.config, 64 * MIB, [OpenTier()]).tenants  # type: ignore[list-item]
+    assert (acme.name, acme.tag) == ("acme", tenant_tag("acme"))
+    assert (acme.quotas, acme.limits) == (
+        {"cpu": 16 * MIB, "lmdb": 20 * MIB},
+        {"cpu": 32 * MIB, "lmdb": 40 * MIB},
+    )
+    assert (other.name, other.quotas, other.limits) == ("b c", {"cpu": 2 * MIB}, {})
+
+
+def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
+    """`kvtier config` is a file that says the same; JSON says it too."""
+    text = '[tenants."b c"]\nquota = {cpu = "2MiB", lmdb = "10%"}\n[cpu]\nttl = "90s"\neviction = "lru"\n'
+    loaded = read(tmp_path, text)
+    shown = tmp_path / "shown.toml"
+    shown.write_text(to_toml(loaded), encoding="utf-8")
+    assert load(file=shown, environ={}).config == loaded.config
+    assert '"10%"' in to_json(loaded)
+
+
+def test_tenants_in_the_environment() -> None:
+    """As a table in TOML."""
+    environ = {"KVTIER_TENANTS": '{acme = {quota = "25%"}}', "KVTIER_TIERS": "none"}
+    (tenant,) = load(environ=environ).config.tenants
+    assert (tenant.name, {tier: str(amount) for tier, amount in tenant.quota.items()}) == ("acme", {"cpu": "25%"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[tenants.a]\nquota = "60%"\n[tenants.b]\nquota = "41%"', "tier cpu: the quotas add up to"),
+        ('[tenants.a]\nquota = {lmdb = "81MiB"}', "tier lmdb: the quotas add up to"),
+        ('[tenants.a]\nquota = "60%"\nlimit = "50%"', "the limit of tenant a is less than its quota"),
+        ('[tenants.a]\nquota = "101%"', "is more than there is"),
+        ('[tenants.a]\nquota = "2GiB"', "a size is one of a tier"),
+        ('[tenants.a]\nquota = {lmbd = "25%"}', "there is no tier lmbd.*did you mean lmdb"),
+        ('[tenants.a]\nquota = {cpu = "much"}', "must be a size"),
+        ('[tenants.a]\nqouta = "25%"', "did you mean quota"),
+        ("[tenants.a]", "must say quota, or limit"),
+        ('[tenants.""]\nquota = "25%"', "a tenant has a name"),
+        ('tenants = "x = "', "must be .none. or a table of tables"),
+        ("tenants = 7", "must be tables"),
+        ("[cpu]\nttl = 0", "at least 1s"),
+        ('[cpu]\neviction = "fifo"', "must be one of forecast, lru, arc, mq"),
+        ("[retention]\npart = 2", "between 0 and 1"),
+    ],
+)
+def test_what_is_refused_and_how_that_is_said(tmp_path: Path, text: str, message: str) -> None:
+    """At once, with the file and the setting: a quota that cannot be kept is none."""
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, text)
+
+
+def test_two_tenants_with_one_tag_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their blocks could not be told apart."""
+    monkeypatch.setattr("kvtier.server.tenants.tenant_tag", lambda _: b"same")
+    with pytest.raises(ConfigError, match="same tag"):
+        read(tmp_path, '[tenants.a]\nquota = "1%"\n[tenants.b]\nquota = "1%"')
+
+
+def test_every_policy_can_be_configured() -> None:
+    """By its name, per tier; the default is the core's."""
+    assert set(typing.get_args(Eviction)) == set(POLICIES)
+    assert set(typing.get_args(Admission)) == set(ADMISSION)
+    config = load(environ={"KVTIER_TIERS": '[{type = "lmdb", size = "100MiB", eviction = "arc", ttl = "1h"}]'}).config
+    keeping = keeping_of(config, 64 * MIB, [])
+    assert keeping.eviction == {"cpu": DEFAULT_POLICY, "lmdb": "arc"}
+    assert keeping.admission == {"lmdb": DEFAULT_ADMISSION}
+    assert keeping.ttl == {"lmdb": 3600}
+
+
+def test_the_id_of_a_namespace_begins_with_its_tenant() -> None:
+    """Whatever else it is of: so a share is known from the blocks that a tier kept."""
+    specs = [
+        namespace_spec(namespace_of(4096, model=model, tenant=tenant).to_proto())
+        for model in ("one", "two")
+        for tenant in ("acme", "other", "")
+    ]
+    assert [spec.id[:4] for spec in specs] == [tenant_tag(tenant) for tenant in ("acme", "other", "")] * 2
+    assert len({spec.id for spec in specs}) == len({spec.id[4:] for spec in specs}) == 6
+    assert {len(spec.id) for spec in specs} == {16}

@@ -1,0 +1,48 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.tiers.timetable import Timetable
+
+
+def test_items_come_when_their_time_is_over() -> None:
+    """The earliest first, those of one time in the order in which they came, and no more than asked for."""
+    table = Timetable[str]()
+    table.put(["c"], 5)
+    table.put(["a", "b"], 3)
+    assert table.take(2, 10) == []
+    assert table.take(5, 2) == ["a", "b"]
+    assert table.take(5, 2) == ["c"]
+    assert len(table) == 0
+
+
+def test_a_time_can_be_moved_and_given_up() -> None:
+    """Each item has one time."""
+    table = Timetable[str]()
+    table.put(["a", "b", "c"], 3)
+    table.put(["a"], 9)
+    table.discard("b")
+    table.discard("unknown")
+    assert (table.take(3, 10), table.when("a")) == (["c"], 9)
+
+
+def test_memory_does_not_grow_with_moves() -> None:
+    """An item that is used all the time leaves nothing behind that would last."""
+    table = Timetable[str](width=10)
+    for now in range(10_000):
+        table.put(["a"], now + 100)
+        assert table.take(now, 10) == []
+    assert len(table._slots) <= 12
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 50))), st.floats(0.1, 20))
+def test_never_early_and_late_by_a_width_at_most(moves: list[tuple[int, float]], width: float) -> None:
+    """Whatever was put when."""
+    table = Timetable[int](width)
+    due: dict[int, float] = {}
+    for item, when in moves:
+        table.put([item], when)
+        due[item] = when
+    for now in range(80):
+        for item in table.take(now, 100):
+            assert due.pop(item) <= now + 1e-6
+        assert all(when + width + 1 > now for when in due.values())
