@@ -98,9 +98,10 @@ class SecondaryTier(ABC):
 
     `store`, `load`, `lookup` and `remove` are called on worker threads of the server: never more than one `store` or
     `remove` at a time, any number of `load`s and `lookup`s beside it. The core never asks for a block to be loaded, stored
-    or removed while another of these runs on the same block. They do not raise for what can happen to data (full, damaged,
-    missing): that is an `Outcome`. An exception is taken as `Outcome.FAILED` for every block of the job. The other methods
-    are called on the event loop, and return without doing I/O.
+    or removed while another of these runs on the same block, but in a `shared` tier, where others do so anyway: there a
+    block that was evicted can be found, and asked for, until it has been removed. They do not raise for what can happen
+    to data (full, damaged, missing): that is an `Outcome`. An exception is taken as `Outcome.FAILED` for every block of
+    the job. The other methods are called on the event loop, and return without doing I/O.
     """
 
     type: ClassVar[str]
