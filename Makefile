@@ -2,6 +2,10 @@
 
 PYTHON ?= python3
 JSON ?=
+SEEDS ?= 10000
+SEED_BASE ?= 0
+SECONDS ?= 600
+SEED ?=
 TRACE ?= ../shared/data/conversation_trace.jsonl
 
 VENV := build/venv
@@ -12,11 +16,11 @@ PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines bench bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
+.PHONY: help demo demo-vllm test test-engines simulate simulate-mutants stress bench bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
-	  printf '  %-14s %s\n' "$$name" "$$what"; done
+	  printf '  %-16s %s\n' "$$name" "$$what"; done
 
 demo: $(VENV)/.stamp  ## Show a prefix surviving its engine and the server (small transformers model, < 5 minutes)
 	$(VENV)/bin/python examples/demo/run.py
@@ -30,11 +34,20 @@ test: $(VENV)/.stamp  ## Run every test that needs no LLM server (< 5 minutes)
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines $(ARGS)
 
+simulate: $(VENV)/.stamp  ## Live SEEDS=10000 random lives of a server from SEED_BASE=0 on (< 10 minutes on 2 cores)
+	$(VENV)/bin/python tests/tiers/simulation_runner.py --seeds $(SEEDS) --seed-base $(SEED_BASE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+simulate-mutants: $(VENV)/.stamp  ## Show that the simulation finds bugs that are planted in the core
+	$(VENV)/bin/python tests/tiers/simulation_mutants.py $(ARGS)
+
 bench: $(VENV)/.stamp  ## Measure; one table, and JSON=FILE for machines
 	$(VENV)/bin/python -m bench $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-policies: $(VENV)/.stamp  ## Replay TRACE=FILE through the core with every eviction policy (a minute)
 	$(VENV)/bin/python -m bench.policies --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
+
+stress: $(VENV)/.stamp  ## Load a server and kill it and its clients, for SECONDS=600; SEED=N for the choices of another run
+	PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m stress --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes nothing
 	$(MAKE) --no-print-directory --keep-going verify-style verify-types verify-protos

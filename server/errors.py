@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import time
@@ -94,10 +95,18 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                         except Exception as error:  # noqa: BLE001 - as above
                             del request
                             await outcome.abort(context, error)
-                        await context.write(answer)
+                        await _send(context, answer)
                         del answer  # a frame of 2 MiB, while the next may be long in coming
 
         return call
+
+
+async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:
+    """Sends an answer. Where the client is gone the call is cancelled: gRPC would log its own error as a defect of ours."""
+    try:
+        await context.write(answer)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 def _parsing(behavior: Any, parse: Callable[[bytes], Any]) -> Any:

@@ -146,6 +146,8 @@ class PrimaryTier:
         for block in list(self._blocks[namespace].values()):
             if block.pins:
                 self._retired.setdefault(namespace, set()).add(block)
+                if block.ready:
+                    self._left(block.namespace, block.key, MissReason.RESET)
                 block.retired = True
                 self._unlist(block)
             else:

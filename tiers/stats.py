@@ -58,6 +58,8 @@ class TierStats:
     """Blocks evicted from it since start."""
     dropped: int = 0
     """Blocks that were not stored in it since start, because its queue or the tier itself was full."""
+    damaged: int = 0
+    """Blocks that it lost since start because they were damaged: found by a load or by a check, and never served."""
     expired: int = 0
     """Blocks that went since start because they were not used for as long as the tier's `ttl`."""
     not_retained: int = 0

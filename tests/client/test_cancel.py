@@ -131,3 +131,55 @@ def test_a_closed_client_raises_nothing_else(tmp_path: Path) -> None:
             with pytest.raises(NotConnected):
                 call()
         lease.release()
+
+
+async def test_calls_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: Path) -> None:
+    """They raise a `KVTierError`; a `CancelledError` would tell their tasks, which nobody has cancelled, to end."""
+    with ServerProcess(tmp_path).start() as server:
+        for transport in ("shm", "grpc"):
+            client = AsyncClient(server.endpoint, namespace=NAMESPACE, transport=transport)
+            await client.wait_until_connected(10)
+            server.suspend()
+            keys = [key_of(1)]
+            calls = [client.status(), client.lookup(keys), client.store(keys, [payload(keys[0], MIB)])]
+            tasks = [asyncio.ensure_future(call) for call in calls]
+            await asyncio.sleep(0.1)
+            await client.close()
+            server.resume()
+            for error in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(error, NotConnected), repr(error)
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_close_that_is_cancelled_closes(tmp_path: Path) -> None:
+    """Whoever is cancelled while it closes a client leaves neither threads nor descriptors of it."""
+    with ServerProcess(tmp_path).start() as server:
+        clients = [AsyncClient(server.endpoint, namespace=NAMESPACE) for _ in range(3)]
+        for client in clients:
+            await client.wait_until_connected(10)
+            closing = asyncio.ensure_future(client.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+        await asyncio.to_thread(server.wait_for, lambda status: not status.sessions)
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_loads_that_are_cancelled_leave_nothing(tmp_path: Path) -> None:
+    """Calls over gRPC that are cancelled at any moment end then, and not at their deadline of a minute."""
+    keys = [key_of(number) for number in range(4)]
+    with ServerProcess(tmp_path).start() as server:
+        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+            await client.wait_until_connected(10)
+            await client.store(keys, [payload(key, MIB) for key in keys])
+            buffers = filled(len(keys), MIB)
+            for number in range(300):
+                load = asyncio.ensure_future(client.load(keys, buffers))
+                await asyncio.wait([load], timeout=number % 30 / 1000)
+                load.cancel()
+                await asyncio.wait([load])
+            deadline = time.monotonic() + 5
+            while left := asyncio.all_tasks() - {asyncio.current_task()}:
+                assert time.monotonic() < deadline, left
+                await asyncio.sleep(0.05)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,6 +44,7 @@ class ServerProcess:
         config: more of the TOML file.
         standby: keeps the next process ready, with everything imported, so that a restart is quick.
         tier: type of the tier on disk.
+        prefix: what its command is given to, if it is not to be run as it stands.
         tier_config: more of its table.
     """
 
@@ -55,6 +57,7 @@ class ServerProcess:
         config: str = "",
         standby: bool = False,
         tier: str = "lmdb",
+        prefix: Sequence[str] = (),
         tier_config: str = "",
     ) -> None:
         self.directory = directory
@@ -71,6 +74,7 @@ class ServerProcess:
         self._arguments = ["serve", "--config", str(config_path)]
         self._environment = {name: text for name, text in os.environ.items() if not name.startswith("KVTIER_")}
         self._standby = standby
+        self._prefix = prefix
         self._spare: subprocess.Popen[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._channel = grpc.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS)
@@ -197,7 +201,7 @@ class ServerProcess:
         command = [sys.executable, "-c", _STANDBY] if standby else [sys.executable, "-m", "kvtier.server"]
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
-                [*command, *self._arguments],
+                [*self._prefix, *command, *self._arguments],
                 stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

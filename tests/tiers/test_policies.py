@@ -1,5 +1,6 @@
 """Eviction policies: what all of them promise, and what each is for."""
 
+import gc
 import random
 from collections.abc import Hashable, Iterator
 
@@ -15,6 +16,7 @@ from kvtier.tiers.manager import TierManager
 from kvtier.tiers.policies import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, EvictionPolicy, Forecast
 from kvtier.tiers.policies.requests import MOST_OPEN, LastRequest, OpenRequests
 from kvtier.tiers.policies.reuse import BINS, Kind, ReuseModel, bin_ends_at, bin_of
+from kvtier.tiers.policies.runs import Run
 from kvtier.tiers.shares import Shares
 
 SPACE = NamespaceId(bytes(16))
@@ -38,6 +40,7 @@ class Cache:
         self.capacity = capacity
         self.items: dict[Hashable, Item] = {}
         self.requests = 0
+        self.finishes = True
 
     def serve(self, *names: Hashable) -> int:
         """Returns how many hit in an unbroken run; all of them are here afterwards."""
@@ -48,7 +51,8 @@ class Cache:
         self.make_room(len(missing), names)
         self.items.update((name, Item(name)) for name in missing)
         self.policy.use([self.items[name] for name in names[hits:]], self.requests)
-        self.policy.finish(self.requests)
+        if self.finishes:
+            self.policy.finish(self.requests)
         return hits
 
     def make_room(self, count: int, pinned: tuple[Hashable, ...]) -> None:
@@ -239,8 +243,9 @@ def test_a_request_counts_as_one_use() -> None:
 
 
 def test_open_requests_are_bounded() -> None:
-    """The oldest is taken for finished."""
-    open_requests = OpenRequests[list[int]](list)
+    """The oldest is taken for finished, and said to be over, as one that is finished is."""
+    over: list[list[int]] = []
+    open_requests = OpenRequests[list[int]](list, over.append)
     first = open_requests.of(0)
     assert open_requests.of(0) is first
     assert open_requests.of(None) is not open_requests.of(None)
@@ -248,6 +253,31 @@ def test_open_requests_are_bounded() -> None:
         open_requests.of(number)
     assert len(open_requests) == MOST_OPEN
     assert open_requests.of(0) is not first
+    assert over[0] is first
+    last = open_requests.of(MOST_OPEN)
+    for _ in range(2):
+        open_requests.finish(MOST_OPEN)
+    assert over[-1] is last
+    assert len(over) == 3
+
+
+def test_requests_that_are_never_finished_are_forgotten() -> None:
+    """The forecast lets go by itself of what it kept for requests of engines that died: no collector has to find it."""
+    rng = random.Random(1)
+    cache = Cache(Forecast(), 100)
+    cache.finishes = False
+
+    def kept_after(requests: int) -> int:
+        for _ in range(requests):
+            cache.serve(*chain(rng.randrange(30), rng.randint(1, 20)))
+        return sum(isinstance(item, Run) for item in gc.get_objects())
+
+    gc.disable()
+    try:
+        first = kept_after(4 * MOST_OPEN)
+        assert kept_after(8 * MOST_OPEN) < 1.5 * first
+    finally:
+        gc.enable()
 
 
 def conversations(cache: Cache, turns: int, seed: int, count: int = 3000) -> int:

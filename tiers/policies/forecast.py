@@ -44,7 +44,7 @@ class Forecast(Generic[T]):
     def __init__(self) -> None:
         self._model = ReuseModel()
         self._unknown = self._model.kind()
-        self._requests = OpenRequests[Trail[T]](Trail)
+        self._requests = OpenRequests[Trail[T]](Trail, Trail.close)
         self._runs: dict[T, Run[T]] = {}
         self._ghosts: OrderedDict[Hashable, Run[T]] = OrderedDict()
         self._cells: dict[tuple[Kind, int], Cell[T]] = {}
@@ -77,9 +77,7 @@ class Forecast(Generic[T]):
 
     def finish(self, request: Hashable) -> None:
         """Forgets the request's name."""
-        trail = self._requests.finish(request)
-        if trail is not None:
-            trail.close()
+        self._requests.finish(request)
 
     def remove(self, item: T) -> None:
         """Takes an item out of its run; some leave ghosts, which tell when the chain comes back."""

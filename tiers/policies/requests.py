@@ -19,8 +19,10 @@ MOST_OPEN = 1024
 class OpenRequests(Generic[V]):
     """What a policy keeps for requests that may go on."""
 
-    def __init__(self, new: Callable[[], V]) -> None:
+    def __init__(self, new: Callable[[], V], over: Callable[[V], object] = lambda _: None) -> None:
+        """`over` is told of what was kept for a request, once, when nothing is added to it any more."""
         self._new = new
+        self._over = over
         self._open: OrderedDict[Hashable, V] = OrderedDict()
 
     def of(self, request: Hashable) -> V:
@@ -31,12 +33,13 @@ class OpenRequests(Generic[V]):
             if request is not None:
                 self._open[request] = kept
                 if len(self._open) > MOST_OPEN:
-                    self._open.popitem(last=False)
+                    self._over(self._open.popitem(last=False)[1])
         return kept
 
-    def finish(self, request: Hashable) -> V | None:
-        """Returns what was kept for a request that is over, if there was anything."""
-        return self._open.pop(request, None)
+    def finish(self, request: Hashable) -> None:
+        """Takes note that a request is over."""
+        if request in self._open:
+            self._over(self._open.pop(request))
 
     def __len__(self) -> int:
         return len(self._open)

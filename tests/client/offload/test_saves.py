@@ -97,6 +97,7 @@ def test_blocks_that_were_not_stored_are_offered_again_later() -> None:
         asked = planner.now
         while (job := planner.plan(Request(4), progress, 12, table)) is None:
             planner.now += 0.5
+            assert planner.now - asked < 60, "not offered again"
         assert job.block_ids == [7, 9]
         assert job.keys == [b"%d.0" % number for number in (0, 2)]
         intervals.append(planner.now - asked)

@@ -1,0 +1,42 @@
+"""`python -m stress` (`make stress`): the exit code is 0 if every promise was kept, 1 if one was not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+from stress.orchestrator import Orchestrator
+from stress.report import live_line, show
+from stress.verdict import checks_of, passed, to_json
+
+
+def main() -> int:
+    """Runs it, prints the table, writes JSON; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stress",
+        description="Mixed load on a real server, with SIGKILLs on both sides, and a verdict.",
+        epilog="The seed drives every choice that is made. Timing is the machine's: the same seed does not give the same run.",
+    )
+    parser.add_argument("--seconds", type=float, default=600, help="how long the load lasts (600)")
+    parser.add_argument("--seed", type=int, help="what all choices follow from (a random number)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found here")
+    parser.add_argument("--directory", type=Path, help="where sockets and data go; short (a temporary directory)")
+    options = parser.parse_args()
+    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    print(f"SEED={seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="kvt-", dir=options.directory) as name:
+        facts = Orchestrator(Path(name), seed, options.seconds, live_line).run()
+    checks = checks_of(facts)
+    live_line("")
+    show(facts, checks)
+    if options.json:
+        options.json.write_text(json.dumps(to_json(facts, checks), indent=1, default=vars) + "\n")
+    return 0 if passed(checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Whether everything that was acknowledged as durable is there, and right, after the server was killed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.payloads import filled
+
+from kvtier.client import Client, KVTierError
+from stress.seats import TIMEOUTS
+from stress.shape import VAULT, difference
+from stress.vault import Entry
+
+__all__ = ["Auditor"]
+
+PATIENCE_SECONDS = 30.0
+"""How long a block may be found missing: others crowd the CPU tier, and the server may be stopped."""
+HASTE_SECONDS = 2.0
+"""The same, once it is known that something is missing."""
+_STEP = 32
+_OLD = 128
+"""So many of the blocks that were audited before are looked at again each time."""
+
+
+@dataclass
+class Auditor:
+    """Reads deposits back, on a thread of its own, beside the load."""
+
+    endpoint: str
+    rng: random.Random
+    audited: int = 0
+    missing: list[str] = field(default_factory=list)
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+    _known: dict[Entry, None] = field(default_factory=dict)
+    _thread: threading.Thread | None = None
+
+    def begin(self, entries: Collection[Entry], *, all_of_them: bool = False) -> None:
+        """Starts to look for what was acknowledged since the last time, and for some or all of the others."""
+        new = [entry for entry in entries if entry not in self._known]
+        old = list(self._known)
+        chosen = new + (old if all_of_them else self.rng.sample(old, min(_OLD, len(old))))
+        self._known.update(dict.fromkeys(new))
+        self._thread = threading.Thread(target=self._audit, args=(chosen,), name="audit", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for the end of the audit that is under way."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _audit(self, chosen: Sequence[Entry]) -> None:
+        with Client(self.endpoint, namespace=VAULT.namespace, name="auditor", timeouts=TIMEOUTS) as client:
+            for start in range(0, len(chosen), _STEP):
+                self._audit_some(client, list(chosen[start : start + _STEP]))
+
+    def _audit_some(self, client: Client, entries: list[Entry]) -> None:
+        """Asks again and again for what is missing, until there is no patience left."""
+        deadline = time.monotonic() + (HASTE_SECONDS if self.missing else PATIENCE_SECONDS)
+        while entries and time.monotonic() < deadline:
+            hits = self._load(client, entries)
+            del entries[:hits]
+            if not hits:
+                entries.append(entries.pop(0))
+                time.sleep(0.02)
+        self.missing += [f"{document} {number}" for document, number in entries]
+
+    def _load(self, client: Client, entries: Sequence[Entry]) -> int:
+        keys = [key for document, number in entries for key in VAULT.keys(document, number, 1)]
+        buffers = [filled(1, VAULT.parts[0])[0] for _ in keys]
+        try:
+            hits = client.load(keys, buffers, wait=1.0)
+        except KVTierError:
+            return 0
+        for key, found in zip(keys[:hits], buffers, strict=False):
+            damage = difference(VAULT.payload(key, 0), found)
+            if damage is not None:
+                self.wrong.append({"client": "auditor", "field": VAULT.name, "key": key.hex(), **damage})
+        self.audited += hits
+        return hits

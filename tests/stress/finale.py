@@ -1,0 +1,96 @@
+"""The questions after the last client: is everything given back, is every slot there, are the tiers sound."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.payloads import key_of, namespace_of, payload
+from harness.server_process import ServerProcess
+
+from kvtier.client import Client, KeyStatus, StoreStatus
+from kvtier.protos.v1 import admin_pb2
+from stress.shape import KIB
+
+__all__ = ["IDLE_SECONDS", "Left", "fill", "fsck", "wait_idle"]
+
+IDLE_SECONDS = 15.0
+"""How long it may take until the last lease has expired, and the last process is known to be gone."""
+FILL_SECONDS = 30.0
+_FILL_PART = 64 * KIB
+_STEP = 32
+
+
+@dataclass
+class Left:
+    """What the server still has.
+
+    Attributes:
+        seconds: how long it took until nothing was left, or until that was given up.
+        slots: slots that the region has for blocks of one size, and those that could be filled at once.
+    """
+
+    seconds: float = 0.0
+    leases: int = 0
+    stores: int = 0
+    quarantined_bytes: int = 0
+    sessions: int = 0
+    slots: tuple[int, int] = (0, 0)
+    used_bytes: tuple[int, int] = (0, 0)
+    before: dict[str, float] = field(default_factory=dict)
+    """Descriptors and threads of a server that had had one client."""
+    after: dict[str, float] = field(default_factory=dict)
+
+
+def wait_idle(server: ServerProcess, left: Left) -> None:
+    """Waits until the server holds nothing for anybody any more."""
+    began = time.monotonic()
+    while True:
+        status = server.status()
+        left.leases, left.stores = status.leases, status.stores
+        left.quarantined_bytes, left.sessions = status.quarantined_bytes, len(status.sessions)
+        left.seconds = time.monotonic() - began
+        if _idle(status) or left.seconds > IDLE_SECONDS:
+            return
+        time.sleep(0.1)
+
+
+def fill(server: ServerProcess, left: Left) -> None:
+    """Fills the region with blocks of one size, each pinned: a slot that is lost to somebody else cannot be filled."""
+    available = server.status().tiers[0].available_bytes
+    keys = [key_of(number, salt="fill") for number in range(available // _FILL_PART)]
+    with Client(server.endpoint, namespace=namespace_of(_FILL_PART, model="fill")) as client, ExitStack() as held:
+        client.wait_until_connected(10)
+        pinned = 0
+        deadline = time.monotonic() + FILL_SECONDS
+        while pinned < len(keys) and time.monotonic() < deadline:
+            pinned += _fill_some(client, keys[pinned : pinned + _STEP], held)
+        left.slots = (len(keys), pinned)
+        left.used_bytes = (len(keys) * _FILL_PART, server.status().tiers[0].used_bytes)
+
+
+def fsck(server: ServerProcess) -> tuple[int, Any]:
+    """Checks the tiers on disk, with the server ended; returns the exit code and what it says."""
+    command = [sys.executable, "-m", "kvtier.server", "fsck", "--json", "--config", f"{server.directory}/kvtier.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, json.loads(done.stdout or "null")
+
+
+def _fill_some(client: Client, keys: list[bytes], held: ExitStack) -> int:
+    """Stores blocks and pins them; returns how many of the first it could. What is in their way may be on its way to a disk."""
+    statuses = client.store(keys, [payload(key, _FILL_PART) for key in keys])
+    wanted = [key for key, status in zip(keys, statuses, strict=True) if status != StoreStatus.NO_ROOM]
+    lease = held.enter_context(client.lookup(wanted, lease=600, wait=5.0))
+    if len(wanted) < len(keys):
+        time.sleep(0.1)
+    first = next((i for i, status in enumerate(statuses) if status == StoreStatus.NO_ROOM), len(keys))
+    return min(first, sum(status == KeyStatus.HIT for status in lease.statuses))
+
+
+def _idle(status: admin_pb2.GetStatusResponse) -> bool:
+    return not (status.leases or status.stores or status.quarantined_bytes or status.sessions)

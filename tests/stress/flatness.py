@@ -1,0 +1,75 @@
+"""Whether a figure that goes up and down stays where it is in the long run.
+
+The slope is Theil and Sen's: the median of the slopes between all pairs of points (Sen 1968, J. Am. Stat. Assoc. 63). A spike, or a
+step at one end, does not move it; a leak does, however noisy the figure is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+__all__ = ["TOLERANCE", "Tolerance", "Trend", "slope_of", "trend_of"]
+
+WARM_UP_SECONDS = 180.0
+"""So long takes it under this load until pools have seen their largest batch, and the server's eviction policies, which learn, and
+its journal of requests are as large as they get."""
+SHORTEST_SECONDS = 60.0
+"""After the warm-up. A trend over less says nothing."""
+_MOST_POINTS = 240
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How much more of something is no leak, by the slope."""
+
+    per_minute: float
+
+
+TOLERANCE = {
+    "memory": Tolerance(2 << 20),
+    "shared": Tolerance(1 << 20),
+    "descriptors": Tolerance(0.5),
+    "threads": Tolerance(0.5),
+}
+"""By what is measured; memory in bytes. At the pace of two cores 2 MiB a minute are 140 bytes per call, or 10 KiB per lost session;
+a malloc that is still growing its arenas takes half of it."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """What is to be said of one figure of one process.
+
+    Attributes:
+        seconds: what was judged: the time after the warm-up.
+        per_minute: the slope.
+        flat: whether it is within the tolerance; None where the time was too short to tell.
+    """
+
+    what: str
+    seconds: float
+    level: float
+    per_minute: float
+    flat: bool | None
+
+
+def slope_of(points: Points) -> float:
+    """Returns the slope, per unit of time; 0 for less than two points."""
+    step = -(-len(points) // _MOST_POINTS)
+    some = points[:: step or 1]
+    slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in combinations(some, 2) if x1 > x0]
+    return median(slopes) if slopes else 0.0
+
+
+def trend_of(what: str, points: Points) -> Trend:
+    """Judges a series of (seconds, figure)."""
+    judged = [point for point in points if point[0] >= WARM_UP_SECONDS]
+    seconds = judged[-1][0] - judged[0][0] if judged else 0.0
+    per_minute = 60 * slope_of(judged)
+    flat = None if seconds < SHORTEST_SECONDS else per_minute <= TOLERANCE[what].per_minute
+    level = median(figure for _, figure in judged or points) if points else 0.0
+    return Trend(what, seconds, level, per_minute, flat)

@@ -1,0 +1,78 @@
+"""What people see: a live line while it runs, and one table at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from stress.orchestrator import Facts
+from stress.shape import MIB
+from stress.verdict import Check, passed
+
+__all__ = ["live_line", "show"]
+
+_MARKS = {True: "[green]ok", False: "[bold red]FAILED", None: "[dim]-"}
+
+
+def live_line(text: str) -> None:
+    """Shows how far it is, on a terminal only."""
+    if sys.stderr.isatty():
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
+        sys.stderr.write(f"\r{text[: width - 1]:<{width - 1}}")
+        sys.stderr.flush()
+
+
+def show(facts: Facts, checks: Sequence[Check]) -> None:
+    """Prints what happened, what failed, and the table of checks."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140
+    for name, text in _what_happened(facts).items():
+        console.print(f"[bold]{name}[/bold]: {text}", markup=True)
+    for title, items in (("wrong", facts.wrong), ("missing", facts.missing), ("failure", facts.failures)):
+        for item in items[:10]:
+            console.print(f"{title}: {item}", markup=False)
+    for text, number in facts.complaints.items():
+        console.print(f"{number} times in the server's log: {text}", markup=False)
+    console.print(_table(checks))
+    console.print("passed" if passed(checks) else f"[bold red]FAILED[/bold red]; the seed was {facts.seed}")
+
+
+def _table(checks: Sequence[Check]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("check", "found", "wanted", "", "note"):
+        table.add_column(column, justify="right" if column in ("found", "wanted") else "left")
+    for check in checks:
+        table.add_row(check.name, check.found, check.wanted, _MARKS[check.ok], f"[dim]{check.note}")
+    return table
+
+
+def _what_happened(facts: Facts) -> dict[str, str]:
+    lives = [life.seconds for life in facts.lives]
+    highest = [memory / MIB for _, memory in facts.memory_by_life]
+    return {
+        "blows": _listed(facts.blows),
+        "acts": _listed(facts.counts, "act "),
+        "stores": _listed(facts.counts, "store "),
+        "flushes": _listed(facts.counts, "flush "),
+        "errors that clients saw": _listed(facts.counts, "error "),
+        "requests": _listed(facts.counts, "requests "),
+        "given up": ", ".join(f"{facts.counts[w]} {w}" for w in ("cancelled", *_GIVEN_UP) if facts.counts[w]),
+        "server": f"{len(lives)} lives of {min(lives, default=0):.0f} to {max(lives, default=0):.0f} s; own memory at its "
+        f"highest, per life: median {median(highest or [0]):.0f}, first {highest[0] if highest else 0:.0f}, "
+        f"most {max(highest, default=0):.0f} MiB",
+    }
+
+
+_GIVEN_UP = ("stores given up in time", "stores given up late", "leases left to expire")
+
+
+def _listed(counts: Counter[str], prefix: str = "") -> str:
+    chosen = {name.removeprefix(prefix): number for name, number in counts.items() if name.startswith(prefix)}
+    return ", ".join(f"{number} {name}" for name, number in sorted(chosen.items(), key=lambda item: -item[1])) or "none"

@@ -1,0 +1,81 @@
+"""Each promise has a check that fails when it is broken, and the exit code follows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from stress.finale import Left
+from stress.flatness import Trend, trend_of
+from stress.orchestrator import Facts
+from stress.site import Life
+from stress.verdict import checks_of, passed
+
+MIB = 1 << 20
+
+
+def good() -> Facts:
+    """Returns the facts of a run in which every promise was kept."""
+    tiers = {name: {"evictions": 9, "hits": 9, "blocks": 9} for name in ("cpu", "disk")}
+    tiers["lmdb"] = {"evictions": 0, "hits": 9, "blocks": 9}
+    facts = Facts(1, 600.0, "lmdb", fsck=0, audited=90, deposits=30)
+    facts.counts = Counter({"verified blocks": 100, "leases shared": 5})
+    facts.lives = [Life("a", 0.0, 20.0, None, tiers, quarantined=4096), Life("b", 21.0, 150.0, 0, tiers)]
+    facts.survivors = [Counter({"epoch a": 1, "epoch b": 2}), Counter({"epoch a": 1, "epoch b": 2})]
+    figures = {"descriptors": 20.0, "threads": 14.0}
+    facts.left = Left(slots=(512, 512), used_bytes=(32 * MIB, 32 * MIB), before=figures, after=dict(figures))
+    facts.trends = {"server": [trend_of("memory", [(at, 60.0 * MIB) for at in range(400)])]}
+    return facts
+
+
+def test_a_good_run_passes() -> None:
+    """None of the checks fails, and each says something."""
+    checks = checks_of(good())
+    assert [check for check in checks if not check.ok] == []
+    assert passed(checks)
+
+
+BROKEN: dict[str, tuple[str, Callable[[Facts], object]]] = {
+    "wrong bytes": ("wrong blocks", lambda facts: facts.wrong.append({"key": "00"})),
+    "nothing was verified": ("blocks verified", lambda facts: facts.counts.update({"verified blocks": -100})),
+    "a durable block is gone": ("durable blocks missing", lambda facts: facts.missing.append("1-2 3")),
+    "fsck finds damage": ("exit code of fsck", lambda facts: setattr(facts, "fsck", 1)),
+    "fsck never ran": ("exit code of fsck", lambda facts: setattr(facts, "fsck", None)),
+    "a tier read damage": ("damaged blocks", lambda facts: setattr(facts.lives[0], "mismatches", 1.0)),
+    "a client raised": ("failures", lambda facts: facts.failures.append("Traceback …")),
+    "a client stayed away": ("lives in which", lambda facts: facts.survivors[1].pop("epoch b")),
+    "a lease is left": ("leases left", lambda facts: setattr(facts.left, "leases", 1)),
+    "a store is left": ("stores left", lambda facts: setattr(facts.left, "stores", 1)),
+    "bytes stay in quarantine": ("quarantined", lambda facts: setattr(facts.left, "quarantined_bytes", 1)),
+    "a session is left": ("sessions left", lambda facts: setattr(facts.left, "sessions", 1)),
+    "a slot is lost": ("slots", lambda facts: setattr(facts.left, "slots", (512, 511))),
+    "used bytes are wrong": ("bytes in use", lambda facts: setattr(facts.left, "used_bytes", (1, 2))),
+    "descriptors are left": ("descriptors of the server left", lambda facts: facts.left.after.update(descriptors=90)),
+    "threads are left": ("threads of the server left", lambda facts: facts.left.after.update(threads=90)),
+    "a server ended badly": ("exit codes", lambda facts: setattr(facts.lives[1], "exit_code", 1)),
+    "a call ended INTERNAL": ("INTERNAL", lambda facts: setattr(facts.lives[1], "internal", 1.0)),
+    "a server complained": ("server's log", lambda facts: facts.complaints.update(["tick failed"])),
+    "the large tier evicted": ("tier that holds all", lambda facts: facts.lives[0].tiers["lmdb"].update(evictions=1)),
+    "nothing was in quarantine": ("in quarantine", lambda facts: setattr(facts.lives[0], "quarantined", 0)),
+    "memory grew": ("memory of server", lambda facts: facts.trends.update(server=[leaking()])),
+}
+
+
+def leaking() -> Trend:
+    """Returns the trend of a server that leaks a page for each of a thousand calls a minute."""
+    return trend_of("memory", [(at, 60.0 * MIB + at * 4096 * 1000 / 60) for at in range(400)])
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_promise_fails(name: str) -> None:
+    """The check that stands for it, and no other."""
+    check, breaks = BROKEN[name]
+    facts = good()
+    breaks(facts)
+    checks = checks_of(facts)
+    failed = [found.name for found in checks if found.ok is False]
+    assert len(failed) == 1
+    assert check in failed[0]
+    assert not passed(checks)

@@ -1,0 +1,135 @@
+"""What the facts come to: one check per promise, each of which can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stress.flatness import SHORTEST_SECONDS, TOLERANCE, WARM_UP_SECONDS, Trend
+from stress.orchestrator import Facts
+from stress.shape import MIB
+
+__all__ = ["Check", "checks_of", "passed", "to_json"]
+
+SETTLED_SECONDS = 6.0
+"""A client has come back by itself if it has had answers in each life of the server that was longer than this, plus stops."""
+LONG_RUN_SECONDS = 120.0
+"""In a run that is longer than this everything that can happen to a block must have happened."""
+FEW = 8
+"""So many more descriptors or threads than at first are pools that have grown, not a leak: each kill would leave one."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: what was found, what was wanted; `ok` is None where nothing can be said."""
+
+    name: str
+    found: str
+    wanted: str
+    ok: bool | None
+    note: str = ""
+
+
+def checks_of(facts: Facts) -> list[Check]:
+    """Returns all checks."""
+    return [
+        *_bytes(facts),
+        *_clients(facts),
+        *_left(facts),
+        *_server(facts),
+        *_load(facts),
+        *_memory(facts),
+    ]
+
+
+def passed(checks: Sequence[Check]) -> bool:
+    """Returns whether none has failed."""
+    return all(check.ok is not False for check in checks)
+
+
+def to_json(facts: Facts, checks: Sequence[Check]) -> dict[str, Any]:
+    """Returns all of it for machines; dataclasses as they are."""
+    return {"ok": passed(checks), "checks": checks, "facts": facts}
+
+
+def _none(name: str, number: float, note: str = "") -> Check:
+    return Check(name, f"{number:g}", "0", number == 0, note)
+
+
+def _bytes(facts: Facts) -> Iterator[Check]:
+    blocks, nbytes = facts.counts["verified blocks"], facts.counts["verified bytes"]
+    yield _none("wrong blocks", len(facts.wrong), f"of {blocks} loaded by clients ({nbytes >> 20} MiB)")
+    yield Check("blocks verified", str(blocks), "> 0", blocks > 0)
+    note = f"{facts.deposits} acknowledged, read back {facts.audited} times after the server was ended"
+    yield _none("durable blocks missing", len(facts.missing), note)
+    yield _none("damaged blocks, as servers saw them", sum(life.mismatches for life in facts.lives))
+    yield Check("exit code of fsck", str(facts.fsck), "0", facts.fsck == 0)
+
+
+def _clients(facts: Facts) -> Iterator[Check]:
+    yield _none("failures", len(facts.failures), "exceptions that no client may see, hangs, ends by themselves")
+    lives = [life for life in facts.lives if life.seconds > SETTLED_SECONDS]
+    away = sum(not counts[f"epoch {life.epoch}"] for life in lives for counts in facts.survivors)
+    yield _none("lives in which a survivor did not come back", away, f"of {len(lives) * len(facts.survivors)}")
+
+
+def _left(facts: Facts) -> Iterator[Check]:
+    left = facts.left
+    for what in ("leases", "stores", "quarantined_bytes", "sessions"):
+        yield _none(
+            f"{what.replace('_', ' ')} left", getattr(left, what), f"{left.seconds:.1f} s after the last client"
+        )
+    slots, filled = left.slots
+    yield Check("slots that can be filled at once", str(filled), str(slots), filled == slots > 0)
+    wanted, used = left.used_bytes
+    yield Check("bytes in use then", str(used), str(wanted), used == wanted)
+    for what in ("descriptors", "threads"):
+        before, after = left.before.get(what, 0), left.after.get(what, 0)
+        ok = 0 < after <= before + FEW if before else False
+        yield Check(f"{what} of the server left", f"{after:g}", f"<= {before:g} + {FEW}", ok)
+
+
+def _server(facts: Facts) -> Iterator[Check]:
+    ended = [life.exit_code for life in facts.lives if life.exit_code is not None]
+    yield _none("exit codes of SIGTERM other than 0", sum(map(bool, ended)), f"of {len(ended)}")
+    yield _none("calls answered INTERNAL", sum(life.internal for life in facts.lives))
+    yield _none("errors in the server's log", sum(facts.complaints.values()))
+
+
+def _load(facts: Facts) -> Iterator[Check]:
+    """Whether the load was one: a run in which nothing was evicted shows little."""
+    lost = sum(life.tiers.get(facts.large, {}).get("evictions", 0) for life in facts.lives)
+    yield _none("evictions of the tier that holds all", lost, facts.large)
+    small = "disk" if facts.large == "lmdb" else "lmdb"
+    happened = {
+        "evictions of the CPU tier": _sum(facts, "cpu", "evictions"),
+        f"evictions of the small tier ({small})": _sum(facts, small, "evictions"),
+        "promotions": _sum(facts, "lmdb", "hits") + _sum(facts, "disk", "hits"),
+        "most bytes in quarantine": max((life.quarantined for life in facts.lives), default=0),
+        "deposits acknowledged": facts.deposits,
+        "leases shared by two ranks": facts.counts["leases shared"],
+    }
+    for name, number in happened.items():
+        yield Check(name, str(number), "> 0", number > 0 if facts.seconds >= LONG_RUN_SECONDS else None)
+
+
+def _sum(facts: Facts, tier: str, what: str) -> int:
+    return sum(life.tiers.get(tier, {}).get(what, 0) for life in facts.lives)
+
+
+def _memory(facts: Facts) -> Iterator[Check]:
+    for process, trends in facts.trends.items():
+        for trend in trends:
+            yield _flat(process, trend)
+
+
+def _flat(process: str, trend: Trend) -> Check:
+    unit, name = (MIB, " MiB") if trend.what in ("memory", "shared") else (1, "")
+    tolerance = TOLERANCE[trend.what].per_minute / unit
+    if trend.flat is None:
+        note = f"not judged: needs {WARM_UP_SECONDS:g} s to warm up, and then {SHORTEST_SECONDS:g}"
+    else:
+        note = f"slope over {trend.seconds:.0f} s, at a level of {trend.level / unit:.1f}{name}"
+    found = f"{trend.per_minute / unit:+.2f}{name}/min"
+    return Check(f"{trend.what} of {process}", found, f"<= {tolerance:g}{name}/min", trend.flat, note)

@@ -1,0 +1,121 @@
+"""What tenants and requests are promised: quotas, limits, retention, time to live."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+import simulation_inspect as inside
+from simulation_keeping import tenant_of
+from simulation_model import Invariant, Name, Violation
+from simulation_world import World
+
+from kvtier.tiers.blocks import SLOT_ALIGNMENT
+from kvtier.tiers.rules import NamespaceId
+from kvtier.tiers.stats import ShareStats, TierStats
+
+__all__ = ["check_quotas", "check_retained", "check_ttl"]
+
+MAKE_ROOM = ("prepare_store", "look_up")
+"""Events in which the CPU tier may part with blocks to make room."""
+TICKS = ("tick", "stand_still", "leap", "fall_back")
+
+
+def check_quotas(world: World) -> None:
+    """Nobody loses for the sake of another what is within its quota; nobody has more than its limit; figures add up."""
+    for tier in world.look.stats.tiers:
+        if sum(share.used_bytes for share in tier.shares) != tier.used_bytes:
+            raise Violation(Invariant.QUOTAS, f"{tier.name}: shares do not add up")
+        for share in tier.shares:
+            if share.limit_bytes is not None and share.used_bytes > share.limit_bytes:
+                raise Violation(Invariant.QUOTAS, f"{tier.name}: {share} is beyond its limit")
+    _check_figures(world)
+    book = world.keeping
+    if len(book.takers) == 1:
+        cpu, *below = world.look.stats.tiers
+        _check_victims(world, cpu, {block.name for block in world.gone})
+        for tier, names in zip(below, world.gone_below, strict=True):
+            _check_victims(world, tier, names)
+
+
+def _check_figures(world: World) -> None:
+    """What each share has used is what its blocks take, with what nobody else may have because of its writers."""
+    cpu, *below = world.look.stats.tiers
+    if len(cpu.shares) > 1:
+        used = defaultdict[NamespaceId, int](int)
+        for block in world.look.blocks:
+            used[block.namespace] += inside.slot_count(block) * -(-block.part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        for record in world.ledger.stores.values():
+            for block in record.blocks if record.quarantine is not None else ():
+                used[block.namespace] += -(-block.part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        _compare(cpu, used)
+    for tier, entries in zip(below, world.look.entries, strict=True):
+        if len(tier.shares) > 1:
+            used = defaultdict(int)
+            for entry in entries:
+                used[entry.namespace] += entry.nbytes
+            _compare(tier, used)
+
+
+def _compare(tier: TierStats, used: Mapping[NamespaceId, int]) -> None:
+    own = {share.tenant for share in tier.shares}
+    by_share = Counter[str]()
+    for namespace, nbytes in used.items():
+        tenant = tenant_of(namespace)
+        by_share[tenant if tenant in own else ""] += nbytes
+    for share in tier.shares:
+        if share.used_bytes != by_share[share.tenant]:
+            raise Violation(Invariant.QUOTAS, f"{tier.name}: {share} has used {by_share[share.tenant]}")
+
+
+def _share(tier: TierStats, tenant: str) -> ShareStats:
+    return next((share for share in tier.shares if share.tenant == tenant), tier.shares[0])
+
+
+def _check_victims(world: World, tier: TierStats, names: Iterable[Name]) -> None:
+    taker = _share(tier, next(iter(world.keeping.takers)))
+    for tenant in sorted({tenant_of(namespace) for namespace, _ in names}):
+        victim = _share(tier, tenant)
+        if victim is not taker:
+            world.saw("room made by another tenant")
+            if victim.used_bytes < victim.quota_bytes:
+                raise Violation(Invariant.QUOTAS, f"{tier.name}: {victim} made room for {taker}")
+
+
+def check_retained(world: World) -> None:
+    """What is retained stays until its time is over, a reset aside; and nothing visible goes without a cause."""
+    book, now = world.keeping, world.backstage.latest
+    gone = world.gone
+    for block in gone:
+        if book.retained.get(block, 0.0) > now and world.doing != "reset":
+            raise Violation(Invariant.RETAINED, f"{block.key!r} should stay until {book.retained[block]}, it is {now}")
+    if gone and world.doing not in (*MAKE_ROOM, *TICKS, "reset"):
+        raise Violation(Invariant.RETAINED, f"{gone[0].key!r} went for no reason")
+    for number, names in enumerate(world.gone_below):
+        broken = [name for name in names if world.before.promises[number].get(name, 0.0) > now]
+        if broken and world.doing != "run_work":  # a load may have found it damaged
+            raise Violation(Invariant.RETAINED, f"{world.tiers[number].name}: {broken} should stay")
+    for tier in world.look.stats.tiers:
+        for share in tier.shares:
+            if not 0 <= share.retained_bytes <= tier.capacity_bytes:
+                raise Violation(Invariant.RETAINED, f"{tier.name}: {share} retains too much")
+
+
+def check_ttl(world: World) -> None:
+    """What nobody uses for too long goes, and nothing that was used goes for that reason."""
+    book, now = world.keeping, world.backstage.latest
+    stayed = [block for block in book.overdue if inside.block(world.core, *block.name) is block]
+    if stayed:
+        raise Violation(Invariant.TTL, f"{stayed[0].key!r} was not used since {book.used_at[stayed[0]]}, it is {now}")
+    if world.doing not in TICKS:
+        return
+    ttl, gone = book.ttl(), world.gone
+    world.saw("blocks expired", bool(gone))
+    if gone and (ttl is None or any(book.used_at[block] + ttl > now for block in gone)):
+        raise Violation(Invariant.TTL, f"{gone[0].key!r} was used at {book.used_at[gone[0]]}, it is {now}")
+    for tier, names in zip(world.tiers, world.gone_below, strict=True):
+        lifetime = book.ttl(tier.name)
+        world.saw("entries expired", bool(names))
+        fresh = [b for name in names if (b := inside.block(world.core, *name)) and b.ready and b in book.used_at]
+        if names and (lifetime is None or any(book.used_at[block] + lifetime > now + 1 for block in fresh)):
+            raise Violation(Invariant.TTL, f"{tier.name} dropped what is in use")

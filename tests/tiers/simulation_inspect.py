@@ -1,0 +1,184 @@
+"""The one place where the simulation looks inside the core: what no answer, command or figure shows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from unittest import mock
+
+from simulation_model import Name
+
+from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.blocks import Block
+from kvtier.tiers.catalog import CatalogEntry, EntryState
+from kvtier.tiers.flow import JobKind
+from kvtier.tiers.grants import Store
+from kvtier.tiers.lane import Lane
+from kvtier.tiers.leases import Lease
+from kvtier.tiers.manager import TierManager
+from kvtier.tiers.requests import Request
+
+
+class Look:
+    """What the core shows at one moment. Taken once per event, for all invariants."""
+
+    def __init__(self, core: TierManager) -> None:
+        self.stats = core.stats()
+        self.blocks = blocks(core)
+        self.ready = [block for block in self.blocks if block.ready and not block.retired]
+        self.entries = [entries(lane) for lane in lanes(core)]
+        """Per tier below what the core believes it to hold, or to be about to hold."""
+        self.held: list[set[Name]] = [
+            {entry.name for entry in here if entry.state is EntryState.HELD} for here in self.entries
+        ]
+        """Per tier below what can be loaded from it."""
+        self.promises = [promises(lane, here) for lane, here in zip(lanes(core), self.entries, strict=True)]
+        """Per tier below what it may not evict for a while, and until when."""
+
+
+@contextlib.contextmanager
+def small_jobs(nbytes: int) -> Iterator[None]:
+    """Lets a job carry so little that queues are cut into several."""
+    with mock.patch("kvtier.tiers.flow.JOB_BYTES", nbytes):
+        yield
+
+
+def blocks(core: TierManager) -> list[Block]:
+    """Returns every block of the CPU tier, empty ones and those that a reset has taken out included."""
+    return [*chain.from_iterable(held.values() for held in core._primary._blocks.values()), *retired(core)]
+
+
+def retired(core: TierManager) -> list[Block]:
+    """Returns the blocks that a reset has taken out of the index and that somebody pins still."""
+    found = chain.from_iterable(core._primary._retired.values())
+    return sorted(found, key=lambda block: (block.namespace, block.key))
+
+
+def block(core: TierManager, namespace: NamespaceId, key: bytes) -> Block | None:
+    """Returns one block of the CPU tier, whatever its state."""
+    return core._primary._blocks.get(namespace, {}).get(key)
+
+
+def slots_in_use(core: TierManager) -> set[int]:
+    """Returns the slots that the allocator has given out."""
+    return set().union(*(extent.in_use for extent in core._primary.memory.extents()))
+
+
+def quarantined(core: TierManager) -> list[int]:
+    """Returns the slots that wait for a writer to be gone."""
+    return [slot for entry in core._stores.table._quarantine.values() for slot in entry.offsets]
+
+
+def leases(core: TierManager) -> dict[int, Lease]:
+    """Returns the leases that are held."""
+    return core._lookups.leases._leases  # type: ignore[return-value]
+
+
+def stores(core: TierManager) -> dict[int, Store]:
+    """Returns the stores in flight."""
+    return core._stores.table._stores  # type: ignore[return-value]
+
+
+def job_ids(core: TierManager) -> set[int]:
+    """Returns the jobs that have not ended, questions to tiers included."""
+    return {*core._flow._jobs, *core._flow._lookups}
+
+
+def open_questions(lane: Lane) -> set[Name]:
+    """Returns what a tier has been asked and has not answered."""
+    return lane.questions._open
+
+
+def request(core: TierManager, engine: str, request_id: str) -> Request | None:
+    """Returns what is remembered of a request."""
+    return core._requests.get(engine, request_id)
+
+
+def request_names(core: TierManager) -> set[tuple[str, str]]:
+    """Returns the requests that are remembered, as (engine, id)."""
+    return set(core._requests._requests)
+
+
+def lanes(core: TierManager) -> list[Lane]:
+    """Returns the tiers below as the core sees them."""
+    return core._flow.lanes
+
+
+def entries(lane: Lane) -> list[CatalogEntry]:
+    """Returns what the core believes a tier to hold, or to be about to hold."""
+    return [entry for held in lane.catalog._entries.values() for entry in held.values()]
+
+
+def promises(lane: Lane, here: list[CatalogEntry]) -> dict[Name, float]:
+    """Returns what a tier holds and may not evict for a while, and until when."""
+    when = lane.catalog.lines._retained.when
+    return {entry.name: when(entry) for entry in here if entry.retained and entry.state is EntryState.HELD}
+
+
+def slot_count(block: Block) -> int:
+    """Returns how many slots a block has."""
+    return len(block.slots) - block.slots.count(None)
+
+
+def is_storing(lane: Lane, name: Name) -> bool:
+    """Returns whether a block is on its way to a tier."""
+    entry = lane.catalog.get(*name)
+    return entry is not None and entry.state is EntryState.STORING
+
+
+def on_the_way(core: TierManager, lane: Lane) -> list[Block]:
+    """Returns the blocks that wait to be stored in a tier, or are being stored."""
+    jobs = (job for job in core._flow._jobs.values() if job.lane is lane and job.kind is JobKind.STORE)
+    return [*lane.queue, *chain.from_iterable(job.blocks for job in jobs)]
+
+
+def pins(core: TierManager) -> Counter[Block]:
+    """Returns how many pins leases, stores, jobs and queues account for."""
+    held = Counter[Block](chain.from_iterable(lease.items for lease in leases(core).values()))  # type: ignore[arg-type]
+    del held[None]  # type: ignore[arg-type]
+    held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
+    held.update(chain.from_iterable(job.blocks for job in core._flow._jobs.values()))
+    held.update(chain.from_iterable(lane.queue for lane in core._flow.lanes))
+    return held
+
+
+def lines(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], list[object]]]:
+    """Yields every line of eviction by name: who stands in it, and who should."""
+    for line in core._primary.lines.all():
+        should = [b for b in look.blocks if b.line is line and not (b.retired or b.retained)]
+        yield f"cpu/{line.size_class}/{line.share.name}", list(line.policy.victims()), should
+    for lane, here in zip(lanes(core), look.entries, strict=True):
+        held = [entry for entry in here if not entry.retained]
+        for queue in lane.catalog.lines.all():
+            should_be = [entry for entry in held if entry.line is queue]
+            yield f"{lane.tier.name}/{queue.share.name}", list(queue.policy.victims()), should_be
+
+
+def leftovers(core: TierManager) -> dict[str, object]:
+    """Returns what should be empty when nobody is there and nothing runs, and is not."""
+    found: dict[str, object] = {
+        "leases": core._lookups.leases._leases,
+        "leases by session": core._lookups.leases._by_session,
+        "leases by request": core._lookups.leases._by_request,
+        "leased items": core._lookups.leases._items,
+        "waiting leases": core._lookups.leases._waiting,
+        "stores": core._stores.table._stores,
+        "quarantine": core._stores.table._quarantine,
+        "sessions": core._sessions,
+        "requests": core._requests._requests,
+        "parked blocks": core._requests._waiting,
+        "jobs": core._flow._jobs,
+        "questions": core._flow._lookups,
+        "blocks of a reset": core._primary._retired,
+    }
+    for lane in lanes(core):
+        found[f"{lane.tier.name}: queue"] = lane.queue
+        found[f"{lane.tier.name}: doomed"] = lane.doomed
+        found[f"{lane.tier.name}: owed"] = lane.owed
+        found[f"{lane.tier.name}: queued bytes"] = lane.queued_bytes
+        found[f"{lane.tier.name}: storing"] = lane.storing
+        found[f"{lane.tier.name}: jobs"] = lane.jobs
+        found[f"{lane.tier.name}: open questions"] = lane.questions._open
+    return {name: left for name, left in found.items() if left}

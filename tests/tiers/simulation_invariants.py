@@ -1,0 +1,225 @@
+"""What must hold after every step, each by its name; the ledger is the second opinion."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import simulation_inspect as inside
+from simulation_guarantees import check_quotas, check_retained, check_ttl
+from simulation_model import Invariant, Violation, label
+from simulation_world import World
+
+__all__ = ["check", "check_settled"]
+
+
+def _slots(world: World) -> None:
+    """What somebody may write to belongs to nobody else; what is given out is accounted for."""
+    owned = [(slot, block.part_bytes) for block in world.look.blocks for slot in block.slots if slot is not None]
+    quarantined = inside.quarantined(world.core)
+    taken = {slot for slot, _ in owned}.union(quarantined)
+    if len(owned) + len(quarantined) != len(taken):
+        raise Violation(Invariant.SLOTS, "a slot with two owners")
+    if inside.slots_in_use(world.core) != taken:
+        raise Violation(Invariant.SLOTS, "a slot that leaked, or is used though free")
+    written = world.ledger.written_slots()
+    if len(written) != len(set(written)):
+        raise Violation(Invariant.SLOTS, "two may write to one slot")
+    read = (slot for block in world.ledger.shown() if block.ready for slot in block.slots)
+    if not set(written).isdisjoint(read):
+        raise Violation(Invariant.SLOTS, "a slot that is read is given to a writer")
+    end = 0
+    for slot, nbytes in sorted(owned):
+        if slot < end or slot + nbytes > world.backed_bytes:
+            raise Violation(Invariant.SLOTS, f"slot {slot} overlaps another one or lies outside of the memory")
+        end = slot + nbytes
+
+
+def _pins(world: World) -> None:
+    """What leases show stays where it is; pins are those of leases, stores, jobs and queues, no more and no fewer."""
+    pinned = {}
+    for block in world.ledger.shown():
+        before = world.ledger.pinned_at.get(block)
+        if before is not None and (before != tuple(block.slots) or not block.ready):
+            raise Violation(Invariant.PINS, f"{block.key!r} was evicted under a lease")
+        if block.ready:
+            pinned[block] = tuple(block.slots)
+    world.ledger.pinned_at = pinned
+    for job in world.ledger.jobs.values():
+        if job.slots != [tuple(block.slots) for block in job.command.blocks]:
+            raise Violation(Invariant.PINS, "a block was moved under a job")
+    pins = inside.pins(world.core)
+    for block in world.look.blocks:
+        if block.pins != pins.pop(block, 0):
+            raise Violation(Invariant.PINS, f"{block.key!r}: pins do not add up")
+    if pins:
+        raise Violation(Invariant.PINS, f"evicted though pinned: {[block.key for block in pins]}")
+
+
+def _owners(world: World) -> None:
+    """The leases and stores that are held are those that were granted and have not ended, by open sessions."""
+    ledger = world.ledger
+    leases, stores = inside.leases(world.core), inside.stores(world.core)
+    if leases.keys() != ledger.leases.keys():
+        odd = sorted(leases.keys() ^ ledger.leases.keys())
+        raise Violation(Invariant.OWNERS, f"leases {odd} are held and should have ended, or the other way round")
+    in_flight = {record.id: record for record in ledger.in_flight()}
+    if stores.keys() != in_flight.keys():
+        odd = sorted(stores.keys() ^ in_flight.keys())
+        raise Violation(Invariant.OWNERS, f"stores {odd} are in flight and should have ended, or the other way round")
+    for number, record in (*ledger.leases.items(), *in_flight.items()):
+        held = leases[number] if number in leases and record is ledger.leases.get(number) else stores[number]
+        if held.owner.session_id != record.client.session.id or held.expires_at != record.expires_at:
+            raise Violation(Invariant.OWNERS, f"{number} has another owner or expiry than was granted")
+
+
+def _jobs(world: World) -> None:
+    """The jobs that the core waits for are those that run; what waits for a tier waits behind a job of it."""
+    running = world.ledger.jobs.keys() | world.ledger.questions.keys()
+    if inside.job_ids(world.core) != running:
+        raise Violation(Invariant.JOBS, f"running {sorted(running)}, known {sorted(inside.job_ids(world.core))}")
+    per_tier = Counter(job.command.tier for job in world.ledger.jobs.values())
+    for number, tier in enumerate(world.look.stats.tiers[1:], 1):
+        if tier.jobs != per_tier[number]:
+            raise Violation(Invariant.JOBS, f"{tier.name} says that {tier.jobs} jobs run, not {per_tier[number]}")
+    for lane in inside.lanes(world.core):
+        asked = {name for job in world.ledger.questions.values() if job.tier == lane.index for name in job.keys}
+        if inside.open_questions(lane) != asked:
+            raise Violation(Invariant.JOBS, f"{lane.tier.name} was not asked what the core wants to know")
+        if (lane.queue or lane.doomed) and not world.ledger.running(lane.index, loads=False):
+            raise Violation(Invariant.JOBS, f"work for {lane.tier.name} waits and nothing runs")
+
+
+def _capacity(world: World) -> None:
+    """No tier is given more than it has room for, and its figures add up."""
+    stats = world.look.stats
+    for tier in stats.tiers:
+        if not 0 <= tier.used_bytes <= tier.available_bytes <= tier.capacity_bytes:
+            raise Violation(Invariant.CAPACITY, f"{tier}")
+    if stats.tiers[0].available_bytes != world.backed_bytes:
+        raise Violation(Invariant.CAPACITY, "memory was lost or made up")
+    for lane, entries in zip(inside.lanes(world.core), world.look.entries, strict=True):
+        if sum(entry.nbytes for entry in entries) != lane.catalog.used_bytes:
+            raise Violation(Invariant.CAPACITY, f"{lane.tier.name}: sizes do not add up to what is used")
+        if lane.queued_bytes != sum(block.nbytes for block in inside.on_the_way(world.core, lane)):
+            raise Violation(Invariant.CAPACITY, f"{lane.tier.name}: queued bytes do not add up")
+
+
+def _finish(world: World) -> None:
+    """Each tier hears of each request's begin and end once, of the end when nothing can follow and not later."""
+    book = world.ledger.requests
+    for tier in world.tiers:
+        if Counter(tier.begun) != book.begun:
+            raise Violation(Invariant.FINISH, f"{tier.name} was asked about {tier.begun}")
+        if tier.finished != world.tiers[0].finished:
+            raise Violation(Invariant.FINISH, f"{tier.name} heard of other ends than {world.tiers[0].name}")
+    wrong = book.settle(Counter(world.tiers[0].finished) if world.tiers else None)
+    if wrong:
+        raise Violation(Invariant.FINISH, wrong)
+    if inside.request_names(world.core) != book.current.keys():
+        raise Violation(Invariant.FINISH, f"remembered: {sorted(inside.request_names(world.core))}")
+
+
+def _owed(world: World) -> None:
+    """A request that lacks something in a tier that insisted on it says so, and one that lacks nothing does not."""
+    for record in world.ledger.requests.accounts():
+        if record.known is not None and bool(record.short) != bool(record.known.incomplete):
+            raise Violation(Invariant.OWED, f"{record.id!r} lacks {record.short}, says {record.known.incomplete}")
+
+
+def _bytes(world: World) -> None:
+    """Every visible block holds what was stored under its key."""
+    memory = world.memory
+    for block in world.look.blocks:
+        if block.ready:
+            for rank, slot in enumerate(block.slots):
+                if slot is None or memory.get(slot) != label(block.namespace, block.key, rank):
+                    raise Violation(
+                        Invariant.BYTES, f"{block.key!r} is visible, its slot holds {memory.get(slot or 0)}"
+                    )
+
+
+def _counts(world: World) -> None:
+    """Each key that was asked for is counted once: as a hit of one tier, or as a miss."""
+    stats, ledger = world.look.stats, world.ledger
+    hits, misses = [tier.hits for tier in stats.tiers], stats.lookup_misses
+    if sum(hits) + misses != stats.lookup_keys or sum(stats.misses_by_reason.values()) != misses:
+        raise Violation(Invariant.COUNTS, f"{hits} hits and {misses} misses of {stats.lookup_keys}")
+    if hits != ledger.hits or misses != ledger.misses or min(tier.misses for tier in stats.tiers) < 0:
+        raise Violation(Invariant.COUNTS, f"{hits} + {misses} are counted, {ledger.hits} + {ledger.misses} answered")
+
+
+def _waiters(world: World) -> None:
+    """Who waits for a block is told when it is there or gone, and until then somebody is at work on it."""
+    for record in world.ledger.leases.values():
+        if not record.waiting:
+            continue
+        pending = [block for block in record.lease.items if block is not None and not block.ready]
+        if any(not block.pending for block in pending):
+            raise Violation(Invariant.WAITERS, f"lease {record.lease.id} waits for what nobody is at work on")
+        if bool(record.lease.pending) != bool(pending):
+            raise Violation(Invariant.WAITERS, f"lease {record.lease.id} counts {record.lease.pending} pending blocks")
+        if not pending and record.lease.id not in world.settled:
+            raise Violation(Invariant.WAITERS, f"lease {record.lease.id} has settled, and nobody was told")
+        record.waiting = bool(pending)
+
+
+def _durable(world: World) -> None:
+    """What was called durable is whole in a tier."""
+    for spec, key in world.durable:
+        if not any(world.holds_whole(tier, spec, key) for tier in world.tiers):
+            raise Violation(Invariant.DURABLE, f"{key!r} was called durable")
+
+
+def _line(world: World) -> None:
+    """Policies order what is kept, all of it and nothing else."""
+    for name, line, kept in inside.lines(world.core, world.look):
+        if len(line) != len(kept) or set(line) != set(kept):
+            raise Violation(Invariant.LINE, f"{name}: {len(line)} stand in line, {len(kept)} are kept")
+
+
+def _leaks(world: World) -> None:
+    """Nothing stays that nobody needs: blocks without slots and pins, quarantines without writers."""
+    for block in world.look.blocks:
+        if not block.pins and block.slots.count(None) == len(block.slots):
+            raise Violation(Invariant.LEAKS, f"{block.key!r}: an empty block stays")
+    waiting = sum(record.nbytes for record in world.ledger.stores.values() if record.quarantine is not None)
+    if world.look.stats.quarantined_bytes != waiting:
+        raise Violation(Invariant.LEAKS, f"{world.look.stats.quarantined_bytes} bytes in quarantine, not {waiting}")
+
+
+CHECKS: dict[Invariant, Callable[[World], None]] = {
+    Invariant.PINS: _pins,
+    Invariant.SLOTS: _slots,
+    Invariant.OWNERS: _owners,
+    Invariant.JOBS: _jobs,
+    Invariant.CAPACITY: _capacity,
+    Invariant.BYTES: _bytes,
+    Invariant.FINISH: _finish,
+    Invariant.OWED: _owed,
+    Invariant.COUNTS: _counts,
+    Invariant.WAITERS: _waiters,
+    Invariant.DURABLE: _durable,
+    Invariant.LINE: _line,
+    Invariant.LEAKS: _leaks,
+    Invariant.QUOTAS: check_quotas,
+    Invariant.RETAINED: check_retained,
+    Invariant.TTL: check_ttl,
+}
+
+
+def check(world: World) -> None:
+    """Raises `Violation` where something does not hold."""
+    for invariant, look in CHECKS.items():
+        if world.only in (None, invariant):
+            look(world)
+
+
+def check_settled(world: World) -> None:
+    """What must hold once everybody has left and everything has ended."""
+    check(world)
+    left = inside.leftovers(world.core)
+    world.must(Invariant.LEAKS, not left, f"left over: {left}")
+    for entries, tier in zip(world.look.entries, world.tiers, strict=True):
+        unknown = () if tier.shared else tier.blocks.keys() - {entry.name for entry in entries}
+        world.must(Invariant.LEAKS, not unknown, f"{tier.name} holds {len(unknown)} blocks that nobody accounts for")

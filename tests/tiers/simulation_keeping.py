@@ -1,0 +1,94 @@
+"""For whom tiers keep what, and for how long: what is configured at random, and a second opinion on what follows from it."""
+
+from __future__ import annotations
+
+from random import Random
+
+import simulation_inspect as inside
+from simulation_model import SPECS
+
+from kvtier.tiers.admission import ADMISSION
+from kvtier.tiers.blocks import Block
+from kvtier.tiers.keeping import CPU_TIER, Keeping
+from kvtier.tiers.manager import TierManager
+from kvtier.tiers.policies import POLICIES
+from kvtier.tiers.rules import NamespaceId
+from kvtier.tiers.shares import TENANT_TAG_BYTES, Tenant
+
+__all__ = ["KeepingBook", "random_keeping", "tenant_of"]
+
+TTL_SECONDS = (20.0, 100.0, 5000.0)
+
+
+def tenant_of(namespace: NamespaceId) -> str:
+    """Returns the name of a namespace's tenant."""
+    return namespace[:1].decode()
+
+
+def random_keeping(rng: Random, capacities: dict[str, int]) -> Keeping:
+    """Returns policies, times to live and tenants with quotas and limits, some of each."""
+    eviction = {tier: rng.choice(list(POLICIES)) for tier in capacities if rng.random() < 0.9}
+    ttl = {tier: rng.choice(TTL_SECONDS) for tier in capacities if rng.random() < 0.2}
+    tenants = []
+    for spec in SPECS:
+        quotas = {tier: size // rng.choice((3, 4, 8)) for tier, size in capacities.items() if rng.random() < 0.5}
+        limits = {tier: size // 2 for tier, size in capacities.items() if rng.random() < 0.2}
+        if rng.random() < 0.4:
+            tenants.append(Tenant(tenant_of(spec.id), spec.id[:TENANT_TAG_BYTES], quotas, limits))
+    below = [tier for tier in capacities if tier != CPU_TIER]
+    return Keeping(
+        eviction=eviction,
+        admission={tier: rng.choice(list(ADMISSION)) for tier in below if rng.random() < 0.3},
+        ttl=ttl,
+        tenants=tenants,
+        retained_part=rng.choice((0.0, 0.5, 0.5, 1.0)),
+    )
+
+
+class KeepingBook:
+    """Who may take from whom, and what must stay for how long; in one life of a server."""
+
+    def __init__(self, keeping: Keeping) -> None:
+        self.keeping = keeping
+        self.takers: set[str] = set()
+        """The tenants for whose sake blocks may go in this event."""
+        self.used_at: dict[Block, float] = {}
+        """When the blocks of the CPU tier were used the last time."""
+        self.retained: dict[Block, float] = {}
+        """Until when blocks of the CPU tier must stay."""
+        self.overdue: list[Block] = []
+        """What must be gone after this event: nobody used it for too long."""
+        self._due: dict[Block, float] = {}
+
+    def ttl(self, tier: str = CPU_TIER) -> float | None:
+        """Returns after how many seconds what is not used goes."""
+        return self.keeping.ttl.get(tier)
+
+    def begin_event(self) -> None:
+        """Another event begins."""
+        self.takers = set()
+        self.overdue = []
+
+    def used(self, blocks: list[Block], now: float, retain_until: float, not_retained: int) -> None:
+        """Blocks were used by one call; unless it was told of exceptions, all of them must be retained."""
+        ttl = self.ttl()
+        for block in blocks:
+            self.used_at[block] = now
+            if ttl is not None:
+                self._due[block] = now + ttl
+            if retain_until > now and not not_retained:
+                self.retained[block] = max(self.retained.get(block, 0.0), retain_until)
+
+    def ticking(self, core: TierManager, now: float) -> None:
+        """The time is about to be told: notes what must go then. What is in use when its time comes gets another while."""
+        ttl = self.ttl()
+        if ttl is None:
+            return
+        for block in inside.blocks(core):
+            due = self._due.get(block, now)
+            if due > now or block.retired:
+                continue
+            if block.pins or block.retained:
+                self._due[block] = now + ttl
+            elif due + max(1.0, ttl / 1000) <= now:
+                self.overdue.append(block)

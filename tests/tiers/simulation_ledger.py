@@ -1,0 +1,221 @@
+"""What the world knows from outside: what it was granted, what it has given back, what must therefore hold.
+
+The ledger follows the events and the answers, not the core: it is the second opinion that the invariants compare with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from simulation_model import Name
+from simulation_requests import RequestBook, RequestRecord
+
+from kvtier.tiers.answers import Session
+from kvtier.tiers.blocks import Block
+from kvtier.tiers.commands import LoadFromTier, LookupInTier, StoreInTier
+from kvtier.tiers.leases import KeyStatus, Lease
+from kvtier.tiers.rules import NamespaceId
+
+__all__ = ["Client", "JobRecord", "LeaseRecord", "Ledger", "StoreRecord"]
+
+
+@dataclass(eq=False, slots=True)
+class Client:
+    """A process with an open session, and the connections through which it maps the region."""
+
+    session: Session
+    connections: set[int] = field(default_factory=set)
+
+    @property
+    def engine(self) -> str:
+        return self.session.engine_id
+
+
+@dataclass(eq=False, slots=True)
+class LeaseRecord:
+    """A lease that was granted and has not ended."""
+
+    lease: Lease
+    client: Client
+    request_id: str
+    expires_at: float
+    pending: list[int]
+    """Items that were pending when last looked at."""
+    waiting: bool
+    """Whether somebody has to be told when nothing is any more."""
+
+
+@dataclass(eq=False, slots=True)
+class StoreRecord:
+    """A store that was granted, as long as somebody may still write to its slots."""
+
+    id: int
+    client: Client
+    request: RequestRecord | None
+    blocks: Sequence[Block]
+    slots: list[int]
+    expires_at: float
+    quarantine: set[int] | None = None
+    """Who may write to its slots still though it has ended; None while it is in flight."""
+
+    @property
+    def names(self) -> list[Name]:
+        return [block.name for block in self.blocks]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.part_bytes for block in self.blocks)
+
+    @property
+    def writers(self) -> set[int]:
+        return self.client.connections if self.quarantine is None else self.quarantine
+
+
+@dataclass(eq=False, slots=True)
+class JobRecord:
+    """A job that was asked for and has not been reported."""
+
+    command: StoreInTier | LoadFromTier
+    slots: list[tuple[int | None, ...]]
+    """Per block where its parts were when the job began."""
+    names: list[Name]
+
+    @property
+    def is_load(self) -> bool:
+        return isinstance(self.command, LoadFromTier)
+
+
+class Ledger:
+    """What is open between the world and the core, in one life of a server."""
+
+    def __init__(self, tiers: int) -> None:
+        self.clients: list[Client] = []
+        self.orphans: list[Client] = []
+        """Processes whose session fell and that still map the region."""
+        self.leases: dict[int, LeaseRecord] = {}
+        self.stores: dict[int, StoreRecord] = {}
+        self.ended_stores: list[StoreRecord] = []
+        """The last stores that ended, for those who do not know it."""
+        self.jobs: dict[int, JobRecord] = {}
+        self.ended_jobs: list[JobRecord] = []
+        self.requests = RequestBook()
+        self.questions: dict[int, LookupInTier] = {}
+        self.hits = [0] * (tiers + 1)
+        """Keys that were found, per tier; those on their way count when it is known what became of them."""
+        self.misses = 0
+        self.waiting: list[LeaseRecord] = []
+        """Leases, ended or not, that have keys on their way that were not counted."""
+        self.stored: set[Name] = set()
+        """What was there at some time in this life."""
+        self.gone: dict[NamespaceId, set[Block]] = {}
+        """Per namespace the blocks of before its last reset."""
+        self.pinned_at: dict[Block, tuple[int | None, ...]] = {}
+        """Where the blocks that leases show as hits were when they were first seen."""
+
+    def shown(self) -> list[Block]:
+        """Returns the blocks that leases pin, each once."""
+        items = dict.fromkeys(chain.from_iterable(record.lease.items for record in self.leases.values()))
+        items.pop(None, None)
+        return list(items)  # type: ignore[arg-type]
+
+    def in_flight(self) -> list[StoreRecord]:
+        """Returns the stores that the core must still know."""
+        return [record for record in self.stores.values() if record.quarantine is None]
+
+    def abandon(self, record: StoreRecord) -> None:
+        """A store ends without its writer."""
+        record.quarantine = set(record.client.connections)
+        self._ended(record)
+
+    def written(self, record: StoreRecord) -> None:
+        """Whoever wrote to a store says that nobody does any more."""
+        if record.quarantine is None:
+            self._ended(record)
+        self.stores.pop(record.id, None)
+
+    def _ended(self, record: StoreRecord) -> None:
+        if record.request is not None:
+            record.request.stores -= 1
+        self.ended_stores = [*self.ended_stores[-5:], record]
+        if not record.writers:
+            self.stores.pop(record.id, None)
+
+    def hung_up(self, connection: int) -> None:
+        """A connection has ended: nobody writes through it."""
+        for record in list(self.stores.values()):
+            if record.quarantine is not None:
+                record.quarantine.discard(connection)
+                if not record.quarantine:
+                    del self.stores[record.id]
+
+    def client_closed(self, client: Client) -> None:
+        """A session fell, and with it what it held."""
+        self.clients.remove(client)
+        if client.connections:
+            self.orphans.append(client)
+        self.leases = {number: record for number, record in self.leases.items() if record.client is not client}
+        for record in self.in_flight():
+            if record.client is client:
+                self.abandon(record)
+        self.requests.session_closed(client.session)
+
+    def request_finished(self, engine: str, request_id: str) -> None:
+        """The leases of a request fall with it."""
+        ended = (engine, request_id)
+        self.leases = {
+            number: record
+            for number, record in self.leases.items()
+            if (record.client.engine, record.request_id) != ended
+        }
+
+    def expired(self, now: float) -> Counter[str]:
+        """Ends what has expired; returns how many leases and stores that were."""
+        late = [number for number, record in self.leases.items() if record.expires_at <= now]
+        for number in late:
+            del self.leases[number]
+        silent = [record for record in self.in_flight() if record.expires_at <= now]
+        for record in silent:
+            self.abandon(record)
+        return Counter({"leases expired": len(late), "stores expired": len(silent)})
+
+    def count(self, statuses: bytes, sources: bytes) -> None:
+        """Keys were answered for."""
+        self.misses += statuses.count(KeyStatus.MISS)
+        for status, source in zip(statuses, sources, strict=False):
+            self.hits[source] += status == KeyStatus.HIT
+
+    def count_arrivals(self) -> None:
+        """Keys on their way have arrived, or have not, or nobody waits for them any more: then they were there."""
+        for record in self.waiting:
+            held = self.leases.get(record.lease.id) is record
+            still = []
+            for item in record.pending:
+                block = record.lease.items[item]
+                if held and block is None:
+                    self.misses += 1
+                elif held and block is not None and not block.ready:
+                    still.append(item)
+                else:
+                    self.hits[record.lease.sources[item]] += 1
+            record.pending = still
+        self.waiting = [record for record in self.waiting if record.pending]
+
+    def written_slots(self) -> list[int]:
+        """Returns the slots that somebody may write to now: clients, whether in time or not, and loads."""
+        slots = [slot for record in self.stores.values() for slot in record.slots]
+        for job in self.jobs.values():
+            if job.is_load:
+                slots += [slot for parts in job.slots for slot in parts if slot is not None]
+        return slots
+
+    def job_ended(self, job: JobRecord) -> None:
+        """A job is reported."""
+        del self.jobs[job.command.job_id]
+        self.ended_jobs = [*self.ended_jobs[-5:], job]
+
+    def running(self, tier: int, *, loads: bool) -> Sequence[JobRecord]:
+        """Returns the jobs of a tier that run."""
+        return [job for job in self.jobs.values() if job.command.tier == tier and job.is_load == loads]

@@ -1,0 +1,154 @@
+"""Shows that the simulation finds bugs: plants them in copies of the core, one at a time, and looks for each with its invariant.
+
+    make simulate-mutants
+
+First the core as it is lives the same lives. Exits with 1 where it fails them, where a bug is not found or cannot be planted
+any more, and where an invariant has no bug that it has been shown to find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simulation_model import Invariant
+from simulation_planted import MUTANTS, Mutant
+
+__all__ = ["CannotPlantError", "Found", "hunt", "main", "mutated"]
+
+HERE = Path(__file__).resolve().parent
+PACKAGE = HERE.parents[1] / "src" / "kvtier"
+MOST_SEEDS = 300
+PATIENCE_SECONDS = 600.0
+
+_SCRIPT = """
+import json, sys
+from simulation import run
+from simulation_model import Invariant
+seeds, only = int(sys.argv[1]), Invariant[sys.argv[2]] if len(sys.argv) > 2 else None
+for seed in range(seeds):
+    failure = run(seed, only=only).failure
+    if failure is not None and (only is None or failure.invariant is only):
+        print(json.dumps([failure.seed, failure.step, failure.text]))
+        break
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a bug showed."""
+
+    seed: int
+    step: int
+    text: str
+
+
+class CannotPlantError(Exception):
+    """A mutant's text is not in the core (any more), or not once."""
+
+
+def mutated(mutant: Mutant) -> str:
+    """Returns the text of a mutant's file with the bug in it.
+
+    Raises:
+        CannotPlantError: there is no such text to be replaced, or it is there more than once.
+    """
+    file = PACKAGE / "tiers" / mutant.file
+    text = file.read_text() if file.is_file() else ""
+    if text.count(mutant.old) != 1:
+        raise CannotPlantError(f"{mutant.name}: its text is {text.count(mutant.old)} times in {mutant.file}")
+    return text.replace(mutant.old, mutant.new)
+
+
+def planted(mutant: Mutant | None, folder: Path) -> Path:
+    """Copies the core into a folder and plants a bug in it, if there is one; returns what to import it from."""
+    package = folder / "kvtier"
+    package.mkdir()
+    shutil.copy(PACKAGE / "__init__.py", package)
+    shutil.copytree(PACKAGE / "tiers", package / "tiers", ignore=shutil.ignore_patterns("__pycache__"))
+    if mutant is not None:
+        (package / "tiers" / mutant.file).write_text(mutated(mutant))
+    return folder
+
+
+def hunt(mutant: Mutant | None, seeds: int = MOST_SEEDS) -> Found | None:
+    """Lives lives with a bug until its invariant finds it, each mutant in a process of its own; None if none does.
+
+    Without a mutant any invariant counts, and finding nothing is what should come about.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvtier-mutant-") as name:
+        path = os.pathsep.join([str(planted(mutant, Path(name))), str(HERE)])
+        arguments = [str(seeds), *([mutant.invariant.name] if mutant is not None else [])]
+        said = subprocess.run(
+            [sys.executable, "-c", _SCRIPT, *arguments],
+            env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd=name,
+            capture_output=True,
+            timeout=PATIENCE_SECONDS,
+            text=True,
+            check=False,
+        )
+    if said.returncode:
+        raise RuntimeError(said.stderr)
+    return Found(*json.loads(said.stdout)) if said.stdout else None
+
+
+def main() -> int:
+    """Prints the table; returns the exit code."""
+    options = _options()
+    if shown := hunt(None, options.seeds):
+        print(f"the core as it is fails seed {shown.seed} at step {shown.step}: {shown.text}")
+        return 1
+    print(f"the core as it is passes all {options.seeds} seeds", flush=True)
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    survivors = 0
+    width, wide = max(map(len, Invariant)), max(len(mutant.name) for mutant in chosen)
+    with ThreadPoolExecutor(options.workers) as pool:
+        for mutant, found in zip(chosen, pool.map(lambda mutant: _try(mutant, options.seeds), chosen), strict=True):
+            survivors += isinstance(found, str)
+            print(f"{mutant.name:{wide}}  {mutant.invariant:{width}}  {_spell(found)}", flush=True)
+    idle = [] if options.only else [str(invariant) for invariant in _without_mutant()]
+    print(f"{len(chosen) - survivors} of {len(chosen)} planted bugs found")
+    if idle:
+        print(f"NO BUG IS PLANTED FOR: {', '.join(idle)}")
+    return 1 if survivors or idle else 0
+
+
+def _try(mutant: Mutant, seeds: int) -> Found | str:
+    try:
+        return hunt(mutant, seeds) or f"NOT FOUND in {seeds} seeds"
+    except CannotPlantError as error:
+        return f"NOT PLANTED: {error}"
+
+
+def _spell(found: Found | str) -> str:
+    return found if isinstance(found, str) else f"seed {found.seed:3}  step {found.step:3}  {found.text[:100]}"
+
+
+def _without_mutant() -> Iterator[Invariant]:
+    shown = {mutant.invariant for mutant in MUTANTS}
+    return (invariant for invariant in Invariant if invariant not in shown)
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description="Look for bugs that are planted in copies of the core.")
+    parser.add_argument(
+        "--seeds", type=int, default=MOST_SEEDS, help="lives until one counts as not found (%(default)s)"
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name has this in it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

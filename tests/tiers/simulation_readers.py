@@ -1,0 +1,178 @@
+"""Readers: clients that look up, read and let go, and some that name what is not theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import simulation_inspect as inside
+from simulation_actors import HOLD_SECONDS, Actors
+from simulation_ledger import LeaseRecord
+from simulation_model import REQUESTS, Invariant, label
+
+from kvtier.tiers import errors
+from kvtier.tiers.answers import Session
+from kvtier.tiers.history import MissReason
+from kvtier.tiers.leases import KeyStatus, LookupAnswer
+from kvtier.tiers.rules import TierFilter
+
+__all__ = ["Readers"]
+
+
+class Readers(Actors):
+    """What clients do that want something."""
+
+    def actions(self) -> dict[Callable[[], None], float]:
+        """Returns what can be done, with weights."""
+        return {
+            self.look_up: 16,
+            self.read: 5,
+            self.release: 9,
+            self.release_twice: 0.5,
+            self.release_a_strangers_lease: 0.8,
+            self.renew: 1.5,
+            self.leave_out_what_is_not_there: 0.3,
+        }
+
+    def look_up(self) -> None:
+        if (client := self.pick_client()) is None:
+            return
+        ledger, session, keys = self.world.ledger, client.session, self.some_keys(client.session)
+        request_id, expires_at = self.rng.choice(REQUESTS), self.world.now + self.rng.choice(HOLD_SECONDS)
+        prefix, tiers, min_hits = self.rng.random() < 0.5, self._filter(), self.rng.choice((0, 0, 0, 3))
+        if self.rng.random() < 0.5:
+            self.world.core.ask(session, keys, prefix=prefix, tiers=tiers)
+        retain_until = self.retain_until()
+        answer = self.world.core.lookup(
+            session,
+            keys,
+            prefix=prefix,
+            request_id=request_id,
+            expires_at=expires_at,
+            tiers=tiers,
+            min_hits=min_hits,
+            retain_until=retain_until,
+        )
+        found = [block for block in answer.lease.items if block is not None] if answer.lease is not None else []
+        self.used(session, found, retain_until, answer.not_retained)
+        lease, statuses = answer.lease, answer.statuses()
+        ledger.count(statuses, lease.sources if lease is not None else b"")
+        seen = statuses.find(KeyStatus.MISS) + 1 if prefix else 0
+        self._judge(session, keys, answer, request_id, 0 if prefix and min_hits else seen or len(keys))
+        self.world.saw("lookups deferred", KeyStatus.RETRY in statuses)
+        if lease is None:
+            return
+        for name in tiers.names:
+            left_out = [tier.name for tier in self.world.tiers].index(name) + 1
+            self.world.must(Invariant.FOUND, left_out not in lease.sources, f"{name} was left out, and read")
+        pending = [item for item, status in enumerate(statuses) if status == KeyStatus.HIT_PENDING]
+        record = LeaseRecord(lease, client, request_id, expires_at, pending, waiting=bool(pending))
+        ledger.leases[lease.id] = record
+        if pending:
+            ledger.waiting.append(record)
+        self.world.saw("hits while pending", bool(pending))
+        self.world.saw("hits", KeyStatus.HIT in statuses)
+
+    def _filter(self) -> TierFilter:
+        """Some lookups leave a tier out, some all that are not on this host, some one that does not exist."""
+        luck = self.rng.random()
+        if luck < 0.1 and self.world.tiers:
+            self.world.saw("tiers left out")
+            return TierFilter(names=frozenset([self.rng.choice(self.world.tiers).name]))
+        return TierFilter(remote=luck < 0.15)
+
+    def leave_out_what_is_not_there(self) -> None:
+        """A filter that names a tier which does not exist is refused."""
+        if client := self.pick_client():
+            core, tiers = self.world.core, TierFilter(names=frozenset(["nowhere"]))
+            keys = self.some_keys(client.session)
+            self.world.refused(
+                errors.InvalidItem,
+                lambda: core.lookup(client.session, keys, prefix=True, request_id="r1", expires_at=0, tiers=tiers),
+            )
+
+    def _judge(
+        self, session: Session, keys: list[bytes], answer: LookupAnswer, request_id: str, looked_at: int
+    ) -> None:
+        """What is there must be found, what a reset has taken away must not; what is missing must be explained."""
+        statuses, ledger, namespace = answer.statuses(), self.world.ledger, session.namespace.id
+        self.world.must(Invariant.FOUND, len(statuses) == len(keys), "a status per key")
+        items = answer.lease.items if answer.lease is not None else []
+        old = ledger.gone.get(namespace, set())
+        self.world.must(Invariant.RESET, old.isdisjoint(items), "a block of before the reset is served")
+        resetting = self.world.core.resetting(session)
+        if resetting:
+            self.world.saw("lookups during a reset")
+            self.world.must(Invariant.RESET, not items, "a lookup found something in the middle of a reset")
+        else:
+            for key, status in zip(keys[:looked_at], statuses, strict=False):
+                block = inside.block(self.world.core, namespace, key)
+                there = block is not None and block.ready
+                self.world.must(Invariant.FOUND, not there or status == KeyStatus.HIT, f"{key!r} is there")
+        if request_id:
+            self._check_explanation(session, keys, statuses, request_id)
+
+    def _check_explanation(self, session: Session, keys: list[bytes], statuses: bytes, request_id: str) -> None:
+        (known,) = [r for r in self.world.core.explain(request_id) if r.engine_id == session.engine_id]
+        verdicts = [span.verdict for span in known.lookups[-1].spans() for _ in range(span.count)]
+        self.world.must(Invariant.FOUND, len(verdicts) == len(keys), "a verdict per key")
+        for verdict, status in zip(verdicts, statuses, strict=True):
+            agrees = {KeyStatus.MISS: MissReason, KeyStatus.RETRY: type(None)}.get(KeyStatus(status), int)
+            self.world.must(Invariant.FOUND, isinstance(verdict, agrees), f"{status} is explained by {verdict}")
+        if KeyStatus.MISS in statuses:
+            first = statuses.index(KeyStatus.MISS)
+            self.world.saw("prefixes too short", verdicts[first] is MissReason.BELOW_THRESHOLD)
+            once = (session.namespace.id, keys[first]) in self.world.ledger.stored
+            denied = once and verdicts[first] in (MissReason.NEVER_STORED, MissReason.FORMAT_MISMATCH)
+            self.world.must(Invariant.FOUND, not denied, f"{keys[first]!r} was stored, and is said not to have been")
+
+    def read(self) -> None:
+        """A reader asks where its hits are and copies them; it must be what was stored under those keys."""
+        if record := self._pick_lease():
+            session = self.any_of(record.client.engine)
+            lease = self.world.core.lease(session, record.lease.id)
+            spec = record.client.session.namespace
+            items = [item for item, status in enumerate(lease.statuses()) if status == KeyStatus.HIT]
+            for rank in range(spec.world_size):
+                for item, slot in zip(items, lease.slots(items, rank), strict=True):
+                    wanted = label(spec.id, lease.items[item].key, rank)
+                    self.world.must(Invariant.BYTES, self.world.memory[slot] == wanted, f"{wanted}: served wrong bytes")
+            self.world.saw("reads", bool(items))
+
+    def release(self) -> None:
+        if record := self._pick_lease():
+            session = self.any_of(record.client.engine)
+            del self.world.ledger.leases[record.lease.id]
+            self.world.core.release(session, record.lease.id)
+
+    def release_twice(self) -> None:
+        """A lease that has ended, or never was, is refused."""
+        if client := self.pick_client():
+            core, number = self.world.core, self.rng.randrange(1, 50)
+            if number not in self.world.ledger.leases:
+                self.world.refused(errors.LeaseNotFound, lambda: core.release(client.session, number))
+                self.world.saw("leases released twice")
+
+    def release_a_strangers_lease(self) -> None:
+        record = self._pick_lease()
+        stranger = self.stranger_to(record.client.engine) if record is not None else None
+        if record is None or stranger is None:
+            return
+        core, lease_id, later = self.world.core, record.lease.id, self.world.now + 1000
+        self.world.refused(errors.NotOwner, lambda: core.release(stranger, lease_id))
+        self.world.refused(errors.NotOwner, lambda: core.renew(stranger, lease_id, later))
+        self.world.saw("strangers' leases released")
+
+    def renew(self) -> None:
+        """A lease or a store is held for longer; never for less, even if the clock has gone back."""
+        later = self.world.now + self.rng.choice(HOLD_SECONDS)
+        if record := self._pick_lease():
+            self.world.core.renew(self.any_of(record.client.engine), record.lease.id, later)
+            record.expires_at = max(record.expires_at, later)
+        if in_flight := self.world.ledger.in_flight():
+            store = self.rng.choice(in_flight)
+            self.world.core.renew_store(self.any_of(store.client.engine), store.id, later)
+            store.expires_at = max(store.expires_at, later)
+
+    def _pick_lease(self) -> LeaseRecord | None:
+        leases = self.world.ledger.leases
+        return leases[self.rng.choice(list(leases))] if leases else None

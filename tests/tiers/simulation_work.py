@@ -1,0 +1,82 @@
+"""What the core asks tiers to do: jobs, questions and removals, in the order in which a tier gets to them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from simulation_ledger import JobRecord
+from simulation_model import Invariant, Name
+
+from kvtier.tiers.commands import Command, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
+
+if TYPE_CHECKING:
+    from simulation_world import World
+
+__all__ = ["Work", "spell"]
+
+
+class Work:
+    """What tiers have been asked and have not done."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.written: dict[int, deque[JobRecord | RemoveFromTier]] = {n + 1: deque() for n in range(len(world.tiers))}
+        """Stores and removals: per tier one after the other, in this order."""
+
+    def take(self, command: Command) -> None:
+        """Takes in a command, which must not get in the way of another one."""
+        match command:
+            case LookupInTier(job_id):
+                questions = self.world.ledger.questions
+                self.world.must(Invariant.JOBS, job_id not in questions, f"question {job_id} was put twice")
+                questions[job_id] = command
+            case RemoveFromTier(tier, keys):
+                if not self.world.tiers[tier - 1].shared:
+                    hurt = self._loading(tier) & set(keys)
+                    self.world.must(Invariant.APART, not hurt, "a block is removed while it is loaded")
+                self.written[tier].append(command)
+            case StoreInTier() | LoadFromTier():
+                self._begin(command)
+
+    def _loading(self, tier: int) -> set[Name]:
+        return {name for job in self.world.ledger.running(tier, loads=True) for name in job.names}
+
+    def _busy(self, tier: int, *, loads: bool) -> set[Name]:
+        """Returns the blocks that a new job must keep away from; in a shared tier others meddle as well."""
+        if self.world.tiers[tier - 1].shared:
+            return set()
+        busy = self._loading(tier)
+        for job in self.world.ledger.running(tier, loads=False):
+            busy.update(job.names)
+        for work in self.written[tier] if loads else ():
+            if isinstance(work, RemoveFromTier):
+                busy.update(work.keys)
+        return busy
+
+    def _begin(self, command: StoreInTier | LoadFromTier) -> None:
+        names = [block.name for block in command.blocks]
+        job = JobRecord(command, [tuple(block.slots) for block in command.blocks], names)
+        must, ledger, tier = self.world.must, self.world.ledger, command.tier
+        must(Invariant.JOBS, command.job_id not in ledger.jobs, f"job {command.job_id} began twice")
+        must(Invariant.PINS, not any(None in slots for slots in job.slots), "a job on a block without its slots")
+        hurt = self._busy(tier, loads=job.is_load) & set(names)
+        must(Invariant.APART, not hurt, "two jobs of a tier on one block")
+        must(Invariant.APART, len(set(names)) == len(names), "a block twice in a job")
+        if job.is_load:
+            self.world.memory.update((slot, "loading") for slots in job.slots for slot in slots if slot is not None)
+        else:
+            must(Invariant.APART, not ledger.running(tier, loads=False), "two stores of a tier at a time")
+            self.written[tier].append(job)
+        ledger.jobs[command.job_id] = job
+
+    def done(self) -> bool:
+        """Returns whether nothing is left to be done."""
+        return not (self.world.ledger.jobs or self.world.ledger.questions or any(self.written.values()))
+
+
+def spell(command: Command) -> str:
+    """Returns all that a command says."""
+    if isinstance(command, StoreInTier | LoadFromTier):
+        return f"{command.job_id} {command.tier} {[(block.name, block.slots) for block in command.blocks]}"
+    return repr(command)

@@ -1,0 +1,224 @@
+"""A seeded world around the core: clients that crash, tiers that fail, clocks that jump."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import accumulate
+
+import simulation_inspect as inside
+from simulation_backstage import Backstage
+from simulation_keeping import KeepingBook, random_keeping
+from simulation_ledger import Ledger
+from simulation_model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, label
+from simulation_readers import Readers
+from simulation_requests import RequestRecord, TierView
+from simulation_sessions import Sessions
+from simulation_work import Work, spell
+from simulation_writers import Writers
+
+from kvtier.tiers.answers import Session
+from kvtier.tiers.base import OffloadPolicy
+from kvtier.tiers.blocks import NamespaceSpec
+from kvtier.tiers.commands import Command, LeaseSettled
+from kvtier.tiers.errors import CoreError
+from kvtier.tiers.keeping import CPU_TIER
+from kvtier.tiers.manager import TierManager
+from kvtier.tiers.rules import DEFAULT_RULES, Rule
+
+__all__ = ["World"]
+
+RULES = (DEFAULT_RULES, DEFAULT_RULES, (), (Rule(OffloadPolicy.REQUEST_LEVEL, "always"),))
+
+MOST_WORK = 5000
+"""Steps in which everything must have come to rest when nobody asks for more."""
+
+
+class World:
+    """Clients, tiers and time around one core; every choice comes from the seed."""
+
+    def __init__(self, seed: int, only: Invariant | None = None) -> None:
+        """With `only` no other invariant is looked at: that is how a planted bug is shown to be found by this one."""
+        self.rng = random.Random(seed)
+        self.only = only
+        self.coverage = Counter(dict.fromkeys(EXERCISED, 0))
+        self.now = self.rng.choice((1e6, 1e9))
+        self.memory: dict[int, str] = {}
+        self.lost: set[tuple[str, Name]] = set()
+        """What tiers have lost without the core's knowing."""
+        self.tiers = [ModelTier("near", 40 * 4096), ModelTier("far", 80 * 4096)][: self.rng.choice((0, 1, 1, 2, 2, 2))]
+        for tier in self.tiers:
+            tier.rules = self.rng.choice(RULES)
+        if self.tiers and self.rng.random() < 0.4:
+            self.tiers[-1].share()
+        self.sessions = Sessions(self)
+        self.backstage = Backstage(self)
+        weighted: dict[Callable[[], None], float] = {}
+        for actors in (self.sessions, Writers(self), Readers(self), self.backstage):
+            weighted |= actors.actions()
+        self._actions = list(weighted)
+        self._weights = list(accumulate(weighted.values()))
+        self.steps = 0
+        self.doing = "start"
+        self.digest = hashlib.blake2b(digest_size=8)
+
+    def start_core(self) -> None:
+        """Starts a server's life: memory is gone, what the tiers hold stays."""
+        self.region_bytes = self.rng.choice((3, 5, 8)) * EXTENT
+        self.backed_bytes = 0
+        for tier in self.tiers:
+            tier.begun.clear()
+            tier.finished.clear()
+            tier.capacity_bytes = self.rng.choice((20, 40, 80)) * 4096
+        capacities = {CPU_TIER: self.region_bytes, **{tier.name: tier.capacity_bytes for tier in self.tiers}}
+        self.keeping = KeepingBook(random_keeping(self.rng, capacities))
+        for policy in self.keeping.keeping.eviction.values():
+            self.saw(f"policy {policy}")
+        self.core = TierManager(
+            self.region_bytes,
+            EXTENT,
+            self.tiers,
+            max_queued_bytes=self.rng.choice((2, 8, 32)) * 4096,
+            keeping=self.keeping.keeping,
+            now=self.now,
+        )
+        self.before = self.look = inside.Look(self.core)
+        self.memory.clear()
+        self.lost.clear()
+        self.ledger = Ledger(len(self.tiers))
+        self.ledger.stored.update(*self.look.held)
+        self.work = Work(self)
+        self.settled: set[int] = set()
+        self.durable: list[tuple[NamespaceSpec, bytes]] = []
+        self._evictions = [0] * (len(self.tiers) + 1)
+        self._due: list[tuple[RequestRecord, list[Name]]] = []
+        self.backstage.hanging.clear()
+        self.backstage.latest = self.now
+        self.backstage.back(self.rng.choice((1, 2, 8)))
+        for _ in range(3):
+            self.sessions.open_session()
+        self.take_commands()
+
+    def step(self) -> None:
+        """Does one random thing."""
+        self._event(self.rng.choices(self._actions, cum_weights=self._weights)[0])
+
+    def _event(self, action: Callable[[], None]) -> None:
+        self.steps += 1
+        self.doing = action.__name__
+        self._begin_event()
+        action()
+        self.take_commands()
+        self._end_event()
+        self.digest.update(f"{self.doing} {self.now} {self.look.stats.lookup_misses}".encode())
+
+    def _begin_event(self) -> None:
+        self.settled.clear()
+        self.durable.clear()
+        self._due.clear()
+        self.keeping.begin_event()
+        self.before = self.look
+
+    def _end_event(self) -> None:
+        """Brings the accounts of requests up to date, and notes what has been seen."""
+        look = self.look = inside.Look(self.core)
+        self.gone = [block for block in self.before.ready if not block.ready]
+        self.gone_below = [old - new for old, new in zip(self.before.held, look.held, strict=True)]
+        lanes = inside.lanes(self.core)
+        view = TierView(self.before.held, look.held, lambda tier, name: inside.is_storing(lanes[tier - 1], name))
+        for record, names in self._due:
+            self.ledger.requests.due(record, names, view)
+        self.ledger.count_arrivals()
+        self.saw("requests cut short", any(record.short for record in self.ledger.requests.just_ended))
+        self.saw("parked blocks resolved", bool(self.ledger.requests.resolve_parked(view)))
+        fresh = set(look.ready).difference(self.before.ready)
+        self.ledger.stored.update(block.name for block in fresh)
+        for number, tier in enumerate(look.stats.tiers):
+            self.saw(f"evictions {tier.name}", tier.evictions > self._evictions[number])
+            self.saw("uses declined", tier.declined > 0)
+            self._evictions[number] = tier.evictions
+
+    def insisted_on(
+        self, record: RequestRecord, keys: Iterable[bytes], granted: Collection[Name], session: Session
+    ) -> None:
+        """A request that tiers insist on asked for these: what is there goes to them, what is being written is waited for."""
+        ready = []
+        for key in keys:
+            block = inside.block(self.core, session.namespace.id, key)
+            if block is not None and block.ready:
+                ready.append(block.name)
+            elif block is not None and block.pending and block.name not in granted:
+                record.parked[block] = None
+                self.saw("blocks parked")
+        self._due.append((record, ready))
+
+    def is_due(self, record: RequestRecord, names: list[Name]) -> None:
+        """A store of a request was completed: what is ready by it is due to the tiers that insist."""
+        if record.insisting:
+            self._due.append((record, names))
+
+    def must_be_durable(self, spec: NamespaceSpec, key: bytes) -> None:
+        """A block was called durable; whether it is there is looked at when the event is over."""
+        self.durable.append((spec, key))
+        self.saw("called durable")
+
+    def must(self, invariant: Invariant, condition: bool, text: str) -> None:  # noqa: FBT001 - a predicate
+        """Raises `Violation` unless a condition holds."""
+        if not condition and self.only in (None, invariant):
+            raise Violation(invariant, text)
+
+    def saw(self, what: str, condition: bool = True) -> None:  # noqa: FBT001, FBT002 - a predicate
+        """Counts what was exercised, if it was."""
+        if condition:
+            self.coverage[what] = self.coverage.pop(what) + 1
+
+    def refused(self, error: type[CoreError], event: Callable[[], object]) -> None:
+        """Sees to it that an event is refused, and for which reason; and that it changes nothing."""
+        before, commands = self.core.stats(), list(self.take_commands())
+        try:
+            event()
+        except CoreError as refusal:
+            self.must(Invariant.REFUSALS, type(refusal) is error, f"{refusal!r} instead of {error.__name__}")
+        else:
+            self.must(Invariant.REFUSALS, False, f"not refused with {error.__name__}")
+        self.must(Invariant.REFUSALS, self.core.stats() == before, "figures have changed")
+        self.must(Invariant.REFUSALS, not self.take_commands(), f"commands were given, after {commands}")
+
+    def take_commands(self) -> list[Command]:
+        """Takes in what the core asks for."""
+        commands = self.core.take_commands()
+        for command in commands:
+            self.digest.update(spell(command).encode())
+            if isinstance(command, LeaseSettled):
+                self.settled.add(command.lease_id)
+            else:
+                self.work.take(command)
+        return commands
+
+    def settle(self) -> Iterator[None]:
+        """Everybody leaves and all work ends, that of tiers that hang too; yields after every step."""
+        while self.ledger.clients:
+            self._event(self.sessions.close_session)
+            yield
+        while self.ledger.orphans:
+            self._event(self.sessions.hang_up)
+            yield
+        self.backstage.hanging.clear()
+        left = MOST_WORK
+        while not self.work.done():
+            self._event(self.backstage.run_work)
+            yield
+            self._event(self.backstage.answer)
+            yield
+            left -= 1
+            self.must(Invariant.LEAKS, left > 0, "it never comes to rest")
+
+    def holds_whole(self, tier: ModelTier, spec: NamespaceSpec, key: bytes) -> bool:
+        """Returns whether a tier holds a block with the right bytes, or has lost it itself."""
+        name = (spec.id, key)
+        if (tier.name, name) in self.lost or name in tier.lies:
+            return True
+        wanted = tuple(label(spec.id, key, rank) for rank in range(spec.world_size))
+        return name in tier.blocks and tier.blocks[name][1] == wanted

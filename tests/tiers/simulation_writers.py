@@ -1,0 +1,184 @@
+"""Writers: clients that store, and some that say what they should not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import simulation_inspect as inside
+from simulation_actors import HOLD_SECONDS, Actors
+from simulation_keeping import tenant_of
+from simulation_ledger import StoreRecord
+from simulation_model import REQUESTS, Invariant, label
+
+from kvtier.tiers import errors
+from kvtier.tiers.answers import DurableStatus, Session, StoreAnswer, StoreStatus
+
+__all__ = ["Writers"]
+
+
+class Writers(Actors):
+    """What clients do that have computed something."""
+
+    def actions(self) -> dict[Callable[[], None], float]:
+        """Returns what can be done, with weights."""
+        return {
+            self.prepare_store: 14,
+            self.write_a_part: 3,
+            self.complete_store: 14,
+            self.complete_too_late: 1,
+            self.complete_twice: 0.6,
+            self.complete_a_strangers_store: 0.6,
+            self.name_wrong_items: 0.6,
+            self.flush: 1.5,
+            self.reset: 0.25,
+        }
+
+    def prepare_store(self) -> None:
+        if (client := self.pick_client()) is None:
+            return
+        session, keys, request_id = client.session, self.some_keys(client.session), self.rng.choice(REQUESTS)
+        if session.rank is None and session.namespace.world_size > 1:
+            self.world.refused(errors.InvalidItem, lambda: self._prepare(session, keys, request_id, 0))
+            return
+        if self.rng.random() < 0.02:
+            bad = [*keys, b"no such group" + (7).to_bytes(4, "big")]
+            self.world.refused(errors.InvalidKey, lambda: self._prepare(session, bad, request_id, 0))
+            return
+        expires_at = self.world.now + self.rng.choice(HOLD_SECONDS)
+        retain_until = self.retain_until()
+        answer = self._prepare(session, keys, request_id, expires_at, retain_until)
+        taken = [key for key, status in zip(keys, answer.statuses, strict=True) if status != StoreStatus.NO_ROOM]
+        blocks = [inside.block(self.world.core, session.namespace.id, key) for key in taken]
+        self.used(session, [block for block in blocks if block is not None], retain_until, answer.not_retained)
+        granted = [key for key, status in zip(keys, answer.statuses, strict=True) if status == StoreStatus.GRANTED]
+        self.world.must(Invariant.SLOTS, len(granted) == len(answer.slots), "a slot per granted block")
+        self.world.must(Invariant.SLOTS, (answer.store_id is None) == (not granted), "a store id for granted blocks")
+        self.world.saw("no room", StoreStatus.NO_ROOM in answer.statuses)
+        record = self.world.ledger.requests.get(session.engine_id, request_id)
+        names = [(session.namespace.id, key) for key in granted]
+        if record is not None and record.insisting:
+            self.world.insisted_on(record, dict.fromkeys(keys), set(names), session)
+        if answer.store_id is None:
+            return
+        if record is not None:
+            record.stores += 1
+        granted_blocks = self.world.core.store(session, answer.store_id).blocks
+        self.world.ledger.stores[answer.store_id] = StoreRecord(
+            answer.store_id, client, record, granted_blocks, answer.slots, expires_at
+        )
+        self.world.memory.update(dict.fromkeys(answer.slots, "unwritten"))
+
+    def _prepare(
+        self, session: Session, keys: list[bytes], request_id: str, expires_at: float, retain_until: float = 0.0
+    ) -> StoreAnswer:
+        return self.world.core.prepare_store(
+            session, keys, request_id=request_id, expires_at=expires_at, retain_until=retain_until
+        )
+
+    def write_a_part(self) -> None:
+        """Whoever may write writes something: half a block, or what nobody wants any more."""
+        for record in self.world.ledger.stores.values():
+            if record.writers and self.rng.random() < 0.5:
+                for slot in record.slots:
+                    self.world.memory[slot] = "half written"
+                self.world.saw("writes after the end", record.quarantine is not None)
+
+    def complete_store(self) -> None:
+        for _ in range(1 + len(self.world.ledger.in_flight()) // 4):
+            self._complete_store()
+
+    def _complete_store(self) -> None:
+        in_flight = self.world.ledger.in_flight()
+        if not in_flight:
+            return
+        record = self.rng.choice(in_flight)
+        session = self.any_of(record.client.engine)
+        failed = {n for n in range(len(record.slots)) if self.rng.random() < 0.1}
+        self._write(record, failed)
+        self.world.ledger.written(record)
+        self.world.core.complete_store(session, record.id, failed)
+        self.world.keeping.takers.add(tenant_of(record.client.session.namespace.id))
+        self.world.saw("parts failed", bool(failed))
+        if record.request is not None:
+            written = [block for number, block in enumerate(record.blocks) if number not in failed]
+            self.world.is_due(record.request, [block.name for block in written if block.ready])
+
+    def _write(self, record: StoreRecord, failed: Collection[int]) -> None:
+        rank = record.client.session.own_rank()
+        for number, (name, slot) in enumerate(zip(record.names, record.slots, strict=True)):
+            self.world.memory[slot] = "torn" if number in failed else label(*name, rank)
+
+    def complete_too_late(self) -> None:
+        """A completion of a store that has expired or fallen: it does not count, but nobody writes there any more."""
+        late = [record for record in self.world.ledger.stores.values() if record.quarantine is not None]
+        if not late:
+            return
+        record = self.rng.choice(late)
+        others = [client for client in self.world.ledger.clients if client.engine != record.client.engine]
+        if others and self.rng.random() < 0.4:
+            self.world.core.writer_done(self.rng.choice(others).session, record.id)
+            self.world.saw("late completions by a stranger")
+            return
+        mine = [client for client in self.world.ledger.clients if client.engine == record.client.engine]
+        if not mine:
+            return
+        session = self.rng.choice(mine).session
+        self.world.refused(errors.StoreNotFound, lambda: self.world.core.complete_store(session, record.id))
+        self.world.ledger.written(record)
+        self.world.core.writer_done(session, record.id)
+        self.world.saw("late completions")
+
+    def complete_twice(self) -> None:
+        ledger = self.world.ledger
+        ended = [record for record in ledger.ended_stores if record.id not in ledger.stores]
+        client = self.pick_client()
+        if ended and client is not None:
+            store_id = self.rng.choice(ended).id
+            self.world.refused(errors.StoreNotFound, lambda: self.world.core.complete_store(client.session, store_id))
+            self.world.saw("stores completed twice")
+
+    def complete_a_strangers_store(self) -> None:
+        in_flight = self.world.ledger.in_flight()
+        record = self.rng.choice(in_flight) if in_flight else None
+        stranger = self.stranger_to(record.client.engine) if record is not None else None
+        if record is None or stranger is None:
+            return
+        core, expires_at = self.world.core, self.world.now + 1000
+        self.world.refused(errors.NotOwner, lambda: core.complete_store(stranger, record.id))
+        self.world.refused(errors.NotOwner, lambda: core.renew_store(stranger, record.id, expires_at))
+        core.writer_done(stranger, record.id)
+        self.world.saw("strangers' stores completed")
+
+    def name_wrong_items(self) -> None:
+        """A completion that names a block which was not granted is refused, and the store goes on."""
+        in_flight = self.world.ledger.in_flight()
+        if in_flight:
+            record = self.rng.choice(in_flight)
+            session, wrong = self.any_of(record.client.engine), [len(record.slots)]
+            self.world.refused(errors.InvalidItem, lambda: self.world.core.complete_store(session, record.id, wrong))
+            self.world.saw("wrong items named")
+
+    def reset(self) -> None:
+        """The CPU tier of a namespace is emptied; what is pinned goes when nobody needs it any more."""
+        if (client := self.pick_client()) is None:
+            return
+        core, namespace = self.world.core, client.session.namespace.id
+        waiting = core.resetting(client.session)
+        before = {block for block in inside.blocks(core) if block.namespace == namespace}
+        pinned = sum(block.pins > 0 for block in before)
+        left = core.reset(client.session)
+        self.world.must(Invariant.RESET, left == (waiting or pinned), f"{left} blocks are waited for, not {pinned}")
+        if not waiting:
+            self.world.ledger.gone[namespace] = before
+            self.world.saw("resets that wait", bool(left))
+
+    def flush(self) -> None:
+        """What is called durable must be in a tier, whole."""
+        if (client := self.pick_client()) is None:
+            return
+        keys = self.some_keys(client.session)
+        statuses = self.world.core.durability(client.session, keys)
+        self.world.keeping.takers.add(tenant_of(client.session.namespace.id))
+        for key, status in zip(keys, statuses, strict=True):
+            if status == DurableStatus.DURABLE:
+                self.world.must_be_durable(client.session.namespace, key)

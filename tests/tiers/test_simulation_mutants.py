@@ -1,0 +1,41 @@
+"""The simulation finds what is planted; `make simulate-mutants` plants all of it."""
+
+import pytest
+from simulation_model import Invariant
+from simulation_mutants import CannotPlantError, hunt, mutated
+from simulation_planted import MUTANTS, Mutant
+
+QUICK = (
+    "a slot is given out twice",
+    "a block that waits for a tier is not pinned",
+    "leases outlive their session",
+    "a job that has ended ends again",
+    "a fallen session's requests go on",
+    "a part that was not written is served",
+    "what is on its way counts twice",
+    "what is gone stays in line",
+)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_planted_bug_is_found_by_its_invariant(name: str) -> None:
+    """A simulation that finds nothing in a broken core would prove nothing about a sound one."""
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
+    assert hunt(mutant, 40) is not None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_bug_can_still_be_planted(mutant: Mutant) -> None:
+    """The core moves on; a mutant whose text is gone would be found by nobody, and missed by nobody."""
+    assert mutant.new in mutated(mutant)
+
+
+def test_a_bug_that_cannot_be_planted_is_an_error() -> None:
+    """Never a silent pass."""
+    with pytest.raises(CannotPlantError):
+        mutated(Mutant("nothing", Invariant.SLOTS, "flow.py", "no such text", ""))
+
+
+def test_every_invariant_has_a_bug_planted_for_it() -> None:
+    """What has never been seen to fail may not be able to."""
+    assert {mutant.invariant for mutant in MUTANTS} == set(Invariant)
