@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from stand_ins import FULL, WINDOW
+from stand_ins import FULL, STATE, WINDOW
 
-from kvtier.client.offload import BlockRead, CacheGeometry, Found
+from kvtier.client.offload import BlockRead, CacheGeometry, Found, Place, search
 from kvtier.client.offload.hits import longest_hit, usable_limit
 from kvtier.client.offload.reads import plan_reads
 
@@ -44,3 +44,44 @@ def test_half_a_load_is_none() -> None:
     found = Found(8, {0: {0: (9, 0), 1: (9, 1)}})
     reads = [plan_reads(geometry, found, [[5, 6]], 0, end) for end in (8, 4, 6)]
     assert reads == [[BlockRead(9, [0, 1], [0, 0], [5, 6])], [BlockRead(9, [0], [0], [5])], []]
+
+
+def _hit(geometry: CacheGeometry, limit: int, present: dict[int, set[int]]) -> tuple[int, int]:
+    """Returns how far a hit reaches, and how many questions it took."""
+    questions, asked = search(geometry, 0, limit), 0
+    try:
+        question = next(questions)
+        while True:
+            asked += 1
+            found: set[Place] = set()
+            for place in question.places:
+                if place.position in present[place.group.index]:
+                    found.add(place)
+                elif question.prefix:
+                    break
+            question = questions.send(found)
+    except StopIteration as end:
+        return end.value, asked
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "state", "expected"),
+    [
+        ({0, 1, 2, 3}, {2, 3}, {3}, (16, 2)),
+        ({0, 1, 2, 3}, {1, 2, 3}, {0, 2}, (12, 3)),  # a state is of one position
+        ({0, 1, 2, 3}, {0, 1}, {1, 3}, (8, 3)),
+        ({0, 1, 2, 3}, {0, 1, 2, 3}, set(), (0, 3)),
+        ({0, 2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}, (4, 2)),
+        ({2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}, (0, 1)),
+    ],
+)
+def test_full_window_and_state_are_matched_together(
+    full: set[int], window: set[int], state: set[int], expected: tuple[int, int]
+) -> None:
+    """B4.10 All of the prefix, the last window, and the state at the end: as few questions as it takes."""
+    assert _hit(CacheGeometry((FULL, WINDOW, STATE), 4, 4), 16, {0: full, 1: window, 2: state}) == expected
+
+
+def test_the_last_block_of_a_hit_can_be_one_to_compute_anew() -> None:
+    """B4.2 With a draft model the hit is a block shorter."""
+    assert _hit(CacheGeometry((FULL,), 4, 4, drop_last_block=True), 16, {0: {0, 1, 2, 3}}) == (12, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from stand_ins import FULL, References, Request
+from stand_ins import FULL, WINDOW, References, Request
 
 from kvtier.client.offload import BlockTables, CacheGeometry, SaveJob
 from kvtier.client.offload.saves import SavePlanner, SaveProgress
@@ -172,3 +172,44 @@ def test_preemption_frees_no_block_that_is_being_saved() -> None:
     rest = planner.plan(Request(3), progress, 12, [[20, 21, 22]])
     assert rest is not None
     assert rest.block_ids == [22]
+
+
+def test_a_job_whose_report_is_lost_frees_its_blocks_when_its_lease_is_over() -> None:
+    """B5.6 Not "until reset": the blocks are let go and offered again, and a report that comes after all changes nothing."""
+    pool = References()
+    planner, progress = Saves(pool), SaveProgress()
+    job = planner.plan(Request(2), progress, 8, [[7, 8]])
+    assert job is not None
+    planner.now += LOST_S - 1
+    assert planner.planner.expire(planner.now) == []
+    planner.now += 1
+    (lost,) = planner.planner.expire(planner.now)
+    assert (lost.job, lost.not_stored) == (job, {0, 1})
+    assert (pool.refs[7], planner.planner.pending) == (1, False)
+    planner.now += 1
+    again = planner.plan(Request(2), progress, 8, [[7, 8]])
+    assert again is not None
+    assert planner.report({job.job_id: 1}) == {}
+    assert pool.refs[7] == 2
+
+
+def test_what_fails_after_a_restart_is_offered_once() -> None:
+    """B4.12 The cursor comes by again, so that a block in flight at the preemption needs no second note."""
+    planner, progress = Saves(), SaveProgress()
+    job = planner.plan(Request(3), progress, 12, [[7, 8, 9]])
+    assert job is not None
+    progress.restart()
+    planner.report({job.job_id: 1}, {job.job_id: {0, 1, 2}})
+    planner.now += 60
+    again = planner.plan(Request(3), progress, 8, [[17, 18]])
+    assert again is not None
+    assert again.block_ids == [17, 18]
+    assert not progress.missed
+
+
+def test_blocks_that_leave_their_window_are_offered_before_those_that_stay() -> None:
+    """B4.10, B4.15 When not all can be held, full attention's blocks are still there in the next step."""
+    planner = SavePlanner(CacheGeometry((FULL, WINDOW), 4, 4), 1, 0.2, LOST_S, References(10))
+    job = planner.plan(Request(2), SaveProgress(), 8, lambda: [[1, 2], [3, 4]], 0.0)
+    assert job is not None
+    assert (job.groups, job.block_ids) == ([1, 1], [3, 4])

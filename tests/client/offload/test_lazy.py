@@ -1,0 +1,148 @@
+"""Lazy mode: what is stored just before the engine would evict it."""
+
+from __future__ import annotations
+
+import pytest
+from stand_ins import FULL, STATE, WINDOW, References, Request, Wishes
+
+from kvtier.client.offload import (
+    CacheGeometry,
+    CacheGroup,
+    Computed,
+    FreeBlock,
+    Mode,
+    OffloadCore,
+    OffloadOptions,
+    SaveJob,
+)
+
+
+def _core(pool: References, batched_tokens: int = 4, held: float = 1.0, world_size: int = 1) -> OffloadCore:
+    """Returns a core that looks two blocks ahead for each four batched tokens."""
+    options = OffloadOptions(Mode.LAZY, max_held_fraction=held, batched_tokens=batched_tokens)
+    return OffloadCore(CacheGeometry((FULL,), 4, 4), world_size, options, pool, Wishes())
+
+
+def _free(*numbers: int) -> list[FreeBlock]:
+    return [FreeBlock(number, 0, b"k%d" % number) for number in numbers]
+
+
+def _step(core: OffloadCore, now: float = 0.0) -> list[int]:
+    """Returns the blocks that a step saves, all of which are stored at once."""
+    core.plan_saves((), now)
+    saves = core.take_plan().saves
+    core.saves_ended({job.job_id: 1 for job in saves}, {}, now)
+    return [block for job in saves for block in job.block_ids]
+
+
+@pytest.mark.parametrize(
+    ("groups", "target"),
+    [((FULL,), 2 * 4), ((FULL, WINDOW), 2 * (4 + 3)), ((FULL, CacheGroup(1, 8, 7), STATE), 2 * (4 + 2 + 2))],
+)
+def test_the_walk_looks_two_steps_ahead(groups: tuple[CacheGroup, ...], target: int) -> None:
+    """B4.7 cdiv(batched tokens, block), cdiv(window, block) + 1, and 2 for states; times two."""
+    pool = References()
+    core = OffloadCore(CacheGeometry(groups, 8, 4), 1, OffloadOptions(Mode.LAZY, batched_tokens=16), pool, Wishes())
+    pool.free(*_free(*range(1, 60)))
+    assert len(_step(core)) == target
+
+
+def test_blocks_are_stored_from_the_end_where_they_are_evicted() -> None:
+    """B4.7 The next two first; what has no name, or is stored already, counts and is not stored."""
+    pool = References()
+    core = _core(pool)
+    pool.free(*_free(5, 3), FreeBlock(8, 0, None), *_free(4))
+    assert _step(core) == [5, 3]
+    pool.free(*_free(5, 3))  # stored, and free again, behind the others
+    assert _step(core) == [4]
+    pool.free(*_free(4))
+    assert _step(core) == []
+
+
+def test_a_block_with_other_content_is_another_block() -> None:
+    """B4.7 What is known of a block is known of its content."""
+    pool = References()
+    core = _core(pool)
+    pool.free(*_free(5))
+    assert _step(core) == [5]
+    pool.free(FreeBlock(5, 0, b"other"))
+    assert _step(core) == [5]
+
+
+def test_a_cursor_whose_block_came_back_into_use_starts_anew() -> None:
+    """B4.7 What is freed while it was in use may stand before where the walk was."""
+    pool = References()
+    core = _core(pool)
+    pool.free(*_free(5))
+    assert _step(core) == [5]
+    pool.free(*_free(5))
+    assert _step(core) == []  # the cursor stands on 5
+    pool.hold([5])
+    pool.free(*_free(6, 7))
+    assert _step(core) == [6, 7]
+    pool.free(*_free(6, 7))
+    pool.queue = [FreeBlock(9, 0, b"k9"), *pool.queue]
+    pool.refs[9] = 0
+    assert _step(core) == [9]
+
+
+def test_what_is_held_is_bounded() -> None:
+    """B4.6 Saves in flight hold their share of the blocks and no more."""
+    pool = References(10)
+    core = _core(pool, batched_tokens=100, held=0.3)
+    pool.free(*_free(1, 2, 3, 4, 5))
+    core.plan_saves((), 0.0)
+    (job,) = core.take_plan().saves
+    assert job.block_ids == [1, 2, 3]
+    core.plan_saves((), 0.0)
+    assert not core.take_plan().saves
+
+
+def test_a_full_server_is_asked_now_and_then() -> None:
+    """B3.5 Blocks that were not stored are offered again after a while, for as long as they are there."""
+    pool = References()
+    core = _core(pool)
+    pool.free(*_free(5))
+    core.plan_saves((), 0.0)
+    (job,) = core.take_plan().saves
+    assert core.saves_ended({job.job_id: 1}, {job.job_id: {0}}, 0.0) == 1
+    pool.free(*_free(5))
+    assert _step(core, 1.0) == []
+    assert _step(core, 60.0) == [5]
+
+
+def test_lazy_mode_finds_no_block_in_flight() -> None:
+    """B5.8 A block that is being stored is held, so it is not free: no set is needed to leave it out."""
+    pool = References()
+    core = _core(pool, world_size=2)
+    pool.free(*_free(5, 6))
+    core.plan_saves((), 0.0)
+    (job,) = core.take_plan().saves
+    assert (job.request_id, job.block_ids, pool.queue) == ("", [5, 6], [])
+    core._saves._in_flight.clear()
+    core.plan_saves((), 0.0)
+    assert not core.take_plan().saves
+    assert core.pending
+
+
+def test_requests_are_stored_eagerly_only_where_the_whole_is_wanted() -> None:
+    """B1.1, B4.7 Who reads a whole request's blocks will not wait until they are evicted; others are left alone."""
+    core = _core(References())
+    for name, whole in (("r", False), ("w", True)):
+        core.arrived(Request(2, name, may_load=False, whole=whole), 0, 0.0)
+        core.allocated(name, [[1, 2]], 0)
+    core.plan_saves([Computed("r", 8, lambda: [[1, 2]]), Computed("w", 8, lambda: [[3, 4]])], 0.0)
+    assert core.take_plan().saves == [SaveJob(1, "w", [b"0.0", b"1.0"], [0, 0], [3, 4])]
+
+
+def test_after_a_reset_nothing_counts_as_stored() -> None:
+    """B4.13 The server has lost it all: what is free is stored again."""
+    pool = References()
+    core = _core(pool)
+    pool.free(*_free(5))
+    assert _step(core) == [5]
+    pool.free(*_free(5))
+    assert core.reset()
+    assert _step(core) == []
+    core.emptied()
+    assert _step(core) == [5]
