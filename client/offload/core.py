@@ -139,13 +139,14 @@ class OffloadCore:
             if state is not None and self._stores_eagerly(state):
                 self._add_save(state, self._saves.plan(state.engine, state.progress, tokens, read_table, now))
         if self._walk is not None and (blocks := self._walk.choose(self._saves.room, now)):
-            job = self._saves.plan_free(blocks, now)
+            job = self._saves.plan_free(blocks)
             if job is not None:
                 self._plan.saves.append(job)
 
-    def take_plan(self) -> StepPlan:
-        """Returns what the step's workers are to move; each job is in one plan."""
+    def take_plan(self, now: float) -> StepPlan:
+        """Returns what the step's workers are to move, given to them now; each job is in one plan."""
         plan, self._plan = self._plan, StepPlan()
+        self._saves.sent(plan.saves, now)
         return plan
 
     def saves_ended(self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]], now: float) -> int:

@@ -13,6 +13,7 @@ server that went away) is offered again while the request lives, at growing inte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -90,7 +91,7 @@ class _Place(NamedTuple):
 @dataclass
 class _Held:
     job: SaveJob
-    expires_at: float
+    expires_at: float = math.inf
     reports: int = 0
     not_stored: set[int] = field(default_factory=set)
 
@@ -166,16 +167,21 @@ class SavePlanner:
                 end = min(ends[group.index], len(table))
                 missed = progress.take_missed(group.index, end) if retry else []
                 self._offer(job, request, progress, group, missed, table[:end], now)
-        return self._hold(job, now)
+        return self._hold(job)
 
-    def plan_free(self, blocks: Sequence[FreeBlock], now: float) -> SaveJob | None:
+    def plan_free(self, blocks: Sequence[FreeBlock]) -> SaveJob | None:
         """The job for blocks that no request uses (lazy mode)."""
         job = SaveJob(self._next_job_id, "")
         for block in blocks:
             if block.key is not None:
                 self._in_flight[block.block_id] = []
                 _add(job, block.key, block.group_index, block.block_id)
-        return self._hold(job, now)
+        return self._hold(job)
+
+    def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
+        """These are given to the workers now: from now on their reports are waited for."""
+        for job in jobs:
+            self._jobs[job.job_id].expires_at = now + self._lost_after_s
 
     def report(
         self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]], now: float
@@ -197,6 +203,7 @@ class SavePlanner:
         lost = []
         for held in self._jobs.values():
             if held.expires_at > now:
+                # Later jobs expire later, or have yet to be sent.
                 break
             held.not_stored.update(range(len(held.job.keys)))
             lost.append(held)
@@ -245,12 +252,12 @@ class SavePlanner:
                 break
         progress.next_position[group.index] = max(cursor, end)
 
-    def _hold(self, job: SaveJob, now: float) -> SaveJob | None:
+    def _hold(self, job: SaveJob) -> SaveJob | None:
         if not job.block_ids:
             return None
         self._next_job_id += 1
         self._pool.hold(job.block_ids)
-        self._jobs[job.job_id] = _Held(job, now + self._lost_after_s)
+        self._jobs[job.job_id] = _Held(job)
         return job
 
 

@@ -62,11 +62,12 @@ def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEng
         endpoint: str | None = None,
         lookup_timeout_s: float = PATIENCE_SECONDS,
         bind: str = "0",
+        extra: dict[str, Any] | None = None,
         **llm: Any,
     ) -> dict[str, Any]:
         settings = {"model": str(models / model), "block_size": 32, **llm}
         if endpoint is not None:
-            settings["kv_transfer_config"] = connector_config(endpoint, lookup_timeout_s)
+            settings["kv_transfer_config"] = connector_config(endpoint, {"lookup_timeout_s": lookup_timeout_s, **(extra or {})})
         path = folder / str(time.monotonic_ns())
         path.with_suffix(".job").write_text(json.dumps({"llm": settings, "steps": steps}))
         environment = {
@@ -89,12 +90,12 @@ def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEng
     return run
 
 
-def connector_config(endpoint: str, lookup_timeout_s: float) -> dict[str, Any]:
+def connector_config(endpoint: str, extra: dict[str, Any]) -> dict[str, Any]:
     """Returns the engine's `kv_transfer_config`."""
     return {
         "kv_connector": "KVTierConnector",
         "kv_connector_module_path": "kvtier.client.engines.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"endpoint": endpoint, "lookup_timeout_s": lookup_timeout_s},
+        "kv_connector_extra_config": {"endpoint": endpoint, **extra},
     }

@@ -21,7 +21,7 @@ from kvtier.client.engines.vllm.copies import make_copier
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.lookup import LookupService, LookupState
-from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.metadata import SAVE_WITHIN_S, StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.reports import WorkerReports
 from kvtier.client.engines.vllm.worker import WorkerSide
 from kvtier.client.offload import BlockRead, CacheGeometry, CacheGroup, LoadJob, SaveJob
@@ -85,7 +85,14 @@ def test_an_unknown_setting_is_a_warning_that_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [{"lookup_timeout_s": "1"}, {"lookup_timeout_s": -1}, {"transport": "rdma"}, {"endpoint": 5}]
+    "extra",
+    [
+        {"lookup_timeout_s": "1"},
+        {"lookup_timeout_s": -1},
+        {"transport": "rdma"},
+        {"endpoint": 5},
+        {"lazy_offload": "no"},
+    ],
 )
 def test_a_wrong_setting_stops_the_start(extra: dict[str, Any]) -> None:
     """What cannot be meant is said at start, not ignored."""
@@ -276,3 +283,16 @@ def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> N
     worker.close()
     expected = [([2], "loads 1"), ([3], "loads 1"), ([5], "saves 1"), ([6], "saves 1"), ([7], "saves 2")]
     assert sorted(copied) == expected
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_save_that_is_old_is_not_begun(*, late: bool) -> None:
+    """B5.6 A worker that was stopped for long reads no block that its scheduler has let go meanwhile."""
+    client, reports = FakeTransfers(), WorkerReports()
+    worker = WorkerSide(lambda: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(_caches(8))
+    sent_at = time.time() - (SAVE_WITHIN_S if late else 0)
+    worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns", sent_at=sent_at))
+    worker.close()
+    assert client.written == ([] if late else [[b"k0", b"k1"]])
+    assert reports.take_report() == WorkerReport({1: 1}, {1: {0, 1}} if late else {})

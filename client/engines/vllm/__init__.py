@@ -4,9 +4,12 @@
         "kv_connector_module_path": "kvtier.client.engines.vllm", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": "unix:/run/kvtier/kvtier.sock"}}'
 
-Where things are: ``connector`` maps vLLM's hooks; ``scheduler`` decides (with ``lookup``, ``hits``, ``saves``); ``worker`` copies
-(with ``layout``, ``copies``, ``reports``); ``groups`` and ``namespace`` say what an engine's blocks are; ``metadata`` travels
-between the two.
+Where things are: ``connector`` maps vLLM's hooks; ``scheduler`` translates them for ``client/offload``, which decides (``requests``
+is what it sees of vLLM, ``remote`` how it reaches the server, with ``lookup`` and ``resets``); ``worker`` copies (with ``layout``,
+``copies``, ``reports``); ``groups`` and ``namespace`` say what an engine's blocks are; ``metadata`` travels between the two.
+
+Settings are in ``config``. By default a block is stored as soon as it is full; with ``lazy_offload`` when the engine is about to
+evict it: fewer copies, but what an engine still holds is lost with it, and no other engine finds it.
 
 Limits, of which vLLM gives a connector no way around:
 

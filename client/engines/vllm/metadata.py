@@ -8,6 +8,7 @@ vLLM pickles both between its own processes; they hold plain values only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ...offload import LoadJob, SaveJob
@@ -17,23 +18,25 @@ __all__ = ["SAVE_LOST_AFTER_S", "SAVE_WITHIN_S", "StepMetadata", "WorkerReport"]
 
 
 SAVE_LOST_AFTER_S = 600.0
-"""A save that no worker has reported by then, since it was planned, never will be: its blocks are let go (B5.6)."""
+"""A save that no worker has reported by then, since it was sent, never will be: its blocks are let go (B5.6)."""
 
 SAVE_WITHIN_S = 300.0
-"""Workers begin no copy of a save later than this after they were given it; what they have begun, their grant ends."""
+"""Workers begin no copy of a save later than this after it was sent; for what they have begun by then, their grant ends."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """One step's loads and saves (see StepPlan).
 
-    ``idle``: the step computes nothing, so that a worker may wait a moment for its copies.
+    ``idle``: the step computes nothing, so that a worker may wait a moment for its copies. ``sent_at``: the time of the day, by
+    which a worker that was stopped knows that its saves are old.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     namespace_digest: str = ""
     idle: bool = False
+    sent_at: float = math.inf
 
 
 @dataclass

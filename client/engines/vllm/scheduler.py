@@ -108,12 +108,13 @@ class SchedulerSide:
         except Exception as error:  # noqa: BLE001 - as the comment says
             # The step's loads must reach the workers all the same: requests wait for them.
             self._log.warn("plan", f"planning saves failed: {error!r}", exc_info=True)
-        plan = self._core.take_plan()
+        plan = self._core.take_plan(time.monotonic())
         return StepMetadata(
             loads=plan.loads,
             saves=plan.saves,
             namespace_digest=self._digest,
             idle=scheduler_output.total_num_scheduled_tokens == 0,
+            sent_at=time.time(),
         )
 
     def loads_reported(self, finished_loads: Iterable[str], failed_loads: Iterable[str]) -> None:

@@ -94,7 +94,8 @@ class WorkerSide:
             self._reports.refuse_saves(step)
             return
         assert self._copier is not None
-        after, give_up_at = self._copier.mark(), time.monotonic() + SAVE_WITHIN_S
+        after = self._copier.mark()
+        give_up_at = time.monotonic() + SAVE_WITHIN_S - max(0.0, time.time() - step.sent_at)
         for job in step.saves:
             self._queue(1, functools.partial(self._save, job, after, give_up_at))
 

@@ -122,7 +122,7 @@ class World:
         computed = [Computed(w.request.request_id, w.end, lambda w=w: w.request.tables) for w in works]  # type: ignore[misc]
         in_flight = {block for job in self.saves.values() for block in job.block_ids}
         self.core.plan_saves(computed, self.now)
-        plan = self.core.take_plan()
+        plan = self.core.take_plan(self.now)
         self.check_plan(plan.loads, plan.saves, in_flight)
         for work in works:
             work.request.computed = work.end

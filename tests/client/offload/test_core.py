@@ -37,7 +37,7 @@ class Engine:
     def save(self, tokens: int, now: float = 0.2) -> list[list[int]]:
         """Returns the blocks that a step saves."""
         self.core.plan_saves([Computed("r", tokens, lambda: TABLES)], now)
-        return [job.block_ids for job in self.core.take_plan().saves]
+        return [job.block_ids for job in self.core.take_plan(0.0).saves]
 
     def load(self, tokens: int = 12) -> None:
         """Has the request loaded, up to where the engine waits for it."""
@@ -99,8 +99,8 @@ def test_a_load_is_planned_once_and_pinned_until_it_ends() -> None:
     """B4.4, B4.8 The plan has it; the engine keeps stepping; when workers are done the pin goes, and not before."""
     engine = Engine()
     engine.load()
-    assert engine.core.take_plan().loads == [LoadJob("r", [BlockRead(9, [0, 1, 2], [0, 0, 0], [1, 2, 3])])]
-    assert not engine.core.take_plan().loads
+    assert engine.core.take_plan(0.0).loads == [LoadJob("r", [BlockRead(9, [0, 1, 2], [0, 0, 0], [1, 2, 3])])]
+    assert not engine.core.take_plan(0.0).loads
     assert engine.core.sources("r") == {"cpu": 8, "lmdb": 4}
     assert engine.core.pending
     assert not engine.server.dropped
@@ -113,7 +113,7 @@ def test_the_engine_may_take_fewer_tokens_than_offered() -> None:
     """B4.3 Only those are loaded; the others are computed, and stored."""
     engine = Engine()
     engine.load(4)
-    (job,) = engine.core.take_plan().loads
+    (job,) = engine.core.take_plan(0.0).loads
     assert [read.block_ids for read in job.reads] == [[1]]
     engine.core.loads_ended(["r"], [])
     assert engine.save(16) == [[2, 3, 4]]
@@ -134,7 +134,7 @@ def test_a_load_of_what_nobody_knows_is_one_that_fails() -> None:
     engine = Engine()
     engine.core.allocated("unknown", TABLES, 8)
     engine.core.allocated("r", TABLES, 8)
-    assert engine.core.take_plan().loads == [LoadJob("unknown"), LoadJob("r")]
+    assert engine.core.take_plan(0.0).loads == [LoadJob("unknown"), LoadJob("r")]
 
 
 def test_all_requests_of_a_step_are_in_one_plan() -> None:
@@ -144,10 +144,10 @@ def test_all_requests_of_a_step_are_in_one_plan() -> None:
     for name in ("s", "t"):
         engine.core.arrived(Request(2, name), 0, 0.0)
     engine.core.plan_saves([Computed("s", 8, lambda: [[11, 12]]), Computed("t", 8, lambda: [[21, 22]])], 0.1)
-    plan = engine.core.take_plan()
+    plan = engine.core.take_plan(0.0)
     assert [job.request_id for job in plan.loads] == ["r"]
     assert [job.request_id for job in plan.saves] == ["s", "t"]
-    assert engine.core.take_plan() == type(plan)()
+    assert engine.core.take_plan(0.0) == type(plan)()
 
 
 def test_a_request_that_ends_while_it_is_loaded_ends_when_the_load_does() -> None:
@@ -156,7 +156,7 @@ def test_a_request_that_ends_while_it_is_loaded_ends_when_the_load_does() -> Non
     engine.load()
     engine.core.finished("r", TABLES, 12, 0.2)
     assert (engine.server.dropped, engine.server.ended, engine.core.pending) == ([], [], True)
-    engine.core.take_plan()
+    engine.core.take_plan(0.0)
     engine.core.loads_ended(["r"], [])
     assert (engine.server.dropped, engine.server.ended, engine.core.pending) == ([1], ["r"], False)
 
@@ -166,7 +166,7 @@ def test_the_last_steps_blocks_are_stored_and_then_the_request_ends() -> None:
     engine = Engine(world_size=2)
     assert engine.save(8) == [[1, 2]]
     engine.core.finished("r", TABLES, 16, 0.3)
-    (last,) = engine.core.take_plan().saves
+    (last,) = engine.core.take_plan(0.0).saves
     assert last.block_ids == [3, 4]
     engine.core.saves_ended({1: 2, last.job_id: 1}, {}, 0.4)
     assert (engine.server.ended, engine.core.pending) == ([], True)
@@ -184,7 +184,7 @@ def test_a_preemption_resets_the_cursors() -> None:
     assert engine.pool.refs[1] == 1
     assert engine.core.match("r", 0, 0.3) is None
     engine.core.plan_saves([Computed("r", 16, lambda: [[5, 6, 7, 8]])], 0.4)
-    assert [job.block_ids for job in engine.core.take_plan().saves] == [[5, 6, 7, 8]]
+    assert [job.block_ids for job in engine.core.take_plan(0.0).saves] == [[5, 6, 7, 8]]
 
 
 def test_an_engine_that_asks_again_has_preempted() -> None:
@@ -199,7 +199,7 @@ def test_an_engine_that_asks_again_has_preempted() -> None:
     engine.core.preempted(["r"])
     engine.core.loads_ended(["r"], [])
     engine.core.plan_saves([Computed("r", 16, lambda: [[5, 6, 7, 8]])], 0.5)
-    assert [job.block_ids for job in engine.core.take_plan().saves] == [[8]], "the load's note was not wiped"
+    assert [job.block_ids for job in engine.core.take_plan(0.0).saves] == [[8]], "the load's note was not wiped"
 
 
 def test_a_reset_waits_for_transfers_then_for_the_server() -> None:
@@ -223,7 +223,7 @@ def test_a_reset_waits_for_loads_too() -> None:
     engine = Engine()
     engine.load()
     assert not engine.core.reset()
-    engine.core.take_plan()
+    engine.core.take_plan(0.0)
     engine.core.loads_ended(["r"], [])
     assert engine.server.emptied == 1
 
@@ -243,7 +243,7 @@ def test_groups_are_offered_each_on_its_own() -> None:
     core = OffloadCore(CacheGeometry((FULL, WINDOW), 4, 4), 1, OffloadOptions(), pool, Wishes())
     core.arrived(Request(2, may_load=False), 0, 0.0)
     core.plan_saves([Computed("r", 8, lambda: [[1, 2], [0, 4]])], 0.1)
-    assert core.take_plan().saves == [SaveJob(1, "r", [b"1.1", b"0.0", b"1.0"], [1, 0, 0], [4, 1, 2])]
+    assert core.take_plan(0.0).saves == [SaveJob(1, "r", [b"1.1", b"0.0", b"1.0"], [1, 0, 0], [4, 1, 2])]
 
 
 def test_who_may_not_does_not() -> None:

@@ -30,7 +30,7 @@ def _free(*numbers: int) -> list[FreeBlock]:
 def _step(core: OffloadCore, now: float = 0.0) -> list[int]:
     """Returns the blocks that a step saves, all of which are stored at once."""
     core.plan_saves((), now)
-    saves = core.take_plan().saves
+    saves = core.take_plan(0.0).saves
     core.saves_ended({job.job_id: 1 for job in saves}, {}, now)
     return [block for job in saves for block in job.block_ids]
 
@@ -92,10 +92,10 @@ def test_what_is_held_is_bounded() -> None:
     core = _core(pool, batched_tokens=100, held=0.3)
     pool.free(*_free(1, 2, 3, 4, 5))
     core.plan_saves((), 0.0)
-    (job,) = core.take_plan().saves
+    (job,) = core.take_plan(0.0).saves
     assert job.block_ids == [1, 2, 3]
     core.plan_saves((), 0.0)
-    assert not core.take_plan().saves
+    assert not core.take_plan(0.0).saves
 
 
 def test_a_full_server_is_asked_now_and_then() -> None:
@@ -104,7 +104,7 @@ def test_a_full_server_is_asked_now_and_then() -> None:
     core = _core(pool)
     pool.free(*_free(5))
     core.plan_saves((), 0.0)
-    (job,) = core.take_plan().saves
+    (job,) = core.take_plan(0.0).saves
     assert core.saves_ended({job.job_id: 1}, {job.job_id: {0}}, 0.0) == 1
     pool.free(*_free(5))
     assert _step(core, 1.0) == []
@@ -117,11 +117,11 @@ def test_lazy_mode_finds_no_block_in_flight() -> None:
     core = _core(pool, world_size=2)
     pool.free(*_free(5, 6))
     core.plan_saves((), 0.0)
-    (job,) = core.take_plan().saves
+    (job,) = core.take_plan(0.0).saves
     assert (job.request_id, job.block_ids, pool.queue) == ("", [5, 6], [])
     core._saves._in_flight.clear()
     core.plan_saves((), 0.0)
-    assert not core.take_plan().saves
+    assert not core.take_plan(0.0).saves
     assert core.pending
 
 
@@ -132,7 +132,7 @@ def test_requests_are_stored_eagerly_only_where_the_whole_is_wanted() -> None:
         core.arrived(Request(2, name, may_load=False, whole=whole), 0, 0.0)
         core.allocated(name, [[1, 2]], 0)
     core.plan_saves([Computed("r", 8, lambda: [[1, 2]]), Computed("w", 8, lambda: [[3, 4]])], 0.0)
-    assert core.take_plan().saves == [SaveJob(1, "w", [b"0.0", b"1.0"], [0, 0], [3, 4])]
+    assert core.take_plan(0.0).saves == [SaveJob(1, "w", [b"0.0", b"1.0"], [0, 0], [3, 4])]
 
 
 def test_after_a_reset_nothing_counts_as_stored() -> None:

@@ -180,6 +180,9 @@ def test_a_job_whose_report_is_lost_frees_its_blocks_when_its_lease_is_over() ->
     planner, progress = Saves(pool), SaveProgress()
     job = planner.plan(Request(2), progress, 8, [[7, 8]])
     assert job is not None
+    planner.now += LOST_S
+    assert planner.planner.expire(planner.now) == [], "nobody was given it yet"
+    planner.planner.sent([job], planner.now)
     planner.now += LOST_S - 1
     assert planner.planner.expire(planner.now) == []
     planner.now += 1

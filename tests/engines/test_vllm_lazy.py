@@ -1,0 +1,100 @@
+"""Lazy mode on vLLM's own block pool (BEHAVIOUR B4.7)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from connector_fakes import FULL, FakeClient, make_step
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+from kvtier.client import make_key
+from kvtier.client.engines.vllm import KVTierConnector, connector
+from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.config import ConnectorConfig
+from kvtier.client.engines.vllm.metadata import WorkerReport
+from kvtier.client.engines.vllm.scheduler import SchedulerSide
+from kvtier.client.offload import CacheGeometry
+
+
+def _cached(pool: BlockPool, count: int, first: int = 0, tokens: int | None = None) -> list[Any]:
+    """Allocates blocks that are in the prefix cache, as the n-th blocks of a prompt; `tokens` in the last, if it is not full."""
+    blocks: list[Any] = pool.get_new_blocks(count)
+    for number, block in enumerate(blocks, first):
+        name = make_block_hash_with_group_id(bytes([number]) * 32, 0)  # type: ignore[arg-type]
+        pool._insert_block_hash(name, block, num_tokens=tokens or 4 * (number + 1))
+    return blocks
+
+
+def _side(pool: BlockPool, *, batched_tokens: int = 8, held: float = 0.5) -> SchedulerSide:
+    side = SchedulerSide(
+        FakeClient(),  # type: ignore[arg-type]
+        CacheGeometry((FULL,), 4, 4),
+        "ns",
+        ConnectorConfig(lazy_offload=True, max_held_fraction=held),
+        1,
+        may_load=True,
+        may_save=True,
+        log=LimitedLog(),
+        batched_tokens=batched_tokens,
+    )
+    side.bind_pool(pool)
+    return side
+
+
+def test_free_blocks_are_saved_before_they_are_evicted() -> None:
+    """B4.7, B4.9 In the order of eviction, held while they are copied, and not again; the null block never."""
+    pool = BlockPool(8, enable_caching=True, hash_block_size=4)
+    side = _side(pool)
+    blocks = _cached(pool, 6)
+    assert not side.build_step(make_step({})).saves, "what is in use is not about to be evicted"
+    pool.free_blocks(reversed(blocks))
+    free = pool.get_num_free_blocks()
+    (job,) = side.build_step(make_step({})).saves
+    assert job.block_ids == [block.block_id for block in reversed(blocks)][:4]
+    assert job.keys == [make_key(bytes([number]) * 32, 0) for number in (5, 4, 3, 2)]
+    assert pool.get_num_free_blocks() == free - 4
+    side.saves_reported(WorkerReport({job.job_id: 1}))
+    assert pool.get_num_free_blocks() == free
+    (rest,) = side.build_step(make_step({})).saves
+    assert rest.keys == [make_key(bytes([number]) * 32, 0) for number in (1, 0)]
+    side.saves_reported(WorkerReport({rest.job_id: 1}))
+    for _ in range(3):
+        assert not side.build_step(make_step({})).saves, "each is stored"
+    side.close()
+
+
+def test_a_block_that_is_reused_is_saved_for_what_it_holds_then() -> None:
+    """B4.7 The engine evicts and fills it with something else: that is stored, in its turn."""
+    pool = BlockPool(3, enable_caching=True, hash_block_size=4)
+    side = _side(pool, held=1.0)
+    for first in (0, 2):
+        pool.free_blocks(_cached(pool, 2, first))
+        (job,) = side.build_step(make_step({})).saves
+        assert job.keys == [make_key(bytes([number]) * 32, 0) for number in (first, first + 1)]
+        side.saves_reported(WorkerReport({job.job_id: 1}))
+    side.close()
+
+
+def test_the_beginning_of_a_block_is_not_saved_for_a_block() -> None:
+    """A block may be named by a hash of its first tokens only, in vLLM."""
+    pool = BlockPool(3, enable_caching=True, hash_block_size=4)
+    side = _side(pool)
+    pool.free_blocks(_cached(pool, 1, tokens=2))
+    assert not side.build_step(make_step({})).saves
+    side.close()
+
+
+def test_with_adapters_lazy_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A free block does not say whose it was, and an adapter's KV must not be stored."""
+    warnings: list[str] = []
+    monkeypatch.setattr(KVTierConnector, "_set_up", lambda _: None)
+    monkeypatch.setattr(connector.logger, "warning", lambda text, *_: warnings.append(text))
+    transfer = SimpleNamespace(kv_connector_extra_config={"lazy_offload": True}, engine_id="e")
+    for lora, lazy in ((None, True), (object(), False)):
+        config = SimpleNamespace(kv_transfer_config=transfer, lora_config=lora)
+        made: Any = KVTierConnector(config, connector.KVConnectorRole.SCHEDULER, SimpleNamespace())  # type: ignore[arg-type]
+        assert made._scheduler_config().lazy_offload is lazy
+    assert [text for text in warnings if "LoRA" in text]
