@@ -67,7 +67,9 @@ def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEng
     ) -> dict[str, Any]:
         settings = {"model": str(models / model), "block_size": 32, **llm}
         if endpoint is not None:
-            settings["kv_transfer_config"] = connector_config(endpoint, {"lookup_timeout_s": lookup_timeout_s, **(extra or {})})
+            settings["kv_transfer_config"] = connector_config(
+                endpoint, {"lookup_timeout_s": lookup_timeout_s, **(extra or {})}
+            )
         path = folder / str(time.monotonic_ns())
         path.with_suffix(".job").write_text(json.dumps({"llm": settings, "steps": steps}))
         environment = {

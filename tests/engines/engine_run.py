@@ -21,12 +21,11 @@ def main() -> None:
     llm = LLM(
         dtype="float32",
         enforce_eager=True,
-        max_model_len=4096,
         enable_prefix_caching=True,
         disable_log_stats=False,
         skip_tokenizer_init=True,
         seed=0,
-        **job["llm"],
+        **{"max_model_len": 4096, **job["llm"]},
     )
     results = [_step(llm, dict(step)) for step in job["steps"]]
     Path(sys.argv[2]).write_text(json.dumps(results))

@@ -189,7 +189,9 @@ class SchedulerSide:
     def _computed(self, scheduler_output: Any) -> Iterable[Computed]:
         """The requests of the step that may be saved by now: not before their tiers have voted."""
         tables = scheduler_output.kv_connector_block_state
-        for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items() if tables is not None else ():
+        if tables is None:
+            return
+        for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             view = self._requests.get(request_id)
             if view is not None and not view.announcement.voting:
                 tokens = view.request.num_computed_tokens + new_tokens

@@ -1,0 +1,273 @@
+"""The scheduler of the model engine, as engines have them: it drives the offload core with the same calls, in the same order."""
+
+from __future__ import annotations
+
+import random
+
+from model_engine import NULL, Layout, ModelRequest, Pool, Script, Status, Work
+from model_server import ModelServer, ModelWorker
+
+from kvtier.client.offload import CacheGeometry, Computed, LoadJob, OffloadCore, OffloadOptions, SaveJob
+
+
+class ModelScheduler:
+    """Chunked prefill of at most ``budget`` tokens per step, four requests at once, the last one preempted when blocks run out.
+
+    ``pipelined``: a step is scheduled before the one before it has been computed. ``picky``: how often less is taken than offered.
+    """
+
+    picky = 0.0
+
+    def __init__(
+        self,
+        rng: random.Random,
+        geometry: CacheGeometry,
+        options: OffloadOptions,
+        server: ModelServer,
+        workers: list[ModelWorker],
+        pool: Pool,
+        script: Script,
+        *,
+        pipelined: bool,
+    ) -> None:
+        self.rng, self.geometry, self.server, self.workers = rng, geometry, server, workers
+        self.pool, self.script, self.pipelined = pool, script, pipelined
+        self.now = 100.0
+        self.budget = options.batched_tokens
+        self.layout = Layout(geometry)
+        self.core = OffloadCore(geometry, len(workers), options, pool, server)
+        self.requests: dict[str, ModelRequest] = {}
+        self.waiting: list[ModelRequest] = []
+        self.running: list[ModelRequest] = []
+        self.submitted: list[tuple[list[Work], list[LoadJob], list[SaveJob]]] = []
+        self.to_process: list[list[Work]] = []
+        self.preempted: list[str] = []
+        self.arrivals = 0
+        self.takes_all: set[str] = set()
+        """Requests that took all that was offered to them: that must be loadable."""
+        self.hits: dict[str, int] = {}
+
+    def check_plan(self, loads: list[LoadJob], saves: list[SaveJob]) -> None:
+        """Looks at a step's plan before it is carried out."""
+
+    def submit(self, prompt: list[int], output: int, *, load: bool = True, save: bool = True) -> ModelRequest:
+        self.arrivals += 1
+        name, length = f"r{self.arrivals}", len(prompt)
+        request = ModelRequest(
+            name, self.script, list(prompt), length, length + output, self.geometry.groups, may_load=load, may_save=save
+        )
+        request.whole = self.rng.random() < 0.1
+        self.requests[name] = request
+        self.waiting.append(request)
+        self.core.arrived(request, self.layout.local_hit(self.pool, request), self.now)
+        return request
+
+    def step(self) -> None:
+        """One step of the engine: schedule, plan, compute (one step later when pipelined), take in what workers report."""
+        works = self.schedule()
+        self.core.preempted(self.preempted)
+        self.preempted.clear()
+        computed = [Computed(w.request.request_id, w.end, lambda w=w: w.request.tables) for w in works]  # type: ignore[misc]
+        self.core.plan_saves(computed, self.now)
+        plan = self.core.take_plan(self.now)
+        self.check_plan(plan.loads, plan.saves)
+        for work in works:
+            work.request.computed = work.end
+            work.request.placeholders += work.samples + work.drafts
+        self.submitted.append((works, plan.loads, plan.saves))
+        while len(self.submitted) > self.pipelined:
+            self.execute(*self.submitted.pop(0))
+        while self.to_process:
+            self.process(self.to_process.pop(0))
+
+    def schedule(self) -> list[Work]:
+        budget, works = self.budget, []
+        preempted = False
+        for request in list(self.running):
+            if request not in self.running or budget <= 0:
+                continue
+            todo = request.known + request.placeholders - request.computed
+            drafts = self.rng.randrange(3) if todo == 1 and not self.pipelined and budget > 3 else 0
+            if request.known + request.placeholders >= request.max_tokens:
+                todo = min(todo, request.known + request.placeholders - request.computed)
+                drafts = 0
+            count = min(todo, budget) + drafts
+            if count <= 0 or (request.placeholders and request.known + request.placeholders > request.max_tokens):
+                continue
+            granted, stall = self.make_room(request, request.computed + count)
+            preempted = preempted or (not granted and not stall)
+            if granted:
+                budget -= count
+                works.append(self.work(request, count, drafts))
+        for request in list(self.waiting):
+            if preempted or budget <= 0 or len(self.running) >= 4 or (admitted := self.admit(request, budget)) is None:
+                break
+            budget -= sum(work.end - work.start for work in admitted)
+            works += admitted
+        return works
+
+    def work(self, request: ModelRequest, count: int, drafts: int) -> Work:
+        end = request.computed + count
+        samples = end - drafts == request.known + request.placeholders
+        tables = [list(table) for table in request.tables]
+        return Work(request, request.computed, end, drafts, samples, request.preemptions, tables)
+
+    def make_room(self, request: ModelRequest, tokens: int) -> tuple[bool, bool]:
+        """Returns whether the request has blocks for `tokens`, and if not whether it may wait for saves."""
+        while not self.grow(request, tokens):
+            if self.core.frees_pending:
+                return False, True
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is request:
+                return False, False
+        self.name_blocks(request, tokens)
+        return True, False
+
+    def grow(self, request: ModelRequest, tokens: int) -> bool:
+        self.drop_unneeded(request)
+        sizes = {g.index: -(-tokens // g.block_tokens) - len(request.tables[g.index]) for g in self.geometry.groups}
+        blocks = self.pool.allocate(sum(max(0, size) for size in sizes.values()))
+        if blocks is None:
+            return False
+        for index, size in sizes.items():
+            request.tables[index] += [blocks.pop() for _ in range(size)]
+        return True
+
+    def drop_unneeded(self, request: ModelRequest) -> None:
+        """Frees what has fallen out of a window, as far as the workers have come."""
+        for group in self.geometry.groups:
+            table, first = request.tables[group.index], self.layout.needed(group, request.executed).start
+            for position in range(min(first // group.block_tokens, len(table))):
+                if table[position] != NULL:
+                    self.pool.release([table[position]])
+                    table[position] = NULL
+
+    def name_blocks(self, request: ModelRequest, tokens: int) -> None:
+        """Enters the blocks that are full of final tokens into the prefix cache, before they are computed (as vLLM does)."""
+        for group in self.geometry.groups:
+            for position in range(min(tokens // group.block_tokens, request.final_blocks(group))):
+                block = request.tables[group.index][position]
+                if block != NULL:
+                    self.pool.name(block, group.index, request.key(group, position))
+
+    def admit(self, request: ModelRequest, budget: int) -> list[Work] | None:
+        """Tries a waiting request; returns its work, none when it is being looked up or loaded. None: there is no room."""
+        local = self.layout.local_hit(self.pool, request) if request.may_load else 0
+        if request.computed:  # its load has ended
+            local, external = request.computed, 0
+        else:
+            answer = self.core.match(request.request_id, local, self.now)
+            if answer is None:
+                return []
+            assert answer == 0 or request.may_load
+            assert local + answer < request.known, "nothing left to compute"
+            external = self.accept(answer)
+            (self.takes_all.add if external == answer else self.takes_all.discard)(request.request_id)
+        self.hits[request.request_id] = local + external
+        count = min(request.known - local - external, budget) if not external else 0
+        # Room for all that is known, where it is loaded: nobody who waits with blocks may be stuck for more of them.
+        if not request.computed and not self.place(
+            request, local, external, request.known if external else local + count
+        ):
+            return None
+        if request.computed and not self.grow(request, request.computed + count):
+            return None
+        self.waiting.remove(request)
+        request.computed = request.executed = local + external
+        self.core.allocated(request.request_id, request.tables, external)
+        if external:
+            request.status = Status.LOADING
+            return []
+        request.status = Status.RUNNING
+        self.running.append(request)
+        self.name_blocks(request, request.computed + count)
+        return [self.work(request, count, 0)]
+
+    def accept(self, offered: int) -> int:
+        """The engine may take less than was offered."""
+        step = self.geometry.step_tokens
+        return self.rng.randrange(0, offered + 1, step) if offered and self.rng.random() < self.picky else offered
+
+    def place(self, request: ModelRequest, local: int, external: int, tokens: int) -> bool:
+        """Builds the block tables: what the engine has, room for what is loaded, room for what is computed."""
+        tables: list[list[int]] = []
+        shared = []
+        for group in self.geometry.groups:
+            first = group.first_needed_block(local + external) if local + external else 0
+            table = [NULL] * (local // group.block_tokens)
+            for position in range(first, local // group.block_tokens):
+                block = self.pool.find(request.key(group, position))
+                assert block is not None
+                table[position] = block
+                shared.append(block)
+            tables.append(table)
+        self.pool.hold(shared)
+        new: list[tuple[int, int]] = []
+        for group in self.geometry.groups:
+            first = group.first_needed_block(local + external) if local + external else 0
+            for position in range(len(tables[group.index]), -(-tokens // group.block_tokens)):
+                tables[group.index].append(NULL)
+                if position >= first:
+                    new.append((group.index, position))
+        blocks = self.pool.allocate(len(new))
+        if blocks is None:
+            self.pool.release(shared)
+            return False
+        for (index, position), block in zip(new, blocks, strict=True):
+            tables[index][position] = block
+        request.tables = tables
+        return True
+
+    def preempt(self, request: ModelRequest) -> None:
+        self.running.remove(request)
+        self.free(request)
+        request.status = Status.WAITING
+        request.computed = request.executed = request.placeholders = 0
+        request.preemptions += 1
+        self.waiting.insert(sum(1 for other in self.waiting if other.computed), request)
+        self.preempted.append(request.request_id)
+
+    def free(self, request: ModelRequest) -> None:
+        for table in request.tables:
+            self.pool.release([block for block in reversed(table) if block != NULL])
+        request.tables = []
+
+    def execute(self, works: list[Work], loads: list[LoadJob], saves: list[SaveJob]) -> None:
+        for worker in self.workers:
+            worker.take(loads, self.now)
+        for work in works:
+            work.accepted = self.rng.randint(0, work.drafts) if work.samples else 0
+            self.layout.compute(self.pool, work)
+            if work.request.preemptions == work.preemptions:
+                work.request.executed = work.right_end
+        for worker in self.workers:
+            worker.take(saves, self.now)
+        self.to_process.append(works)
+
+    def process(self, works: list[Work]) -> None:
+        for work in works:
+            request = work.request
+            if request.preemptions != work.preemptions or request.status is not Status.RUNNING:
+                continue
+            request.placeholders -= work.samples + work.drafts
+            request.computed -= work.drafts - work.accepted
+            if work.samples:
+                request.known = max(request.known, work.right_end + 1)
+                self.name_blocks(request, min(request.computed - request.placeholders, request.known))
+            if request.known >= request.max_tokens:
+                self.finish(request)
+
+    def finish(self, request: ModelRequest) -> None:
+        """Ends a request, in whatever state; one that is being loaded keeps its blocks until that is over."""
+        loading = request.status is Status.LOADING
+        request.status = Status.FINISHED
+        confirmed = max(0, request.computed - request.placeholders)
+        self.core.finished(request.request_id, request.tables, confirmed, self.now)
+        if request in self.running:
+            self.running.remove(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if not loading:
+            self.free(request)
+            del self.requests[request.request_id]
