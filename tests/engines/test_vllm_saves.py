@@ -78,3 +78,22 @@ def test_the_counter_survives_the_way_to_the_log() -> None:
     assert rebuilt is not None
     assert rebuilt.aggregate(two).reduce() == {"not_stored_blocks": 5}
     assert (one.is_empty(), SaveStats().is_empty()) == (False, True)
+
+
+def test_a_preempted_request_offers_its_blocks_anew() -> None:
+    """B4.12 vLLM names those that it preempted with the step's output; what they recompute is in other blocks."""
+    with scheduler_side(FakeClient()) as (scheduler, pool):
+        request = make_request(2)
+        scheduler.new_request(request)
+        wait_for(lambda: scheduler.matched_tokens(request, 0) == (0, False))
+        scheduler.blocks_allocated(request, [[7, 8]], 0)
+        (job,) = scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
+        pool.free_blocks([pool.blocks[7], pool.blocks[8]])
+        preempting = make_step({})
+        preempting.preempted_req_ids = {"r"}
+        assert not scheduler.build_step(preempting).saves
+        assert [pool.blocks[number].ref_cnt for number in (7, 8)] == [1, 1], "in flight, and held for that"
+        assert scheduler.has_pending_block_frees()
+        scheduler.saves_reported(WorkerReport({job.job_id: 1}))
+        (again,) = scheduler.build_step(make_step({"r": [[17, 18]]}, r=8)).saves
+        assert again.block_ids == [17, 18]

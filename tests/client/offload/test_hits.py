@@ -85,3 +85,13 @@ def test_full_window_and_state_are_matched_together(
 def test_the_last_block_of_a_hit_can_be_one_to_compute_anew() -> None:
     """B4.2 With a draft model the hit is a block shorter."""
     assert _hit(CacheGeometry((FULL,), 4, 4, drop_last_block=True), 16, {0: {0, 1, 2, 3}}) == (12, 1)
+
+
+def test_a_block_that_was_not_found_makes_the_load_impossible() -> None:
+    """B4.10 Taking less than offered moves a window's end: a block that it needs there was never looked up."""
+    geometry = CacheGeometry((FULL, WINDOW), 4, 4)
+    full = {position: (9, position) for position in range(4)}
+    found = Found(16, {0: full, 1: {2: (8, 0), 3: (8, 1)}})
+    whole = plan_reads(geometry, found, [[1, 2, 3, 4], [0, 0, 7, 8]], 0, 16)
+    assert whole == [BlockRead(9, [0, 1, 2, 3], [0] * 4, [1, 2, 3, 4]), BlockRead(8, [0, 1], [1, 1], [7, 8])]
+    assert plan_reads(geometry, found, [[1, 2, 3], [0, 6, 7]], 0, 12) == []
