@@ -114,6 +114,7 @@ ERROR_OF = MappingProxyType(
         "CHECKSUM_MISMATCH": ChecksumMismatch,
         "DRAINING": Draining,
         "LIMIT_EXCEEDED": LimitExceeded,
+        "FSCK_RUNNING": LimitExceeded,
         "INTERNAL": ServerError,
         "REQUEST_NOT_FOUND": InvalidRequest,
     }

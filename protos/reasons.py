@@ -35,6 +35,7 @@ STATUS_OF = MappingProxyType(
         "DRAINING": grpc.StatusCode.UNAVAILABLE,
         "LIMIT_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "UNSUPPORTED_VERSION": grpc.StatusCode.FAILED_PRECONDITION,
+        "FSCK_RUNNING": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "INTERNAL": grpc.StatusCode.INTERNAL,
         "REQUEST_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
     }

@@ -38,7 +38,10 @@ from .sockets import SocketClaim, SocketError
 from .tenants import keeping_of
 from .tierfactory import open_tiers
 
-__all__ = ["Server", "StartError", "serve"]
+__all__ = ["EXIT_LEFT_BEHIND", "Server", "StartError", "serve"]
+
+EXIT_LEFT_BEHIND = 3
+"""The server has ended, and a tier has not: what that one was doing is lost, as if the process had been killed."""
 
 _log = get_logger(__name__)
 
@@ -54,20 +57,22 @@ class StartError(Exception):
 
 
 def serve(config: Config) -> int:
-    """Runs a server until SIGTERM or SIGINT; returns the exit code of the process."""
+    """Runs a server until SIGTERM or SIGINT; returns the exit code of the process.
+
+    After `EXIT_LEFT_BEHIND` threads may still be at work on the region: the process must end without more ado (`os._exit`).
+    """
     tune_malloc()
     # A copy on a worker thread takes back the GIL after each block; with the default of 5 ms, one busy
     # thread beside it cuts its rate to a hundredth.
     sys.setswitchinterval(1e-4)
     try:
-        asyncio.run(_serve(config))
+        return asyncio.run(_serve(config))
     except StartError as error:
         _log.error("cannot start", reason=str(error))
         return 1
-    return 0
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -78,6 +83,7 @@ async def _serve(config: Config) -> None:
         await stop.wait()
     finally:
         await server.stop()
+    return EXIT_LEFT_BEHIND if server.left_behind else 0
 
 
 class Server:
@@ -88,6 +94,8 @@ class Server:
         self.ports: list[int] = []
         """The TCP ports that it listens on; of interest where the configuration said 0."""
         self.metrics_port: int | None = None
+        self.left_behind: list[str] = []
+        """The tiers that did not come to an end with the server."""
         self._closers = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -106,7 +114,7 @@ class Server:
             attach.start()
         self._closers.push_async_callback(attach.close)
         metrics = Metrics(on_loop(loop, _snapshot_of(runtime, sessions, started)))
-        runtime.observe_job = metrics.observe_job
+        runtime.observe_jobs(metrics.observe_job)
         server = self._make_server(runtime, sessions, attach, metrics, started)
         health = Health([f"kvtier.v1.{name}" for name in _SERVICES])
         await health.register(server)
@@ -137,7 +145,10 @@ class Server:
     async def stop(self) -> None:
         """Takes no new work, waits for what is under way, and leaves nothing behind. After a failed `start` as well."""
         await self._closers.aclose()
-        _log.info("stopped")
+        if self.left_behind:
+            _log.error("stopped, and tiers were left behind", tiers=self.left_behind, exit_code=EXIT_LEFT_BEHIND)
+        else:
+            _log.info("stopped")
 
     def _claim_sockets(self) -> list[SocketClaim]:
         claims = []
@@ -168,12 +179,17 @@ class Server:
                 region = HostRegion.create(region_bytes)
             opened.callback(region.close)
             try:
-                runtime = TierRuntime(region, tiers, keeping_of(self.config, region_bytes, tiers))
+                keeping = keeping_of(self.config, region_bytes, tiers)
+                runtime = TierRuntime(region, tiers, keeping, stall_seconds=self.config.limits.tier_stall)
             except ValueError as error:
                 raise StartError(str(error)) from error
             opened.pop_all()  # they are the runtime's from here on
-        self._closers.push_async_callback(runtime.close)
+        self._closers.push_async_callback(self._close_runtime, runtime)
         return runtime
+
+    async def _close_runtime(self, runtime: TierRuntime) -> None:
+        await runtime.close()
+        self.left_behind = runtime.left_behind
 
     def _make_server(
         self,
@@ -228,7 +244,7 @@ class Server:
 
     async def _drain(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
         """Takes no new work and waits for what is under way; then the sessions end."""
-        sessions.draining = True
+        sessions.drain_began.set()
         if not await runtime.drain(_DRAIN_SECONDS):
             _log.warning("stores or jobs were still running when the time to drain was over", seconds=_DRAIN_SECONDS)
         sessions.ended.set()

@@ -14,17 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from .console import EXIT_CONFIG, EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE
+from .console import complain as _complain
+from .console import refuse as _refuse
+from .console import say as _say
 
 if TYPE_CHECKING:
     from ..protos.endpoint import Endpoint
     from .sources import Loaded
 
 __all__ = ["EXIT_CONFIG", "EXIT_FAILURE", "EXIT_UNREACHABLE", "EXIT_USAGE", "main"]
-
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_UNREACHABLE = 2
-EXIT_CONFIG = 78
 
 _EPILOG = """\
 Settings come from built-in defaults, then the file, then the environment (KVTIER_REGION_SIZE, KVTIER_LOG_LEVEL, …),
@@ -81,21 +80,33 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--engine", metavar="ID", default="", help="the engine; else whichever used that id last")
     _add_endpoint(explain)
 
+    _add_fsck(commands)
+    return parser
+
+
+def _add_fsck(commands: Any) -> None:
     fsck = commands.add_parser(
         "fsck",
-        help="check the blocks that the tiers keep on disk, while no server runs",
-        description="Reads every block of the configured tiers and verifies its checksum.",
-        epilog="exit codes: 0 all sound; 1 damage that is still there; 2 wrong usage; 3 there was damage, all repaired; "
-        "4 a tier could not be checked; 78 the configuration cannot be used",
+        help="check the blocks that the tiers keep on disk",
+        description="Reads every block of the tiers and verifies its checksum: of the configured tiers, while no server runs; "
+        "or with --online of a running server's, which goes on serving.",
+        epilog="exit codes: 0 all sound; 1 damage that is still there; 2 wrong usage, or no server answers; 3 there was "
+        "damage, all repaired; 4 a tier could not be checked; 78 the configuration cannot be used",
     )
     fsck.set_defaults(run=_fsck)
     fsck.add_argument(
         "--repair", action="store_true", help="quarantine what is damaged, so that it is never read again"
     )
-    fsck.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    fsck.add_argument("--config", metavar="FILE", default=None, help="TOML file with settings (KVTIER_CONFIG)")
-    fsck.add_argument("--data-dir", dest="data_dir", metavar="DIR", default=None, help="directory of the tiers on disk")
-    return parser
+    fsck.add_argument("--tier", metavar="NAME", action="append", default=[], help="only this tier; may be repeated")
+    _add_endpoint(fsck)
+    offline = fsck.add_argument_group("while no server runs")
+    offline.add_argument("--config", metavar="FILE", default=None, help="TOML file with settings (KVTIER_CONFIG)")
+    offline.add_argument(
+        "--data-dir", dest="data_dir", metavar="DIR", default=None, help="directory of the tiers on disk"
+    )
+    online = fsck.add_argument_group("with a running server, at --endpoint")
+    online.add_argument("--online", action="store_true", help="let the running server check its tiers")
+    online.add_argument("--rate", metavar="SIZE", help="read at most so much in a second, like 100MiB")
 
 
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
@@ -126,10 +137,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(options: argparse.Namespace) -> Loaded:
+    from .settings import SETTINGS
     from .sources import load
 
-    others = ("config", "json", "reference", "repair", "run")
-    flags = {key: value for key, value in vars(options).items() if key not in others}
+    flags = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return load(flags, file=options.config)
 
 
@@ -144,12 +155,15 @@ def _serve(options: argparse.Namespace) -> int:
     logs.configure(loaded.config.log)
     for warning in loaded.warnings:
         logs.get_logger(__name__).warning(warning)
-    from .app import serve
+    from .app import EXIT_LEFT_BEHIND, serve
 
     try:
-        return serve(loaded.config)
+        code = serve(loaded.config)
     finally:
         logs.flush()
+    if code == EXIT_LEFT_BEHIND:
+        os._exit(code)  # an orderly end would unmap what a thread may be writing to
+    return code
 
 
 def _config(options: argparse.Namespace) -> int:
@@ -230,35 +244,20 @@ def _inquire(
 
 
 def _fsck(options: argparse.Namespace) -> int:
-    from . import fsck
+    offline_only = ("config", "data_dir")
+    online_only = ("endpoint", "rate")
+    for name in offline_only if options.online else online_only:
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            return _refuse([f"{flag} does not go with{'' if options.online else 'out'} --online"], EXIT_USAGE)
+    from . import fsck_command
     from .config import ConfigError
 
+    if options.online:
+        return fsck_command.online(options)
     try:
         loaded = _load(options)
     except ConfigError as error:
         return _refuse(error.problems, EXIT_CONFIG)
     _complain(f"warning: {warning}" for warning in loaded.warnings)
-    reports = []
-    for tier in loaded.config.tiers:
-        with fsck.progress_bar(tier.name) as progress:
-            reports.append(fsck.check_offline(tier, repair=options.repair, progress=progress))
-        if not options.json:
-            for line in fsck.lines(reports[-1]):
-                _say(line)
-    if options.json:
-        _say(fsck.to_json(reports))
-    return fsck.exit_code(reports)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-
-
-def _complain(lines: Any) -> None:
-    for line in lines:
-        sys.stderr.write(f"kvtier: {line}\n")
-
-
-def _refuse(problems: Sequence[str], code: int) -> int:
-    _complain(f"error: {problem}" for problem in problems)
-    return code
+    return fsck_command.offline(loaded.config.tiers, options)

@@ -142,6 +142,15 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_wait: Annotated[
         float, setting("Longest time for which a call may ask the server to wait.", unit="seconds", ge=0, le=3600)
     ] = 30.0
+    tier_stall: Annotated[
+        float,
+        setting(
+            "How long a tier may take for a job (32 MiB at most) before the server goes on without it.",
+            unit="seconds",
+            ge=0.1,
+            le=3600,
+        ),
+    ] = 10.0
     max_sessions: Annotated[int, setting("Most sessions that are open at once.", ge=1, le=65536)] = 1024
 
 

@@ -1,16 +1,16 @@
-"""`kvtier fsck`: checks what the tiers keep, before a server starts or beside its work."""
+"""`kvtier fsck`: checks what the tiers keep while no server runs; and what is said of any check."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..tiers.base import SecondaryTier, TierDamagedError, TierError, TierInUseError
-from ..tiers.fsck import Checkable, Finding, Slice, check
+from ..tiers.fsck import Checkable, Finding, check
 from .config import TierConfig
 from .tierfactory import open_tier
 from .units import human_size
@@ -22,10 +22,11 @@ __all__ = [
     "EXIT_UNCHECKED",
     "TierReport",
     "check_offline",
-    "check_online",
     "exit_code",
+    "finding_lines",
     "lines",
     "progress_bar",
+    "summary_lines",
     "to_json",
 ]
 
@@ -45,7 +46,10 @@ Progress = Callable[[int, int], None]
 class TierReport:
     """What was found in one tier."""
 
-    tier: TierConfig
+    name: str
+    type: str
+    path: Path | None = None
+    """Its directory; None for a tier of a running server."""
     blocks: int = 0
     nbytes: int = 0
     findings: list[Finding] = field(default_factory=list)
@@ -66,12 +70,12 @@ class TierReport:
 
 def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None = None) -> TierReport:
     """Checks the tier of a server that does not run. Without `repair` no block changes, and no damage is moved."""
-    report = TierReport(config)
+    report = TierReport(config.name, config.type, config.path)
     try:
         if not config.path.is_dir() or not any(config.path.iterdir()):
             report.note = "no files"
             return report
-        with _opened(report, repair=repair) as tier:
+        with _opened(config, report, repair=repair) as tier:
             if tier is None:
                 return report
             if not isinstance(tier, Checkable):
@@ -94,44 +98,21 @@ def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None
 
 
 @contextlib.contextmanager
-def _opened(report: TierReport, *, repair: bool) -> Iterator[SecondaryTier | None]:
+def _opened(config: TierConfig, report: TierReport, *, repair: bool) -> Iterator[SecondaryTier | None]:
     """Opens a tier; None if it is damaged as a whole and was left so."""
     tier = None
     try:
-        tier = open_tier(report.tier, mend=False)
+        tier = open_tier(config, mend=False)
     except TierDamagedError as error:
         report.damage = f"{error}"
         if repair:
-            tier = open_tier(report.tier)
+            tier = open_tier(config)
             report.damage_repaired = True
     try:
         yield tier
     finally:
         if tier is not None:
             tier.close()
-
-
-async def check_online(tier: SecondaryTier, *, repair: bool, rest: float = 0.0) -> AsyncIterator[Slice]:
-    """Yields one slice after another of a tier that is at work; each is checked on a thread.
-
-    `rest` seconds lie between two slices. Whoever ends this early waits for the slice that is under way (`aclose`), before
-    the tier may be closed.
-
-    Raises:
-        TierError: the tier cannot be checked.
-    """
-    steps = check(tier, repair=repair)
-    while True:
-        step = asyncio.ensure_future(asyncio.to_thread(next, steps, None))
-        try:
-            found = await asyncio.shield(step)
-        except asyncio.CancelledError:
-            await asyncio.wait([step])
-            raise
-        if found is None:
-            return
-        yield found
-        await asyncio.sleep(rest)
 
 
 def exit_code(reports: Sequence[TierReport]) -> int:
@@ -145,27 +126,37 @@ def exit_code(reports: Sequence[TierReport]) -> int:
 
 def lines(report: TierReport) -> Iterator[str]:
     """Yields the report for people: each damaged block, then the counts."""
-    name = report.tier.name
-    for finding in report.findings:
+    yield from finding_lines(report.name, report.findings)
+    yield from summary_lines(report)
+
+
+def finding_lines(name: str, findings: Iterable[Finding]) -> Iterator[str]:
+    """Yields a line for each damaged block of a tier."""
+    for finding in findings:
         yield f"{name}: {finding}{', quarantined' if finding.repaired else ''}"
+
+
+def summary_lines(report: TierReport) -> Iterator[str]:
+    """Yields what there is to say of the tier as a whole."""
+    name, where = report.name, f" ({report.path})" if report.path else ""
     if report.damage:
         yield f"{name}: {report.damage}{', moved aside' if report.damage_repaired else ''}"
     if report.error:
-        yield f"{name}: not checked: {report.error}"
+        yield f"{name}: not checked{' to its end' if report.blocks else ''}: {report.error}"
     elif report.note:
-        yield f"{name}: nothing to check: {report.note} ({report.tier.path})"
+        yield f"{name}: nothing to check: {report.note}{where}"
     elif not report.damage or report.damage_repaired:
         found = f"{len(report.findings)} damaged" if report.findings else "all sound"
-        yield f"{name}: {report.blocks} blocks, {human_size(report.nbytes)}, {found} ({report.tier.path})"
+        yield f"{name}: {report.blocks} blocks, {human_size(report.nbytes)}, {found}{where}"
 
 
 def to_json(reports: Sequence[TierReport]) -> str:
     """Returns the reports as JSON."""
     tiers = [
         {
-            "name": report.tier.name,
-            "type": report.tier.type,
-            "path": str(report.tier.path),
+            "name": report.name,
+            "type": report.type,
+            "path": str(report.path) if report.path else None,
             "blocks": report.blocks,
             "bytes": report.nbytes,
             "damage": report.damage,

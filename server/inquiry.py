@@ -11,9 +11,10 @@ import grpc
 from rich.console import Console
 
 from ..protos.endpoint import Endpoint
+from ..protos.reasons import reason_of
 from ..protos.v1.admin_pb2_grpc import AdminServiceStub
 
-__all__ = ["InquiryError", "UnreachableError", "ask", "human_age", "plain_console", "seconds_of"]
+__all__ = ["InquiryError", "UnreachableError", "ask", "explain", "human_age", "plain_console", "seconds_of"]
 
 _PLAIN_WIDTH = 140
 
@@ -33,7 +34,7 @@ def ask(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Any:
         try:
             return getattr(AdminServiceStub(channel), method)(request, timeout=timeout)
         except grpc.RpcError as error:
-            raise _explain(error, endpoint, timeout) from None
+            raise explain(error, endpoint, timeout) from None
 
 
 def plain_console() -> Console:
@@ -61,8 +62,11 @@ def human_age(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def _explain(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> InquiryError:
+def explain(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> InquiryError:
+    """Returns what to say of a call that failed."""
     code, details = error.code(), (error.details() or "").partition("\n")[0]
+    if reason_of(error.trailing_metadata()) is not None:
+        return InquiryError(f"{endpoint}: {details}")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnreachableError(f"no answer from {endpoint} within {timeout:g} s")
     if code == grpc.StatusCode.UNAVAILABLE:

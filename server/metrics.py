@@ -158,6 +158,7 @@ _TIER_COUNTERS = {
     "hits": "Keys found in the tier.",
     "misses": "Keys asked of the tier and not found in it.",
     "evictions": "Blocks evicted from the tier.",
+    "damaged": "Blocks that were found damaged, by a load or by a check, and put out of use; none of them is served.",
     "dropped": "Blocks not stored in the tier because its queue or the tier itself was full.",
     "expired": "Blocks dropped from the tier because they were not used for as long as its ttl.",
     "not_retained": "Blocks that requests wanted to retain in the tier, beyond what may be retained.",

@@ -13,9 +13,9 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import TypeVar
 
 from ..cuda.region import HostRegion, RegionError
 from ..tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier
@@ -33,23 +33,19 @@ from ..tiers.commands import (
 from ..tiers.keeping import Keeping
 from ..tiers.manager import TierManager
 from ..tiers.stats import ManagerStats
+from .guard import GuardedTier
 from .logs import get_logger
+from .worker import JobObserver, TierWorker, close_all
 
-__all__ = ["JobObserver", "TierRuntime", "extent_bytes_for"]
+__all__ = ["TierRuntime", "extent_bytes_for"]
 
 _log = get_logger(__name__)
 
 _TICK_SECONDS = 1.0
-_LOAD_THREADS = 2
 _WRITERS_SECONDS = 3.0
 _BACKING_CHUNK_BYTES = 64 << 20
 
-
-class JobObserver(Protocol):
-    """Who is told of every job that ended, on the thread that ran it."""
-
-    def __call__(self, tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
-        """Takes note of a job."""
+T = TypeVar("T")
 
 
 def extent_bytes_for(region_bytes: int) -> int:
@@ -65,33 +61,36 @@ def extent_bytes_for(region_bytes: int) -> int:
 class TierRuntime:
     """Owns the core, the region and the tiers of one server."""
 
-    def __init__(self, region: HostRegion, tiers: Sequence[SecondaryTier], keeping: Keeping | None = None) -> None:
+    def __init__(
+        self,
+        region: HostRegion,
+        tiers: Sequence[SecondaryTier],
+        keeping: Keeping | None = None,
+        *,
+        stall_seconds: float = 10.0,
+    ) -> None:
         """Opens nothing and starts nothing: see `start`. The region and the tiers are closed by `close`.
+
+        A tier that has not come back from a job for `stall_seconds` is gone on without until it has.
 
         Raises:
             ValueError: `keeping` contradicts itself, or what the tiers can hold.
         """
         self.region = region
         self.extent_bytes = extent_bytes_for(region.size_bytes)
+        self._workers = [TierWorker(tier) for tier in tiers]
         self.core = TierManager(
             region.size_bytes,
             self.extent_bytes,
-            tiers,
+            self.tiers,
             first_id=secrets.randbits(62),
             keeping=keeping,
             now=time.monotonic(),
         )
-        self._tiers = tiers
-        self.observe_job: JobObserver = _ignore_job
-        # One thread stores and removes, in the order of the commands; loads run beside it.
-        self._writers = [ThreadPoolExecutor(1, thread_name_prefix=f"kvtier-{tier.name}-store") for tier in tiers]
-        self._loaders = [
-            ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix=f"kvtier-{tier.name}-load") for tier in tiers
-        ]
+        self._stall_seconds = stall_seconds
         self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
-        self._finished: deque[tuple[JobId, Sequence[Outcome]]] = deque()
+        self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
         """Jobs that threads have ended and the core has not heard of."""
-        self._jobs = 0
         self._changed = asyncio.Event()
         self._closing = threading.Event()
         self._backing_trouble: str | None = None
@@ -107,6 +106,9 @@ class TierRuntime:
             self._backing.start()
         self.core.tick(self.now())
         self._ticker = self._loop.create_task(self._tick())
+        for worker in self._workers:
+            if worker.tier.unwanted:
+                worker.remove(worker.tier.unwanted)
         self.pump()
 
     def now(self) -> float:
@@ -126,8 +128,8 @@ class TierRuntime:
         if not self._finished:
             return
         while self._finished:
-            job_id, outcomes = self._finished.popleft()
-            self._jobs -= 1
+            worker, job_id, outcomes = self._finished.popleft()
+            worker.jobs -= 1
             self.core.job_finished(job_id, outcomes)
         self.pump()
         self.notify()
@@ -168,7 +170,10 @@ class TierRuntime:
         stored = await self._idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
         self.core.make_durable()
         self.pump()
-        return await self._idle(deadline, lambda: self._jobs) and stored
+        return (
+            await self._idle(deadline, lambda: sum(worker.jobs for worker in self._workers if not worker.stalled))
+            and stored
+        )
 
     async def _idle(self, deadline: float, busy: Callable[[], int]) -> bool:
         while busy():
@@ -185,85 +190,80 @@ class TierRuntime:
         cpu = replace(stats.tiers[0], healthy=False, trouble=self._backing_trouble)
         return replace(stats, tiers=(cpu, *stats.tiers[1:]))
 
+    def observe_jobs(self, observer: JobObserver) -> None:
+        """Has every job reported that ends from now on."""
+        for worker in self._workers:
+            worker.observe_job = observer
+
+    @property
+    def tiers(self) -> list[GuardedTier]:
+        """The tiers below the CPU tier, in lookup order."""
+        return [worker.tier for worker in self._workers]
+
+    def check(self, number: int, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Has tier `number` look at itself, beside its jobs; see `TierWorker.check`."""
+        return self._workers[number - 1].check(work)
+
+    def entries_lost(self, number: int, names: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        """Takes note that tier `number` has put damaged blocks out of use: no lookup finds them there from now on."""
+        self.core.entries_lost(number, names)
+        self.pump()
+        self.notify()
+
     async def close(self) -> None:
-        """Ends threads, closes tiers and lets go of the region. Called once, when no call is served any more."""
+        """Ends threads, closes tiers and lets go of the region. Called once, when no call is served any more.
+
+        A tier that does not come to an end is left behind, and the region with it: it may still read or write there.
+        """
         self._closing.set()
         if self._ticker is not None:
             self._ticker.cancel()
         await asyncio.to_thread(self._close_threads)
-        self.region.close()
+        if not self.left_behind:
+            self.region.close()
+
+    @property
+    def left_behind(self) -> list[str]:
+        """Names of the tiers that `close` could not bring to an end."""
+        return [worker.tier.name for worker in self._workers if worker.left_behind]
 
     def _close_threads(self) -> None:
         if self._backing is not None:
             self._backing.join()
-        for pool in (*self._writers, *self._loaders):
-            pool.shutdown(wait=True, cancel_futures=True)
-        for tier in self._tiers:
-            tier.close()
+        close_all(self._workers)
 
     def _carry_out(self, command: Command) -> None:
         if self._closing.is_set():
             return
         match command:
             case StoreInTier(job_id, tier, blocks):
-                self._run_job(self._writers[tier - 1], self._tiers[tier - 1], "store", job_id, blocks)
+                self._move(self._workers[tier - 1], "store", job_id, blocks)
             case LoadFromTier(job_id, tier, blocks):
-                self._run_job(self._loaders[tier - 1], self._tiers[tier - 1], "load", job_id, blocks)
+                self._move(self._workers[tier - 1], "load", job_id, blocks)
             case LookupInTier(job_id, tier, keys):
-                self._loaders[tier - 1].submit(self._ask, self._tiers[tier - 1], job_id, keys)
+                self._workers[tier - 1].look_up(keys, partial(self._answered_on_thread, job_id))
             case RemoveFromTier(tier, keys):
-                self._writers[tier - 1].submit(_logging_errors(self._tiers[tier - 1].remove), keys)
+                self._workers[tier - 1].remove(keys)
             case LeaseSettled(lease_id):
                 for future in self._waiting.pop(lease_id, ()):
                     if not future.done():
                         future.set_result(None)
 
-    def _run_job(
-        self, pool: ThreadPoolExecutor, tier: SecondaryTier, operation: str, job_id: JobId, blocks: Sequence[Block]
-    ) -> None:
+    def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:
         """Hands a job to a thread. The slots are resolved here, on the loop; pins keep them where they are."""
-        self._jobs += 1
-        move = tier.store if operation == "store" else tier.load
-        job = [self._block_bytes(block) for block in blocks]
-        try:
-            pool.submit(self._move, tier, operation, move, job_id, job)
-        except RuntimeError as error:  # no thread to be had
-            _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
-            self._finished.append((job_id, [Outcome.FAILED] * len(job)))
-            self._loop.call_soon(self.get_finished_jobs)
+        move = worker.store if operation == "store" else worker.load
+        move([self._block_bytes(block) for block in blocks], partial(self._ended_on_thread, worker, job_id))
 
-    def _move(
-        self,
-        tier: SecondaryTier,
-        operation: str,
-        move: Callable[[Sequence[BlockBytes]], list[Outcome]],
-        job_id: JobId,
-        job: Sequence[BlockBytes],
-    ) -> None:
-        """Runs on a worker thread."""
-        started = time.monotonic()
-        try:
-            outcomes = move(job)
-        except Exception as error:  # noqa: BLE001 - a tier's defect must not end the server
-            _log.error("tier failed", tier=tier.name, operation=operation, exc_info=error)
-            tier.trouble = f"{operation}: {error}"
-            outcomes = [Outcome.FAILED] * len(job)
-        try:
-            self.observe_job(tier.name, operation, time.monotonic() - started, sum(b.nbytes for b in job), outcomes)
-        except Exception as error:  # noqa: BLE001 - a figure less, not a job that never ends
-            _log.error("job not observed", exc_info=error)
-        self._finished.append((job_id, outcomes))
-        self._loop.call_soon_threadsafe(self.get_finished_jobs)
+    def _ended_on_thread(self, worker: TierWorker, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
+        self._finished.append((worker, job_id, outcomes))
+        self._call_loop(self.get_finished_jobs)
 
-    def _ask(self, tier: SecondaryTier, job_id: JobId, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Runs on a worker thread."""
-        try:
-            answers = tier.lookup(keys)
-        except Exception as error:  # noqa: BLE001 - a tier's defect must not end the server
-            _log.error("tier failed", tier=tier.name, operation="lookup", exc_info=error)
-            tier.trouble = f"lookup: {error}"
-            answers = []
-        self._loop.call_soon_threadsafe(self._answered, job_id, answers)
+    def _answered_on_thread(self, job_id: JobId, answers: Sequence[bool]) -> None:
+        self._call_loop(self._answered, job_id, answers)
+
+    def _call_loop(self, what: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
+            self._loop.call_soon_threadsafe(what, *arguments)
 
     def _answered(self, job_id: JobId, answers: Sequence[bool]) -> None:
         self.core.lookup_finished(job_id, answers)
@@ -282,11 +282,16 @@ class TierRuntime:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             try:
+                self._watch_tiers()
                 self.core.tick(self.now())
                 self.pump()
                 self.notify()
             except Exception as error:  # noqa: BLE001 - without it nothing would ever expire again
                 _log.error("tick failed", exc_info=error)
+
+    def _watch_tiers(self) -> None:
+        for number, worker in enumerate(self._workers, start=1):
+            self.core.tier_stalled(number, stalled=worker.watch(self._stall_seconds))
 
     def _back_from(self, start: int) -> None:
         """Backs the rest of the region chunk by chunk, on a thread of its own."""
@@ -304,20 +309,5 @@ class TierRuntime:
             self._backing_trouble = f"only {offset} of {self.region.size_bytes} bytes are backed: {error}"
             _log.error("region is smaller than configured", backed_bytes=offset, error=str(error))
             return False
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
-            self._loop.call_soon_threadsafe(self.core.add_memory, offset, nbytes)
+        self._call_loop(self.core.add_memory, offset, nbytes)
         return True
-
-
-def _ignore_job(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
-    """Stands in until somebody observes jobs."""
-
-
-def _logging_errors(remove: Callable[..., None]) -> Callable[..., None]:
-    def call(keys: Sequence[object]) -> None:
-        try:
-            remove(keys)
-        except Exception as error:  # noqa: BLE001 - what was not removed is removed when the tier is opened again
-            _log.error("tier failed", operation="remove", exc_info=error)
-
-    return call

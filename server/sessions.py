@@ -37,12 +37,18 @@ class SessionRegistry:
 
     def __init__(self, runtime: TierRuntime, max_sessions: int) -> None:
         self.epoch = secrets.randbits(63) + 1
-        self.draining = False
+        self.drain_began = asyncio.Event()
+        """Set when the server takes no new work any more."""
         self.ended = asyncio.Event()
         """Set when the server is about to end: the streams of all sessions end with it."""
         self._runtime = runtime
         self._max_sessions = max_sessions
         self._sessions: dict[bytes, OpenSession] = {}
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server is shutting down."""
+        return self.drain_began.is_set()
 
     def all(self) -> list[OpenSession]:
         """Returns the open sessions."""

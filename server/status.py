@@ -90,7 +90,7 @@ def _session_values(session: SessionStatus) -> dict[str, Any]:
 
 def _tiers_table(answer: GetStatusResponse) -> Table:
     table = Table("tier", "type", title="tiers", title_justify="left")
-    for column in ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "jobs"):
+    for column in ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "damaged", "jobs"):
         table.add_column(column, justify="right")
     table.add_column("health")
     for tier in answer.tiers:
@@ -110,6 +110,7 @@ def _tiers_table(answer: GetStatusResponse) -> Table:
             f"{tier.misses:,}",
             "-" if rate is None else f"{rate:.1%}",
             f"{tier.evictions:,}",
+            f"{tier.damaged_blocks:,}",
             f"{tier.jobs:,}",
             "ok" if tier.healthy else "trouble",
         )

@@ -51,11 +51,23 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
         # Of its own kind: a tier that is in use is no damaged one.
         kind = type(error) if isinstance(error, TierOpenError) else TierOpenError
         raise kind(f"tier {config.name}: {error}") from error
-    except (TypeError, ValueError, OSError) as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # somebody else's class may raise anything
         raise TierOpenError(f"tier {config.name}: {type(error).__name__}: {error}") from error
+    _check(tier, config)
     if config.rules is not None:
         tier.rules = tuple(rule.to_rule() for rule in config.rules)
     return tier
+
+
+def _check(tier: SecondaryTier, config: TierConfig) -> None:
+    """Refuses a tier that the server could not go by."""
+    name, capacity = getattr(tier, "name", None), getattr(tier, "capacity_bytes", None)
+    if name != config.name:
+        raise TierOpenError(f"tier {config.name}: it calls itself {name!r}; has it called SecondaryTier.__init__?")
+    if type(capacity) is not int or capacity <= 0:
+        raise TierOpenError(f"tier {config.name}: its capacity is {capacity!r}")
 
 
 def _tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:

@@ -100,8 +100,20 @@ class SecondaryTier(ABC):
     `remove` at a time, any number of `load`s and `lookup`s beside it. The core never asks for a block to be loaded, stored
     or removed while another of these runs on the same block, but in a `shared` tier, where others do so anyway: there a
     block that was evicted can be found, and asked for, until it has been removed. They do not raise for what can happen
-    to data (full, damaged, missing): that is an `Outcome`. An exception is taken as `Outcome.FAILED` for every block of
-    the job. The other methods are called on the event loop, and return without doing I/O.
+    to data (full, damaged, missing): that is an `Outcome`. The other methods are called on the event loop, or while it
+    waits, and return without doing I/O.
+
+    A tier may be anybody's, so the server looks at what it does (`server.guard`). What it notices is in `trouble`:
+
+    - It raises, whatever it is, or does not return one outcome for each block: all blocks of the job have failed.
+    - It does not come back from a job for `limits.tier_stall` seconds: the server goes on without it until it does. At the
+      server's end it gets some more seconds, and is left behind then, not closed.
+    - It does not vote at once: the request goes without its vote, and so do all others as long as it thinks.
+    - It lists what cannot be (no name, no size, more than its capacity, twice, an error in the middle): that is left out.
+    - It lists a block in another size than is loaded: the block is dropped then. Till then its capacity is reckoned wrong.
+    - It says that it has loaded a part, and has written nothing at its beginning, middle or end: the block is corrupt.
+
+    What nobody notices but the tier itself: other bytes than were stored (verify: `checksum`), and a list that never ends.
     """
 
     type: ClassVar[str]
@@ -130,7 +142,10 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def on_new_request(self, request: RequestInfo) -> Vote:
-        """Votes on how a request is offloaded. Called once per request, before its first lookup."""
+        """Votes on how a request is offloaded. Called once per request, before its first lookup.
+
+        Must not block: the engine, and for a moment the event loop, wait for it.
+        """
 
     def on_request_finished(self, request_id: str) -> None:  # noqa: B027 - nothing is a sound default
         """Takes note that no more stores come for this request. Called exactly once."""
@@ -167,4 +182,7 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Flushes and lets go of everything. Called once, last, when no job runs."""
+        """Flushes and lets go of everything. Called once, last, when no job runs; not at all if one never ends.
+
+        Has fifteen seconds: then the process ends.
+        """

@@ -36,6 +36,8 @@ class EntryState(enum.Enum):
 
     STORING = enum.auto()
     HELD = enum.auto()
+    LOST = enum.auto()
+    """Out of the catalog, for the tier found it damaged; a load of it may still run."""
 
 
 class CatalogEntry:

@@ -82,6 +82,7 @@ class TierFlow:
         self._choosy = [lane for lane in self.lanes if lane.admission is not None]
         self.has_shared_tiers = any(tier.shared for tier in tiers)
         self._unpin = unpin
+        self._left = history.left
         self._command = command
         self._jobs: dict[JobId, _Job] = {}
         self._lookups: dict[JobId, tuple[Lane, Sequence[Name]]] = {}
@@ -114,16 +115,16 @@ class TierFlow:
             found = lane.presence(namespace, key, excluded)
             if found is Presence.HELD:
                 return lane, found
-            if found is Presence.ABSENT:
+            if found in (Presence.ABSENT, Presence.STALLED):
                 lane.misses += lane.index not in excluded
-            elif presence is not Presence.UNKNOWN:
+            if found is not Presence.ABSENT and presence is not Presence.UNKNOWN:
                 presence = found
         return None, presence
 
     def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
         """Returns what `find` would say, and counts nothing."""
         found = {lane.presence(namespace, key, excluded) for lane in self.lanes}
-        order = (Presence.HELD, Presence.UNKNOWN, Presence.EXCLUDED)
+        order = (Presence.HELD, Presence.UNKNOWN, Presence.EXCLUDED, Presence.STALLED)
         return next((presence for presence in order if presence in found), Presence.ABSENT)
 
     def holds(self, namespace: NamespaceId, key: bytes) -> bool:
@@ -249,14 +250,65 @@ class TierFlow:
         for number, (block, entry) in enumerate(zip(job.blocks, job.entries, strict=True)):
             # A tier that reports fewer outcomes than it was given blocks has failed for the rest.
             outcome = outcomes[number] if number < len(outcomes) else Outcome.FAILED
+            if job.kind is JobKind.LOAD and outcome is Outcome.DONE and entry.nbytes != block.nbytes:
+                # It has listed the block with another size than it fills now: one of the two is not true.
+                outcome = Outcome.CORRUPT
+                job.lane.doomed.append(entry)
             take(job.lane, block, entry, outcome)
             results.append((block, outcome is Outcome.DONE))
             if job.kind is JobKind.STORE:
                 paid += self._pay(job.lane, block, stored=outcome is Outcome.DONE)
         if job.kind is JobKind.STORE:
             job.lane.storing = False
-            self._advance(job.lane)
+        self._advance(job.lane)
         return Finished(job.kind, results, paid)
+
+    def lost(self, tier: int, names: Iterable[Name]) -> None:
+        """Forgets blocks that a tier has put out of use because they are damaged.
+
+        The tier is told to remove them all the same. By the time that this is heard it may have been given another block
+        of that name, which nobody would know of:
+
+            check    quarantines K
+            loop     evicts K, stores K anew: the catalog has it again
+            loop     hears that K is lost, and takes the new one for it
+        """
+        lane = self.lanes[tier - 1]
+        for name in names:
+            lane.damaged += 1
+            lane.questions.forget(name)
+            entry = lane.catalog.held(*name)
+            if entry is None:  # or it is just being stored: what comes is sound
+                continue
+            lane.catalog.drop(entry)
+            entry.state = EntryState.LOST
+            self._left(*name, MissReason.LOAD_FAILED)
+            if not entry.loads:  # else the end of the load sees to it: nothing is removed while it is being loaded
+                lane.doomed.append(entry)
+        self._advance(lane)
+
+    def stall(self, tier: int, *, stalled: bool) -> list[Request]:
+        """Takes note of whether a tier comes back from its jobs; returns the requests that wait for it no longer.
+
+        Jobs that run keep their pins: the tier may still read and write there. Whatever else waits is let go, or engines
+        would soon have no room left in the CPU tier.
+        """
+        lane = self.lanes[tier - 1]
+        if lane.stalled == stalled:
+            return []
+        lane.stalled = stalled
+        paid: list[Request] = []
+        for block in lane.queue if stalled else ():
+            entry = lane.entry_of(block)
+            lane.catalog.drop(entry)
+            lane.queued_bytes -= entry.nbytes
+            lane.dropped += 1
+            block.left_out = MissReason.STORE_FAILED
+            paid += self._pay(lane, block, stored=False)
+            self._unpin(block)
+        lane.queue.clear()
+        self._advance(lane)
+        return paid
 
     def is_durable(self, namespace: NamespaceId, key: bytes) -> bool:
         """Returns whether a tier that survives restarts holds this block."""
@@ -282,14 +334,20 @@ class TierFlow:
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1
+        if entry.state is EntryState.LOST:
+            if not entry.loads:
+                lane.doomed.append(entry)
+                self._advance(lane)
+            return
+        lane.damaged += outcome is Outcome.CORRUPT
         if outcome in (Outcome.MISSING, Outcome.CORRUPT):
             lane.questions.forget(entry.name)
             if lane.catalog.get(block.namespace, block.key) is entry:
                 lane.catalog.drop(entry)
 
     def _enqueue(self, lane: Lane, block: Block, limit: int | None) -> bool:
-        """Lets a block wait for a tier, unless more than `limit` bytes would, or the tier has no room; returns whether."""
-        if limit is not None and lane.queued_bytes + block.nbytes > limit:
+        """Lets a block wait for a tier, unless more than `limit` bytes would, or it has no room or stalls; returns whether."""
+        if lane.stalled or (limit is not None and lane.queued_bytes + block.nbytes > limit):
             return False
         victims = lane.catalog.begin_store(block.namespace, block.key, block.nbytes)
         if victims is None:
@@ -310,7 +368,7 @@ class TierFlow:
 
     def _advance(self, lane: Lane) -> None:
         """Starts the next store of a tier, unless one runs: so what comes in meanwhile goes out in one batch."""
-        if lane.storing:
+        if lane.storing or lane.stalled:
             return
         if lane.doomed:
             self._command(RemoveFromTier(lane.index, lane.take_doomed()))

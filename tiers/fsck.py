@@ -11,7 +11,10 @@ from typing import Protocol, runtime_checkable
 
 from .base import TierError
 
-__all__ = ["Checkable", "Finding", "Slice", "check"]
+__all__ = ["NAMESPACE_BYTES", "Checkable", "Finding", "Slice", "check"]
+
+NAMESPACE_BYTES = 16
+"""A name begins with so many bytes of its namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Finding:
     """Whether it is out of the index, and its place out of use."""
 
     def __str__(self) -> str:
-        return f"{self.name[:16].hex()} {self.name[16:].hex()}: {self.problem}"
+        return f"{self.name[:NAMESPACE_BYTES].hex()} {self.name[NAMESPACE_BYTES:].hex()}: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,8 @@ class Checkable(Protocol):
 def check(tier: object, *, repair: bool) -> Iterator[Slice]:
     """Yields one slice after another; between two of them anything may happen to the tier, but for its end.
 
-    A server runs each step on a worker thread (`server.fsck.check_online`). Blocks that are repaired are no longer in the
-    tier: a load says `Outcome.MISSING`, and the core forgets them then.
+    A server runs each step on a worker thread (`server.fsck_online`), and tells the core of the blocks that are no
+    longer in the tier because they were repaired.
 
     Raises:
         TierError: the tier cannot be checked.

@@ -31,6 +31,8 @@ class Presence(enum.Enum):
     """It is there, and the tier was left out."""
     UNKNOWN = enum.auto()
     """The tier has to be asked."""
+    STALLED = enum.auto()
+    """It is there, and the tier does not answer."""
 
 
 class Lane:
@@ -60,6 +62,8 @@ class Lane:
         self.queued_bytes = 0
         """Size of what waits or is being stored."""
         self.jobs = 0
+        self.stalled = False
+        """Whether the tier does not come back from its jobs: nothing is asked of it then."""
         self.questions = Questions()
         """What a shared tier was asked."""
         self.misses = 0
@@ -70,6 +74,8 @@ class Lane:
         """Uses of blocks that were not taken in for that reason."""
         self.dropped = 0
         """Blocks whose cascade was dropped: the queue or the tier was full."""
+        self.damaged = 0
+        """Blocks that the tier lost because they were damaged."""
 
     def admits(self, block: Block, user: Hashable) -> bool:
         """Returns whether the tier takes in a block that a request has used, and counts it if not."""
@@ -87,6 +93,8 @@ class Lane:
         held = self.catalog.held(namespace, key) is not None
         if self.index in excluded:
             return Presence.EXCLUDED if held else Presence.ABSENT
+        if self.stalled:
+            return Presence.STALLED if held else Presence.ABSENT
         if not held and self.tier.shared and self.catalog.get(namespace, key) is None:
             there = self.questions.knows((namespace, key))
             if there is None:
@@ -142,6 +150,7 @@ class Lane:
             expired=self.catalog.lines.expired,
             not_retained=self.catalog.lines.not_retained,
             shares=self.catalog.lines.stats(),
+            damaged=self.damaged,
             declined=self.declined,
             queued_bytes=self.queued_bytes,
             jobs=self.jobs,

@@ -123,7 +123,7 @@ class Lookups:
                 continue
             presence = self._flow.peek(namespace.id, key, excluded)
             is_open = is_open or presence is Presence.UNKNOWN
-            if prefix and presence in (Presence.ABSENT, Presence.EXCLUDED):
+            if prefix and presence in (Presence.ABSENT, Presence.EXCLUDED, Presence.STALLED):
                 break
         self._flow.ask()
         return is_open
@@ -194,6 +194,8 @@ class Lookups:
         if lane is None:
             if presence is Presence.EXCLUDED:
                 match.reasons[position] = MissReason.POLICY
+            elif presence is Presence.STALLED:
+                match.reasons[position] = MissReason.LOAD_FAILED
             if not prefix:
                 match.add(None)
             return False

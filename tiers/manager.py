@@ -7,7 +7,7 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer
 from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, TierFilter
@@ -405,6 +405,18 @@ class TierManager:
     def explain(self, request_id: str) -> list[RequestRecord]:
         """Returns what is known of a request of the last minutes, of any engine; the latest first."""
         return self._journal.find(request_id)
+
+    def entries_lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
+        """Takes note that a tier, by its position in the lookup order, found blocks damaged and has none of them any more."""
+        self._flow.lost(tier, names)
+
+    def tier_stalled(self, tier: int, *, stalled: bool) -> None:
+        """Takes note of whether a tier, by its position in the lookup order, does not come back from its jobs.
+
+        Nothing new is asked of it then, and what waits to be stored in it waits no longer.
+        """
+        for request in self._flow.stall(tier, stalled=stalled):
+            self._requests.end_if_settled(request)
 
     def stats(self) -> ManagerStats:
         """Returns the figures of this moment."""

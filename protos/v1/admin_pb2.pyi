@@ -45,6 +45,52 @@ MISS_REASON_LOAD_FAILED: MissReason
 MISS_REASON_NO_ROOM: MissReason
 MISS_REASON_RESET: MissReason
 
+class FsckRequest(_message.Message):
+    __slots__ = ("repair", "tiers", "max_rate_bytes")
+    REPAIR_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    repair: bool
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    max_rate_bytes: int
+    def __init__(self, repair: bool = ..., tiers: _Optional[_Iterable[str]] = ..., max_rate_bytes: _Optional[int] = ...) -> None: ...
+
+class FsckResponse(_message.Message):
+    __slots__ = ("tier", "tier_type", "blocks", "checked_bytes", "total_blocks", "findings", "done", "note", "error")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TIER_TYPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    tier_type: str
+    blocks: int
+    checked_bytes: int
+    total_blocks: int
+    findings: _containers.RepeatedCompositeFieldContainer[FsckFinding]
+    done: bool
+    note: str
+    error: str
+    def __init__(self, tier: _Optional[str] = ..., tier_type: _Optional[str] = ..., blocks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., total_blocks: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[FsckFinding, _Mapping]]] = ..., done: bool = ..., note: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class FsckFinding(_message.Message):
+    __slots__ = ("namespace_id", "key", "size_bytes", "problem", "repaired")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    REPAIRED_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    key: bytes
+    size_bytes: int
+    problem: str
+    repaired: bool
+    def __init__(self, namespace_id: _Optional[bytes] = ..., key: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., problem: _Optional[str] = ..., repaired: bool = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -74,7 +120,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., leases: _Optional[int] = ..., stores: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("name", "type", "capacity_bytes", "available_bytes", "used_bytes", "blocks", "hits", "misses", "evictions", "jobs", "healthy", "trouble", "expired", "not_retained", "shares")
+    __slots__ = ("name", "type", "capacity_bytes", "available_bytes", "used_bytes", "blocks", "hits", "misses", "evictions", "jobs", "healthy", "trouble", "expired", "not_retained", "shares", "damaged_blocks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +136,7 @@ class TierStatus(_message.Message):
     EXPIRED_FIELD_NUMBER: _ClassVar[int]
     NOT_RETAINED_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     type: str
     capacity_bytes: int
@@ -105,7 +152,8 @@ class TierStatus(_message.Message):
     expired: int
     not_retained: int
     shares: _containers.RepeatedCompositeFieldContainer[ShareStatus]
-    def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., jobs: _Optional[int] = ..., healthy: bool = ..., trouble: _Optional[str] = ..., expired: _Optional[int] = ..., not_retained: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ...) -> None: ...
+    damaged_blocks: int
+    def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., jobs: _Optional[int] = ..., healthy: bool = ..., trouble: _Optional[str] = ..., expired: _Optional[int] = ..., not_retained: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ...) -> None: ...
 
 class ShareStatus(_message.Message):
     __slots__ = ("tenant", "quota_bytes", "limit_bytes", "used_bytes", "retained_bytes")

@@ -40,6 +40,11 @@ class AdminServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Fsck = channel.unary_stream(
+                '/kvtier.v1.AdminService/Fsck',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.FsckRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.FsckResponse.FromString,
+                _registered_method=True)
         self.ListLeases = channel.unary_unary(
                 '/kvtier.v1.AdminService/ListLeases',
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.ListLeasesRequest.SerializeToString,
@@ -60,6 +65,22 @@ class AdminServiceServicer(object):
         """Returns tiers with fill and hit rates, sessions, uptime and epoch.
 
         Errors: none of its own. May be retried.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fsck(self, request, context):
+        """Verifies the blocks that tiers keep against their checksums, one tier after
+        another, while the server goes on serving. The stream says how far it has
+        come, and names each damaged block as it is found. With `repair` a damaged
+        block is put out of use at once, and lookups miss it; without, nothing
+        changes, and a load that meets it drops it then. The client ends a check by
+        cancelling the call.
+
+        Errors: INVALID_ARGUMENT (no such tier), FSCK_RUNNING,
+        DRAINING (the server ends, before the check or in the middle of it). The
+        latter two may be retried; a check begins from the start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +111,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Fsck': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fsck,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.FsckRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.FsckResponse.SerializeToString,
             ),
             'ListLeases': grpc.unary_unary_rpc_method_handler(
                     servicer.ListLeases,
@@ -130,6 +156,33 @@ class AdminService(object):
             '/kvtier.v1.AdminService/GetStatus',
             kvtier_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fsck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvtier.v1.AdminService/Fsck',
+            kvtier_dot_v1_dot_admin__pb2.FsckRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.FsckResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,6 +1,9 @@
-"""AdminService: what the server holds, for whom, and why something was not there."""
+"""AdminService: what the server holds, for whom, and why something was not there; and checks of the tiers."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
 
 import grpc
 
@@ -9,9 +12,10 @@ from ...protos.v1 import admin_pb2, admin_pb2_grpc
 from ...tiers.grants import Store
 from ...tiers.leases import Lease
 from ..errors import Refused
+from ..fsck_online import OnlineFsck
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
-from .admin_messages import explained, lease_status, session_status, tier_status
+from .admin_messages import explained, fsck_step, lease_status, session_status, tier_status
 
 __all__ = ["AdminService"]
 
@@ -25,6 +29,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._runtime = runtime
         self._sessions = sessions
         self._ready_at = ready_at
+        self._fsck = OnlineFsck(runtime, sessions)
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
@@ -68,6 +73,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         raise Refused(
             "REQUEST_NOT_FOUND", f"nothing is known of request {request.request_id!r}; it may be too long ago"
         )
+
+    async def Fsck(
+        self, request: admin_pb2.FsckRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.FsckResponse]:
+        run = self._fsck.run(request.tiers, repair=request.repair, rate=request.max_rate_bytes)
+        async with contextlib.aclosing(run) as steps:
+            async for progress in steps:
+                yield fsck_step(progress)
 
 
 def _since(lease: Lease | Store) -> float:

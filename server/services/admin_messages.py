@@ -6,14 +6,16 @@ from google.protobuf.duration_pb2 import Duration
 
 from ...protos.v1 import admin_pb2, cache_pb2
 from ...tiers.base import OffloadPolicy
+from ...tiers.fsck import NAMESPACE_BYTES
 from ...tiers.grants import Store
 from ...tiers.history import MissReason
 from ...tiers.journal import LookupRecord, RequestRecord, Span
 from ...tiers.leases import Lease
 from ...tiers.stats import TierStats
+from ..fsck_online import Progress
 from ..sessions import OpenSession
 
-__all__ = ["POLICIES", "explained", "lease_status", "session_status", "tier_status"]
+__all__ = ["POLICIES", "explained", "fsck_step", "lease_status", "session_status", "tier_status"]
 
 POLICIES = {
     OffloadPolicy.BLOCK_LEVEL: cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL,
@@ -48,6 +50,7 @@ def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
             )
             for share in tier.shares
         ],
+        damaged_blocks=tier.damaged,
     )
 
 
@@ -126,3 +129,27 @@ def _duration(seconds: float) -> Duration:
     duration = Duration()
     duration.FromNanoseconds(int(max(0.0, seconds) * 1e9))
     return duration
+
+
+def fsck_step(progress: Progress) -> admin_pb2.FsckResponse:
+    """Returns one step of a check."""
+    return admin_pb2.FsckResponse(
+        tier=progress.tier.name,
+        tier_type=progress.tier.type,
+        blocks=progress.blocks,
+        checked_bytes=progress.nbytes,
+        total_blocks=progress.total,
+        findings=[
+            admin_pb2.FsckFinding(
+                namespace_id=finding.name[:NAMESPACE_BYTES],
+                key=finding.name[NAMESPACE_BYTES:],
+                size_bytes=finding.nbytes,
+                problem=finding.problem,
+                repaired=finding.repaired,
+            )
+            for finding in progress.findings
+        ],
+        done=progress.done,
+        note=progress.note,
+        error=progress.error,
+    )

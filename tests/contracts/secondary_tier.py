@@ -1,4 +1,4 @@
-"""What every secondary tier must do: subclass `SecondaryTierContract`, fill in the hooks, and pytest runs the rest."""
+"""What every secondary tier must do besides `contracts.tier`: subclass `SecondaryTierContract`, and pytest runs the rest."""
 
 from __future__ import annotations
 
@@ -9,64 +9,52 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from contracts.tier import (
+    CORRUPT,
+    DONE,
+    FAILED,
+    KIB,
+    MIB,
+    MISSING,
+    NO_SPACE,
+    OTHER_SPACE,
+    SPACE,
+    TierContract,
+    content,
+    empty,
+    fetch,
+    full,
+    held,
+)
 
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier
 
-KIB, MIB = 1 << 10, 1 << 20
-SPACE = NamespaceId(b"namespace number")
-OTHER_SPACE = NamespaceId(b"namespace-number")
-DONE, MISSING, CORRUPT, NO_SPACE, FAILED = Outcome
-
-SHAPES = [
-    (1,),
-    (4080,),
-    (4095,),
-    (4096,),
-    (4097,),
-    (64 * KIB,),
-    (300_001,),
-    (2 * MIB,),
-    (100, 2000, 30_000),
-    (64 * KIB,) * 8,
-    (2 * MIB, 1),
-    (5,) * 40,
+__all__ = [
+    "CORRUPT",
+    "DONE",
+    "FAILED",
+    "KIB",
+    "MIB",
+    "MISSING",
+    "NO_SPACE",
+    "OTHER_SPACE",
+    "SPACE",
+    "SecondaryTierContract",
+    "content",
+    "empty",
+    "fetch",
+    "full",
+    "held",
 ]
-"""Part sizes of blocks to try."""
 
-
-def content(seed: object, sizes: Sequence[int]) -> tuple[bytes, ...]:
-    """Returns the parts of a block, always the same ones for a seed."""
-    source = random.Random(repr(seed))
-    return tuple(source.randbytes(size) for size in sizes)
-
-
-def full(key: bytes, parts: Sequence[bytes], namespace: NamespaceId = SPACE) -> BlockBytes:
-    """Returns a block to store."""
-    return BlockBytes(namespace, key, tuple(memoryview(part) for part in parts))
-
-
-def empty(key: bytes, sizes: Sequence[int], namespace: NamespaceId = SPACE) -> BlockBytes:
-    """Returns a block to load into."""
-    return BlockBytes(namespace, key, tuple(memoryview(bytearray(size)) for size in sizes))
-
-
-def held(block: BlockBytes) -> tuple[bytes, ...]:
-    """Returns what is in the parts of a block."""
-    return tuple(bytes(part) for part in block.parts)
-
-
-def fetch(tier: SecondaryTier, key: bytes, sizes: Sequence[int], namespace: NamespaceId = SPACE) -> tuple[bytes, ...]:
-    """Loads one block, which must succeed."""
-    block = empty(key, sizes, namespace)
-    assert tier.load([block]) == [DONE]
-    return held(block)
+SHAPES = [(4080,), (100, 2000, 30_000), (2 * MIB, 1), (1, 0, 4096)]
+"""Part sizes of blocks to try, besides those of `contracts.tier`: ranks may hold more and less."""
 
 
 # Stores blocks for ever, under few keys, so that most replace another. Says what it is about to store and what is stored.
@@ -97,7 +85,7 @@ while True:
 """
 
 
-class SecondaryTierContract(ABC):
+class SecondaryTierContract(TierContract):
     """The tests that any tier must pass."""
 
     child_source: ClassVar[str]
@@ -140,12 +128,6 @@ class SecondaryTierContract(ABC):
         assert vote.why
         tier.on_request_finished("request")
 
-    def test_nothing_to_do(self, tier: SecondaryTier) -> None:
-        """Empty batches have no outcomes."""
-        assert tier.store([]) == []
-        assert tier.load([]) == []
-        tier.remove([])
-
     @pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: f"{len(sizes)}x{sizes[0]}")
     def test_round_trip(self, tier: SecondaryTier, sizes: tuple[int, ...]) -> None:
         """A block of any size and number of parts comes back bit by bit, each part in its place."""
@@ -163,21 +145,6 @@ class SecondaryTierContract(ABC):
         assert bytes(region[50 * KIB : 80 * KIB]) == data
         assert bytes(region[31 * KIB : 50 * KIB]) == b"." * (19 * KIB)
         assert bytes(region[80 * KIB :]) == b"." * (20 * KIB)
-
-    def test_a_stored_block_is_a_copy(self, tier: SecondaryTier) -> None:
-        """Once a store has returned, its buffers may be used for something else."""
-        buffer = bytearray(b"a" * 70_000)
-        tier.store([full(b"key", [buffer])])
-        buffer[:] = b"b" * 70_000
-        assert fetch(tier, b"key", (70_000,)) == (b"a" * 70_000,)
-
-    def test_many_blocks(self, tier: SecondaryTier) -> None:
-        """A batch of hundreds of blocks is stored, and loaded in another order."""
-        blocks = {b"key %d" % number: content(number, (number * 97 % 60_000 + 1,)) for number in range(500)}
-        assert tier.store([full(key, parts) for key, parts in blocks.items()]) == [DONE] * 500
-        into = [empty(key, [len(part) for part in parts]) for key, parts in reversed(blocks.items())]
-        assert tier.load(into) == [DONE] * 500
-        assert all(held(block) == blocks[block.key] for block in into)
 
     def test_outcomes_are_per_block_and_in_order(self, tier: SecondaryTier) -> None:
         """What goes wrong with one block of a load leaves the others alone."""
@@ -260,50 +227,6 @@ class SecondaryTierContract(ABC):
         assert tier.store([full(b"b", blocks[b"b"])]) == [DONE]
         for key, parts in blocks.items():
             assert fetch(tier, key, sizes) == parts
-
-    def test_loads_beside_stores(self, tier: SecondaryTier) -> None:
-        """Loads on several threads see whole blocks while a thread stores, replaces and removes others."""
-        sizes = (70_000, 100)
-        fixed = {b"fixed %d" % number: content(number, sizes) for number in range(20)}
-        tier.store([full(key, parts) for key, parts in fixed.items()])
-        stop, wrong, loads = threading.Event(), [], [0, 0, 0]
-
-        def load(reader: int) -> None:
-            source = random.Random(reader)
-            while not stop.is_set():
-                batch = [empty(key, sizes) for key in source.sample(sorted(fixed), 4)]
-                outcomes = tier.load(batch)
-                wrong.extend(block.key for block in batch if held(block) != fixed[block.key])
-                wrong.extend(outcome for outcome in outcomes if outcome is not DONE)
-                loads[reader] += 1
-
-        readers = [threading.Thread(target=load, args=(reader,)) for reader in range(3)]
-        for reader in readers:
-            reader.start()
-        until, number = time.monotonic() + 1.0, 0
-        while time.monotonic() < until or (min(loads) == 0 and number < 10_000):
-            keys = [b"moving %d" % (key % 60) for key in range(number, number + 8)]
-            parts = content(number, (150_000,))
-            assert tier.store([full(key, parts) for key in keys]) == [DONE] * 8
-            tier.remove([(SPACE, b"moving %d" % (number % 60))])
-            number += 8
-        stop.set()
-        for reader in readers:
-            reader.join()
-        assert wrong == []
-        assert min(loads) > 0
-
-    def test_fills_to_its_capacity(self, tier: SecondaryTier) -> None:
-        """As many 64 KiB blocks as make up the capacity fit, and then one in for one out, for a long time."""
-        size = 64 * KIB
-        count = tier.capacity_bytes // size
-        data = content("fill", (size,))
-        for start in range(0, 3 * count, 32):
-            numbers = range(start, start + 32)
-            tier.remove([(SPACE, b"%d" % (number - count)) for number in numbers if number >= count])
-            assert tier.store([full(b"%d" % number, data) for number in numbers]) == [DONE] * 32
-        assert tier.trouble is None
-        assert fetch(tier, b"%d" % (numbers[-1] - count // 2), (size,)) == data
 
     @pytest.mark.parametrize("size", [1, 3000, 64 * KIB, 300_000], ids=str)
     def test_full(self, no_leaks: None, tmp_path: Path, size: int) -> None:
@@ -415,12 +338,13 @@ class SecondaryTierContract(ABC):
     def _run_and_kill(self, directory: Path, generation: int) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
         """Lets a child store until it is killed, at a random moment after its first store; yields what it said."""
         program = KILLED_CHILD.format(child_source=textwrap.dedent(self.child_source))
+        path = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         child = subprocess.Popen(
             [sys.executable, "-c", program, str(directory), str(generation)],
             bufsize=0,  # `communicate` passes over what `readline` has read ahead
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         )
         assert child.stdout
         first = child.stdout.readline()

@@ -83,6 +83,16 @@ def test_damage_and_repair(config: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "disk: 9 blocks" in capsys.readouterr().out
 
 
+def test_one_tier(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --tier only that one is looked at; one that there is not is wrong usage."""
+    damage_a_block(config)
+    assert run(config, "--tier", "lmdb") == 0
+    assert "disk" not in capsys.readouterr().out.replace(str(config.parent), "")
+    assert run(config, "--tier", "disk") == 1
+    assert run(config, "--tier", "nvme") == 2
+    assert "there is no tier 'nvme'; there are lmdb, disk" in capsys.readouterr().err
+
+
 def test_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For machines everything is in one document."""
     damage_a_block(config)

@@ -29,6 +29,7 @@ STATS = ServerStats(
                 hits=20,
                 misses=10,
                 jobs=3,
+                damaged=6,
                 healthy=False,
                 expired=6,
                 not_retained=8,
@@ -104,6 +105,7 @@ class TestFigures:
         assert values("kvtier_tier_hits_total", tier="cpu") == 70
         assert values("kvtier_tier_evictions_total", tier="cpu") == 2
         assert values("kvtier_tier_jobs", tier="lmdb") == 3
+        assert values("kvtier_tier_damaged_total", tier="lmdb") == 6
         assert (values("kvtier_tier_healthy", tier="cpu"), values("kvtier_tier_healthy", tier="lmdb")) == (1, 0)
         assert values("kvtier_sessions", transport="shm") == 2
         assert values("kvtier_leases") == 4

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from contracts.secondary_tier import (
     held,
 )
 
-from kvtier.server.fsck import check_online
 from kvtier.tiers.base import TierError
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk_format import PAGE_BYTES
@@ -173,7 +171,7 @@ def test_a_tier_without_a_check() -> None:
         check(object(), repair=False)
 
 
-async def test_online(tier: Tier) -> None:
+def test_beside_work(tier: Tier) -> None:
     """A check beside stores, replacements, removals and loads finds what is damaged, and never what only changes."""
     damage_bytes(tier, b"7")
     stop, wrong, rounds = threading.Event(), [], [0, 0]
@@ -199,50 +197,15 @@ async def test_online(tier: Tier) -> None:
     workers = [threading.Thread(target=load), threading.Thread(target=store)]
     for worker in workers:
         worker.start()
-    found = []
     try:
-        for repair in (False, False, False, True, True):
-            found.append([finding async for step in check_online(tier, repair=repair) for finding in step.findings])  # noqa: PERF401
+        found = [findings_of(tier, repair=repair) for repair in (False, False, False, True, True)]
     finally:
         stop.set()
         for worker in workers:
-            await asyncio.to_thread(worker.join)
+            worker.join()
     assert [[finding.name for finding in one] for one in found] == [[SPACE + b"7"]] * 4 + [[]]
     assert [finding.repaired for one in found for finding in one] == [False, False, False, True]
     assert wrong == []
     assert min(rounds) > 3
     assert tier.trouble is None
     assert tier.load([empty(b"7", SIZES)]) == [MISSING]
-
-
-async def test_an_online_check_that_is_ended(tier: Tier) -> None:
-    """A check that is cancelled has ended when its task has: the tier may be closed then."""
-    entered, leave = threading.Event(), threading.Event()
-    running = []
-
-    class Slow:
-        name = "slow"
-
-        def blocks_to_check(self) -> int:
-            return 1
-
-        def check_slice(self, after: bytes, *, repair: bool) -> object:
-            entered.set()
-            running.append(True)
-            leave.wait(10)
-            running.pop()
-            return tier.check_slice(after, repair=repair)
-
-    async def run() -> None:
-        async for _ in check_online(Slow(), repair=False):  # type: ignore[arg-type]
-            pass
-
-    task = asyncio.create_task(run())
-    await asyncio.to_thread(entered.wait)
-    task.cancel()
-    await asyncio.sleep(0.05)
-    assert not task.done()
-    leave.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert running == []

@@ -1,0 +1,250 @@
+"""A tier that is not part of kvtier: blocks in one SQLite file.
+
+    PYTHONPATH=examples/third_party_tier kvtier serve --config examples/third_party_tier/kvtier.toml
+
+Written with nothing but `kvtier.tiers` and the standard library. README.md beside this file says what to look at.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from kvtier.tiers.base import (
+    BlockBytes,
+    Entry,
+    NamespaceId,
+    Outcome,
+    RequestInfo,
+    SecondaryTier,
+    TierDamagedError,
+    TierInUseError,
+    TierOpenError,
+    Vote,
+)
+from kvtier.tiers.checksum import block_checksum
+from kvtier.tiers.fsck import Finding, Slice
+from kvtier.tiers.rules import vote
+from kvtier.tiers.troubles import Troubles
+
+__all__ = ["SQLiteTier"]
+
+CAPACITY_SHARE = 0.75
+"""Of the file. A row of 64 KiB takes four or five pages of 16 KiB, and the index and pages half full want their own."""
+MAX_KEY_BYTES = 1024
+SLICE_BLOCKS = 64
+
+# The bytes come last: SQLite reads a row's pages in order, and the other columns are wanted more often.
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS blocks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so that it names one content for good
+    name BLOB NOT NULL UNIQUE,             -- namespace (16 bytes) and key
+    nbytes INTEGER NOT NULL,
+    sizes BLOB NOT NULL,                   -- of the parts, 8 bytes each
+    checksum BLOB NOT NULL,
+    content BLOB NOT NULL
+)
+"""
+
+
+class SQLiteTier(SecondaryTier):
+    """Blocks as rows of one table. A store is one transaction, so that it is seen and survives as a whole or not at all."""
+
+    type: ClassVar[str] = "sqlite"
+    durable: ClassVar[bool] = True
+
+    def __init__(
+        self, name: str, directory: Path, size_bytes: int, durability: str = "process", *, page_bytes: int = 16384
+    ) -> None:
+        """Opens or creates `blocks.sqlite` in `directory`; it never grows beyond `size_bytes`.
+
+        `page_bytes` is an option of the configuration: a power of two from 512 to 65536; a file that exists keeps its own.
+
+        Raises:
+            TierOpenError: it cannot be had; `TierInUseError` if another process has it, `TierDamagedError` if it is no
+                SQLite file any more.
+        """
+        super().__init__(name, int(size_bytes * CAPACITY_SHARE))
+        self._path = directory / "blocks.sqlite"
+        self._troubles = Troubles(self)
+        self._connections: list[sqlite3.Connection] = []
+        self._connecting = threading.Lock()
+        self._mine = threading.local()
+        self._limit = ""
+        self._writing = threading.Lock()
+        """`store` and `remove` are never called at the same time; but a load that drops a corrupt block writes too."""
+        # FULL waits for the disk at each commit; NORMAL survives the end of the process, which is what is asked of it.
+        self._synchronous = "FULL" if durability == "power" else "NORMAL"
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = _claim(directory)
+        try:
+            self._prepare(size_bytes, page_bytes)
+        except sqlite3.Error as error:
+            self.close()
+            kind = TierDamagedError if _is_damage(error) else TierOpenError
+            raise kind(f"cannot open {self._path}: {error}") from error
+
+    def on_new_request(self, request: RequestInfo) -> Vote:
+        """Votes by the rules of the configuration. Called on the event loop: no I/O here."""
+        return vote(self.rules, request)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields what is there, in the order in which it was stored."""
+        for name, nbytes in self._connection().execute("SELECT name, nbytes FROM blocks ORDER BY id"):
+            yield Entry(NamespaceId(name[:16]), name[16:], nbytes)
+
+    def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Writes all blocks that can be stored in one transaction."""
+        storable = [
+            len(block.namespace) == 16 and len(block.key) <= MAX_KEY_BYTES and block.nbytes > 0 for block in blocks
+        ]
+        rows = [_row_of(block) for block, good in zip(blocks, storable, strict=True) if good]
+        written = self._write(
+            "store",
+            "INSERT OR REPLACE INTO blocks (name, nbytes, sizes, checksum, content) VALUES (?, ?, ?, ?, ?)",
+            rows,
+        )
+        return [written if good else Outcome.FAILED for good in storable]
+
+    def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Fills blocks and verifies them where they then are."""
+        try:
+            outcomes = [self._load(block) for block in blocks]
+        except sqlite3.Error as error:
+            self._troubles.note("load", f"cannot load: {error}")
+            return [Outcome.FAILED] * len(blocks)
+        self._troubles.note("load", None)
+        return outcomes
+
+    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        """Forgets blocks; what SQLite cannot remove now, it says in `trouble`."""
+        self._write("remove", "DELETE FROM blocks WHERE name = ?", [(namespace + key,) for namespace, key in keys])
+
+    def blocks_to_check(self) -> int:
+        """Lets `kvtier fsck` check this tier, with the method below; a tier may do without both."""
+        (count,) = self._connection().execute("SELECT count(*) FROM blocks").fetchone()
+        return int(count)
+
+    def check_slice(self, after: bytes, *, repair: bool) -> Slice:
+        """Verifies the next blocks by name; see `kvtier.tiers.fsck.Checkable`."""
+        rows = self._connection().execute(
+            "SELECT id, name, nbytes, sizes, checksum, content FROM blocks WHERE name > ? ORDER BY name LIMIT ?",
+            (after, SLICE_BLOCKS),
+        )
+        last, checked, total = None, 0, 0
+        damaged: list[tuple[int, bytes, int]] = []
+        for number, name, nbytes, sizes, checksum, content in rows:
+            last, checked, total = name, checked + 1, total + nbytes
+            if _checksum(name, sizes, content) != checksum:
+                damaged.append((number, name, nbytes))
+        if repair and damaged:
+            self._write("check", "DELETE FROM blocks WHERE id = ?", [(number,) for number, _, _ in damaged])
+        problem = "its bytes are not those that were stored"
+        findings = tuple(Finding(name, nbytes, problem, repair) for _, name, nbytes in damaged)
+        return Slice(last if checked == SLICE_BLOCKS else None, checked, total, findings)
+
+    def close(self) -> None:
+        """Closes the file, on whichever thread it was opened."""
+        for connection in self._connections:
+            connection.close()
+        os.close(self._lock)
+
+    def _prepare(self, size_bytes: int, page_bytes: int) -> None:
+        connection = self._connection()
+        connection.execute(f"PRAGMA page_size = {page_bytes:d}")
+        connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for one another
+        connection.execute(SCHEMA)
+        (used,) = connection.execute("PRAGMA page_size").fetchone()
+        self._limit = f"PRAGMA max_page_count = {size_bytes // used:d}"
+        connection.execute(self._limit)
+
+    def _connection(self) -> sqlite3.Connection:
+        """Returns this thread's own connection: transactions belong to one."""
+        connection: sqlite3.Connection | None = getattr(self._mine, "connection", None)
+        if connection is None:
+            # Closed by another thread than it was made by, and used by no two at a time.
+            connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
+            connection.execute(f"PRAGMA synchronous = {self._synchronous}")
+            connection.execute(self._limit)  # it is the connection's, not the file's
+            with self._connecting:
+                self._connections.append(connection)
+            self._mine.connection = connection
+        return connection
+
+    def _write(self, work: str, statement: str, rows: Sequence[tuple[object, ...]]) -> Outcome:
+        """Changes rows in one transaction; returns what became of all of them."""
+        connection = self._connection()
+        try:
+            with self._writing:
+                connection.execute("BEGIN IMMEDIATE")
+                try:
+                    connection.executemany(statement, rows)
+                    connection.execute("COMMIT")
+                except BaseException:
+                    if connection.in_transaction:  # SQLite has ended it by itself where the disk is full
+                        connection.execute("ROLLBACK")
+                    raise
+        except sqlite3.Error as error:
+            self._troubles.note(work, f"cannot {work}: {error}")
+            return Outcome.NO_SPACE if error.sqlite_errorcode == sqlite3.SQLITE_FULL else Outcome.FAILED
+        self._troubles.note(work, None)
+        return Outcome.DONE
+
+    def _load(self, block: BlockBytes) -> Outcome:
+        row = (
+            self._connection()
+            .execute("SELECT id, sizes, checksum, content FROM blocks WHERE name = ?", (block.namespace + block.key,))
+            .fetchone()
+        )
+        if row is None:
+            return Outcome.MISSING
+        number, sizes, checksum, content = row
+        if sizes == _sizes_of(block) and len(content) == block.nbytes:
+            view = memoryview(content)
+            for part in block.parts:
+                part[:] = view[: part.nbytes]
+                view = view[part.nbytes :]
+            if block_checksum(block.namespace, block.key, block.parts).to_bytes(8, "little") == checksum:
+                return Outcome.DONE
+        # By its number: what may have been stored under this name meanwhile is another block.
+        dropped = self._write("drop", "DELETE FROM blocks WHERE id = ?", [(number,)])
+        return Outcome.CORRUPT if dropped is Outcome.DONE else Outcome.FAILED
+
+
+def _claim(directory: Path) -> int:
+    """Locks the directory for this process; the lock falls with it, however it ends."""
+    lock = os.open(directory / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise TierInUseError(f"{directory} is in use by another process") from None
+    return lock
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _row_of(block: BlockBytes) -> tuple[object, ...]:
+    checksum = block_checksum(block.namespace, block.key, block.parts).to_bytes(8, "little")
+    return block.namespace + block.key, block.nbytes, _sizes_of(block), checksum, b"".join(block.parts)
+
+
+def _sizes_of(block: BlockBytes) -> bytes:
+    return struct.pack(f"<{len(block.parts)}Q", *(part.nbytes for part in block.parts))
+
+
+def _checksum(name: bytes, sizes: bytes, content: bytes) -> bytes:
+    """Returns the checksum of a row as it stands."""
+    view, parts = memoryview(content), []
+    for (size,) in struct.iter_unpack("<Q", sizes):
+        parts.append(view[:size])
+        view = view[size:]
+    return block_checksum(NamespaceId(name[:16]), name[16:], tuple(parts)).to_bytes(8, "little")

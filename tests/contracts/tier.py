@@ -1,0 +1,234 @@
+"""What every tier must do, the CPU tier too: it takes blocks, gives them back bit by bit, and keeps within its bounds.
+
+Subclass `TierContract`, fill in the hooks, and pytest runs the rest. A tier that is a `SecondaryTier` must do more:
+`contracts.secondary_tier`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import pytest
+
+from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
+
+KIB, MIB = 1 << 10, 1 << 20
+SPACE = NamespaceId(b"namespace number")
+OTHER_SPACE = NamespaceId(b"namespace-number")
+DONE, MISSING, CORRUPT, NO_SPACE, FAILED = Outcome
+
+
+def content(seed: object, sizes: Sequence[int]) -> tuple[bytes, ...]:
+    """Returns the parts of a block, always the same ones for a seed."""
+    source = random.Random(repr(seed))
+    return tuple(source.randbytes(size) for size in sizes)
+
+
+def full(key: bytes, parts: Sequence[bytes], namespace: NamespaceId = SPACE) -> BlockBytes:
+    """Returns a block to store."""
+    return BlockBytes(namespace, key, tuple(memoryview(part) for part in parts))
+
+
+def empty(key: bytes, sizes: Sequence[int], namespace: NamespaceId = SPACE) -> BlockBytes:
+    """Returns a block to load into."""
+    return BlockBytes(namespace, key, tuple(memoryview(bytearray(size)) for size in sizes))
+
+
+def held(block: BlockBytes) -> tuple[bytes, ...]:
+    """Returns what is in the parts of a block."""
+    return tuple(bytes(part) for part in block.parts)
+
+
+def fetch(tier: Tier, key: bytes, sizes: Sequence[int], namespace: NamespaceId = SPACE) -> tuple[bytes, ...]:
+    """Loads one block, which must succeed."""
+    block = empty(key, sizes, namespace)
+    assert tier.load([block]) == [DONE]
+    return held(block)
+
+
+class Tier(Protocol):
+    """A `SecondaryTier`, or something that does with the CPU tier what such a one does."""
+
+    capacity_bytes: int
+
+    def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]: ...
+
+    def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]: ...
+
+    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def key(number: int, *, group: int = 0) -> bytes:
+    """Returns a key as engines make them: a hash and the index of a group."""
+    return number.to_bytes(16, "big") + group.to_bytes(4, "big")
+
+
+PARTS = [
+    (1,),
+    (4095,),
+    (4096,),
+    (4097,),
+    (64 * KIB,),
+    (300_001,),
+    (2 * MIB,),
+    (1000,) * 3,
+    (64 * KIB,) * 8,
+    (5,) * 40,
+]
+"""Part sizes of blocks to try, the same for all ranks."""
+
+
+class TierContract(ABC):
+    """The tests that every tier must pass."""
+
+    bad_key: ClassVar[bytes] = b"k" * 5000
+    """A key that the tier refuses."""
+
+    @abstractmethod
+    def make_tier(self, directory: Path, size_bytes: int) -> Tier:
+        """Opens a tier whose storage is in `directory` and may use `size_bytes`."""
+
+    @pytest.fixture
+    def tier(self, no_leaks: None, tmp_path: Path) -> Iterator[Tier]:
+        """Gives an empty tier of 64 MiB, closes it, and sees to it that no thread and no descriptor stays."""
+        tier = self.make_tier(tmp_path, 64 * MIB)
+        yield tier
+        tier.close()
+
+    def test_nothing_to_do(self, tier: Tier) -> None:
+        """Empty batches have no outcomes."""
+        assert tier.store([]) == []
+        assert tier.load([]) == []
+        tier.remove([])
+
+    @pytest.mark.parametrize("sizes", PARTS, ids=lambda sizes: f"{len(sizes)}x{sizes[0]}")
+    def test_bytes_come_back(self, tier: Tier, sizes: tuple[int, ...]) -> None:
+        """A block of any size and number of ranks comes back bit by bit, each part in its place."""
+        parts = content(sizes, sizes)
+        assert tier.store([full(key(1), parts)]) == [DONE]
+        assert fetch(tier, key(1), sizes) == parts
+
+    def test_a_stored_block_is_a_copy(self, tier: Tier) -> None:
+        """Once a store has returned, its buffers may be used for something else."""
+        buffer = bytearray(b"a" * 70_000)
+        tier.store([full(key(1), [buffer])])
+        buffer[:] = b"b" * 70_000
+        assert fetch(tier, key(1), (70_000,)) == (b"a" * 70_000,)
+
+    def test_many_blocks(self, tier: Tier) -> None:
+        """A batch of hundreds of blocks is stored, and loaded in another order."""
+        blocks = {key(number): content(number, (number * 97 % 60_000 + 1,)) for number in range(500)}
+        assert tier.store([full(name, parts) for name, parts in blocks.items()]) == [DONE] * 500
+        into = [empty(name, [len(part) for part in parts]) for name, parts in reversed(blocks.items())]
+        assert tier.load(into) == [DONE] * 500
+        assert all(held(block) == blocks[block.key] for block in into)
+
+    def test_what_is_missing_is_said_in_its_place(self, tier: Tier) -> None:
+        """Outcomes are per block and in order; a block that is missing leaves the others alone."""
+        tier.store([full(key(1), [b"aa"]), full(key(2), [b"bb"])])
+        batch = [empty(key(2), (2,)), empty(key(9), (2,)), empty(key(1), (2,))]
+        assert tier.load(batch) == [DONE, MISSING, DONE]
+        assert held(batch[0]) == (b"bb",)
+        assert held(batch[2]) == (b"aa",)
+
+    def test_a_bad_key(self, tier: Tier) -> None:
+        """A key that cannot be one is refused and is nowhere; the blocks beside it are stored."""
+        batch = [full(key(1), [b"a"]), full(self.bad_key, [b"x"]), full(key(2), [b"b"])]
+        assert tier.store(batch) == [DONE, FAILED, DONE]
+        assert tier.load([empty(key(1), (1,)), empty(self.bad_key, (1,)), empty(key(2), (1,))]) == [DONE, MISSING, DONE]
+
+    def test_keys_that_begin_alike(self, tier: Tier) -> None:
+        """Keys of any bytes, and keys that begin with one another, are kept apart."""
+        names = [bytes(5), bytes(6), b"\xff" * 36 + bytes(4), b"\xff" * 37 + bytes(4), b"k" + bytes(4), b"k" + bytes(5)]
+        assert tier.store([full(name, [b"=" + name]) for name in names]) == [DONE] * len(names)
+        for name in names:
+            assert fetch(tier, name, (len(name) + 1,)) == (b"=" + name,)
+
+    def test_namespaces_are_apart(self, tier: Tier) -> None:
+        """The same key in two namespaces names two blocks."""
+        tier.store([full(key(1), [b"1"], SPACE), full(key(1), [b"2"], OTHER_SPACE), full(key(2), [b"3"], SPACE)])
+        assert fetch(tier, key(1), (1,), SPACE) == (b"1",)
+        assert fetch(tier, key(1), (1,), OTHER_SPACE) == (b"2",)
+        assert tier.load([empty(key(2), (1,), OTHER_SPACE)]) == [MISSING]
+
+    def test_the_same_block_again(self, tier: Tier) -> None:
+        """A block that is stored again is there, once, with the bytes that its key stands for."""
+        parts = content("again", (5000, 5000))
+        for _ in range(3):
+            assert tier.store([full(key(1), parts), full(key(2), [b"x"])]) == [DONE, DONE]
+        assert fetch(tier, key(1), (5000, 5000)) == parts
+        assert fetch(tier, key(2), (1,)) == (b"x",)
+
+    def test_loads_beside_stores(self, tier: Tier) -> None:
+        """Loads on several threads see whole blocks while a thread stores, replaces and removes others."""
+        sizes = (70_000, 70_000)
+        fixed = {key(number): content(number, sizes) for number in range(20)}
+        tier.store([full(name, parts) for name, parts in fixed.items()])
+        stop, wrong, loads = threading.Event(), [], [0, 0, 0]
+
+        def load(reader: int) -> None:
+            source = random.Random(reader)
+            while not stop.is_set():
+                batch = [empty(name, sizes) for name in source.sample(sorted(fixed), 4)]
+                outcomes = tier.load(batch)
+                wrong.extend(block.key for block in batch if held(block) != fixed[block.key])
+                wrong.extend(outcome for outcome in outcomes if outcome is not DONE)
+                loads[reader] += 1
+
+        readers = [threading.Thread(target=load, args=(reader,)) for reader in range(3)]
+        for reader in readers:
+            reader.start()
+        until, number = time.monotonic() + 1.0, 0
+        while time.monotonic() < until or (min(loads) == 0 and number < 10_000):
+            names = [key(100 + moving % 60) for moving in range(number, number + 8)]
+            parts = content(number, (150_000,))
+            assert tier.store([full(name, parts) for name in names]) == [DONE] * 8
+            tier.remove([(SPACE, key(100 + number % 60))])
+            number += 8
+        stop.set()
+        for reader in readers:
+            reader.join()
+        assert wrong == []
+        assert min(loads) > 0
+
+    def test_fills_to_its_capacity(self, tier: Tier) -> None:
+        """As many 64 KiB blocks as make up the capacity fit, and then one in for one out, for a long time."""
+        size = 64 * KIB
+        count = tier.capacity_bytes // size
+        data = content("fill", (size,))
+        for start in range(0, 3 * count, 32):
+            numbers = range(start, start + 32)
+            tier.remove([(SPACE, key(number - count)) for number in numbers if number >= count])
+            assert tier.store([full(key(number), data) for number in numbers]) == [DONE] * 32
+        assert fetch(tier, key(numbers[-1] - count // 2), (size,)) == data
+
+    @pytest.mark.parametrize("size", [1, 3000, 64 * KIB], ids=str)
+    def test_what_is_full_says_so(self, no_leaks: None, tmp_path: Path, size: int) -> None:
+        """A full tier says so, never holds more than it may, keeps what it has, and takes blocks again after removals."""
+        tier = self.make_tier(tmp_path, 4 * MIB)
+        stored: list[bytes] = []
+        outcomes: list[Outcome] = []
+        while NO_SPACE not in outcomes:
+            names = [key(number) for number in range(len(stored), len(stored) + max(1, min(100, 100_000 // size)))]
+            outcomes = tier.store([full(name, content(name, (size,))) for name in names])
+            assert set(outcomes) <= {DONE, NO_SPACE}
+            stored += [name for name, outcome in zip(names, outcomes, strict=True) if outcome is DONE]
+            assert len(stored) * size <= 4 * MIB
+        for name in stored[::7]:
+            assert fetch(tier, name, (size,)) == content(name, (size,))
+        half = len(stored) // 2
+        tier.remove([(SPACE, name) for name in stored[:half]])
+        # What the last removal freed may be of use only to a later transaction.
+        for number in range(max(4, half // 2)):
+            outcomes = tier.store([full(key(1_000_000 + number), content(number, (size,)))])
+        assert outcomes == [DONE]
+        assert fetch(tier, stored[-1], (size,)) == content(stored[-1], (size,))
+        tier.close()

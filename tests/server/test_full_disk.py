@@ -1,0 +1,60 @@
+"""A server whose disk is really full: a small file system under its data directory."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.server_process import ServerProcess
+from harness.traffic import wait_connected
+
+from kvtier.client import Client, DurableStatus, StoreStatus
+
+PART = 256 << 10
+NAMESPACE = namespace_of(PART)
+BEFORE, DURING, AFTER = ([key_of(number, salt=salt) for number in range(32)] for salt in ("before", "during", "after"))
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB where the server keeps its tier."""
+    path = tmp_path / "data"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "disk"])
+def test_a_disk_that_is_full_for_a_while(data_dir: Path, kind: str) -> None:
+    """Engines go on with the CPU tier, people are told, and all becomes durable when there is room again."""
+    with ServerProcess(data_dir.parent, tier=kind) as server:
+        server.start()
+        with Client(server.endpoint, namespace=NAMESPACE) as client:
+            wait_connected(client)
+
+            def store(keys: list[bytes]) -> None:
+                statuses = client.store(keys, [payload(key, PART) for key in keys])
+                assert set(statuses) == {StoreStatus.GRANTED}
+
+            store(BEFORE)
+            assert set(client.flush(BEFORE)) == {DurableStatus.DURABLE}
+            store(DURING)
+            store(AFTER)
+            assert DurableStatus.VOLATILE in set(client.flush([*DURING, *AFTER], wait=5))
+            status = server.wait_for(lambda status: "cannot store" in status.tiers[1].trouble)
+            assert not status.tiers[1].healthy
+            assert_serves(client, [*BEFORE, *DURING, *AFTER])
+            subprocess.run(["mount", "-o", "remount,size=64m", str(data_dir)], check=True)
+            assert set(client.flush([*BEFORE, *DURING, *AFTER])) == {DurableStatus.DURABLE}
+            assert server.tier(kind).healthy
+            server.restart()
+            wait_connected(client)
+            assert_serves(client, [*BEFORE, *DURING, *AFTER])
+            assert server.tier(kind).blocks == 96
+        assert server.terminate() == 0

@@ -1,0 +1,238 @@
+"""What stands between a tier and the server: whatever a tier does, what comes out keeps to the contract."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contracts.tier import CORRUPT, DONE, FAILED, MIB, MISSING, SPACE, content, empty, full, held
+from harness.bad_tiers import ERRORS, HONEST_ENTRY, BadTier
+
+from kvtier.server.guard import GuardedTier
+from kvtier.server.tierthreads import Line, TierThreads
+from kvtier.server.worker import TierWorker
+from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, Vote
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+NAME = (SPACE, b"key")
+REQUEST = RequestInfo("r", SPACE, kv_transfer_params={"do_remote_decode": True})
+WORKS = ("store", "load", "remove", "on_new_request", "on_request_finished")
+
+
+class Rig:
+    """A bad tier behind its guard."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tier = BadTier("bad", directory, MIB)
+        self.threads = TierThreads("bad")
+        self.guard = GuardedTier(self.tier, self.threads)
+
+    def have(self, what: str, content: str = "") -> Path:
+        """Makes the tier misbehave."""
+        path = self.tier.directory / what
+        path.write_text(content)
+        return path
+
+    def do(self, work: str) -> object:
+        """Has the tier do something that it can."""
+        calls: dict[str, Callable[[], object]] = {
+            "store": lambda: self.guard.store([full(b"a", [b"a"]), full(b"b", [b"b"])]),
+            "load": lambda: self.guard.load([empty(b"a", (1,)), empty(b"b", (1,))]),
+            "remove": lambda: self.guard.remove([NAME]),
+            "on_new_request": lambda: self.guard.on_new_request(REQUEST).policy,
+            "on_request_finished": lambda: self.guard.on_request_finished("r"),
+        }
+        return calls[work]()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    """A bad tier that does nothing bad yet."""
+    rig = Rig(tmp_path)
+    yield rig
+    assert rig.threads.close(5)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("work", WORKS)
+def test_a_tier_that_raises(rig: Rig, work: str, error: str) -> None:
+    """Whatever it raises, in whatever it does: the job has failed, the tier is in trouble, and out of it with the next."""
+    path = rig.have(f"raise-{work}", error)
+    assert rig.do(work) in ([FAILED, FAILED], OffloadPolicy.BLOCK_LEVEL, None)
+    if work == "on_request_finished":
+        assert rig.threads.close(5)
+    assert rig.guard.trouble == f"{work} failed: {error}: odd"
+    path.unlink()
+    if work != "on_request_finished":
+        assert rig.do(work) in ([DONE, DONE], [MISSING, MISSING], OffloadPolicy.REQUEST_LEVEL, None)
+        assert rig.guard.trouble is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcomes"),
+    [
+        ([DONE], [FAILED, FAILED]),
+        ([], [FAILED, FAILED]),
+        ([DONE] * 3, [FAILED, FAILED]),
+        (None, [FAILED, FAILED]),
+        (7, [FAILED, FAILED]),
+        (DONE, [FAILED, FAILED]),
+        ("ab", [FAILED, FAILED]),
+        ([DONE, None], [DONE, FAILED]),
+        (["done", DONE], [FAILED, DONE]),
+        ([True, 1], [FAILED, FAILED]),
+        ((DONE, MISSING), [DONE, MISSING]),
+    ],
+)
+@pytest.mark.parametrize("work", ["store", "load"])
+def test_outcomes_that_are_none(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, work: str, answer: Any, outcomes: list[Outcome]
+) -> None:
+    """Too few outcomes, too many, or what is none: nobody can tell what became of which block, so it has failed."""
+    monkeypatch.setattr(rig.tier, work, lambda _: answer)
+    assert rig.do(work) == outcomes
+    assert bool(rig.guard.trouble) == (FAILED in outcomes)
+
+
+@pytest.mark.parametrize("vote", [None, "request_level", OffloadPolicy.REQUEST_LEVEL, Vote(2, "why"), Vote(None, "")])
+def test_votes_that_are_none(rig: Rig, monkeypatch: pytest.MonkeyPatch, vote: Any) -> None:
+    """What is no vote counts as none."""
+    monkeypatch.setattr(rig.tier, "on_new_request", lambda _: vote)
+    assert rig.guard.on_new_request(REQUEST).policy is OffloadPolicy.BLOCK_LEVEL
+    assert rig.guard.trouble
+
+
+def test_a_tier_that_holds_up_its_vote(rig: Rig) -> None:
+    """The loop waits for a moment, once; what the tier was not asked about it does not hear the end of either (B3.12)."""
+    hang = rig.have("hang-on_new_request")
+    votes = [rig.guard.on_new_request(RequestInfo(f"{number}", SPACE)) for number in range(100)]
+    assert {vote.policy for vote in votes} == {OffloadPolicy.BLOCK_LEVEL}
+    assert "did not answer in time" in votes[0].why
+    assert {vote.why for vote in votes[1:]} == {"no vote: it is still busy with another request"}
+    assert "no vote within" in (rig.guard.trouble or "")
+    for number in range(100):
+        rig.guard.on_request_finished(f"{number}")
+    hang.unlink()
+    while rig.guard.on_new_request(REQUEST).policy is OffloadPolicy.BLOCK_LEVEL:
+        rig.guard.on_request_finished("r")
+    rig.guard.on_request_finished("r")
+    assert rig.threads.close(5)
+    assert rig.tier.heard == ["new 0", "end 0", "new r", "end r"]
+    assert rig.guard.trouble is None
+
+
+def test_entries_that_cannot_be(rig: Rig) -> None:
+    """Sizes, names and things that are none are left out, once and for all; what is sound among them is not."""
+    rig.have("lie-entries")
+    assert list(rig.guard.entries()) == [HONEST_ENTRY]
+    assert rig.guard.trouble
+    assert "21 of the blocks that it lists were left out; the first: Entry(" in rig.guard.trouble
+    assert set(rig.guard.unwanted) == {(HONEST_ENTRY.namespace, b"lie" + bytes(4))}, "which the server has removed"
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_entries_that_break_off(rig: Rig, error: str) -> None:
+    """A list that ends in an error is worth what it said before."""
+    rig.have("raise-last-entry", error)
+    assert list(rig.guard.entries()) == [HONEST_ENTRY]
+    assert f"the list broke off: {error}" in (rig.guard.trouble or "")
+
+
+def test_entries_is_no_list(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that lists nothing at all has nothing."""
+    monkeypatch.setattr(rig.tier, "entries", lambda: None)
+    assert list(rig.guard.entries()) == []
+    assert rig.guard.trouble
+
+
+@pytest.mark.parametrize("written", [0.0, 0.3, 0.99])
+def test_a_load_that_fills_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch, written: float) -> None:
+    """DONE for a part that was not written to, or not to its end, is found out; a part that was is not suspected."""
+    parts = content("x", (5000, 100, 3))
+    rig.guard.store([full(b"a", parts), full(b"b", parts)])
+    sound = empty(b"b", (5000, 100, 3))
+    assert rig.guard.load([sound]) == [DONE]
+    assert held(sound) == parts
+    whole = rig.tier.load
+
+    def load(blocks: Any) -> list[Outcome]:
+        whole(blocks[1:])
+        for part, data in zip(blocks[0].parts, parts, strict=True):
+            end = int(len(data) * written)
+            part[:end] = data[:end]
+        return [DONE] * len(blocks)
+
+    monkeypatch.setattr(rig.tier, "load", load)
+    assert rig.guard.load([empty(b"a", (5000, 100, 3)), sound]) == [CORRUPT, DONE]
+    assert rig.guard.trouble
+
+
+def test_shared_lookups(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no answer for each key means that nothing is there."""
+    for answer in ([True], None, [True] * 3):
+        monkeypatch.setattr(rig.tier, "lookup", lambda _, answer=answer: answer)
+        assert rig.guard.lookup([NAME, NAME]) == [False, False]
+        assert rig.guard.trouble
+    monkeypatch.setattr(rig.tier, "lookup", lambda _: [True, False])
+    assert rig.guard.lookup([NAME, NAME]) == [True, False]
+    assert rig.guard.trouble is None
+
+
+def test_what_the_tier_says_itself(rig: Rig) -> None:
+    """The tier's own trouble stands beside what is found wrong with it."""
+    rig.tier.trouble = "my disk is full"
+    assert rig.guard.trouble == "my disk is full"
+    rig.have("raise-store", "MemoryError")
+    rig.do("store")
+    assert rig.guard.trouble == "my disk is full; store failed: MemoryError: odd"
+
+
+def test_threads_go_on() -> None:
+    """A call that raises anything leaves its thread to the next; what was not begun can be taken back."""
+
+    def fail(error: type[BaseException]) -> None:
+        raise error("odd")
+
+    threads = TierThreads("t")
+    done: list[object] = []
+    begun, go = threading.Event(), threading.Event()
+    for error in ERRORS.values():
+        threads.submit(Line.STORE, "store", partial(fail, error))
+    threads.submit(Line.STORE, "store", lambda: (begun.set(), done.append(go.wait(10))))
+    threads.submit(Line.STORE, "store", lambda: done.append("never"), lambda: done.append("taken back"))
+    assert begun.wait(10)
+    assert threads.overdue(0) == {Line.STORE: "store"}
+    assert threads.overdue(60) == {}
+    threads.abandon(Line.STORE)
+    go.set()
+    assert threads.close(5)
+    assert done == ["taken back", True]
+
+
+def test_threads_that_hang() -> None:
+    """The end waits for a thread for as long as it was told to, and says that it is not over."""
+    threads, begun, go = TierThreads("t"), threading.Event(), threading.Event()
+    threads.submit(Line.LOAD, "load", lambda: (begun.set(), go.wait()))
+    assert begun.wait(10)
+    assert not threads.close(0.1)
+    go.set()
+    assert threads.close(5)
+
+
+@pytest.mark.parametrize("error", [*ERRORS.values(), StopIteration, KeyError])
+async def test_a_check_that_raises(tmp_path: Path, error: type[BaseException]) -> None:
+    """Whatever a check raises, whoever waits for it hears of it, as an error that he can catch."""
+
+    def fail() -> None:
+        raise error("odd")
+
+    worker = TierWorker(BadTier("bad", tmp_path, MIB))
+    with pytest.raises(Exception, match="odd"):
+        await worker.check(fail)
+    assert await worker.check(lambda: 7) == 7
+    assert worker.close()

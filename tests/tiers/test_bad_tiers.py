@@ -1,0 +1,236 @@
+"""The decision core beside tiers that lose blocks, do not answer, or lie."""
+
+from __future__ import annotations
+
+import pytest
+from simulation import EXTENT, ModelTier
+
+from kvtier.tiers.answers import DurableStatus, StoreStatus
+from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
+from kvtier.tiers.blocks import NamespaceSpec
+from kvtier.tiers.commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.history import MissReason
+from kvtier.tiers.leases import KeyStatus, Lease
+from kvtier.tiers.manager import TierManager
+from kvtier.tiers.stats import TierStats
+
+SPACE = NamespaceId(b"n" * 16)
+SPEC = NamespaceSpec(SPACE, world_size=1, part_bytes=(4096,))
+HIT, MISS, PENDING = (bytes([status]) for status in (KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT_PENDING))
+GRANTED = bytes([StoreStatus.GRANTED])
+
+
+def keys(*numbers: int) -> list[bytes]:
+    """Returns keys that sort like their numbers."""
+    return [b"%03d" % number + bytes(4) for number in numbers]
+
+
+class Rig:
+    """A core of 16 slots over one tier that holds the blocks 0 to 3, which the CPU tier does not have."""
+
+    def __init__(self, tier: ModelTier | None = None) -> None:
+        self.tier = tier or ModelTier("near", 1 << 20)
+        if tier is None:
+            self.tier.blocks = {(SPACE, key): (4096, ("",)) for key in keys(0, 1, 2, 3)}
+        self.core = TierManager(EXTENT, EXTENT, [self.tier])
+        self.core.add_memory(0, EXTENT)
+        self.session = self.core.open_session(b"s", "engine", None, SPEC)
+
+    @property
+    def stats(self) -> TierStats:
+        """Figures of the tier."""
+        return self.core.stats().tiers[1]
+
+    def look_up(self, *numbers: int) -> Lease | None:
+        return self.core.lookup(self.session, keys(*numbers), prefix=False, request_id="", expires_at=60).lease
+
+    def store(self, *numbers: int) -> bytes:
+        answer = self.core.prepare_store(self.session, keys(*numbers), request_id="", expires_at=60)
+        if answer.store_id is not None:
+            self.core.complete_store(self.session, answer.store_id)
+        return answer.statuses
+
+    def lose(self, *numbers: int) -> None:
+        self.core.entries_lost(1, [(SPACE, key) for key in keys(*numbers)])
+
+    def finish(self, commands: list[Command], outcome: Outcome = Outcome.DONE) -> None:
+        for command in commands:
+            if isinstance(command, StoreInTier | LoadFromTier):
+                self.core.job_finished(command.job_id, [outcome] * len(command.blocks))
+
+    def jobs(self) -> list[Command]:
+        """Takes the commands to the tier."""
+        wanted = StoreInTier | LoadFromTier | RemoveFromTier
+        return [command for command in self.core.take_commands() if isinstance(command, wanted)]
+
+
+def removed(commands: list[Command]) -> list[bytes]:
+    """Returns the keys that a tier is told to remove."""
+    return [key for command in commands if isinstance(command, RemoveFromTier) for _, key in command.keys]
+
+
+def test_what_a_tier_has_lost_is_missed() -> None:
+    """Blocks that a tier put out of use are found there no more, take no room, are counted, and may be stored again."""
+    rig = Rig()
+    rig.lose(1, 2, 99)
+    assert (rig.stats.blocks, rig.stats.used_bytes, rig.stats.damaged) == (2, 2 * 4096, 3)
+    lease = rig.look_up(0, 1, 2, 3)
+    assert lease is not None
+    assert lease.statuses() == PENDING + MISS * 2 + PENDING
+    rig.finish(rig.jobs())
+    assert lease.statuses() == HIT + MISS * 2 + HIT
+    assert rig.store(1) == GRANTED
+    rig.finish(rig.jobs())
+    assert rig.stats.blocks == 3
+
+
+def test_what_is_lost_is_removed_before_it_is_stored_again() -> None:
+    """The tier may have got another block of that name meanwhile, which nobody would know of: it is told to remove it."""
+    rig = Rig()
+    rig.lose(1)
+    rig.store(1)
+    commands = rig.jobs()
+    assert [type(command) for command in commands] == [RemoveFromTier, StoreInTier]
+    assert removed(commands) == keys(1)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT, Outcome.FAILED])
+def test_what_is_lost_while_it_is_loaded(outcome: Outcome) -> None:
+    """A load that runs ends as it does; nothing is removed before that, the loss counts once, and pins are dropped."""
+    rig = Rig()
+    lease = rig.look_up(1)
+    assert lease is not None
+    jobs = rig.jobs()
+    rig.lose(1)
+    assert rig.look_up(1) is not None, "it is on its way into the CPU tier"
+    assert rig.jobs() == []
+    rig.finish(jobs, outcome)
+    assert removed(rig.jobs()) == keys(1)
+    assert lease.statuses() == (HIT if outcome is Outcome.DONE else MISS)
+    assert (rig.stats.blocks, rig.stats.damaged) == (3, 1)
+    rig.core.close_session(b"s")
+    rig.session = rig.core.open_session(b"s", "engine", None, SPEC)
+    assert rig.store(*range(100, 116)) == GRANTED * 16, "nothing is pinned"
+
+
+def test_what_is_lost_while_it_is_stored_anew() -> None:
+    """The new block, queued or on its way, is not the one that was lost."""
+    rig = Rig()
+    rig.lose(1)
+    rig.store(1)
+    jobs = rig.jobs()
+    rig.lose(1)
+    rig.finish(jobs)
+    assert rig.stats.blocks == 4
+    assert removed(rig.jobs()) == []
+    rig.store(*range(100, 116))
+    rig.finish(rig.jobs())
+    lease = rig.look_up(1)
+    assert lease is not None
+    assert lease.statuses() == PENDING
+
+
+def test_damage_that_a_load_meets_is_counted() -> None:
+    """A block that a load found corrupt is lost: counted, and out of the catalog."""
+    rig = Rig()
+    rig.look_up(0, 1)
+    rig.finish(rig.jobs(), Outcome.CORRUPT)
+    assert (rig.stats.blocks, rig.stats.damaged) == (2, 2)
+    assert rig.look_up(0, 1) is None
+    assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 4}
+
+
+def test_a_lost_block_is_missed_for_a_reason() -> None:
+    """What a check put out of use was there, and could not be given back."""
+    rig = Rig()
+    rig.lose(1)
+    rig.look_up(1)
+    assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 1}
+
+
+def test_a_tier_that_hangs_is_gone_on_without() -> None:
+    """What waited for it is let go, nothing new is asked of it, and what only it has is missed at once."""
+    rig = Rig()
+    rig.store(*range(100, 108))
+    running = rig.jobs()
+    rig.core.tier_stalled(1, stalled=True)
+    assert rig.look_up(0) is None, "not even asked for"
+    assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 1}
+    rig.store(*range(200, 208))
+    assert rig.core.durability(rig.session, keys(200)) == bytes([DurableStatus.VOLATILE]), "nobody waits for it"
+    assert rig.jobs() == []
+    assert rig.store(*range(300, 308)) == GRANTED * 8, "only what the running job reads is pinned"
+    rig.core.tier_stalled(1, stalled=False)
+    rig.finish(running)
+    assert rig.look_up(0) is not None
+    rig.finish(rig.jobs())
+    rig.store(400)
+    assert any(isinstance(command, StoreInTier) for command in rig.jobs())
+
+
+def test_a_queue_that_nobody_serves_is_let_go() -> None:
+    """Blocks that wait behind a job that hangs lose their pins and their places; what was owed to requests is given up."""
+    rig = Rig()
+    info = RequestInfo("r", SPACE, kv_transfer_params={"do_remote_decode": True})
+    rig.core.begin_request(rig.session, info)
+    rig.store(100)
+    running = rig.jobs()
+    answer = rig.core.prepare_store(rig.session, keys(101, 102), request_id="r", expires_at=60)
+    assert answer.store_id is not None
+    rig.core.complete_store(rig.session, answer.store_id)
+    before = rig.stats.used_bytes
+    rig.core.tier_stalled(1, stalled=True)
+    rig.core.tier_stalled(1, stalled=True)
+    assert rig.stats.used_bytes == before - 2 * 4096
+    assert rig.stats.dropped == 2
+    request = rig.core.finish_request(rig.session, "r")
+    assert (request.incomplete, rig.tier.finished) == (2, ["r"]), "B3.10: said, and not waited for"
+    rig.core.tier_stalled(1, stalled=False)
+    rig.finish(running)
+    assert rig.stats.used_bytes == 5 * 4096
+
+
+def test_removals_wait_for_a_tier_that_hangs() -> None:
+    """What has to be removed is removed when it answers again, before anything is stored."""
+    rig = Rig()
+    rig.core.tier_stalled(1, stalled=True)
+    rig.lose(1)
+    assert rig.jobs() == []
+    rig.core.tier_stalled(1, stalled=False)
+    assert removed(rig.jobs()) == keys(1)
+
+
+def test_a_tier_that_lies_about_sizes() -> None:
+    """A block that was listed with another size than it fills is not taken: it is a miss, and removed from the tier."""
+    tier = ModelTier("near", 1 << 20)
+    tier.blocks = {(SPACE, key): (8192, ("",)) for key in keys(0, 1)}
+    rig = Rig(tier)
+    assert rig.stats.used_bytes == 4 * 4096
+    lease = rig.look_up(0)
+    assert lease is not None
+    rig.finish(rig.jobs())
+    assert lease.statuses() == MISS
+    assert removed(rig.jobs()) == keys(0)
+    assert (rig.stats.blocks, rig.stats.used_bytes, rig.stats.damaged) == (1, 2 * 4096, 1)
+
+
+def test_a_tier_that_lists_more_than_it_may_hold() -> None:
+    """Capacity holds from the first moment: the oldest of what is listed go."""
+    tier = ModelTier("near", 3 * 4096)
+    tier.blocks = {(SPACE, key): (4096, ("",)) for key in keys(*range(8))}
+    rig = Rig(tier)
+    assert rig.stats.blocks == 3
+    assert removed(rig.jobs()) == keys(*range(5))
+
+
+def test_jobs_that_end_twice_or_never_were() -> None:
+    """The second end of a job, and the end of one that nobody began, change nothing."""
+    rig = Rig()
+    rig.look_up(0, 1)
+    jobs = rig.jobs()
+    rig.finish(jobs)
+    before = rig.stats
+    rig.finish(jobs, Outcome.CORRUPT)
+    rig.core.job_finished(JobId(12345), [Outcome.DONE])
+    assert rig.stats == before
+    assert rig.jobs() == []

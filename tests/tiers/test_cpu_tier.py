@@ -1,0 +1,184 @@
+"""The CPU tier under the contract of all tiers: the core and a real region, as engines use them, and no tier below."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from contracts.tier import (
+    DONE,
+    FAILED,
+    MIB,
+    MISSING,
+    NO_SPACE,
+    SPACE,
+    Tier,
+    TierContract,
+    content,
+    empty,
+    fetch,
+    full,
+    key,
+)
+
+from kvtier.cuda.region import HostRegion
+from kvtier.server.runtime import extent_bytes_for
+from kvtier.tiers.answers import Session, StoreStatus
+from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
+from kvtier.tiers.blocks import NamespaceSpec
+from kvtier.tiers.commands import LeaseId, StoreId
+from kvtier.tiers.errors import CoreError
+from kvtier.tiers.leases import KeyStatus
+from kvtier.tiers.manager import TierManager
+
+NEVER = 1e9
+HIT = bytes([KeyStatus.HIT])
+
+
+class CPUTier:
+    """What a secondary tier does, done with the CPU tier.
+
+    The core hears of events under a lock, as it does on the event loop; copies are made beside it, as engines make
+    them. What was stored is held by a lease until it is removed: then it may be evicted.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.capacity_bytes = size_bytes
+        self.region = HostRegion.create(size_bytes)
+        self.region.back(0, size_bytes)
+        self.core = TierManager(size_bytes, extent_bytes_for(size_bytes), ())
+        self.core.add_memory(0, size_bytes)
+        self._loop = threading.Lock()
+        self._sessions: dict[tuple[NamespaceId, int, int], list[Session]] = {}
+        self._held: dict[tuple[NamespaceId, bytes], tuple[Session, LeaseId]] = {}
+
+    def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        return [self._store(block) for block in blocks]
+
+    def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        return [self._load(block) for block in blocks]
+
+    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        with self._loop:
+            for name in keys:
+                if name in self._held:
+                    self.core.release(*self._held.pop(name))
+
+    def close(self) -> None:
+        self.region.close()
+
+    def ranks(self, block: BlockBytes) -> list[Session]:
+        """Returns a session per rank, in a namespace whose parts have the sizes of this block's."""
+        [size] = {part.nbytes for part in block.parts}
+        known = (block.namespace, len(block.parts), size)
+        if known not in self._sessions:
+            namespace = NamespaceId(hashlib.blake2b(block.namespace + size.to_bytes(8, "big"), digest_size=16).digest())
+            spec = NamespaceSpec(namespace, len(block.parts), (size,))
+            engine = f"{known}"
+            self._sessions[known] = [
+                self.core.open_session(f"{engine}/{rank}".encode(), engine, rank, spec)
+                for rank in range(len(block.parts))
+            ]
+        return self._sessions[known]
+
+    def _store(self, block: BlockBytes) -> Outcome:
+        stores: list[tuple[Session, StoreId]] = []
+        try:
+            for rank, part in enumerate(block.parts):
+                with self._loop:
+                    session = self.ranks(block)[rank]
+                    answer = self.core.prepare_store(session, [block.key], request_id="", expires_at=NEVER)
+                if answer.statuses == bytes([StoreStatus.PRESENT]):
+                    continue
+                if answer.store_id is None:
+                    self._give_up(stores)
+                    return NO_SPACE
+                self.region.memory[answer.slots[0] : answer.slots[0] + part.nbytes] = part
+                stores.append((session, answer.store_id))
+        except CoreError:
+            return FAILED
+        with self._loop:
+            for session, store_id in stores:
+                self.core.complete_store(session, store_id)
+            self._hold(block)
+        return DONE
+
+    def _give_up(self, stores: list[tuple[Session, StoreId]]) -> None:
+        with self._loop:
+            for session, store_id in stores:
+                self.core.complete_store(session, store_id, failed=[0])
+
+    def _hold(self, block: BlockBytes) -> None:
+        name = (block.namespace, block.key)
+        if name not in self._held:
+            session = self.ranks(block)[0]
+            lease = self.core.lookup(session, [block.key], prefix=True, request_id="", expires_at=NEVER).lease
+            assert lease is not None
+            self._held[name] = (session, lease.id)
+
+    def _load(self, block: BlockBytes) -> Outcome:
+        with self._loop:
+            session = self.ranks(block)[0]
+            lease = self.core.lookup(session, [block.key], prefix=True, request_id="", expires_at=NEVER).lease
+            if lease is None:
+                return MISSING
+            assert lease.statuses() == HIT
+            slots = [lease.slots([0], rank)[0] for rank in range(len(block.parts))]
+        for slot, part in zip(slots, block.parts, strict=True):
+            part[:] = self.region.memory[slot : slot + part.nbytes]
+        with self._loop:
+            self.core.release(session, lease.id)
+        return DONE
+
+
+class TestCPUTier(TierContract):
+    bad_key: ClassVar[bytes] = key(1, group=3)
+
+    def make_tier(self, directory: Path, size_bytes: int) -> CPUTier:
+        return CPUTier(size_bytes)
+
+    def test_stores_at_the_same_time(self, tier: Tier) -> None:
+        """Several engines store and read at once, some of them the same blocks: each is there, whole."""
+        wrong: list[object] = []
+
+        def engine(number: int) -> None:
+            names = [key(number % 2 * 50 + n) for n in range(50)]
+            for name in names:
+                outcome = tier.store([full(name, content(name, (40_000,)))])
+                into = empty(name, (40_000,))
+                # Where another engine is writing the block it is not granted, and not there yet.
+                if outcome == [DONE]:
+                    wrong.extend([name] if tier.load([into]) != [DONE] else [])
+
+        threads = [threading.Thread(target=engine, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        for number in range(100):
+            assert fetch(tier, key(number), (40_000,)) == content(key(number), (40_000,))
+
+    def test_what_is_not_held_makes_room(self, tier: Tier) -> None:
+        """Three times the capacity goes through: the oldest that nobody holds go, and the count says so."""
+        assert isinstance(tier, CPUTier)
+        data = content("x", (MIB,))
+        for number in range(192):
+            assert tier.store([full(key(number), data)]) == [DONE]
+            tier.remove([(SPACE, key(number))])
+        stats = tier.core.stats().tiers[0]
+        assert stats.evictions >= 128
+        assert stats.used_bytes <= stats.capacity_bytes
+        assert tier.load([empty(key(191), (MIB,)), empty(key(0), (MIB,))]) == [DONE, MISSING]
+
+
+@pytest.mark.parametrize("size", [0, 4 * MIB])
+def test_a_part_of_an_impossible_size(size: int) -> None:
+    """A namespace whose parts are empty, or larger than the region can hold in one piece, is refused."""
+    tier = CPUTier(64 * MIB)
+    assert tier.store([full(key(1), [bytes(size)])]) == [FAILED]
+    tier.close()

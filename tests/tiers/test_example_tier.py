@@ -1,0 +1,105 @@
+"""The example of a tier that is not part of kvtier: the contract that every tier passes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contracts.secondary_tier import DONE, MIB, MISSING, SPACE, SecondaryTierContract, empty, full
+from harness.launch import launch
+from harness.traffic import PART, assert_stored, store
+
+from kvtier.server.cli import main
+from kvtier.tiers.base import NamespaceId, SecondaryTier, TierDamagedError, TierInUseError
+from kvtier.tiers.fsck import check
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "third_party_tier"
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def sqlite_tier() -> Any:
+    """Returns the example's class, as a server finds it that has the example on its path."""
+    spec = importlib.util.spec_from_file_location("sqlite_tier", EXAMPLE / "sqlite_tier.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.SQLiteTier
+
+
+class TestSQLiteTier(SecondaryTierContract):
+    child_source = f"""
+        sys.path.insert(0, {str(EXAMPLE)!r})
+        from sqlite_tier import SQLiteTier
+
+        def make(directory, size_bytes):
+            return SQLiteTier("child", directory, size_bytes)
+    """
+
+    def make_tier(self, directory: Path, size_bytes: int) -> SecondaryTier:
+        tier: SecondaryTier = sqlite_tier()("sqlite", directory, size_bytes)
+        return tier
+
+    def corrupt(self, tier: SecondaryTier, namespace: NamespaceId, key: bytes) -> None:
+        connection = sqlite3.connect(tier._path)  # type: ignore[attr-defined]
+        with connection:
+            [(number, content)] = connection.execute(
+                "SELECT id, content FROM blocks WHERE name = ?", (namespace + key,)
+            ).fetchall()
+            damaged = bytearray(content)
+            damaged[len(damaged) // 2] ^= 1
+            connection.execute("UPDATE blocks SET content = ? WHERE id = ?", (bytes(damaged), number))
+        connection.close()
+
+
+def test_a_server_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kvtier serve` with the example's configuration stores in it, is killed, and serves from it in its next life."""
+    path = os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", path)
+    endpoint = f"unix:{tmp_path}/s"
+    with launch(tmp_path, "--config", f"{EXAMPLE}/kvtier.toml") as server:
+        assert server.wait_ready()["tiers"] == ["cpu", "sqlite"]
+        keys = store(endpoint)
+        server.process.kill()
+        server.process.wait()
+    with launch(tmp_path, "--config", f"{EXAMPLE}/kvtier.toml") as server:
+        server.wait_ready()
+        assert_stored(endpoint, keys)
+        assert main(["fsck", "--online", "--endpoint", endpoint]) == 0
+        assert server.end() == 0
+    assert (tmp_path / "data" / "sqlite" / "blocks.sqlite").stat().st_size >= len(keys) * PART
+
+
+def test_one_owner(tmp_path: Path) -> None:
+    """A second server is refused the directory."""
+    tier = sqlite_tier()("a", tmp_path, 64 * MIB)
+    with pytest.raises(TierInUseError, match="in use"):
+        sqlite_tier()("b", tmp_path, 64 * MIB)
+    tier.close()
+
+
+def test_a_file_that_is_no_store(tmp_path: Path) -> None:
+    """A file that SQLite cannot read is refused as damaged, and left alone."""
+    (tmp_path / "blocks.sqlite").write_bytes(b"no store " * 1000)
+    with pytest.raises(TierDamagedError, match="not a database"):
+        sqlite_tier()("a", tmp_path, 64 * MIB)
+    assert (tmp_path / "blocks.sqlite").read_bytes() == b"no store " * 1000
+
+
+def test_fsck(tmp_path: Path) -> None:
+    """A check finds a damaged block, and with repair it is gone."""
+    contract = TestSQLiteTier()
+    tier = contract.make_tier(tmp_path, 64 * MIB)
+    tier.store([full(b"%03d" % number, [bytes([number])] * 3) for number in range(200)])
+    contract.corrupt(tier, SPACE, b"007")
+    for repair in (False, True):
+        found = [finding for step in check(tier, repair=repair) for finding in step.findings]
+        assert [(finding.name, finding.nbytes, finding.repaired) for finding in found] == [(SPACE + b"007", 3, repair)]
+    assert [finding for step in check(tier, repair=False) for finding in step.findings] == []
+    assert tier.load([empty(b"007", (1, 1, 1)), empty(b"008", (1, 1, 1))]) == [MISSING, DONE]
+    tier.close()
