@@ -20,6 +20,8 @@ __all__ = ["Auditor"]
 
 PATIENCE_SECONDS = 30.0
 """How long a block may be found missing: others crowd the CPU tier, and the server may be stopped."""
+HASTE_SECONDS = 2.0
+"""The same, once it is known that something is missing."""
 _STEP = 32
 _OLD = 128
 """So many of the blocks that were audited before are looked at again each time."""
@@ -58,7 +60,7 @@ class Auditor:
 
     def _audit_some(self, client: Client, entries: list[Entry]) -> None:
         """Asks again and again for what is missing, until there is no patience left."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + (HASTE_SECONDS if self.missing else PATIENCE_SECONDS)
         while entries and time.monotonic() < deadline:
             hits = self._load(client, entries)
             del entries[:hits]
