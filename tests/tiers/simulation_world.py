@@ -95,6 +95,7 @@ class World:
         self._evictions = [0] * (len(self.tiers) + 1)
         self._due: list[tuple[RequestRecord, list[Name]]] = []
         self.backstage.hanging.clear()
+        self.backstage.stalled.clear()
         self.backstage.latest = self.now
         self.backstage.back(self.rng.choice((1, 2, 8)))
         for _ in range(3):
@@ -205,7 +206,8 @@ class World:
         while self.ledger.orphans:
             self._event(self.sessions.hang_up)
             yield
-        self.backstage.hanging.clear()
+        self._event(self.backstage.recover_all)
+        yield
         left = MOST_WORK
         while not self.work.done():
             self._event(self.backstage.run_work)
