@@ -58,14 +58,14 @@ class TierStats:
     """Blocks evicted from it since start."""
     dropped: int = 0
     """Blocks that were not stored in it since start, because its queue or the tier itself was full."""
+    damaged: int = 0
+    """Blocks that it lost since start because they were damaged: found by a load or by a check, and never served."""
     expired: int = 0
     """Blocks that went since start because they were not used for as long as the tier's `ttl`."""
     not_retained: int = 0
     """Blocks that requests wanted to retain since start, beyond what may be retained."""
     shares: tuple[ShareStats, ...] = ()
     """Who has what of it: the rest, and each tenant with a share of its own."""
-    damaged: int = 0
-    """Blocks that it lost since start because they were damaged: found by a load or by a check, and never served."""
     declined: int = 0
     """Uses of blocks since start that its admission filter did not take in."""
     queued_bytes: int = 0

@@ -38,6 +38,7 @@ def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
         jobs=tier.jobs,
         healthy=tier.healthy,
         trouble=tier.trouble,
+        damaged_blocks=tier.damaged,
         expired=tier.expired,
         not_retained=tier.not_retained,
         shares=[
@@ -50,7 +51,6 @@ def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
             )
             for share in tier.shares
         ],
-        damaged_blocks=tier.damaged,
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from connector_fakes import FULL, PAGE, FakeClient, FakeTransfers, make_request, make_step, scheduler_side, wait_for
+from server_process import ServerProcess
 
-from kvtier.client import NotConnected, OffloadPolicy, make_key
+from kvtier.client import Client, Group, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.metadata import SaveJob, StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.reports import WorkerReports
@@ -145,3 +146,31 @@ def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
     assert client.written == [_keys(2)]
     assert copied == [5], "block 4 is PRESENT"
     assert reports.take_report() == WorkerReport({1: 1}), "and both are stored"
+
+
+def test_votes_and_resets_of_a_real_server(server: ServerProcess) -> None:
+    """B1.1, B1.3, B4.13: the shipped rule decides, for requests that are looked up and for those that are not; a reset empties."""
+    server.start()
+    namespace = Namespace("policy", "uint8", (Group(PAGE, 4),))
+
+    def connect(engine: str) -> Any:
+        client = Client(server.endpoint, namespace=namespace, engine_id=engine, timeouts=Timeouts(call=20))
+        client.wait_until_connected(20)
+        return client
+
+    with connect("writer") as writer:
+        writer.store(_keys(3), [bytes(PAGE)] * 3)
+    with scheduler_side(connect("decides")) as (scheduler, _):
+        assert _prefill(scheduler, make_request(6, "ordinary"), 12) == _keys(6)[3:]
+        assert _prefill(scheduler, make_request(6, "flagged", kv_transfer_params=FLAG), 12) == _keys(6)
+    with scheduler_side(connect("stores"), may_load=False) as (scheduler, _):
+        for params, policy in ((FLAG, REQUEST), (None, BLOCK)):
+            scheduler.new_request(make_request(6, str(policy), kv_transfer_params=params))
+            announcement = scheduler._requests[str(policy)].announcement
+            wait_for(lambda announcement=announcement: not announcement.voting)  # type: ignore[misc]
+            assert announcement.policy is policy
+        assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [3]
+        assert scheduler.reset()
+        wait_for(lambda: not scheduler._resets.pending)
+        assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [0]
+    server.kill()

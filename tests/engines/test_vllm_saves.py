@@ -105,6 +105,7 @@ def test_blocks_that_were_not_stored_are_offered_again_later(clock: SimpleNamesp
         asked = clock.seconds
         while (job := planner.plan(make_request(4), progress, 12, lambda: table)) is None:
             clock.seconds += 0.5
+            assert clock.seconds - asked < 60, "not offered again"
         assert job.block_ids == [7, 9]
         assert job.keys == [make_key(bytes([number]) * 32, 0) for number in (0, 2)]
         intervals.append(clock.seconds - asked)
