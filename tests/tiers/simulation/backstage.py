@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import simulation_inspect as inside
-from simulation_ledger import JobRecord
-from simulation_model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, Name, label
-
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.blocks import Block
 from kvtier.tiers.commands import RemoveFromTier
 
+from . import inspect as inside
+from .ledger import JobRecord
+from .model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, Name, label
+
 if TYPE_CHECKING:
-    from simulation_world import World
+    from .world import World
 
 __all__ = ["Backstage"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import simulation_inspect as inside
-from simulation_guarantees import check_quotas, check_retained, check_ttl
-from simulation_model import Invariant, Violation, label
-from simulation_world import World
+from . import inspect as inside
+from .guarantees import check_quotas, check_retained, check_ttl
+from .model import Invariant, Violation, label
+from .world import World
 
 __all__ = ["check", "check_settled"]
 

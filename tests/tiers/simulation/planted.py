@@ -1,10 +1,10 @@
-"""The bugs that `simulation_mutants` plants: a text of the core, what stands there instead, and the invariant that must find it."""
+"""The bugs that `mutants` plants: a text of the core, what stands there instead, and the invariant that must find it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulation_model import Invariant
+from .model import Invariant
 
 __all__ = ["MUTANTS", "Mutant"]
 
