@@ -35,10 +35,10 @@ test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM 
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines $(ARGS)
 
 simulate: $(VENV)/.stamp  ## Live SEEDS=10000 random lives of a server from SEED_BASE=0 on (< 10 minutes on 2 cores)
-	$(VENV)/bin/python tests/tiers/simulation_runner.py --seeds $(SEEDS) --seed-base $(SEED_BASE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+	PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.runner --seeds $(SEEDS) --seed-base $(SEED_BASE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 simulate-mutants: $(VENV)/.stamp  ## Show that the simulation finds bugs that are planted in the core
-	$(VENV)/bin/python tests/tiers/simulation_mutants.py $(ARGS)
+	PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.mutants $(ARGS)
 
 bench: $(VENV)/.stamp  ## Measure; one table, and JSON=FILE for machines
 	$(VENV)/bin/python -m bench $(if $(JSON),--json $(JSON)) $(ARGS)

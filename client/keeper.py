@@ -179,7 +179,8 @@ class Keeper:
             attachment = Attachment.connect(capabilities.region.attach_path, first.session)
         except AttachError as error:
             if self._asked_for("shm"):
-                raise InvalidRequest(f"transport shm: {error}") from error
+                # Most likely the server was killed a moment ago. Nobody asked for anything that cannot be had.
+                raise NotConnected(f"transport shm: {error}") from error
             return Link(first.session, capabilities, None, f"shm failed: {error}")
         link = Link(first.session, capabilities, attachment, "same host")
         with contextlib.suppress(RuntimeError):  # no thread to be had: then the first copies are slower

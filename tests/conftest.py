@@ -11,6 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A machine that is busy is no defect: no example has a deadline.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 # Read by OpenMP when torch is loaded: threads that spin while they wait slow the tests down on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

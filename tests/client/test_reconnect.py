@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 import traceback
@@ -215,3 +216,17 @@ async def test_async_client_registers_again_by_itself(
         buffers = filled(8, PART_BYTES)
         assert await client.load(keys, buffers, wait=5) == 8
         assert all(map(is_payload, keys, buffers))
+
+
+def test_a_server_that_dies_while_its_region_is_asked_for(tmp_path: Path) -> None:
+    """A client that insists on shm is not connected then, and comes back; its request was not invalid."""
+    with ServerProcess(tmp_path).start() as server, socket.socket(socket.AF_UNIX) as broken:
+        path, aside = tmp_path / "s.shm", tmp_path / "aside"
+        path.rename(aside)
+        broken.bind(str(path))  # refuses connections: it does not listen
+        with Client(server.endpoint, namespace=namespace_of(4096), transport="shm") as client:
+            with pytest.raises(NotConnected, match="transport shm"):
+                client.lookup([key_of(1)])
+            aside.replace(path)
+            client.wait_until_connected(10)
+            assert client.transport == "shm"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from kvtier.cuda.region import HostRegion
 from kvtier.protos.v1.cache_pb2 import PrepareStoreRequest
-from kvtier.server.config import LeaseConfig, LimitConfig
+from kvtier.server.config import LeaseConfig, LimitConfig, RetentionConfig
 from kvtier.server.edge import Edge
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
@@ -120,7 +120,7 @@ def test_finished_jobs_are_taken_in_before_room_is_made() -> None:
     async def scenario(runtime: TierRuntime, tier: Gated) -> None:
         session = await store_beside_a_finished_job(runtime, tier)
         registry: Any = SimpleNamespace(refuse_if_draining=lambda: None, get=lambda _: session)
-        service = CacheService(runtime, registry, Edge(LimitConfig(), LeaseConfig()))
+        service = CacheService(runtime, registry, Edge(LimitConfig(), LeaseConfig(), RetentionConfig()))
         answer = await service.PrepareStore(PrepareStoreRequest(keys=keys(200, 1)), SimpleNamespace())  # type: ignore[arg-type]
         assert answer.statuses == bytes([StoreStatus.GRANTED])
 

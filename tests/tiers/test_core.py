@@ -16,6 +16,7 @@ from kvtier.tiers.errors import (
     StoreNotFound,
     UnknownSession,
 )
+from kvtier.tiers.keeping import Keeping
 from kvtier.tiers.leases import KeyStatus
 from kvtier.tiers.manager import TierManager
 
@@ -35,7 +36,8 @@ class Rig:
     def __init__(
         self, *tiers: ModelTier, extents: int = 1, queue: int | None = None, eviction: dict[str, str] | None = None
     ) -> None:
-        self.core = TierManager(extents * EXTENT, EXTENT, tiers, max_queued_bytes=queue, eviction=eviction)
+        keeping = Keeping(eviction=eviction or {})
+        self.core = TierManager(extents * EXTENT, EXTENT, tiers, max_queued_bytes=queue, keeping=keeping)
         self.core.add_memory(0, extents * EXTENT)
         self.session = self.open("engine")
 

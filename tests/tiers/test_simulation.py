@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from simulation import run
-from simulation_model import EXERCISED
-from simulation_runner import Tally, live
+from simulation.model import EXERCISED
+from simulation.runner import Tally, live
 
 HERE = Path(__file__).parent
 SEEDS = 200
@@ -16,7 +16,7 @@ SEEDS = 200
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 50))
 def test_invariants_hold_through_random_lives(first: int) -> None:
-    """B3.8 B4.5 B4.9: whatever clients, tiers, memory and clocks do, what `simulation_model.Invariant` names holds."""
+    """B3.8 B4.5 B4.9: whatever clients, tiers, memory and clocks do, what `simulation.model.Invariant` names holds."""
     tally = live(range(first, first + 50))
     assert tally.failures == []
     assert tally.steps > 50 * 300

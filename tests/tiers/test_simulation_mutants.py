@@ -1,9 +1,9 @@
 """The simulation finds what is planted; `make simulate-mutants` plants all of it."""
 
 import pytest
-from simulation_model import Invariant
-from simulation_mutants import CannotPlantError, hunt, mutated
-from simulation_planted import MUTANTS, Mutant
+from simulation.model import Invariant
+from simulation.mutants import CannotPlantError, hunt, mutated
+from simulation.planted import MUTANTS, Mutant
 
 QUICK = (
     "a slot is given out twice",

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from simulation_model import Name
-from simulation_requests import RequestBook, RequestRecord
-
 from kvtier.tiers.answers import Session
 from kvtier.tiers.blocks import Block
 from kvtier.tiers.commands import LoadFromTier, LookupInTier, StoreInTier
 from kvtier.tiers.leases import KeyStatus, Lease
 from kvtier.tiers.rules import NamespaceId
+
+from .model import Name
+from .requests import RequestBook, RequestRecord
 
 __all__ = ["Client", "JobRecord", "LeaseRecord", "Ledger", "StoreRecord"]
 

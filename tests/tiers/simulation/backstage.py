@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import simulation_inspect as inside
-from simulation_ledger import JobRecord
-from simulation_model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, Name, label
-
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.blocks import Block
 from kvtier.tiers.commands import RemoveFromTier
 
+from . import inspect as inside
+from .ledger import JobRecord
+from .model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, Name, label
+
 if TYPE_CHECKING:
-    from simulation_world import World
+    from .world import World
 
 __all__ = ["Backstage"]
 
@@ -30,6 +30,8 @@ class Backstage:
         self.rng = world.rng
         self.hanging: set[int] = set()
         """Tiers that do not get on with anything."""
+        self.stalled: set[int] = set()
+        """Those of them that the core knows of."""
         self.latest = 0.0
         """The latest time that the core has heard of; it takes a clock that goes back to stand still."""
 
@@ -174,15 +176,37 @@ class Backstage:
             self.world.saw("ended jobs reported again")
 
     def hang(self) -> None:
-        """A tier gets stuck; everything else goes on."""
+        """A tier gets stuck, and the server notices or does not; everything else goes on."""
         if self.world.tiers:
-            self.hanging.add(self.rng.randint(1, len(self.world.tiers)))
+            number = self.rng.randint(1, len(self.world.tiers))
+            self.hanging.add(number)
             self.world.saw("tiers hung")
+            if number not in self.stalled and self.rng.random() < 0.5:
+                self._stall(number)
+
+    def _stall(self, number: int) -> None:
+        """The server gives up on a tier: what waits for it waits no longer."""
+        self.stalled.add(number)
+        for block in list(inside.lanes(self.world.core)[number - 1].queue):
+            self.world.ledger.requests.paid(number, block.name, stored=False)
+        self.world.core.tier_stalled(number, stalled=True)
+        self.world.saw("tiers stalled")
 
     def recover(self) -> None:
         """A tier that was stuck gets on again; some never do."""
         if self.hanging and self.rng.random() < 0.5:
-            self.hanging.remove(self.rng.choice(sorted(self.hanging)))
+            self._recover(self.rng.choice(sorted(self.hanging)))
+
+    def recover_all(self) -> None:
+        """No tier is stuck any more."""
+        for number in sorted(self.hanging):
+            self._recover(number)
+
+    def _recover(self, number: int) -> None:
+        self.hanging.remove(number)
+        if number in self.stalled:
+            self.stalled.remove(number)
+            self.world.core.tier_stalled(number, stalled=False)
 
     def lose_a_block(self) -> None:
         """Somebody removes a file, say: the core does not know."""

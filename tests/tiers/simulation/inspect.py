@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from itertools import chain
 from unittest import mock
 
-from simulation_model import Name
-
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.blocks import Block
 from kvtier.tiers.catalog import CatalogEntry, EntryState
@@ -19,6 +17,8 @@ from kvtier.tiers.lane import Lane
 from kvtier.tiers.leases import Lease
 from kvtier.tiers.manager import TierManager
 from kvtier.tiers.requests import Request
+
+from .model import Name
 
 
 class Look:

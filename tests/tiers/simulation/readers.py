@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import simulation_inspect as inside
-from simulation_actors import HOLD_SECONDS, Actors
-from simulation_ledger import LeaseRecord
-from simulation_model import REQUESTS, Invariant, label
-
 from kvtier.tiers import errors
 from kvtier.tiers.answers import Session
 from kvtier.tiers.history import MissReason
 from kvtier.tiers.leases import KeyStatus, LookupAnswer
 from kvtier.tiers.rules import TierFilter
+
+from . import inspect as inside
+from .actors import HOLD_SECONDS, Actors
+from .ledger import LeaseRecord
+from .model import REQUESTS, Invariant, label
 
 __all__ = ["Readers"]
 

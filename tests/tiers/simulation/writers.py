@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-import simulation_inspect as inside
-from simulation_actors import HOLD_SECONDS, Actors
-from simulation_keeping import tenant_of
-from simulation_ledger import StoreRecord
-from simulation_model import REQUESTS, Invariant, label
-
 from kvtier.tiers import errors
 from kvtier.tiers.answers import DurableStatus, Session, StoreAnswer, StoreStatus
+
+from . import inspect as inside
+from .actors import HOLD_SECONDS, Actors
+from .keeping import tenant_of
+from .ledger import StoreRecord
+from .model import REQUESTS, Invariant, label
 
 __all__ = ["Writers"]
 

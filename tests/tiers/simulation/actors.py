@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from simulation_keeping import tenant_of
-from simulation_ledger import Client
-from simulation_model import CHAINS
-
 from kvtier.tiers.answers import Session
 from kvtier.tiers.blocks import Block
 
+from .keeping import tenant_of
+from .ledger import Client
+from .model import CHAINS
+
 if TYPE_CHECKING:
-    from simulation_world import World
+    from .world import World
 
 __all__ = ["HOLD_SECONDS", "Actors"]
 

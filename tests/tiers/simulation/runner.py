@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
-from simulation import STEPS, Failure, run
-from simulation_model import EXERCISED, Invariant
+from .life import STEPS, Failure, run
+from .model import EXERCISED, Invariant
 
 __all__ = ["Tally", "live", "main", "replay_command"]
 

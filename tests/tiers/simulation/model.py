@@ -75,6 +75,7 @@ EXERCISED = (
     "resets that wait",
     "tiers left out",
     "tiers recovered",
+    "tiers stalled",
     "tiers asked",
     "promotions done",
     "promotions failed",

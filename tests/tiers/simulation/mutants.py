@@ -21,20 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simulation_model import Invariant
-from simulation_planted import MUTANTS, Mutant
+from .model import Invariant
+from .planted import MUTANTS, Mutant
 
 __all__ = ["CannotPlantError", "Found", "hunt", "main", "mutated"]
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 PACKAGE = HERE.parents[1] / "src" / "kvtier"
 MOST_SEEDS = 300
 PATIENCE_SECONDS = 600.0
 
 _SCRIPT = """
 import json, sys
-from simulation import run
-from simulation_model import Invariant
+from .life import run
+from .model import Invariant
 seeds, only = int(sys.argv[1]), Invariant[sys.argv[2]] if len(sys.argv) > 2 else None
 for seed in range(seeds):
     failure = run(seed, only=only).failure

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-import simulation_inspect as inside
-from simulation_model import SPECS
-
 from kvtier.tiers.admission import ADMISSION
 from kvtier.tiers.blocks import Block
 from kvtier.tiers.keeping import CPU_TIER, Keeping
@@ -14,6 +11,9 @@ from kvtier.tiers.manager import TierManager
 from kvtier.tiers.policies import POLICIES
 from kvtier.tiers.rules import NamespaceId
 from kvtier.tiers.shares import TENANT_TAG_BYTES, Tenant
+
+from . import inspect as inside
+from .model import SPECS
 
 __all__ = ["KeepingBook", "random_keeping", "tenant_of"]
 

@@ -1,8 +1,4 @@
-"""Lives of a whole server from a seed, in simulated time: whatever clients, tiers, memory and clocks do, the invariants hold.
-
-`run` lives one life. `simulation_world` is the world, `simulation_invariants` what must hold in it after every step,
-`simulation_runner` lives them by the thousand, `simulation_mutants` shows that planted bugs are found.
-"""
+"""One life of a server, from a seed."""
 
 from __future__ import annotations
 
@@ -10,10 +6,10 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass
 
-import simulation_inspect as inside
-from simulation_invariants import check, check_settled
-from simulation_model import EXTENT, Invariant, ModelTier, Violation
-from simulation_world import World
+from . import inspect as inside
+from .invariants import check, check_settled
+from .model import EXTENT, Invariant, ModelTier, Violation
+from .world import World
 
 __all__ = ["EXTENT", "STEPS", "Failure", "Life", "ModelTier", "run"]
 

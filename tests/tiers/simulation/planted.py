@@ -1,10 +1,10 @@
-"""The bugs that `simulation_mutants` plants: a text of the core, what stands there instead, and the invariant that must find it."""
+"""The bugs that `mutants` plants: a text of the core, what stands there instead, and the invariant that must find it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulation_model import Invariant
+from .model import Invariant
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -95,14 +95,14 @@ MUTANTS = (
         "a tier that hangs holds up the others",
         Invariant.JOBS,
         "flow.py",
-        "        if lane.storing:\n",
+        "        if lane.storing or lane.stalled:\n",
         "        if any(other.storing for other in self.lanes):\n",
     ),
     Mutant(
         "what came in during a job is forgotten",
         Invariant.JOBS,
         "flow.py",
-        "            job.lane.storing = False\n            self._advance(job.lane)\n",
+        "            job.lane.storing = False\n        self._advance(job.lane)\n",
         "            job.lane.storing = False\n",
     ),
     Mutant(
@@ -116,8 +116,8 @@ MUTANTS = (
         "a tier gets two stores at a time",
         Invariant.APART,
         "flow.py",
-        "        if lane.storing:\n            return\n",
-        "",
+        "        if lane.storing or lane.stalled:\n",
+        "        if lane.stalled:\n",
     ),
     Mutant(
         "a block is removed while it is loaded",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-import simulation_inspect as inside
-from simulation_keeping import tenant_of
-from simulation_model import Invariant, Name, Violation
-from simulation_world import World
-
 from kvtier.tiers.blocks import SLOT_ALIGNMENT
 from kvtier.tiers.rules import NamespaceId
 from kvtier.tiers.stats import ShareStats, TierStats
+
+from . import inspect as inside
+from .keeping import tenant_of
+from .model import Invariant, Name, Violation
+from .world import World
 
 __all__ = ["check_quotas", "check_retained", "check_ttl"]
 

@@ -8,17 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import accumulate
 
-import simulation_inspect as inside
-from simulation_backstage import Backstage
-from simulation_keeping import KeepingBook, random_keeping
-from simulation_ledger import Ledger
-from simulation_model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, label
-from simulation_readers import Readers
-from simulation_requests import RequestRecord, TierView
-from simulation_sessions import Sessions
-from simulation_work import Work, spell
-from simulation_writers import Writers
-
 from kvtier.tiers.answers import Session
 from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.blocks import NamespaceSpec
@@ -27,6 +16,17 @@ from kvtier.tiers.errors import CoreError
 from kvtier.tiers.keeping import CPU_TIER
 from kvtier.tiers.manager import TierManager
 from kvtier.tiers.rules import DEFAULT_RULES, Rule
+
+from . import inspect as inside
+from .backstage import Backstage
+from .keeping import KeepingBook, random_keeping
+from .ledger import Ledger
+from .model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, label
+from .readers import Readers
+from .requests import RequestRecord, TierView
+from .sessions import Sessions
+from .work import Work, spell
+from .writers import Writers
 
 __all__ = ["World"]
 
@@ -95,6 +95,7 @@ class World:
         self._evictions = [0] * (len(self.tiers) + 1)
         self._due: list[tuple[RequestRecord, list[Name]]] = []
         self.backstage.hanging.clear()
+        self.backstage.stalled.clear()
         self.backstage.latest = self.now
         self.backstage.back(self.rng.choice((1, 2, 8)))
         for _ in range(3):
@@ -205,7 +206,8 @@ class World:
         while self.ledger.orphans:
             self._event(self.sessions.hang_up)
             yield
-        self.backstage.hanging.clear()
+        self._event(self.backstage.recover_all)
+        yield
         left = MOST_WORK
         while not self.work.done():
             self._event(self.backstage.run_work)

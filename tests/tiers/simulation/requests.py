@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from simulation_model import Name
-
 from kvtier.tiers.answers import Negotiation, Session
 from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.blocks import Block
 from kvtier.tiers.requests import Request
+
+from .model import Name
 
 __all__ = ["RequestBook", "RequestRecord", "TierView"]
 

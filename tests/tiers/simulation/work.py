@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from simulation_ledger import JobRecord
-from simulation_model import Invariant, Name
-
 from kvtier.tiers.commands import Command, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 
+from .ledger import JobRecord
+from .model import Invariant, Name
+
 if TYPE_CHECKING:
-    from simulation_world import World
+    from .world import World
 
 __all__ = ["Work", "spell"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import simulation_inspect as inside
-from simulation_actors import Actors
-from simulation_ledger import Client, StoreRecord
-from simulation_model import REQUESTS, SPECS, Invariant
-
 from kvtier.tiers.base import OffloadPolicy, RequestInfo
 from kvtier.tiers.blocks import NamespaceSpec
+
+from . import inspect as inside
+from .actors import Actors
+from .ledger import Client, StoreRecord
+from .model import REQUESTS, SPECS, Invariant
 
 __all__ = ["Sessions"]
 
