@@ -198,7 +198,9 @@ def test_an_engine_that_asks_again_has_preempted() -> None:
     engine.core.preempted(["r"])
     engine.core.loads_ended(["r"], [])
     engine.core.plan_saves([Computed("r", 16, lambda: [[5, 6, 7, 8]])], 0.5)
-    assert [job.block_ids for job in engine.core.take_plan(0.0).saves] == [[6, 7, 8]], "from the start, but for the load"
+    assert [job.block_ids for job in engine.core.take_plan(0.0).saves] == [[6, 7, 8]], (
+        "from the start, but for the load"
+    )
 
 
 def test_a_reset_waits_for_transfers_then_for_the_server() -> None:

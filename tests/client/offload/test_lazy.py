@@ -37,7 +37,12 @@ def _step(core: OffloadCore, now: float = 0.0) -> list[int]:
 
 @pytest.mark.parametrize(
     ("groups", "target"),
-    [((FULL,), 2 * 4), ((FULL, WINDOW), 2 * (4 + 3)), ((FULL, CacheGroup(1, 8, 7), STATE), 2 * (4 + 2 + 2))],
+    [
+        ((FULL,), 2 * 4),
+        ((FULL, WINDOW), 2 * (4 + 3)),
+        ((FULL, CacheGroup(1, 4, 8)), 2 * (4 + 4)),
+        ((FULL, CacheGroup(1, 8, 7), STATE), 2 * (4 + 2 + 2)),
+    ],
 )
 def test_the_walk_looks_two_steps_ahead(groups: tuple[CacheGroup, ...], target: int) -> None:
     """B4.7 cdiv(batched tokens, block), cdiv(window, block) + 1, and 2 for states; times two."""

@@ -112,6 +112,22 @@ def test_blocks_that_were_not_stored_are_offered_again_later() -> None:
     assert planner.plan(Request(4), progress, 16, table) is None
 
 
+def test_a_server_that_takes_blocks_again_is_asked_again_soon() -> None:
+    """B3.5 The intervals begin anew when something was stored."""
+    planner, progress = Saves(), SaveProgress()
+    for tokens, wait in ((4, 1), (4, 2), (8, 1)):
+        job = planner.plan(Request(4), progress, tokens, [[7, 8]])
+        assert job is not None
+        planner.report({job.job_id: 1}, {job.job_id: {0}})
+        planner.now += wait - 0.1
+        assert planner.plan(Request(4), progress, tokens, [[7, 8]]) is None
+        planner.now += 0.1
+        if wait == 2:
+            job = planner.plan(Request(4), progress, tokens, [[7, 8]])
+            assert job is not None
+            planner.report({job.job_id: 1})
+
+
 def test_the_end_of_a_request_is_the_last_time_to_offer() -> None:
     """B3.5 What was missed is offered once more when the request ends, without waiting."""
     planner, progress = Saves(), SaveProgress()
