@@ -43,6 +43,7 @@ class References:
         self.num_blocks = num_blocks
         self.refs = [1] * num_blocks
         self.queue: list[FreeBlock] = []
+        self.released: list[int] = []
 
     def free(self, *blocks: FreeBlock) -> None:
         """Blocks that nobody uses any more."""
@@ -56,6 +57,7 @@ class References:
         self.queue = [block for block in self.queue if not self.refs[block.block_id]]
 
     def release(self, block_ids: Sequence[int]) -> None:
+        self.released += block_ids
         for block in block_ids:
             self.refs[block] -= 1
 

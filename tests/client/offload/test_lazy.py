@@ -9,7 +9,9 @@ from kvtier.client.offload import (
     CacheGeometry,
     CacheGroup,
     Computed,
+    Found,
     FreeBlock,
+    LookupId,
     Mode,
     OffloadCore,
     OffloadOptions,
@@ -151,3 +153,18 @@ def test_after_a_reset_nothing_counts_as_stored() -> None:
     assert _step(core) == []
     core.emptied()
     assert _step(core) == [5]
+
+
+def test_what_was_loaded_is_stored_already() -> None:
+    """B4.7 Blocks that came from the server are skipped, and those of a load that failed are not."""
+    for failed, saved in (([], []), (["r"], [1, 2])):
+        pool = References()
+        core = _core(pool)
+        core.arrived(Request(2), 0, 0.0)
+        core.lookup_ended(LookupId(1), Found(8, {0: {0: (9, 0), 1: (9, 1)}}), 0.0)
+        assert core.match("r", 0, 0.0) == 8
+        core.allocated("r", [[1, 2, 3]], 8)
+        core.loads_ended(["r"], failed)
+        pool.free(FreeBlock(1, 0, b"0.0"), FreeBlock(2, 0, b"1.0"))
+        core.take_plan(0.0)
+        assert _step(core) == saved

@@ -47,6 +47,7 @@ def test_blocks_are_offered_once_and_pinned_until_all_workers_report() -> None:
     planner.report({job.job_id: 1})
     assert not planner.planner.pending
     assert [pool.refs[number] for number in (7, 8, 9)] == [1, 1, 1]
+    assert pool.released == [9, 8, 7], "a prefix is to be evicted from its tail"
 
 
 def test_a_block_in_flight_is_not_stored_twice_but_its_twin_is() -> None:
