@@ -33,8 +33,8 @@ PATIENCE_SECONDS = 600.0
 
 _SCRIPT = """
 import json, sys
-from .life import run
-from .model import Invariant
+from simulation.life import run
+from simulation.model import Invariant
 seeds, only = int(sys.argv[1]), Invariant[sys.argv[2]] if len(sys.argv) > 2 else None
 for seed in range(seeds):
     failure = run(seed, only=only).failure
