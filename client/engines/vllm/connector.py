@@ -218,7 +218,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("kvtier: this worker loads and saves nothing: %s", reason)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called each step before blocks are overwritten. Nothing to do: blocks being saved carry a reference (see saves.py)."""
+        """Called each step before blocks are overwritten. Nothing to do: blocks being saved carry a reference (B4.12)."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Called each step, after the forward was submitted (loads here are always asynchronous)."""
