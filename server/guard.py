@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -33,7 +34,7 @@ from .tierthreads import Line, TierThreads
 __all__ = ["VOTE_SECONDS", "GuardedTier"]
 
 VOTE_SECONDS = 0.05
-"""How long the event loop waits for the vote of a tier that is not part of kvtier."""
+"""How long the event loop waits for the vote of a tier that is not part of kvtier; not at all, if its last came later."""
 
 _MAX_KEY_BYTES = 1024
 _OWN = f"{SecondaryTier.__module__.partition('.')[0]}."
@@ -55,6 +56,8 @@ class GuardedTier(SecondaryTier):
         self._foreign = not type(tier).__module__.startswith(_OWN)
         self._threads = threads
         self._voting: Future[Vote] | None = None
+        self._late = False
+        """Whether the last vote was not there in time."""
         self._unheard: Counter[str] = Counter()
         """Requests that the tier was not told of, because it was still busy with another."""
 
@@ -104,8 +107,9 @@ class GuardedTier(SecondaryTier):
     def on_new_request(self, request: RequestInfo) -> Vote:
         """Asks for a vote; BLOCK_LEVEL where none comes.
 
-        A tier of somebody else's is asked on a thread, and not waited for longer than `VOTE_SECONDS`. As long as it has not
-        come back from a request it is asked about no other: then it hears nothing of those.
+        A tier of somebody else's is asked on a thread, and not waited for longer than `VOTE_SECONDS`; after a vote that came
+        late not at all, until one has come in time again, for each wait holds up everybody. As long as it has not come back
+        from a request it is asked about no other: then it hears nothing of those.
         """
         if not self._foreign:
             return self._vote(request)
@@ -114,16 +118,18 @@ class GuardedTier(SecondaryTier):
             return _abstain("it is still busy with another request")
         future: Future[Vote] = Future()
         self._voting = future
+        wait, deadline = 0 if self._late else VOTE_SECONDS, time.monotonic() + VOTE_SECONDS
         try:
-            self._threads.submit(Line.VOTE, "on_new_request", lambda: self._answer(future, request))
+            self._threads.submit(Line.VOTE, "on_new_request", lambda: self._answer(future, request, deadline))
         except RuntimeError:  # no thread to be had
             future.cancel()
             self._unheard[request.request_id] += 1
             return _abstain("it could not be asked")
         try:
-            return future.result(VOTE_SECONDS)
+            return future.result(wait)
         except TimeoutError:
-            self.note("on_new_request", f"on_new_request: no vote within {VOTE_SECONDS:g} s")
+            if wait:
+                self._note_late(late=True)
             return _abstain("it did not answer in time")
 
     def on_request_finished(self, request_id: str) -> None:
@@ -181,11 +187,16 @@ class GuardedTier(SecondaryTier):
         """Closes the tier."""
         self._tier.close()
 
-    def _answer(self, future: Future[Vote], request: RequestInfo) -> None:
+    def _note_late(self, *, late: bool) -> None:
+        self._late = late
+        self.note("vote", f"on_new_request: no vote within {VOTE_SECONDS:g} s" if late else None)
+
+    def _answer(self, future: Future[Vote], request: RequestInfo, deadline: float) -> None:
         """Runs on the thread of votes. Whatever happens the future is set: else the tier would be asked nothing any more."""
         vote = _abstain("it failed")
         try:
             vote = self._vote(request)
+            self._note_late(late=time.monotonic() > deadline)
         finally:
             future.set_result(vote)
 

@@ -13,6 +13,7 @@ import pytest
 from contracts.tier import CORRUPT, DONE, FAILED, MIB, MISSING, SPACE, content, empty, full, held
 from harness.bad_tiers import ERRORS, HONEST_ENTRY, BadTier
 
+from kvtier.server import guard
 from kvtier.server.guard import GuardedTier
 from kvtier.server.tierthreads import Line, TierThreads
 from kvtier.server.worker import TierWorker
@@ -123,8 +124,28 @@ def test_a_tier_that_holds_up_its_vote(rig: Rig) -> None:
         rig.guard.on_request_finished("r")
     rig.guard.on_request_finished("r")
     assert rig.threads.close(5)
-    assert rig.tier.heard == ["new 0", "end 0", "new r", "end r"]
+    again = (len(rig.tier.heard) - 2) // 2
+    assert rig.tier.heard == ["new 0", "end 0"] + ["new r", "end r"] * again
     assert rig.guard.trouble is None
+
+
+def test_a_tier_that_is_always_late(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a vote that came late the loop waits for none, until one has come in time again."""
+    hang = rig.have("hang-on_new_request")
+    assert "did not answer in time" in rig.guard.on_new_request(REQUEST).why
+    hang.unlink()
+    assert rig.guard._voting is not None
+    rig.guard._voting.result(10)
+    assert "no vote within" in (rig.guard.trouble or ""), "that it has come at last does not make it good"
+
+    go, honest = threading.Event(), rig.tier.on_new_request
+    monkeypatch.setattr(rig.tier, "on_new_request", lambda request: (go.wait(10), honest(request))[1])
+    monkeypatch.setattr(guard, "VOTE_SECONDS", 600.0)
+    assert "did not answer in time" in rig.guard.on_new_request(REQUEST).why, "nor is it waited for"
+    go.set()
+    assert rig.guard._voting.result(10).policy is OffloadPolicy.REQUEST_LEVEL
+    assert rig.guard.trouble is None
+    assert rig.guard.on_new_request(REQUEST).policy is OffloadPolicy.REQUEST_LEVEL, "this one is"
 
 
 class Unspeakable(BaseException):
