@@ -17,7 +17,6 @@ from typing import Any, cast
 from ..tiers.base import (
     BlockBytes,
     Entry,
-    Medium,
     NamespaceId,
     OffloadPolicy,
     Outcome,
@@ -39,6 +38,9 @@ VOTE_SECONDS = 0.05
 _MAX_KEY_BYTES = 1024
 _OWN = f"{SecondaryTier.__module__.partition('.')[0]}."
 
+_ATTRIBUTES = ("type", "durable", "medium", "local", "shared")
+"""What a tier says of itself, once: it was looked at when the tier was opened."""
+
 _FAILED = object()
 
 
@@ -51,6 +53,8 @@ class GuardedTier(SecondaryTier):
         self._noted: str | None = None
         self._troubles = Troubles(self)
         super().__init__(tier.name, tier.capacity_bytes)
+        for attribute in _ATTRIBUTES:
+            setattr(self, attribute, getattr(tier, attribute))
         self.unwanted: list[Name] = []
         """What the tier says it holds in sizes that cannot be; it had better be removed."""
         self._foreign = not type(tier).__module__.startswith(_OWN)
@@ -62,34 +66,13 @@ class GuardedTier(SecondaryTier):
         """Requests that the tier was not told of, because it was still busy with another."""
 
     @property
-    def type(self) -> str:  # type: ignore[override]  # the tier's own
-        """See `SecondaryTier.type`."""
-        return self._tier.type
-
-    @property
-    def durable(self) -> bool:  # type: ignore[override]
-        """See `SecondaryTier.durable`."""
-        return self._tier.durable
-
-    @property
-    def medium(self) -> Medium:  # type: ignore[override]
-        """See `SecondaryTier.medium`."""
-        return self._tier.medium
-
-    @property
-    def local(self) -> bool:  # type: ignore[override]
-        """See `SecondaryTier.local`."""
-        return self._tier.local
-
-    @property
-    def shared(self) -> bool:  # type: ignore[override]
-        """See `SecondaryTier.shared`."""
-        return self._tier.shared
-
-    @property
     def trouble(self) -> str | None:
         """What the tier says is wrong, and what is found wrong with it."""
-        return "; ".join(f"{trouble}" for trouble in (self._tier.trouble, self._noted) if trouble) or None
+        own = self._try("trouble", lambda: f"{self._tier.trouble or ''}")
+        if own is _FAILED:
+            return self._noted
+        self.note("trouble", None)
+        return "; ".join(trouble for trouble in (own, self._noted) if trouble) or None
 
     @trouble.setter
     def trouble(self, trouble: str | None) -> None:

@@ -306,6 +306,40 @@ def test_what_the_tier_says_itself(rig: Rig) -> None:
     assert rig.guard.trouble == "my disk is full; store failed: MemoryError: odd"
 
 
+class Moody(BadTier):
+    """Raises when it is asked how it is."""
+
+    moody = False
+
+    @property
+    def trouble(self) -> str | None:  # type: ignore[override]
+        if self.moody:
+            raise Unspeakable
+        return "not well"
+
+    @trouble.setter
+    def trouble(self, trouble: str | None) -> None:
+        pass
+
+
+def test_a_tier_that_cannot_say_how_it_is(tmp_path: Path) -> None:
+    """That is a trouble, until it can."""
+    tier = Moody("moody", tmp_path, MIB)
+    guarded = GuardedTier(tier, TierThreads("moody"))
+    assert guarded.trouble == "not well"
+    tier.moody = True
+    assert guarded.trouble == "trouble failed: Unspeakable"
+    tier.moody = False
+    assert guarded.trouble == "not well"
+
+
+def test_what_a_tier_says_of_itself_is_asked_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later it could be anything, and the core goes by it in every call."""
+    monkeypatch.delattr(BadTier, "durable")
+    monkeypatch.delattr(BadTier, "type")
+    assert (rig.guard.type, rig.guard.durable) == ("bad", True)
+
+
 def test_threads_go_on() -> None:
     """A call that raises anything leaves its thread to the next; what was not begun can be taken back."""
 
