@@ -78,8 +78,8 @@ class RequestBook:
         """A request is announced."""
         votes = enumerate(negotiation.votes, 1)
         insisting = tuple(number for number, (_, vote) in votes if vote.policy is OffloadPolicy.REQUEST_LEVEL)
-        record = RequestRecord(session.engine_id, request_id, session, insisting)
-        self.current[session.engine_id, request_id] = record
+        record = RequestRecord(session.engine, request_id, session, insisting)
+        self.current[session.engine, request_id] = record
         self.open.append(record)
         self.begun[request_id] += 1
         return record

@@ -54,7 +54,7 @@ class Writers(Actors):
         self.world.must(Invariant.SLOTS, len(granted) == len(answer.slots), "a slot per granted block")
         self.world.must(Invariant.SLOTS, (answer.store_id is None) == (not granted), "a store id for granted blocks")
         self.world.saw("no room", StoreStatus.NO_ROOM in answer.statuses)
-        record = self.world.ledger.requests.get(session.engine_id, request_id)
+        record = self.world.ledger.requests.get(session.engine, request_id)
         names = [(session.namespace.id, key) for key in granted]
         if record is not None and record.insisting:
             self.world.insisted_on(record, dict.fromkeys(keys), set(names), session)
