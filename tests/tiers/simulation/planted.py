@@ -179,8 +179,8 @@ MUTANTS = (
         "what a tier cannot take is dropped in silence",
         Invariant.OWED,
         "flow.py",
-        "                    lane.dropped += 1\n                    request.incomplete += 1\n",
-        "                    lane.dropped += 1\n",
+        "                    lane.dropped += entry is None\n                    request.incomplete += 1\n",
+        "                    lane.dropped += entry is None\n",
     ),
     Mutant(
         "what a tier failed to store is dropped in silence",
@@ -249,8 +249,8 @@ MUTANTS = (
         "what is pinned survives a reset",
         Invariant.RESET,
         "primary.py",
-        "                block.retired = True\n                self._unlist(block)\n",
-        "                block.retired = True\n",
+        "        block.retired = True\n        self._unlist(block)\n",
+        "        block.retired = True\n",
     ),
     Mutant(
         "who waits is never told",
@@ -305,7 +305,7 @@ MUTANTS = (
         "who let go is waited for",
         Invariant.LEAKS,
         "leases.py",
-        "            waiting[:] = [entry for entry in waiting if entry[0] is not lease]\n",
+        "            waiting.pop(lease, None)\n",
         "",
     ),
     Mutant(

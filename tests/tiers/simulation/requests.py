@@ -127,6 +127,16 @@ class RequestBook:
                 record.short += not stored
             record.unsure.pop((tier, name), None)
 
+    def given_up(self, tier: int) -> None:
+        """A tier does not come back: whatever it owes is not waited for."""
+        for record in self.open:
+            for place in [place for place in record.owed if place[0] == tier]:
+                del record.owed[place]
+                record.short += 1
+            for place in [place for place in record.unsure if place[0] == tier]:
+                del record.unsure[place]
+                record.vague = True
+
     def accounts(self) -> list[RequestRecord]:
         """Returns the requests whose accounts may have changed, as far as they are certain."""
         return [record for record in (*self.open, *self.just_ended) if not record.vague]
