@@ -38,7 +38,7 @@ class SaveJob:
     """Blocks of one request to store in one go; the scheduler keeps them from reuse until every worker reports ``job_id``."""
 
     job_id: int
-    request_id: str
+    request_id: str  # as the server knows it
     keys: list[bytes] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)

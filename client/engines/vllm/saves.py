@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ... import make_key
+from .announcements import server_name
 from .compat import resolve_block_hashes
 from .groups import CacheGeometry
 from .metadata import SaveJob
@@ -137,7 +138,7 @@ class SavePlanner:
         if retry:
             progress.retry_s = min(2 * progress.retry_s, _LAST_RETRY_S)
             progress.retry_at = time.monotonic() + progress.retry_s
-        job = SaveJob(self._next_job_id, request.request_id)
+        job = SaveJob(self._next_job_id, server_name(request.request_id))
         for group_index, (end, hashes) in ready.items():
             end_of_table = min(end, len(tables[group_index]))
             missed = progress.take_missed(group_index, end_of_table) if retry else []

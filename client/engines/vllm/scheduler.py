@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ... import Client
-from .announcements import Announcement
+from .announcements import Announcement, server_name
 from .background import LimitedLog
 from .compat import CacheHitSource, resolve_block_hashes
 from .config import ConnectorConfig
@@ -248,7 +248,8 @@ class SchedulerSide:
     def _state(self, request: Any) -> _RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            announcement = Announcement(request.request_id, request.num_prompt_tokens, request.kv_transfer_params)
+            name = server_name(request.request_id)
+            announcement = Announcement(name, request.num_prompt_tokens, request.kv_transfer_params)
             state = self._requests[request.request_id] = _RequestState(request, announcement)
         return state
 
