@@ -186,3 +186,15 @@ def test_part_sizes_of_a_namespace_are_bounded() -> None:
     NamespaceSpec(NamespaceId(bytes(16)), 1, tuple(range(1, MAX_PART_SIZES + 1)))
     with pytest.raises(InvalidNamespace, match="sizes at most"):
         NamespaceSpec(NamespaceId(bytes(16)), 1, tuple(range(1, MAX_PART_SIZES + 2)))
+
+
+def test_a_block_that_was_given_up_is_not_loaded_beside_that() -> None:
+    """A tier hears of one job at a time on a block, also where a tier that stood still is back before its job."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    job = promoting(rig)
+    rig.core.tier_stalled(1, stalled=True)
+    rig.core.tier_stalled(1, stalled=False)
+    assert rig.look_up(keys(0)) == MISS
+    assert rig.core.take_commands() == []
+    rig.core.job_finished(job.job_id, [Outcome.DONE])
+    assert rig.look_up(keys(0)) == PENDING
