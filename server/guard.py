@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,6 @@ from typing import Any, cast
 from ..tiers.base import (
     BlockBytes,
     Entry,
-    Medium,
     NamespaceId,
     OffloadPolicy,
     Outcome,
@@ -27,16 +27,19 @@ from ..tiers.base import (
 from ..tiers.fsck import NAMESPACE_BYTES, Checkable
 from ..tiers.questions import Name
 from ..tiers.troubles import Troubles
+from .strangers import CANARY_BYTES, is_left, lend, plant, said, shown
 from .tierthreads import Line, TierThreads
 
 __all__ = ["VOTE_SECONDS", "GuardedTier"]
 
 VOTE_SECONDS = 0.05
-"""How long the event loop waits for the vote of a tier that is not part of kvtier."""
+"""How long the event loop waits for the vote of a tier that is not part of kvtier; not at all, if its last came later."""
 
 _MAX_KEY_BYTES = 1024
-_CANARY_BYTES = 8
 _OWN = f"{SecondaryTier.__module__.partition('.')[0]}."
+
+_ATTRIBUTES = ("type", "durable", "medium", "local", "shared")
+"""What a tier says of itself, once: it was looked at when the tier was opened."""
 
 _FAILED = object()
 
@@ -50,43 +53,26 @@ class GuardedTier(SecondaryTier):
         self._noted: str | None = None
         self._troubles = Troubles(self)
         super().__init__(tier.name, tier.capacity_bytes)
+        for attribute in _ATTRIBUTES:
+            setattr(self, attribute, getattr(tier, attribute))
         self.unwanted: list[Name] = []
         """What the tier says it holds in sizes that cannot be; it had better be removed."""
         self._foreign = not type(tier).__module__.startswith(_OWN)
         self._threads = threads
         self._voting: Future[Vote] | None = None
+        self._late = False
+        """Whether the last vote was not there in time."""
         self._unheard: Counter[str] = Counter()
         """Requests that the tier was not told of, because it was still busy with another."""
 
     @property
-    def type(self) -> str:  # type: ignore[override]  # the tier's own
-        """See `SecondaryTier.type`."""
-        return self._tier.type
-
-    @property
-    def durable(self) -> bool:  # type: ignore[override]
-        """See `SecondaryTier.durable`."""
-        return self._tier.durable
-
-    @property
-    def medium(self) -> Medium:  # type: ignore[override]
-        """See `SecondaryTier.medium`."""
-        return self._tier.medium
-
-    @property
-    def local(self) -> bool:  # type: ignore[override]
-        """See `SecondaryTier.local`."""
-        return self._tier.local
-
-    @property
-    def shared(self) -> bool:  # type: ignore[override]
-        """See `SecondaryTier.shared`."""
-        return self._tier.shared
-
-    @property
     def trouble(self) -> str | None:
         """What the tier says is wrong, and what is found wrong with it."""
-        return "; ".join(f"{trouble}" for trouble in (self._tier.trouble, self._noted) if trouble) or None
+        own = self._try("trouble", lambda: f"{self._tier.trouble or ''}")
+        if own is _FAILED:
+            return self._noted
+        self.note("trouble", None)
+        return "; ".join(trouble for trouble in (own, self._noted) if trouble) or None
 
     @trouble.setter
     def trouble(self, trouble: str | None) -> None:
@@ -104,8 +90,9 @@ class GuardedTier(SecondaryTier):
     def on_new_request(self, request: RequestInfo) -> Vote:
         """Asks for a vote; BLOCK_LEVEL where none comes.
 
-        A tier of somebody else's is asked on a thread, and not waited for longer than `VOTE_SECONDS`. As long as it has not
-        come back from a request it is asked about no other: then it hears nothing of those.
+        A tier of somebody else's is asked on a thread, and not waited for longer than `VOTE_SECONDS`; after a vote that came
+        late not at all, until one has come in time again, for each wait holds up everybody. As long as it has not come back
+        from a request it is asked about no other: then it hears nothing of those.
         """
         if not self._foreign:
             return self._vote(request)
@@ -114,16 +101,18 @@ class GuardedTier(SecondaryTier):
             return _abstain("it is still busy with another request")
         future: Future[Vote] = Future()
         self._voting = future
+        wait, deadline = 0 if self._late else VOTE_SECONDS, time.monotonic() + VOTE_SECONDS
         try:
-            self._threads.submit(Line.VOTE, "on_new_request", lambda: future.set_result(self._vote(request)))
+            self._threads.submit(Line.VOTE, "on_new_request", lambda: self._answer(future, request, deadline))
         except RuntimeError:  # no thread to be had
             future.cancel()
             self._unheard[request.request_id] += 1
             return _abstain("it could not be asked")
         try:
-            return future.result(VOTE_SECONDS)
+            return future.result(wait)
         except TimeoutError:
-            self.note("on_new_request", f"on_new_request: no vote within {VOTE_SECONDS:g} s")
+            if wait:
+                self._note_late(late=True)
             return _abstain("it did not answer in time")
 
     def on_request_finished(self, request_id: str) -> None:
@@ -161,13 +150,13 @@ class GuardedTier(SecondaryTier):
         """Loads, likewise. Of a tier of somebody else's, a part that was not written to has not been loaded."""
         if not self._foreign:
             return self._outcomes("load", self._tier.load, blocks)
-        canary = os.urandom(_CANARY_BYTES)
+        canary = os.urandom(CANARY_BYTES)
         for block in blocks:
             for part in block.parts:
-                _plant(part, canary)
-        outcomes = self._outcomes("load", self._tier.load, blocks)
+                plant(part, canary)
+        outcomes = self._outcomes("load", self._tier.load, lend(blocks))
         for number, block in enumerate(blocks):
-            if outcomes[number] is Outcome.DONE and any(_is_left(part, canary) for part in block.parts):
+            if outcomes[number] is Outcome.DONE and any(is_left(part, canary) for part in block.parts):
                 self.note("load", "says that it has loaded blocks that it has not filled")
                 outcomes[number] = Outcome.CORRUPT
         return outcomes
@@ -181,15 +170,34 @@ class GuardedTier(SecondaryTier):
         """Closes the tier."""
         self._tier.close()
 
+    def _note_late(self, *, late: bool) -> None:
+        self._late = late
+        self.note("vote", f"on_new_request: no vote within {VOTE_SECONDS:g} s" if late else None)
+
+    def _answer(self, future: Future[Vote], request: RequestInfo, deadline: float) -> None:
+        """Runs on the thread of votes. Whatever happens the future is set: else the tier would be asked nothing any more."""
+        vote = _abstain("it failed")
+        try:
+            vote = self._vote(request)
+            self._note_late(late=time.monotonic() > deadline)
+        finally:
+            future.set_result(vote)
+
     def _vote(self, request: RequestInfo) -> Vote:
-        vote = self._try("on_new_request", lambda: self._tier.on_new_request(request))
+        def ask() -> Vote | None:
+            vote: Any = self._tier.on_new_request(request)
+            if isinstance(vote, Vote) and isinstance(vote.policy, OffloadPolicy):
+                return Vote(vote.policy, f"{vote.why}")
+            self.note("on_new_request", f"votes {shown(vote)}")
+            return None
+
+        vote = self._try("on_new_request", ask)
         if vote is _FAILED:
             return _abstain("it failed")
-        if not isinstance(vote, Vote) or not isinstance(vote.policy, OffloadPolicy):
-            self.note("on_new_request", f"votes {vote!r:.100}")
+        if vote is None:
             return _abstain("its vote is none")
         self.note("on_new_request", None)
-        return Vote(vote.policy, f"{vote.why}")
+        return cast("Vote", vote)
 
     def _sound_entries(self) -> list[Entry]:
         sound: dict[Name, Entry] = {}
@@ -200,11 +208,11 @@ class GuardedTier(SecondaryTier):
                     "is listed twice" if (entry.namespace, entry.key) in sound else ""
                 )
                 if problem:
-                    bad.append(f"{entry!r:.100} {problem}")
+                    bad.append(f"{shown(entry)} {problem}")
                 else:
                     sound[entry.namespace, entry.key] = entry
         except BaseException as error:  # noqa: BLE001 - the server starts with what it has heard of
-            bad.append(f"the list broke off: {_said(error)}")
+            bad.append(f"the list broke off: {said(error)}")
         if bad:
             self.note("entries", f"{len(bad)} of the blocks that it lists were left out; the first: {bad[0]}")
         return list(sound.values())
@@ -230,7 +238,7 @@ class GuardedTier(SecondaryTier):
         if outcomes is _FAILED or not self._counts(work, outcomes, blocks):
             return [Outcome.FAILED] * len(blocks)
         if not all(isinstance(outcome, Outcome) for outcome in outcomes):
-            self.note(work, f"{work} returns what is no outcome: {outcomes!r:.100}")
+            self.note(work, f"{work} returns what is no outcome: {shown(outcomes)}")
             return [outcome if isinstance(outcome, Outcome) else Outcome.FAILED for outcome in outcomes]
         self.note(work, None)
         return list(outcomes)
@@ -247,25 +255,9 @@ class GuardedTier(SecondaryTier):
         try:
             return call()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the server goes on
-            self.note(work, f"{work} failed: {_said(error)}")
+            self.note(work, f"{work} failed: {said(error)}")
             return _FAILED
 
 
 def _abstain(why: str) -> Vote:
     return Vote(OffloadPolicy.BLOCK_LEVEL, f"no vote: {why}")
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error!s:.200}"
-
-
-def _plant(part: memoryview, canary: bytes) -> None:
-    """Marks a part where a load that stops half-way, or does nothing, would leave the mark. Tiny parts are let be."""
-    if part.nbytes >= 3 * _CANARY_BYTES:
-        for at in (0, part.nbytes // 2, part.nbytes - _CANARY_BYTES):
-            part[at : at + _CANARY_BYTES] = canary
-
-
-def _is_left(part: memoryview, canary: bytes) -> bool:
-    places = (0, part.nbytes // 2, part.nbytes - _CANARY_BYTES) if part.nbytes >= 3 * _CANARY_BYTES else ()
-    return any(part[at : at + _CANARY_BYTES] == canary for at in places)

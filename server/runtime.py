@@ -43,6 +43,10 @@ _log = get_logger(__name__)
 
 _TICK_SECONDS = 1.0
 _WRITERS_SECONDS = 3.0
+_STALLED_SECONDS = 5.0
+"""How long a server that ends waits for a tier that does not come back from a job."""
+_LATE_SECONDS = 1.0
+"""A tick that is so late says that the server itself was stopped for a while, and nothing about its tiers."""
 _BACKING_CHUNK_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -88,6 +92,8 @@ class TierRuntime:
             now=time.monotonic(),
         )
         self._stall_seconds = stall_seconds
+        self._watch_from = 0.0
+        """From when on it is looked whether tiers stand still."""
         self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
         """Jobs that threads have ended and the core has not heard of."""
@@ -170,10 +176,20 @@ class TierRuntime:
         stored = await self._idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
         self.core.make_durable()
         self.pump()
-        return (
-            await self._idle(deadline, lambda: sum(worker.jobs for worker in self._workers if not worker.stalled))
-            and stored
-        )
+        idle = await self._idle(deadline, lambda: sum(worker.jobs for worker in self._workers if not worker.stalled))
+        return await self._wait_for_stalled(deadline) and idle and stored
+
+    async def _wait_for_stalled(self, deadline: float) -> bool:
+        """Gives tiers that stand still some time to come back, and to store what they missed; returns whether all did."""
+        patience = min(deadline, self.now() + _STALLED_SECONDS)
+        stalled = [worker for worker in self._workers if worker.stalled]
+        if not stalled:
+            return True
+        await self._idle(patience, lambda: sum(worker.stalled for worker in stalled))
+        self.core.make_durable()
+        self.pump()
+        await self._idle(deadline, lambda: sum(worker.jobs for worker in self._workers if not worker.stalled))
+        return not any(worker.stalled for worker in self._workers)
 
     async def _idle(self, deadline: float, busy: Callable[[], int]) -> bool:
         while busy():
@@ -280,9 +296,13 @@ class TierRuntime:
 
     async def _tick(self) -> None:
         while True:
+            asleep = self.now()
             await asyncio.sleep(_TICK_SECONDS)
+            if self.now() - asleep > _TICK_SECONDS + _LATE_SECONDS:
+                self._watch_from = self.now() + self._stall_seconds
             try:
-                self._watch_tiers()
+                if self.now() >= self._watch_from:
+                    self._watch_tiers()
                 self.core.tick(self.now())
                 self.pump()
                 self.notify()

@@ -61,7 +61,8 @@ class Setting:
         if result is None:
             return None
         low, high = self.ge, self.le
-        if (low is not None and result < low) or (high is not None and result > high):
+        # The other way round than one would say it: what is not a number is not within bounds either.
+        if not ((low is None or result >= low) and (high is None or result <= high)):
             raise ValueError(f"must be {self.bounds()}")
         return result
 

@@ -6,10 +6,14 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..tiers.base import SecondaryTier, TierError, TierOpenError
+from ..tiers.base import Medium, SecondaryTier, TierError, TierOpenError
 from .config import TierConfig
+from .strangers import said, shown
 
 __all__ = ["open_tier", "open_tiers"]
+
+_ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "shared": bool}
+"""What a tier says of itself, beside its name and its capacity."""
 
 
 def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
@@ -47,6 +51,9 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
             **leave,
             **config.options,
         )
+        _check(tier, config)
+        if config.rules is not None:
+            tier.rules = tuple(rule.to_rule() for rule in config.rules)
     except TierError as error:
         # Of its own kind: a tier that is in use is no damaged one.
         kind = type(error) if isinstance(error, TierOpenError) else TierOpenError
@@ -54,10 +61,7 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # somebody else's class may raise anything
-        raise TierOpenError(f"tier {config.name}: {type(error).__name__}: {error}") from error
-    _check(tier, config)
-    if config.rules is not None:
-        tier.rules = tuple(rule.to_rule() for rule in config.rules)
+        raise TierOpenError(f"tier {config.name}: {said(error)}") from error
     return tier
 
 
@@ -65,9 +69,13 @@ def _check(tier: SecondaryTier, config: TierConfig) -> None:
     """Refuses a tier that the server could not go by."""
     name, capacity = getattr(tier, "name", None), getattr(tier, "capacity_bytes", None)
     if name != config.name:
-        raise TierOpenError(f"tier {config.name}: it calls itself {name!r}; has it called SecondaryTier.__init__?")
+        raise TierOpenError(f"it calls itself {shown(name)}; has it called SecondaryTier.__init__?")
     if type(capacity) is not int or capacity <= 0:
-        raise TierOpenError(f"tier {config.name}: its capacity is {capacity!r}")
+        raise TierOpenError(f"its capacity is {shown(capacity)}")
+    for attribute, kind in _ATTRIBUTES.items():
+        value = getattr(tier, attribute, None)
+        if not isinstance(value, kind):
+            raise TierOpenError(f"its `{attribute}` is {shown(value)}; it must be a {kind.__name__}")
 
 
 def _tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:

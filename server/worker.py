@@ -13,6 +13,7 @@ from ..tiers.base import BlockBytes, Outcome, SecondaryTier, TierError
 from ..tiers.questions import Name
 from .guard import GuardedTier
 from .logs import get_logger
+from .strangers import said
 from .tierthreads import Line, TierThreads
 
 __all__ = ["JobObserver", "TierWorker", "close_all"]
@@ -62,8 +63,18 @@ class TierWorker:
 
     def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
         """Asks for blocks; `answered` hears on that thread, once, which of them are there: none where that went wrong."""
+
+        def run() -> None:
+            there: Sequence[bool] = []
+            try:
+                there = self.tier.lookup(keys)
+            except BaseException as error:  # noqa: BLE001 - as in `_begin`
+                self._note_failure("lookup", error)
+            finally:
+                answered(there)
+
         try:
-            self._threads.submit(Line.LOAD, "lookup", lambda: answered(self.tier.lookup(keys)), lambda: answered([]))
+            self._threads.submit(Line.LOAD, "lookup", run, lambda: answered([]))
         except RuntimeError as error:  # no thread to be had
             self._note_failure("lookup", error)
             answered([])
@@ -98,7 +109,7 @@ class TierWorker:
             except BaseException as failure:  # noqa: BLE001 - whoever waits is told
                 # A future takes no StopIteration, and what is no Exception would end who waits for it.
                 proper = isinstance(failure, Exception) and not isinstance(failure, StopIteration)
-                error = failure if proper else TierError(f"{type(failure).__name__}: {failure}")
+                error = failure if proper else TierError(said(failure))
             with contextlib.suppress(RuntimeError):  # as in `_begin`
                 loop.call_soon_threadsafe(settle, result, error)
 
@@ -139,7 +150,8 @@ class TierWorker:
         return ended
 
     def _note_failure(self, operation: str, error: BaseException) -> None:
-        _log.error("tier failed", tier=self.tier.name, operation=operation, exc_info=error)
+        """Says it of the tier. Without a traceback: one that shows variables would look at what nobody has looked at yet."""
+        self.tier.note(operation, f"{operation} failed: {said(error)}")
 
     def _close_tier(self) -> None:
         try:
@@ -159,8 +171,17 @@ class TierWorker:
         def fail() -> None:
             finished([Outcome.FAILED] * len(blocks))
 
+        def run() -> None:
+            outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(blocks)
+            try:
+                outcomes = self._run(line.value, move, blocks)
+            except BaseException as error:  # noqa: BLE001 - a job without an end would keep its blocks pinned for good
+                self._note_failure(line.value, error)
+            finally:
+                finished(outcomes)
+
         try:
-            self._threads.submit(line, line.value, lambda: finished(self._run(line.value, move, blocks)), fail)
+            self._threads.submit(line, line.value, run, fail)
         except RuntimeError as error:  # no thread to be had
             self._note_failure(line.value, error)
             fail()
@@ -169,10 +190,10 @@ class TierWorker:
         self, operation: str, move: Callable[[Sequence[BlockBytes]], list[Outcome]], blocks: Sequence[BlockBytes]
     ) -> Sequence[Outcome]:
         """Runs on a worker thread."""
+        nbytes = sum(block.nbytes for block in blocks)  # a tier may release the views that it is given
         started = time.monotonic()
         outcomes = move(blocks)
         try:
-            nbytes = sum(block.nbytes for block in blocks)
             self.observe_job(self.tier.name, operation, time.monotonic() - started, nbytes, outcomes)
         except Exception as error:  # noqa: BLE001 - a figure less, not a job that never ends
             _log.error("job not observed", exc_info=error)

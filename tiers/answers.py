@@ -5,12 +5,16 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from .base import OffloadPolicy, Vote
+from .base import NamespaceId, OffloadPolicy, Vote
 from .blocks import NamespaceSpec
 from .commands import StoreId
 from .errors import InvalidItem
 
-__all__ = ["DurableStatus", "Negotiation", "Session", "StoreAnswer", "StoreStatus"]
+__all__ = ["DurableStatus", "EngineKey", "Negotiation", "Session", "StoreAnswer", "StoreStatus"]
+
+
+EngineKey = tuple[NamespaceId, str]
+"""An engine: its id, which it chooses itself, within its namespace. Nobody else's is reached by guessing an id."""
 
 
 class StoreStatus(enum.IntEnum):
@@ -43,6 +47,11 @@ class Session:
     """Connections that keep the region mapped: while one lives, the process may write to its slots."""
     requests: set[str] = field(default_factory=set)
     """Requests that it has begun and not finished."""
+
+    @property
+    def engine(self) -> EngineKey:
+        """Its engine, which owns what it holds."""
+        return self.namespace.id, self.engine_id
 
     def own_rank(self) -> int:
         """Returns the rank whose parts this session reads and writes.

@@ -108,7 +108,8 @@ class SecondaryTier(ABC):
     - It raises, whatever it is, or does not return one outcome for each block: all blocks of the job have failed.
     - It does not come back from a job for `limits.tier_stall` seconds: the server goes on without it until it does. At the
       server's end it gets some more seconds, and is left behind then, not closed.
-    - It does not vote at once: the request goes without its vote, and so do all others as long as it thinks.
+    - It does not vote at once: the request goes without its vote, and so do all others as long as it thinks. After a vote
+      that came late none is waited for until one has come in time again.
     - It lists what cannot be (no name, no size, more than its capacity, twice, an error in the middle): that is left out.
     - It lists a block in another size than is loaded: the block is dropped then. Till then its capacity is reckoned wrong.
     - It says that it has loaded a part, and has written nothing at its beginning, middle or end: the block is corrupt.

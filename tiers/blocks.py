@@ -21,6 +21,8 @@ SLOT_ALIGNMENT = 4096
 """Slots start and end on pages, as direct I/O wants it."""
 
 MAX_WORLD_SIZE = 4096
+MAX_PART_SIZES = 64
+"""Each size is a line of eviction of its own; engines have a handful."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class NamespaceSpec:
             raise InvalidNamespace(f"world size {self.world_size} is not within 1..{MAX_WORLD_SIZE}")
         if not self.part_bytes:
             raise InvalidNamespace("a namespace needs at least one KV cache group")
+        if len(set(self.part_bytes)) > MAX_PART_SIZES:
+            raise InvalidNamespace(f"a namespace has parts of {MAX_PART_SIZES} sizes at most")
         if min(self.part_bytes) < 1:
             raise InvalidNamespace("part_bytes of every group must be positive")
 
@@ -79,6 +83,7 @@ class Block:
         "retained",
         "retired",
         "slots",
+        "stuck",
         "writers",
         "written",
     )
@@ -103,7 +108,9 @@ class Block:
         self.left_out: MissReason | None = None
         """Why a tier that should have got it did not, if there is one."""
         self.retired = False
-        """Whether a reset has taken it out of the index: it goes as soon as nobody pins it."""
+        """Whether it has been taken out of the index, by a reset say: it goes as soon as nobody pins it."""
+        self.stuck = False
+        """Whether a tier is at work on it that does not come back."""
         self.last_use = 0
         """Logical time of the last store or lookup."""
         self.retain_until = 0.0

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 from .base import NamespaceId, Outcome, SecondaryTier, TierFilter
 from .blocks import Block
@@ -20,7 +21,7 @@ from .lane import Lane, Presence
 from .questions import Name
 from .requests import Request
 
-__all__ = ["Finished", "JobKind", "TierFlow"]
+__all__ = ["Finished", "JobKind", "StallChange", "TierFlow"]
 
 JOB_BYTES = 32 << 20
 """How much one job moves at most: enough for transactions to pay off, little enough for results to come in time."""
@@ -48,6 +49,21 @@ class Finished:
     kind: JobKind
     results: list[tuple[Block, bool]]
     paid: list[Request]
+
+
+@dataclass(slots=True)
+class StallChange:
+    """What follows from a tier's standing still, or being back.
+
+    Attributes:
+        given_up: blocks that it is reading, for which nobody waits any longer.
+        paid: requests that it owes nothing any more.
+        is_back: whether it stood still and does not any more.
+    """
+
+    is_back: bool
+    given_up: list[Block] = field(default_factory=list)
+    paid: list[Request] = field(default_factory=list)
 
 
 class TierFlow:
@@ -202,8 +218,9 @@ class TierFlow:
                 entry = lane.catalog.get(block.namespace, block.key)
                 if entry is not None and entry.state is EntryState.HELD:
                     continue
-                if entry is None and not self._enqueue(lane, block, 2 * lane.max_queued_bytes):
-                    lane.dropped += 1
+                # What a tier is at work on that does not come back may never be there.
+                if lane.stalled or (entry is None and not self._enqueue(lane, block, 2 * lane.max_queued_bytes)):
+                    lane.dropped += entry is None
                     request.incomplete += 1
                     continue
                 request.owed += 1
@@ -254,10 +271,11 @@ class TierFlow:
                 # It has listed the block with another size than it fills now: one of the two is not true.
                 outcome = Outcome.CORRUPT
                 job.lane.doomed.append(entry)
+            block.stuck = False
             take(job.lane, block, entry, outcome)
             results.append((block, outcome is Outcome.DONE))
             if job.kind is JobKind.STORE:
-                paid += self._pay(job.lane, block, stored=outcome is Outcome.DONE)
+                paid += self._pay(job.lane, block.name, stored=outcome is Outcome.DONE)
         if job.kind is JobKind.STORE:
             job.lane.storing = False
         self._advance(job.lane)
@@ -287,27 +305,51 @@ class TierFlow:
                 lane.doomed.append(entry)
         self._advance(lane)
 
-    def stall(self, tier: int, *, stalled: bool) -> list[Request]:
-        """Takes note of whether a tier comes back from its jobs; returns the requests that wait for it no longer.
+    def stall(self, tier: int, *, stalled: bool) -> StallChange:
+        """Takes note of whether a tier comes back from its jobs.
 
         Jobs that run keep their pins: the tier may still read and write there. Whatever else waits is let go, or engines
         would soon have no room left in the CPU tier.
         """
         lane = self.lanes[tier - 1]
+        change = StallChange(is_back=lane.stalled and not stalled)
         if lane.stalled == stalled:
-            return []
+            return change
         lane.stalled = stalled
+        running = [job for job in self._jobs.values() if job.lane is lane]
+        if stalled:
+            for block in chain.from_iterable(job.blocks for job in running):
+                block.stuck = True  # until its job has ended
+            change.given_up += (b for job in running if job.kind is JobKind.LOAD for b in job.blocks if not b.retired)
+            change.paid += self._let_go(lane)
+        self._advance(lane)
+        return change
+
+    def catch_up(self, tier: int, blocks: Sequence[Block]) -> None:
+        """Stores in a tier what it missed while it did not come back, as far as may wait for it; the last used first."""
+        lane = self.lanes[tier - 1]
+        for block in blocks:
+            if lane.catalog.get(block.namespace, block.key) is not None:
+                continue
+            if not self._enqueue(lane, block, lane.max_queued_bytes):
+                break
+            block.left_out = None
+            lane.use([block], None)
+        self._advance(lane)
+
+    def _let_go(self, lane: Lane) -> list[Request]:
+        """Lets go of what waits for a tier; returns the requests that it was owed to."""
         paid: list[Request] = []
-        for block in lane.queue if stalled else ():
+        for block in lane.queue:
             entry = lane.entry_of(block)
             lane.catalog.drop(entry)
             lane.queued_bytes -= entry.nbytes
             lane.dropped += 1
             block.left_out = MissReason.STORE_FAILED
-            paid += self._pay(lane, block, stored=False)
             self._unpin(block)
         lane.queue.clear()
-        self._advance(lane)
+        for name in list(lane.owed):
+            paid += self._pay(lane, name, stored=False)
         return paid
 
     def is_durable(self, namespace: NamespaceId, key: bytes) -> bool:
@@ -335,7 +377,9 @@ class TierFlow:
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1
         if entry.state is EntryState.LOST:
-            if not entry.loads:
+            if (
+                not entry.loads and lane.catalog.get(block.namespace, block.key) is None
+            ):  # else it was stored anew meanwhile
                 lane.doomed.append(entry)
                 self._advance(lane)
             return
@@ -358,9 +402,9 @@ class TierFlow:
         lane.queue.append(block)
         return True
 
-    def _pay(self, lane: Lane, block: Block, *, stored: bool) -> list[Request]:
+    def _pay(self, lane: Lane, name: Name, *, stored: bool) -> list[Request]:
         """Takes a block off the account of the requests that a tier owed it to."""
-        requests = lane.owed.pop((block.namespace, block.key), [])
+        requests = lane.owed.pop(name, [])
         for request in requests:
             request.owed -= 1
             request.incomplete += not stored

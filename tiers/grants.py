@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .answers import EngineKey
 from .blocks import Block
 from .commands import StoreId
 from .errors import NotOwner, StoreNotFound
@@ -46,7 +47,7 @@ class _Quarantine:
 
     offsets: list[int]
     nbytes: int
-    engine_id: str
+    engine: EngineKey
     writers: set[int]
 
 
@@ -88,7 +89,7 @@ class StoreTable:
         self._stores[store.id] = store
         return store
 
-    def get(self, store_id: StoreId, engine_id: str) -> Store:
+    def get(self, store_id: StoreId, engine: EngineKey) -> Store:
         """Returns a store of this engine.
 
         Raises:
@@ -98,7 +99,7 @@ class StoreTable:
         store = self._stores.get(store_id)
         if store is None:
             raise StoreNotFound(f"there is no store {store_id}: it was completed, expired or fell with its session")
-        if store.owner.engine_id != engine_id:
+        if store.owner.engine != engine:
             raise NotOwner(f"store {store_id} belongs to another engine")
         return store
 
@@ -108,7 +109,7 @@ class StoreTable:
 
     def quarantine(self, store: Store, offsets: list[int], nbytes: int, writers: set[int]) -> None:
         """Keeps slots of an ended store out of use until all of these writers are gone."""
-        self._quarantine[store.id] = _Quarantine(offsets, nbytes, store.owner.engine_id, set(writers))
+        self._quarantine[store.id] = _Quarantine(offsets, nbytes, store.owner.engine, set(writers))
         self._lift_if_free(store.id)
 
     def writer_gone(self, writer: int) -> None:
@@ -117,10 +118,10 @@ class StoreTable:
             entry.writers.discard(writer)
             self._lift_if_free(store_id)
 
-    def writer_done(self, store_id: StoreId, engine_id: str) -> None:
+    def writer_done(self, store_id: StoreId, engine: EngineKey) -> None:
         """Takes note of a completion that came too late: at least, nobody writes any more."""
         entry = self._quarantine.get(store_id)
-        if entry is not None and entry.engine_id == engine_id:
+        if entry is not None and entry.engine == engine:
             entry.writers.clear()
             self._lift_if_free(store_id)
 

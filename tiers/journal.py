@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from .answers import Negotiation
+from .answers import EngineKey, Negotiation
 from .history import MissReason
 
-__all__ = ["Journal", "LookupRecord", "RequestRecord", "Span", "Verdict", "spans_of"]
+__all__ = ["Journal", "LookupRecord", "RequestRecord", "Span", "Verdict", "bounded", "spans_of"]
 
 MOST_REQUESTS = 4096
 MAX_AGE_SECONDS = 900.0
@@ -27,6 +27,20 @@ class Span:
 
     count: int
     verdict: Verdict
+
+
+MOST_SPANS = 256
+"""Runs that are kept of a lookup; of one that is more mixed than that, the rest is summed up per verdict."""
+
+
+def bounded(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Returns what is kept of these: the first as they are, the rest summed up."""
+    if len(spans) <= MOST_SPANS:
+        return spans
+    rest: dict[Verdict, int] = {}
+    for span in spans[MOST_SPANS:]:
+        rest[span.verdict] = rest.get(span.verdict, 0) + span.count
+    return spans[:MOST_SPANS] + tuple(Span(count, verdict) for verdict, count in rest.items())
 
 
 def spans_of(verdicts: Iterable[Verdict]) -> tuple[Span, ...]:
@@ -52,14 +66,19 @@ class LookupRecord:
         verdicts = [span.verdict for span in self.found for _ in range(span.count)]
         for position, reason in self.failed.items():
             verdicts[position] = reason
-        return spans_of(verdicts)
+        return bounded(spans_of(verdicts))
+
+    def fail(self, position: int, reason: MissReason) -> None:
+        """Takes note of a key that did not arrive; of very many, the first."""
+        if len(self.failed) < MOST_SPANS:
+            self.failed[position] = reason
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """One request, as far as it can be explained."""
 
-    engine_id: str
+    engine: EngineKey
     request_id: str
     at: float
     """When it was heard of last, in the core's seconds."""
@@ -71,32 +90,42 @@ class RequestRecord:
     incomplete: int = 0
     """Blocks that a REQUEST_LEVEL tier asked for and did not get; known when it has finished."""
 
+    @property
+    def engine_id(self) -> str:
+        """The engine, for people."""
+        return self.engine[1]
+
 
 class Journal:
     """The requests of the last quarter of an hour, and not more than 4,096."""
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()
+        self._requests: OrderedDict[tuple[EngineKey, str], RequestRecord] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def open(self, engine_id: str, request_id: str, now: float) -> RequestRecord:
+    def open(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
         """Returns the record of a request; a new one if the last of that name has finished."""
-        key = (engine_id, request_id)
+        key = (engine, request_id)
         record = self._requests.get(key)
         if record is None or record.finished:
-            record = self._requests[key] = RequestRecord(engine_id, request_id, now)
+            record = self._requests[key] = RequestRecord(engine, request_id, now)
         record.at = now
         self._requests.move_to_end(key)
         if len(self._requests) > MOST_REQUESTS:
             self._requests.popitem(last=False)
         return record
 
-    def note_lookup(self, engine_id: str, request_id: str, lookup: LookupRecord) -> None:
+    def finish(self, engine: EngineKey, request_id: str, now: float, incomplete: int) -> None:
+        """Takes note of the end of a request."""
+        record = self._requests.get((engine, request_id)) or self.open(engine, request_id, now)
+        record.finished, record.incomplete = True, incomplete
+
+    def note_lookup(self, engine: EngineKey, request_id: str, lookup: LookupRecord) -> None:
         """Takes note of a lookup; those without a request are not kept."""
         if request_id:
-            record = self.open(engine_id, request_id, lookup.at)
+            record = self.open(engine, request_id, lookup.at)
             record.lookups.append(lookup)
             record.asked += 1
 

@@ -90,10 +90,12 @@ class Lane:
 
     def presence(self, namespace: NamespaceId, key: bytes, excluded: Collection[int]) -> Presence:
         """Returns whether the tier can load a block. What it has to be asked is noted (`questions`)."""
-        held = self.catalog.held(namespace, key) is not None
+        entry = self.catalog.held(namespace, key)
+        held = entry is not None
         if self.index in excluded:
             return Presence.EXCLUDED if held else Presence.ABSENT
-        if self.stalled:
+        # What is still being loaded for a block that was given up is not loaded beside that.
+        if self.stalled or (entry is not None and entry.loads):
             return Presence.STALLED if held else Presence.ABSENT
         if not held and self.tier.shared and self.catalog.get(namespace, key) is None:
             there = self.questions.knows((namespace, key))

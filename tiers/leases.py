@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from .answers import EngineKey
 from .blocks import Block
 from .commands import LeaseId
 from .errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
@@ -36,14 +37,19 @@ class KeyStatus(enum.IntEnum):
 class Owner:
     """Who holds a lease: a session of an engine, on behalf of a request (or none)."""
 
-    engine_id: str
+    engine: EngineKey
     session_id: bytes
     request_id: str
 
     @property
-    def user(self) -> tuple[str, str] | None:
+    def engine_id(self) -> str:
+        """The engine, for people."""
+        return self.engine[1]
+
+    @property
+    def user(self) -> tuple[EngineKey, str] | None:
         """What eviction policies know the request by; None where the client did not say."""
-        return (self.engine_id, self.request_id) if self.request_id else None
+        return (self.engine, self.request_id) if self.request_id else None
 
 
 @dataclass(slots=True, eq=False)
@@ -130,10 +136,10 @@ class LeaseTable:
     def __init__(self, unpin: Callable[[Block], None], first_id: int = 1) -> None:
         self._unpin = unpin
         self._leases: dict[LeaseId, Lease] = {}
-        self._waiting: dict[Block, list[tuple[Lease, int]]] = defaultdict(list)
-        """Per pending block the leases, and their items, that it is in."""
+        self._waiting: dict[Block, dict[Lease, list[int]]] = {}
+        """Per pending block the leases that it is in, and which of their items it is."""
         self._by_session: dict[bytes, dict[Lease, None]] = defaultdict(dict)
-        self._by_request: dict[tuple[str, str], dict[Lease, None]] = defaultdict(dict)
+        self._by_request: dict[tuple[EngineKey, str], dict[Lease, None]] = defaultdict(dict)
         self._items: dict[bytes, int] = defaultdict(int)
         self._next_id = first_id
 
@@ -157,14 +163,14 @@ class LeaseTable:
         for item, block in enumerate(items):
             if block is not None and not block.ready:
                 lease.pending += 1
-                self._waiting[block].append((lease, item))
+                self._waiting.setdefault(block, {}).setdefault(lease, []).append(item)
         self._leases[lease.id] = lease
         self._by_session[owner.session_id][lease] = None
-        self._by_request[owner.engine_id, owner.request_id][lease] = None
+        self._by_request[owner.engine, owner.request_id][lease] = None
         self._items[owner.session_id] += len(items)
         return lease
 
-    def get(self, lease_id: LeaseId, engine_id: str) -> Lease:
+    def get(self, lease_id: LeaseId, engine: EngineKey) -> Lease:
         """Returns a lease of this engine.
 
         Raises:
@@ -174,7 +180,7 @@ class LeaseTable:
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseNotFound(f"there is no lease {lease_id}: it was released, expired or fell with its session")
-        if lease.owner.engine_id != engine_id:
+        if lease.owner.engine != engine:
             raise NotOwner(f"lease {lease_id} belongs to another engine")
         return lease
 
@@ -183,7 +189,7 @@ class LeaseTable:
         del self._leases[lease.id]
         owner = lease.owner
         self._items[owner.session_id] -= len(lease.items)
-        _discard(self._by_request, (owner.engine_id, owner.request_id), lease)
+        _discard(self._by_request, (owner.engine, owner.request_id), lease)
         if _discard(self._by_session, owner.session_id, lease):
             del self._items[owner.session_id]
         if lease.pending:
@@ -197,7 +203,7 @@ class LeaseTable:
             waiting = self._waiting.get(block) if block is not None else None
             if block is None or waiting is None:
                 continue
-            waiting[:] = [entry for entry in waiting if entry[0] is not lease]
+            waiting.pop(lease, None)
             if not waiting:
                 del self._waiting[block]
 
@@ -206,7 +212,8 @@ class LeaseTable:
 
         If the block did not become ready it is a miss for them.
         """
-        waited = self._waiting.pop(block, [])
+        waiting = self._waiting.pop(block, {})
+        waited = [(lease, item) for lease, items in waiting.items() for item in items]
         for lease, item in waited:
             lease.pending -= 1
             if not block.ready:
@@ -222,9 +229,9 @@ class LeaseTable:
         """Returns the leases of a session."""
         return list(self._by_session.get(session_id, ()))
 
-    def of_request(self, engine_id: str, request_id: str) -> list[Lease]:
+    def of_request(self, engine: EngineKey, request_id: str) -> list[Lease]:
         """Returns the leases of a request."""
-        return list(self._by_request.get((engine_id, request_id), ()))
+        return list(self._by_request.get((engine, request_id), ()))
 
     def items_of(self, session_id: bytes) -> int:
         """Returns how many items the leases of a session add up to."""

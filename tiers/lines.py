@@ -183,7 +183,7 @@ class Lines(Generic[L]):
         """Keeps items out of line until then, or later where that was said before; returns those for which it is too much."""
         keep: list[L] = []
         rest: list[L] = []
-        for item in items:
+        for item in dict.fromkeys(items):  # what a lookup names twice is charged once
             if item.retained:
                 if self._retained.when(item) < until:
                     keep.append(item)

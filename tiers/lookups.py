@@ -12,7 +12,7 @@ from .blocks import Block, NamespaceSpec
 from .errors import LimitExceeded
 from .flow import TierFlow
 from .history import History, MissReason
-from .journal import Journal, LookupRecord, Span, Verdict, spans_of
+from .journal import Journal, LookupRecord, Span, Verdict, bounded, spans_of
 from .lane import Lane, Presence
 from .leases import Lease, LeaseTable, LookupAnswer, Owner
 from .primary import PrimaryTier
@@ -71,6 +71,8 @@ class Lookups:
         formats = self._formats[tenant]
         formats.pop(namespace, None)
         formats[namespace] = None
+        if len(formats) > _FORMATS:
+            del formats[next(iter(formats))]
 
     def look_up(
         self,
@@ -92,14 +94,14 @@ class Lookups:
         """
         if self.leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
             raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
-        owner = Owner(session.engine_id, session.id, request_id)
+        owner = Owner(session.engine, session.id, request_id)
         if self._primary.retiring(session.namespace.id):
             self._record(owner, now, spans_of([MissReason.RESET] * len(keys)), keys[0] if keys else None)
             return LookupAnswer(len(keys), None)
         match = self._match(session.namespace, keys, excluded, prefix=prefix)
         if prefix and len(match.items) < min_hits and not match.retries:
             self._give_up(match)
-        self._start_promotions(match, owner.user)
+        self._start_promotions(match, owner.user, prefix=prefix)
         spans, first_miss = self._explain(session, keys, match, prefix=prefix)
         record = self._record(owner, now, spans, first_miss)
         self._flow.ask()
@@ -149,7 +151,7 @@ class Lookups:
             if source:
                 self._flow.lanes[source - 1].misses += 1
             if lease.record is not None:
-                lease.record.failed[item] = reason
+                lease.record.fail(item, reason)
         return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
 
     def drop_promotion(self, block: Block) -> None:
@@ -216,24 +218,34 @@ class Lookups:
                 match.items[position] = None
                 self._primary.unpin(found)
 
-    def _start_promotions(self, match: _Match, user: Hashable) -> None:
+    def _start_promotions(self, match: _Match, user: Hashable, *, prefix: bool) -> None:
         """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
         self._primary.reserve(
             [(block, rank) for _, _, block in match.promotions for rank, slot in enumerate(block.slots) if slot is None]
         )
         started = []
-        for first, lane, block in match.promotions:
-            if None not in block.slots:
+        failed: set[Block] = set()
+        for _, lane, block in match.promotions:
+            if None not in block.slots and not (prefix and failed):
                 started.append((lane, block))
-                continue
-            self.drop_promotion(block)
-            # The same key may stand in the list again and have been pinned there as well.
-            for position in range(first, len(match.items)):
-                if match.items[position] is block:
-                    match.items[position] = None
-                    match.reasons[position] = MissReason.NO_ROOM
-                    self._primary.unpin(block)
+            else:
+                self.drop_promotion(block)
+                failed.add(block)
+        if failed:
+            self._cut(match, failed, prefix=prefix)
         self._flow.promote(started, user)
+
+    def _cut(self, match: _Match, failed: Collection[Block], *, prefix: bool) -> None:
+        """Makes misses of blocks that found no room, wherever they stand; in a prefix of all that follows them."""
+        first = next(position for position, block in enumerate(match.items) if block in failed)
+        if prefix:
+            match.retries = [position for position in match.retries if position < first]
+        for position, block in enumerate(match.items):
+            broken = prefix and position >= first
+            if block is not None and (broken or block in failed):
+                match.items[position] = None
+                match.reasons[position] = MissReason.NO_ROOM
+                self._primary.unpin(block)
 
     def _use(self, match: _Match, user: Hashable, retain_until: float) -> int:
         """Takes note of the use of what was found; returns how much of it should have been retained, and is not."""
@@ -309,6 +321,6 @@ class Lookups:
 
     def _record(self, owner: Owner, now: float, spans: tuple[Span, ...], first_miss: bytes | None) -> LookupRecord:
         self.tally.count(spans)
-        record = LookupRecord(now, spans, first_miss)
-        self._journal.note_lookup(owner.engine_id, owner.request_id, record)
+        record = LookupRecord(now, bounded(spans), first_miss)
+        self._journal.note_lookup(owner.engine, owner.request_id, record)
         return record

@@ -134,7 +134,7 @@ class TierManager:
         for store in self._stores.table.owned_by(session_id):
             self._stores.abandon(store, session.writers)
         for request_id in list(session.requests):
-            request = self._requests.get(session.engine_id, request_id)
+            request = self._requests.get(session.engine, request_id)
             if request is not None:
                 self._requests.finish(request, give_up=True)
         del self._sessions[session_id]
@@ -158,37 +158,30 @@ class TierManager:
         Raises:
             LimitExceeded: the session has begun too many that it never finished.
         """
-        known = self._requests.get(session.engine_id, request.request_id)
+        known = self._requests.get(session.engine, request.request_id)
         if known is not None and not known.finished:
             return known.negotiation
-        votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)
-        policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
-        negotiation = Negotiation(policy, votes)
-        self._requests.add(session, request.request_id, negotiation, request.retain_for)
+        self._requests.check_room(session)
+        negotiation = self._negotiate(session, request).negotiation
         if request.request_id:
-            self._journal.open(session.engine_id, request.request_id, self._now).negotiation = negotiation
+            self._journal.open(session.engine, request.request_id, self._now).negotiation = negotiation
         return negotiation
 
     def retention_of(self, session: Session, request_id: str) -> float:
         """Returns for how long a request that was begun wants its blocks to stay, in seconds."""
-        request = self._requests.get(session.engine_id, request_id)
+        request = self._requests.get(session.engine, request_id)
         return request.retain_for if request is not None else 0.0
 
     def finish_request(self, session: Session, request_id: str) -> Request:
         """Takes note that an engine has finished a request: its leases fall, and its tiers are told once it has settled.
 
         One that was never announced is announced first, so that tiers see both calls, in order (B3.13).
-
-        Raises:
-            LimitExceeded: the session has begun too many that it never finished.
         """
-        for lease in self._lookups.leases.of_request(session.engine_id, request_id):
+        for lease in self._lookups.leases.of_request(session.engine, request_id):
             self._lookups.release(lease)
-        request = self._requests.get(session.engine_id, request_id)
+        request = self._requests.get(session.engine, request_id)
         if request is None:
-            self.begin_request(session, RequestInfo(request_id, session.namespace.id))
-            request = self._requests.get(session.engine_id, request_id)
-            assert request is not None
+            request = self._negotiate(session, RequestInfo(request_id, session.namespace.id))
         self._primary.finish(request.user)
         self._flow.user_finished(request.user)
         self._requests.finish(request)
@@ -241,6 +234,10 @@ class TierManager:
         """
         return self._lookups.ask_ahead(session.namespace, keys, prefix=prefix, excluded=self._flow.excluded(tiers))
 
+    def check_filter(self, tiers: TierFilter) -> None:
+        """Raises InvalidItem if a lookup cannot leave these out: it names a tier that does not exist, or the CPU tier."""
+        self._flow.excluded(tiers)
+
     def lease(self, session: Session, lease_id: LeaseId) -> Lease:
         """Returns a lease of this session's engine.
 
@@ -248,16 +245,16 @@ class TierManager:
             LeaseNotFound: it ended, or never was.
             NotOwner: it belongs to another engine.
         """
-        return self._lookups.leases.get(lease_id, session.engine_id)
+        return self._lookups.leases.get(lease_id, session.engine)
 
     def renew(self, session: Session, lease_id: LeaseId, expires_at: float) -> None:
         """Extends a lease; never shortens it. Raises like `lease`."""
-        lease = self._lookups.leases.get(lease_id, session.engine_id)
+        lease = self._lookups.leases.get(lease_id, session.engine)
         lease.expires_at = max(lease.expires_at, expires_at)
 
     def release(self, session: Session, lease_id: LeaseId) -> None:
         """Ends a lease. Raises like `lease`."""
-        self._lookups.release(self._lookups.leases.get(lease_id, session.engine_id))
+        self._lookups.release(self._lookups.leases.get(lease_id, session.engine))
 
     def prepare_store(
         self,
@@ -287,11 +284,11 @@ class TierManager:
             StoreNotFound: it ended, or never was.
             NotOwner: it belongs to another engine.
         """
-        return self._stores.table.get(store_id, session.engine_id)
+        return self._stores.table.get(store_id, session.engine)
 
     def renew_store(self, session: Session, store_id: StoreId, expires_at: float) -> Store:
         """Extends a store that is being written to, and returns it; never shortens it. Raises like `store`."""
-        store = self._stores.table.get(store_id, session.engine_id)
+        store = self._stores.table.get(store_id, session.engine)
         store.expires_at = max(store.expires_at, expires_at)
         return store
 
@@ -305,7 +302,7 @@ class TierManager:
 
     def writer_done(self, session: Session, store_id: StoreId) -> None:
         """Takes note of a completion that came after its store had ended: at least, nobody writes any more."""
-        self._stores.table.writer_done(store_id, session.engine_id)
+        self._stores.table.writer_done(store_id, session.engine)
 
     def durability(self, session: Session, keys: Sequence[bytes]) -> bytes:
         """Returns a `DurableStatus` per key, and sends on their way ready blocks that no durable tier has."""
@@ -413,10 +410,21 @@ class TierManager:
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
         """Takes note of whether a tier, by its position in the lookup order, does not come back from its jobs.
 
-        Nothing new is asked of it then, and what waits to be stored in it waits no longer.
+        Nothing new is asked of it then, and what waits to be stored in it, or read from it, waits no longer. What it is
+        reading keeps its slots, for the tier may still write there, but is not found any more: it can be stored anew. When
+        the tier is back, it gets what it missed meanwhile, as far as that is there.
         """
-        for request in self._flow.stall(tier, stalled=stalled):
+        change = self._flow.stall(tier, stalled=stalled)
+        for block in change.given_up:
+            self._history.left(block.namespace, block.key, MissReason.LOAD_FAILED)
+            block.promoting = False
+            self._primary.disown(block)
+        self._settle(change.given_up)
+        for request in change.paid:
             self._requests.end_if_settled(request)
+        if change.is_back:
+            missed = [block for block in self._primary.ready_blocks() if block.left_out is MissReason.STORE_FAILED]
+            self._flow.catch_up(tier, missed)
 
     def stats(self) -> ManagerStats:
         """Returns the figures of this moment."""
@@ -449,6 +457,12 @@ class TierManager:
             misses_by_reason=dict(tally.misses),
         )
 
+    def _negotiate(self, session: Session, request: RequestInfo) -> Request:
+        votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)
+        policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
+        negotiation = Negotiation(policy, votes)
+        return self._requests.add(session, request.request_id, negotiation, request.retain_for)
+
     def _settle(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             if block.pending:
@@ -463,7 +477,6 @@ class TierManager:
 
     def _tell_tiers(self, request: Request) -> None:
         if request.id:
-            record = self._journal.open(request.session.engine_id, request.id, self._now)
-            record.finished, record.incomplete = True, request.incomplete
+            self._journal.finish(request.session.engine, request.id, self._now, request.incomplete)
         for lane in self._flow.lanes:
             lane.tier.on_request_finished(request.id)

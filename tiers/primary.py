@@ -143,20 +143,24 @@ class PrimaryTier:
 
         Those are not found any more, and what is still being written to them is never published (B4.13).
         """
-        for block in list(self._blocks[namespace].values()):
+        for block in reversed(list(self._blocks[namespace].values())):  # policies find a tail sooner
             if block.pins:
-                self._retired.setdefault(namespace, set()).add(block)
                 if block.ready:
                     self._left(block.namespace, block.key, MissReason.RESET)
-                block.retired = True
-                self._unlist(block)
+                self.disown(block)
             else:
                 self.evict(block, MissReason.RESET)
         return self.retiring(namespace)
 
     def retiring(self, namespace: NamespaceId) -> int:
-        """Returns how many blocks a reset still waits for."""
-        return len(self._retired.get(namespace, ()))
+        """Returns how many blocks a reset still waits for; not for those that a tier does not come back from."""
+        return sum(not block.stuck for block in self._retired.get(namespace, ()))
+
+    def disown(self, block: Block) -> None:
+        """Takes a pinned block out of the index: nobody finds it any more, and it goes when nobody pins it any more."""
+        self._retired.setdefault(block.namespace, set()).add(block)
+        block.retired = True
+        self._unlist(block)
 
     def evict(self, block: Block, reason: MissReason = MissReason.EVICTED) -> None:
         """Drops a block and frees its slots. It must not be pinned. The one place where a block leaves the tier."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .answers import Negotiation, Session
+from .answers import EngineKey, Negotiation, Session
 from .base import OffloadPolicy
 from .blocks import Block
 from .errors import LimitExceeded
@@ -48,9 +48,9 @@ class Request:
     ended: bool = False
 
     @property
-    def user(self) -> tuple[str, str]:
+    def user(self) -> tuple[EngineKey, str]:
         """What eviction policies know it by."""
-        return self.session.engine_id, self.id
+        return self.session.engine, self.id
 
     @property
     def settled(self) -> bool:
@@ -64,31 +64,30 @@ class RequestTable:
     def __init__(self, ended: Callable[[Request], None]) -> None:
         """`ended` is told of each request once, when it is settled; before its state is dropped (B3.11)."""
         self._ended = ended
-        self._requests: dict[tuple[str, str], Request] = {}
+        self._requests: dict[tuple[EngineKey, str], Request] = {}
         self._waiting: dict[Block, list[Request]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def get(self, engine_id: str, request_id: str) -> Request | None:
+    def get(self, engine: EngineKey, request_id: str) -> Request | None:
         """Returns a request that was begun, and is not over."""
-        return self._requests.get((engine_id, request_id))
+        return self._requests.get((engine, request_id))
 
-    def add(self, session: Session, request_id: str, negotiation: Negotiation, retain_for: float = 0.0) -> Request:
-        """Registers a request.
-
-        Raises:
-            LimitExceeded: the session has begun too many that it never finished.
-        """
+    def check_room(self, session: Session) -> None:
+        """Raises LimitExceeded if a session has begun too many that it never finished."""
         if len(session.requests) >= MAX_REQUESTS:
             raise LimitExceeded(f"the session has {MAX_REQUESTS} requests that it has not finished")
+
+    def add(self, session: Session, request_id: str, negotiation: Negotiation, retain_for: float = 0.0) -> Request:
+        """Registers a request."""
         insisting = frozenset(
             number + 1
             for number, (_, vote) in enumerate(negotiation.votes)
             if vote.policy is OffloadPolicy.REQUEST_LEVEL
         )
         request = Request(session, request_id, negotiation, insisting, retain_for)
-        self._requests[session.engine_id, request_id] = request
+        self._requests[session.engine, request_id] = request
         session.requests.add(request_id)
         return request
 
@@ -124,6 +123,6 @@ class RequestTable:
             return
         request.ended = True
         self._ended(request)
-        key = (request.session.engine_id, request.id)
+        key = (request.session.engine, request.id)
         if self._requests.get(key) is request:  # its engine may have begun another one of that name
             del self._requests[key]

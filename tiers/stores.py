@@ -65,12 +65,12 @@ class Stores:
             statuses[found[block]] = StoreStatus.NO_ROOM if block in refused else StoreStatus.GRANTED
         for block in refused:
             self._history.left(block.namespace, block.key, MissReason.STORE_FAILED)
-        owner = Owner(session.engine_id, session.id, request_id)
+        owner = Owner(session.engine, session.id, request_id)
         used = [block for block in found if block not in refused]
         not_retained = self._primary.use(used, owner.user, retain_until)
         if retain_until:
             self._flow.retain(used)
-        request = self._requests.get(session.engine_id, request_id)
+        request = self._requests.get(session.engine, request_id)
         if request is not None and request.insisting:
             self._cascade_present(request, list(found), set(granted))
         for block in found:
@@ -88,7 +88,7 @@ class Stores:
         Raises:
             InvalidItem: `failed` names a block that was not granted; the store goes on.
         """
-        store = self.table.get(store_id, session.engine_id)
+        store = self.table.get(store_id, session.engine)
         if any(number >= len(store.blocks) for number in failed):
             raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
         self.table.end(store)

@@ -20,7 +20,12 @@ class EngineRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """Unique among the requests that have not ended."""
+        """The engine's name of it, as in the events; unique among the requests that have not ended."""
+        ...
+
+    @property
+    def server_name(self) -> str:
+        """How the server knows it: not always the same, since an engine may take longer ids than the server does."""
         ...
 
     @property

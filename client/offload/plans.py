@@ -19,7 +19,10 @@ class BlockRead:
 
 @dataclass
 class LoadJob:
-    """One request's load. Without ``reads`` it is one that cannot be done: workers report it as failed at once."""
+    """One request's load. Without ``reads`` it is one that cannot be done: workers report it as failed at once.
+
+    ``request_id`` is the engine's, which waits for it.
+    """
 
     request_id: str
     reads: list[BlockRead] = field(default_factory=list)
@@ -29,7 +32,7 @@ class LoadJob:
 class SaveJob:
     """Blocks to store in one go; the core keeps them from reuse until every worker reports ``job_id``.
 
-    ``request_id`` is empty where they belong to no request any more (lazy mode).
+    ``request_id`` is how the server knows it; empty where they belong to no request any more (lazy mode).
     """
 
     job_id: int

@@ -160,7 +160,7 @@ class SavePlanner:
             return None
         if retry:
             progress.backoff.grow(now)
-        job = SaveJob(self._next_job_id, request.request_id)
+        job = SaveJob(self._next_job_id, request.server_name)
         for group in self._groups:
             if group.index in ends:
                 table = tables[group.index]

@@ -241,10 +241,15 @@ def _sizes_of(block: BlockBytes) -> bytes:
     return struct.pack(f"<{len(block.parts)}Q", *(part.nbytes for part in block.parts))
 
 
-def _checksum(name: bytes, sizes: bytes, content: bytes) -> bytes:
-    """Returns the checksum of a row as it stands."""
+def _checksum(name: bytes, sizes: bytes, content: bytes) -> bytes | None:
+    """Returns the checksum of a row as it stands; None where its parts cannot be told apart."""
+    if len(sizes) % 8:
+        return None
+    lengths = [size for (size,) in struct.iter_unpack("<Q", sizes)]
+    if sum(lengths) != len(content):
+        return None
     view, parts = memoryview(content), []
-    for (size,) in struct.iter_unpack("<Q", sizes):
+    for size in lengths:
         parts.append(view[:size])
         view = view[size:]
     return block_checksum(NamespaceId(name[:16]), name[16:], tuple(parts)).to_bytes(8, "little")

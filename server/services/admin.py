@@ -58,7 +58,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListLeasesResponse(
             leases=[
                 lease_status(lease, clients.get(lease.owner.session_id), now)
-                for lease in held[: request.max_leases or _MOST_LEASES]
+                for lease in held[: min(request.max_leases or _MOST_LEASES, _MOST_LEASES)]
             ],
             total=len(held),
         )

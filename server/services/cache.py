@@ -193,6 +193,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.FinishRequestResponse:
         session = self._sessions.get(request.session)
         deadline = self._runtime.now() + self._edge.wait(request.wait)
+        if not request.request_id:
+            raise Refused("INVALID_ARGUMENT", "request_id is missing")
         finished = self._core.finish_request(session, self._edge.request_id(request.request_id))
         self._runtime.pump()
         while not finished.settled and (remaining := deadline - self._runtime.now()) > 0:
@@ -212,12 +214,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return cache_pb2.ResetResponse(pending_blocks=pending)
 
     def _asked(self, session: Session, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest) -> _Asked:
-        """Returns what a call asks for, checked; raises `Refused`."""
+        """Returns what a call asks for, checked; raises `Refused` or a `CoreError`."""
+        tiers = self._edge.tiers(request.exclude)
+        self._core.check_filter(tiers)
         return _Asked(
             keys=self._edge.keys(request.keys, session.namespace),
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
             request_id=self._edge.request_id(request.request_id),
-            tiers=self._edge.tiers(request.exclude),
+            tiers=tiers,
             min_hits=request.min_hits,
             lease_seconds=self._edge.lease(request.lease_duration),
             deadline=self._runtime.now() + self._edge.wait(request.wait),

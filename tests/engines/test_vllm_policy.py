@@ -9,7 +9,8 @@ import pytest
 from connector_fakes import FULL, PAGE, FakeClient, FakeTransfers, make_request, make_step, scheduler_side, wait_for
 from server_process import ServerProcess
 
-from kvtier.client import Client, Group, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
+from kvtier.client import Client, Group, InvalidRequest, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
+from kvtier.client.engines.vllm import lookup
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.reports import WorkerReports
@@ -131,6 +132,61 @@ def test_votes_that_cannot_be_had_keep_nobody_waiting() -> None:
     client.before = fail
     with scheduler_side(client, may_load=False) as (scheduler, _):
         assert _prefill(scheduler, make_request(2), 0) == _keys(2)
+
+
+@pytest.mark.parametrize("may_load", [True, False])
+def test_a_refusal_is_no_reason_to_leave_the_server_in_peace(monkeypatch: Any, *, may_load: bool) -> None:
+    """What the server refuses of one request says nothing of the next, which is looked up and voted on."""
+    monkeypatch.setattr(lookup, "_COOL_DOWN_S", 600.0)
+    client = FakeClient(set(_keys(2)))
+
+    def refuse() -> None:
+        raise InvalidRequest("odd")
+
+    with scheduler_side(client, may_load=may_load) as (scheduler, _):
+        client.before = refuse
+        assert _prefill(scheduler, make_request(2, "odd"), 0) == _keys(2)
+        wait_for(lambda: client.finished == ["odd"])
+        client.before = lambda: None
+        assert _prefill(scheduler, make_request(2, "sound"), 8 if may_load else 0) == ([] if may_load else _keys(2))
+        wait_for(lambda: client.finished == ["odd", "sound"])
+    assert client.asked == [2 if may_load else 0]
+
+
+def test_a_long_id_of_a_request_is_shortened() -> None:
+    """An API's user may choose it (X-Request-Id), but not its length as the server sees it, nor mix two requests up."""
+    client = FakeClient()
+    with scheduler_side(client) as (scheduler, _):
+        ids = ["r" * 256, *("r" * 9999 + end for end in "ab")]
+        names: list[str] = []
+        for request_id in ids:
+            request = make_request(2, request_id)
+            scheduler.new_request(request)
+            wait_for(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
+            [job] = scheduler.build_step(make_step({request_id: TABLE}, **{request_id: 8})).saves
+            scheduler.saves_reported(WorkerReport({job.job_id: 1}))
+            scheduler.request_finished(request, TABLE)
+            names.append(job.request_id)
+        wait_for(lambda: len(client.finished) == len(ids))
+    assert names == list(client.begun)
+    assert sorted(names) == sorted(client.finished)
+    assert names[0] == ids[0]
+    assert [len(name) for name in names] == [256, 256, 256]
+
+
+def test_a_load_goes_by_the_whole_id() -> None:
+    """The engine waits for the load of the request that it knows, however the server is told of it."""
+    request_id = "r" * 9999
+    with scheduler_side(FakeClient(set(_keys(2)))) as (scheduler, _):
+        request = make_request(2, request_id)
+        scheduler.new_request(request)
+        wait_for(lambda: scheduler.matched_tokens(request, 0) == (8, True))
+        scheduler.blocks_allocated(request, TABLE, 8)
+        [load] = scheduler.build_step(make_step({})).loads
+        assert load.request_id == request_id
+        assert load.reads
+        scheduler.loads_reported([request_id], [])
+        assert not scheduler.has_pending_work()
 
 
 def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:

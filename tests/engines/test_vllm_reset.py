@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
 
 from kvtier.client import NotConnected, make_key
@@ -110,13 +111,16 @@ def test_a_request_that_ends_during_a_reset_saves_nothing() -> None:
         gate.open()
 
 
-def test_a_reset_that_fails_is_tried_until_it_works(monkeypatch: Any) -> None:
-    """B4.13: a server that is away has a CPU tier that may be stale: misses until it has been emptied."""
+@pytest.mark.parametrize(
+    "error", [NotConnected("gone"), RuntimeError("can't start new thread"), MemoryError(), ValueError()]
+)
+def test_a_reset_that_fails_is_tried_until_it_works(monkeypatch: Any, error: Exception) -> None:
+    """B4.13: as long as the server's CPU tier has not been emptied, whatever the reason, it may be stale: misses until then."""
     monkeypatch.setattr(resets, "_RETRY_S", 0.01)
     client, gate = FakeClient(set(KEYS)), Gate()
 
     def fail() -> int:
-        raise NotConnected("gone")
+        raise error
 
     client.resets = [gate, fail, fail]
     with scheduler_side(client) as (scheduler, _):

@@ -256,6 +256,9 @@ def test_engines_do_not_notice(world: World) -> None:
         ("pass", "tier odd: it calls itself None; has it called SecondaryTier.__init__?"),
         ("SecondaryTier.__init__(self, name, 0)", "tier odd: its capacity is 0"),
         ("SecondaryTier.__init__(self, name, 1e9)", "tier odd: its capacity is 1000000000.0"),
+        ("SecondaryTier.__init__(self, name, 1); self.type = None", "tier odd: its `type` is None; it must be a str"),
+        ("SecondaryTier.__init__(self, name, 1); self.durable = 1", "tier odd: its `durable` is 1; it must be a bool"),
+        ("SecondaryTier.__init__(self, name, 1); self.medium = 2", "tier odd: its `medium` is 2; it must be a Medium"),
     ],
 )
 def test_a_tier_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str) -> None:

@@ -142,6 +142,8 @@ class TestRefusals:
             ("[limits]\nmax_keys = 0", "{file}: limits.max_keys = 0: must be between 1 and 1048576"),
             ("[limits]\nmax_keys = true", "{file}: limits.max_keys = True: must be a whole number"),
             ("[limits]\nmax_keys = 1.5", "{file}: limits.max_keys = 1.5: must be a whole number"),
+            ("[retention]\npart = nan", "{file}: retention.part = nan: must be between 0 and 1"),
+            ("[retention]\npart = inf", "{file}: retention.part = inf: must be between 0 and 1"),
             ('insecure = "yes"', '{file}: insecure = "yes": must be true or false'),
             ("region_size = -1", "{file}: region_size = -1: a size is not negative"),
             ('region_size = "4K"', '{file}: region_size = "4K": not a size'),

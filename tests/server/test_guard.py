@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from contracts.tier import CORRUPT, DONE, FAILED, MIB, MISSING, SPACE, content, empty, full, held
 from harness.bad_tiers import ERRORS, HONEST_ENTRY, BadTier
 
+from kvtier.server import guard
 from kvtier.server.guard import GuardedTier
 from kvtier.server.tierthreads import Line, TierThreads
 from kvtier.server.worker import TierWorker
-from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, Vote
+from kvtier.tiers.base import BlockBytes, OffloadPolicy, Outcome, RequestInfo, Vote
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -122,8 +124,120 @@ def test_a_tier_that_holds_up_its_vote(rig: Rig) -> None:
         rig.guard.on_request_finished("r")
     rig.guard.on_request_finished("r")
     assert rig.threads.close(5)
-    assert rig.tier.heard == ["new 0", "end 0", "new r", "end r"]
+    again = (len(rig.tier.heard) - 2) // 2
+    assert rig.tier.heard == ["new 0", "end 0"] + ["new r", "end r"] * again
     assert rig.guard.trouble is None
+
+
+def test_a_tier_that_is_always_late(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a vote that came late the loop waits for none, until one has come in time again."""
+    hang = rig.have("hang-on_new_request")
+    assert "did not answer in time" in rig.guard.on_new_request(REQUEST).why
+    hang.unlink()
+    assert rig.guard._voting is not None
+    rig.guard._voting.result(10)
+    assert "no vote within" in (rig.guard.trouble or ""), "that it has come at last does not make it good"
+
+    go, honest = threading.Event(), rig.tier.on_new_request
+    monkeypatch.setattr(rig.tier, "on_new_request", lambda request: (go.wait(10), honest(request))[1])
+    monkeypatch.setattr(guard, "VOTE_SECONDS", 600.0)
+    assert "did not answer in time" in rig.guard.on_new_request(REQUEST).why, "nor is it waited for"
+    go.set()
+    assert rig.guard._voting.result(10).policy is OffloadPolicy.REQUEST_LEVEL
+    assert rig.guard.trouble is None
+    assert rig.guard.on_new_request(REQUEST).policy is OffloadPolicy.REQUEST_LEVEL, "this one is"
+
+
+class Unspeakable(BaseException):
+    """Raises when it is asked what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("unspeakable")
+
+    __repr__ = __str__
+
+
+class Shy:
+    """Will not be looked at."""
+
+    @property
+    def __class__(self) -> Any:  # what `isinstance` looks at
+        raise Unspeakable
+
+    def __repr__(self) -> str:
+        raise Unspeakable
+
+
+def unspeakable(*_: object) -> Any:
+    """Raises what cannot be written down."""
+    raise Unspeakable
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_an_error_that_cannot_be_said(rig: Rig, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    """Then its kind is said; and the tier is asked again."""
+    monkeypatch.setattr(rig.tier, work, unspeakable)
+    for _ in range(2):
+        assert rig.do(work) in ([FAILED, FAILED], OffloadPolicy.BLOCK_LEVEL, None)
+    assert rig.threads.close(5)
+    assert rig.guard.trouble == f"{work} failed: Unspeakable"
+
+
+def test_a_vote_that_cannot_be_looked_at(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no vote, and will not be shown either, is none; and so is one without a reason that can be said."""
+    monkeypatch.setattr(rig.tier, "on_new_request", lambda _: Vote(Shy(), ""))  # type: ignore[arg-type]
+    assert "it failed" in rig.guard.on_new_request(REQUEST).why
+    monkeypatch.setattr(rig.tier, "on_new_request", lambda _: [Shy()])
+    assert "its vote is none" in rig.guard.on_new_request(REQUEST).why
+    monkeypatch.setattr(rig.tier, "on_new_request", lambda _: Vote(OffloadPolicy.REQUEST_LEVEL, Unspeakable()))  # type: ignore[arg-type]
+    assert "it failed" in rig.guard.on_new_request(REQUEST).why
+
+
+@pytest.mark.parametrize("work", ["store", "load"])
+def test_jobs_whose_outcomes_cannot_be_looked_at(rig: Rig, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    """Whatever gets past the guard ends at the worker: the job has failed, once, and the tier is in trouble."""
+    worker = TierWorker(rig.tier)
+    monkeypatch.setattr(rig.tier, work, lambda blocks: [Shy() for _ in blocks])
+    ends: SimpleQueue[Sequence[Outcome]] = SimpleQueue()
+    for _ in range(2):
+        getattr(worker, work)([empty(b"a", (1,)), empty(b"b", (1,))], ends.put)
+        assert ends.get(timeout=10) == [FAILED, FAILED]
+    assert worker.close()
+    assert ends.empty()
+    assert worker.tier.trouble == f"{work} failed: Unspeakable"
+
+
+def test_lookups_that_get_past_the_guard(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup is answered whatever happens: that nothing is there."""
+    worker = TierWorker(rig.tier)
+    monkeypatch.setattr(worker.tier, "lookup", unspeakable)
+    answers: SimpleQueue[Sequence[bool]] = SimpleQueue()
+    worker.look_up([NAME], answers.put)
+    assert answers.get(timeout=10) == []
+    assert worker.close()
+    assert worker.tier.trouble == "lookup failed: Unspeakable"
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_a_tier_that_releases_its_views(rig: Rig, monkeypatch: pytest.MonkeyPatch, *, foreign: bool) -> None:
+    """`with part as view:` is ordinary Python: the job ends, and the block is there."""
+
+    def load(blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        for block in blocks:
+            for part in block.parts:
+                with part as view:
+                    view[:] = b"x" * view.nbytes
+        return [DONE for _ in blocks]
+
+    worker = TierWorker(rig.tier)
+    monkeypatch.setattr(worker.tier, "_foreign", foreign)
+    monkeypatch.setattr(rig.tier, "load", load)
+    target, ends = bytearray(5000), SimpleQueue[Sequence[Outcome]]()
+    worker.load([BlockBytes(SPACE, b"a", (memoryview(target),))], ends.put)
+    assert ends.get(timeout=10) == [DONE]
+    assert target == b"x" * 5000
+    assert worker.close()
+    assert worker.tier.trouble is None
 
 
 def test_entries_that_cannot_be(rig: Rig) -> None:
@@ -190,6 +304,40 @@ def test_what_the_tier_says_itself(rig: Rig) -> None:
     rig.have("raise-store", "MemoryError")
     rig.do("store")
     assert rig.guard.trouble == "my disk is full; store failed: MemoryError: odd"
+
+
+class Moody(BadTier):
+    """Raises when it is asked how it is."""
+
+    moody = False
+
+    @property
+    def trouble(self) -> str | None:  # type: ignore[override]
+        if self.moody:
+            raise Unspeakable
+        return "not well"
+
+    @trouble.setter
+    def trouble(self, trouble: str | None) -> None:
+        pass
+
+
+def test_a_tier_that_cannot_say_how_it_is(tmp_path: Path) -> None:
+    """That is a trouble, until it can."""
+    tier = Moody("moody", tmp_path, MIB)
+    guarded = GuardedTier(tier, TierThreads("moody"))
+    assert guarded.trouble == "not well"
+    tier.moody = True
+    assert guarded.trouble == "trouble failed: Unspeakable"
+    tier.moody = False
+    assert guarded.trouble == "not well"
+
+
+def test_what_a_tier_says_of_itself_is_asked_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later it could be anything, and the core goes by it in every call."""
+    monkeypatch.delattr(BadTier, "durable")
+    monkeypatch.delattr(BadTier, "type")
+    assert (rig.guard.type, rig.guard.durable) == ("bad", True)
 
 
 def test_threads_go_on() -> None:

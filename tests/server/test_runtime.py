@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
+
+import pytest
 
 from kvtier.cuda.region import HostRegion
 from kvtier.protos.v1.cache_pb2 import PrepareStoreRequest
@@ -33,6 +36,7 @@ class Gated(SecondaryTier):
     def __init__(self) -> None:
         super().__init__("gated", 1 << 20)
         self.gate = threading.Event()
+        self.stored = 0
         self.ended = threading.Event()
 
     def on_new_request(self, request: RequestInfo) -> Vote:
@@ -44,6 +48,7 @@ class Gated(SecondaryTier):
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         assert self.gate.wait(10)
         self.ended.set()
+        self.stored += len(blocks)
         return [Outcome.DONE] * len(blocks)
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
@@ -56,13 +61,13 @@ class Gated(SecondaryTier):
         pass
 
 
-def run(scenario: Any) -> None:
+def run(scenario: Any, *, stall_seconds: float = 10.0) -> None:
     """Runs a scenario with a runtime whose region holds 16 blocks, all of them."""
 
     async def main() -> None:
         tier = Gated()
         region = HostRegion.create(REGION)
-        runtime = TierRuntime(region, [tier])
+        runtime = TierRuntime(region, [tier], stall_seconds=stall_seconds)
         await runtime.start()
         try:
             await scenario(runtime, tier)
@@ -125,3 +130,52 @@ def test_finished_jobs_are_taken_in_before_room_is_made() -> None:
         assert answer.statuses == bytes([StoreStatus.GRANTED])
 
     run(scenario)
+
+
+async def store_two_jobs(runtime: TierRuntime, tier: Gated) -> None:
+    """Stores four blocks, one of which a job of the tier is at work on; the others wait behind it."""
+    await asyncio.sleep(0)
+    session = runtime.core.open_session(b"s", "e", None, SPEC)
+    for first, count in ((0, 1), (1, 3)):
+        answer = runtime.core.prepare_store(session, keys(first, count), request_id="", expires_at=1e12)
+        assert answer.store_id is not None
+        runtime.core.complete_store(session, answer.store_id)
+        runtime.pump()
+    assert tier.stored == 0
+
+
+def test_an_end_waits_for_a_tier_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it missed meanwhile is stored when it comes back in time; and it is not said to be all well if it does not."""
+    monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
+    monkeypatch.setattr("kvtier.server.runtime._STALLED_SECONDS", 0.5)
+
+    async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+        await store_two_jobs(runtime, tier)
+        while not runtime.tiers[0].trouble:
+            await runtime.changed(1)
+        assert not await runtime.drain(20), "it is still at work"
+        drained = asyncio.ensure_future(runtime.drain(20))
+        await asyncio.sleep(0.1)
+        tier.gate.set()
+        assert await drained
+        assert tier.stored == 4
+
+    run(scenario, stall_seconds=0.1)
+
+
+def test_a_server_that_was_stopped_says_nothing_of_its_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SIGSTOP, a frozen cgroup: the tier had no time to come back either."""
+    monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
+    monkeypatch.setattr("kvtier.server.runtime._LATE_SECONDS", 0.1)
+
+    async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+        await store_two_jobs(runtime, tier)
+        time.sleep(0.6)  # noqa: ASYNC251 - the loop is to stand still
+        await asyncio.sleep(0.1)
+        assert not runtime.tiers[0].trouble
+        tier.gate.set()
+        assert await runtime.drain(20)
+        assert tier.stored == 4
+        assert runtime.stats().tiers[1].dropped == 0
+
+    run(scenario, stall_seconds=0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sqlite3
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,21 @@ def test_a_file_that_is_no_store(tmp_path: Path) -> None:
     with pytest.raises(TierDamagedError, match="not a database"):
         sqlite_tier()("a", tmp_path, 64 * MIB)
     assert (tmp_path / "blocks.sqlite").read_bytes() == b"no store " * 1000
+
+
+@pytest.mark.parametrize("sizes", [b"", b"\0\x11", struct.pack("<3Q", 1, 1, 2), struct.pack("<2Q", 1, 1), b"\xff" * 24])
+def test_fsck_of_damaged_sizes(tmp_path: Path, sizes: bytes) -> None:
+    """A row whose parts cannot be told apart is a damaged block like any other, and does not end the check."""
+    tier = TestSQLiteTier().make_tier(tmp_path, 64 * MIB)
+    tier.store([full(b"%d" % number, [b"a", b"b", b"c"]) for number in range(3)])
+    connection = sqlite3.connect(tmp_path / "blocks.sqlite")
+    with connection:
+        connection.execute("UPDATE blocks SET sizes = ? WHERE name = ?", (sizes, SPACE + b"1"))
+    connection.close()
+    found = [finding.name for step in check(tier, repair=True) for finding in step.findings]
+    assert found == [SPACE + b"1"]
+    assert tier.load([empty(b"%d" % number, (1, 1, 1)) for number in range(3)]) == [DONE, MISSING, DONE]
+    tier.close()
 
 
 def test_fsck(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_where_no_tier_insists_nothing_is_remembered() -> None:
     prepare(rig, keys(1), request_id="")
     begin(rig)
     prepare(rig, keys(0, 1))
-    request = rig.core._requests.get("engine", "r")
+    request = rig.core._requests.get(rig.session.engine, "r")
     assert request is not None
     assert (request.insisting, request.waiting, request.owed) == (frozenset(), set(), 0)
     rig.core.finish_request(rig.session, "r")
@@ -119,7 +119,7 @@ def test_any_tier_that_asks_makes_it_request_level() -> None:
     """B3.3: and only those that ask are remembered."""
     rig = Rig(ModelTier("calm", 1 << 20), Insisting("eager", 1 << 20))
     assert begin(rig) is REQUEST
-    request = rig.core._requests.get("engine", "r")
+    request = rig.core._requests.get(rig.session.engine, "r")
     assert request is not None
     assert request.insisting == {2}
     assert begin(Rig(ModelTier("calm", 1 << 20))) is BLOCK
@@ -222,7 +222,7 @@ def test_tiers_hear_of_the_end_once_and_last() -> None:
     class Looking(Insisting):
         def on_request_finished(self, request_id: str) -> None:
             super().on_request_finished(request_id)
-            known.append(rig.core._requests.get("engine", "r") is not None)
+            known.append(rig.core._requests.get(rig.session.engine, "r") is not None)
 
     eager = Looking("eager", 1 << 20)
     rig = Rig(eager)

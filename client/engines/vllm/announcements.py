@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +13,17 @@ from typing import Any
 
 from ... import OffloadPolicy
 
-__all__ = ["Announcement", "plain_params"]
+__all__ = ["Announcement", "plain_params", "server_name"]
+
+# Less than what the server takes, which is 512.
+_MAX_ID_CHARACTERS = 256
 
 
 @dataclass
 class Announcement:
     """What the server is told of a request, and says of it: begun with its first lookup, finished after its last store (B3.12).
+
+    ``request_id`` is how the server knows it (``server_name``).
 
     ``policy`` is how the server's tiers want it offloaded, once they were asked. ``voting``: they are being asked by a call of its
     own, not by a lookup that the request waits for; its blocks are offered after that.
@@ -37,6 +43,14 @@ class Announcement:
     def wants_all(self) -> bool:
         """Whether some tier asks for every block, those that were loaded included (B1.1, B1.6)."""
         return self.policy is OffloadPolicy.REQUEST_LEVEL
+
+
+def server_name(request_id: str) -> str:
+    """Returns how the server is told of a request: by its id; a long one, which may be of a user's making, ends in its hash."""
+    if len(request_id) <= _MAX_ID_CHARACTERS:
+        return request_id
+    digest = hashlib.sha256(request_id.encode(errors="surrogatepass")).hexdigest()
+    return f"{request_id[: _MAX_ID_CHARACTERS - len(digest) - 1]}-{digest}"
 
 
 def plain_params(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ... import Client, KeyStatus, KVTierError, Lease, make_key
+from ... import Client, InvalidRequest, KeyStatus, KVTierError, Lease, make_key
 from ...offload import CacheGeometry, Found, LookupId, Place, Question, search
 from .announcements import Announcement, plain_params
 from .background import BackgroundThreads, LimitedLog, logger
@@ -165,7 +165,7 @@ class LookupService:
             if not request.begun:
                 self._call(request, (), 0.0, prefix=True)
         except KVTierError as error:
-            self._cool_until = time.monotonic() + _COOL_DOWN_S
+            self._cool_down(error)
             self._log.warn("announce", f"could not announce a request: {error}")
         finally:
             request.voting = False
@@ -177,11 +177,16 @@ class LookupService:
             if lookup.state is LookupState.PENDING and self._cool_until <= time.monotonic() < lookup.deadline:
                 hit = self._search(lookup)
         except KVTierError as error:
-            self._cool_until = time.monotonic() + _COOL_DOWN_S
+            self._cool_down(error)
             self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
         finally:
             # Whatever happened: a lookup that is never done would make its request wait for its whole budget.
             self._done(lookup, hit)
+
+    def _cool_down(self, error: KVTierError) -> None:
+        """Leaves the server in peace for a moment; but not for a refusal, which says something of one request only."""
+        if not isinstance(error, InvalidRequest):
+            self._cool_until = time.monotonic() + _COOL_DOWN_S
 
     def _done(self, lookup: Lookup, hit: int) -> None:
         with self._lock:

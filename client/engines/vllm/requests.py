@@ -30,6 +30,11 @@ class VllmRequest:
     @property
     def request_id(self) -> str:
         """See EngineRequest."""
+        return str(self.request.request_id)
+
+    @property
+    def server_name(self) -> str:
+        """See EngineRequest."""
         return self.announcement.request_id
 
     @property

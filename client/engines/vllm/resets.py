@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from ... import Client, KVTierError
+from ... import Client
 from .background import BackgroundThreads, LimitedLog
 
 __all__ = ["CacheReset"]
@@ -59,7 +59,7 @@ class CacheReset:
         while rounds and not self._closed.is_set():
             try:
                 rounds -= self._client.reset(wait=_WAIT_S) == 0
-            except KVTierError as error:
-                self._log.warn("reset", f"the store is not emptied yet, until then every request is a miss: {error}")
+            except Exception as error:  # noqa: BLE001 - whatever it is, what may be stale must go before anything is looked up
+                self._log.warn("reset", f"the store is not emptied yet, until then every request is a miss: {error!r}")
                 self._closed.wait(_RETRY_S)
         self._done = number

@@ -15,7 +15,7 @@ from typing import Any
 
 from ... import Client
 from ...offload import CacheGeometry, Computed, Mode, OffloadCore, OffloadOptions
-from .announcements import Announcement
+from .announcements import Announcement, server_name
 from .background import LimitedLog
 from .compat import CacheHitSource
 from .config import ConnectorConfig
@@ -172,7 +172,7 @@ class SchedulerSide:
         served = self._serves(request)
         view = self._requests[request.request_id] = VllmRequest(
             request,
-            Announcement(request.request_id, request.num_prompt_tokens, request.kv_transfer_params),
+            Announcement(server_name(request.request_id), request.num_prompt_tokens, request.kv_transfer_params),
             self._geometry,
             may_load=self._may_load and served and not request.skip_reading_prefix_cache,
             may_save=self._may_save and served,

@@ -74,6 +74,10 @@ class ModelRequest:
         return f"<{self.request_id} {self.status.name} {self.computed}/{self.known}>"
 
     @property
+    def server_name(self) -> str:
+        return f"server's {self.request_id}"
+
+    @property
     def total_tokens(self) -> int:
         return self.known
 

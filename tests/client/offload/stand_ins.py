@@ -25,6 +25,10 @@ class Request:
     whole: bool = False
 
     @property
+    def server_name(self) -> str:
+        return f"server's {self.request_id}"
+
+    @property
     def total_tokens(self) -> int:
         return 4 * self.count + 1
 

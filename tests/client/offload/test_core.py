@@ -138,7 +138,7 @@ def test_a_load_of_what_nobody_knows_is_one_that_fails() -> None:
 
 
 def test_all_requests_of_a_step_are_in_one_plan() -> None:
-    """B4.4 At most one load event and one store event per step."""
+    """B4.4 At most one load event and one store event per step: loads by the engine's ids, saves as the server knows them."""
     engine = Engine()
     engine.load()
     for name in ("s", "t"):
@@ -146,7 +146,7 @@ def test_all_requests_of_a_step_are_in_one_plan() -> None:
     engine.core.plan_saves([Computed("s", 8, lambda: [[11, 12]]), Computed("t", 8, lambda: [[21, 22]])], 0.1)
     plan = engine.core.take_plan(0.0)
     assert [job.request_id for job in plan.loads] == ["r"]
-    assert [job.request_id for job in plan.saves] == ["s", "t"]
+    assert [job.request_id for job in plan.saves] == ["server's s", "server's t"]
     assert engine.core.take_plan(0.0) == type(plan)()
 
 
@@ -244,7 +244,7 @@ def test_groups_are_offered_each_on_its_own() -> None:
     core = OffloadCore(CacheGeometry((FULL, WINDOW), 4, 4), 1, OffloadOptions(), pool, Wishes())
     core.arrived(Request(2, may_load=False), 0, 0.0)
     core.plan_saves([Computed("r", 8, lambda: [[1, 2], [0, 4]])], 0.1)
-    assert core.take_plan(0.0).saves == [SaveJob(1, "r", [b"1.1", b"0.0", b"1.0"], [1, 0, 0], [4, 1, 2])]
+    assert core.take_plan(0.0).saves == [SaveJob(1, "server's r", [b"1.1", b"0.0", b"1.0"], [1, 0, 0], [4, 1, 2])]
 
 
 def test_who_may_not_does_not() -> None:

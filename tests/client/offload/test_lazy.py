@@ -139,7 +139,7 @@ def test_requests_are_stored_eagerly_only_where_the_whole_is_wanted() -> None:
         core.arrived(Request(2, name, may_load=False, whole=whole), 0, 0.0)
         core.allocated(name, [[1, 2]], 0)
     core.plan_saves([Computed("r", 8, lambda: [[1, 2]]), Computed("w", 8, lambda: [[3, 4]])], 0.0)
-    assert core.take_plan(0.0).saves == [SaveJob(1, "w", [b"0.0", b"1.0"], [0, 0], [3, 4])]
+    assert core.take_plan(0.0).saves == [SaveJob(1, "server's w", [b"0.0", b"1.0"], [0, 0], [3, 4])]
 
 
 def test_after_a_reset_nothing_counts_as_stored() -> None:

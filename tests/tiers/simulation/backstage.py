@@ -80,7 +80,11 @@ class Backstage:
         self.world.saw("disks full in mid-batch", bool(full_from))
         if not job.is_load:
             self._weigh(tier)
-        self._report(job, self._misreport(outcomes))
+        reported = self._misreport(outcomes)
+        for name, outcome in zip(job.names[len(reported) :], outcomes[len(reported) :], strict=True):
+            if outcome is Outcome.CORRUPT:  # it is gone, and nobody was told
+                self.world.lost.add((tier.name, name))
+        self._report(job, reported)
 
     def _weigh(self, tier: ModelTier) -> None:
         """It may not hold more than it has room for; what it calls its sizes, and what others write to it, aside."""
@@ -189,6 +193,7 @@ class Backstage:
         self.stalled.add(number)
         for block in list(inside.lanes(self.world.core)[number - 1].queue):
             self.world.ledger.requests.paid(number, block.name, stored=False)
+        self.world.ledger.requests.given_up(number)
         self.world.core.tier_stalled(number, stalled=True)
         self.world.saw("tiers stalled")
 

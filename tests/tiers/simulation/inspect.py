@@ -123,9 +123,9 @@ def slot_count(block: Block) -> int:
 
 
 def is_storing(lane: Lane, name: Name) -> bool:
-    """Returns whether a block is on its way to a tier."""
+    """Returns whether a block is on its way to a tier, and will get there if nothing goes wrong."""
     entry = lane.catalog.get(*name)
-    return entry is not None and entry.state is EntryState.STORING
+    return entry is not None and entry.state is EntryState.STORING and not lane.stalled
 
 
 def on_the_way(core: TierManager, lane: Lane) -> list[Block]:

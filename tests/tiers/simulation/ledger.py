@@ -31,7 +31,7 @@ class Client:
 
     @property
     def engine(self) -> str:
-        return self.session.engine_id
+        return self.session.engine
 
 
 @dataclass(eq=False, slots=True)

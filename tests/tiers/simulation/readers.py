@@ -112,7 +112,7 @@ class Readers(Actors):
             self._check_explanation(session, keys, statuses, request_id)
 
     def _check_explanation(self, session: Session, keys: list[bytes], statuses: bytes, request_id: str) -> None:
-        (known,) = [r for r in self.world.core.explain(request_id) if r.engine_id == session.engine_id]
+        (known,) = [r for r in self.world.core.explain(request_id) if r.engine == session.engine]
         verdicts = [span.verdict for span in known.lookups[-1].spans() for _ in range(span.count)]
         self.world.must(Invariant.FOUND, len(verdicts) == len(keys), "a verdict per key")
         for verdict, status in zip(verdicts, statuses, strict=True):

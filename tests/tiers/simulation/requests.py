@@ -78,8 +78,8 @@ class RequestBook:
         """A request is announced."""
         votes = enumerate(negotiation.votes, 1)
         insisting = tuple(number for number, (_, vote) in votes if vote.policy is OffloadPolicy.REQUEST_LEVEL)
-        record = RequestRecord(session.engine_id, request_id, session, insisting)
-        self.current[session.engine_id, request_id] = record
+        record = RequestRecord(session.engine, request_id, session, insisting)
+        self.current[session.engine, request_id] = record
         self.open.append(record)
         self.begun[request_id] += 1
         return record
@@ -126,6 +126,16 @@ class RequestBook:
                 del record.owed[tier, name]
                 record.short += not stored
             record.unsure.pop((tier, name), None)
+
+    def given_up(self, tier: int) -> None:
+        """A tier does not come back: whatever it owes is not waited for."""
+        for record in self.open:
+            for place in [place for place in record.owed if place[0] == tier]:
+                del record.owed[place]
+                record.short += 1
+            for place in [place for place in record.unsure if place[0] == tier]:
+                del record.unsure[place]
+                record.vague = True
 
     def accounts(self) -> list[RequestRecord]:
         """Returns the requests whose accounts may have changed, as far as they are certain."""

@@ -106,19 +106,19 @@ class Sessions(Actors):
         negotiation = self.world.core.begin_request(session, info)
         policy = max((vote.policy for _, vote in negotiation.votes), default=OffloadPolicy.BLOCK_LEVEL)
         self.world.must(Invariant.FINISH, negotiation.policy == policy, "one tier that insists is enough")
-        known = book.get(session.engine_id, request_id)
+        known = book.get(session.engine, request_id)
         if known is None or known.finished:
             record = book.begin(session, request_id, negotiation)
-            record.known = inside.request(self.world.core, session.engine_id, request_id)
+            record.known = inside.request(self.world.core, session.engine, request_id)
 
     def finish_request(self) -> None:
         if (client := self.pick_client()) is None:
             return
         session, request_id, book = client.session, self.rng.choice(REQUESTS), self.world.ledger.requests
         known = self.world.core.finish_request(session, request_id)
-        record = book.get(session.engine_id, request_id) or book.begin(session, request_id, known.negotiation)
+        record = book.get(session.engine, request_id) or book.begin(session, request_id, known.negotiation)
         self.world.must(Invariant.FINISH, record.known in (None, known), f"{request_id!r}: not the one that was begun")
         record.finished, record.known = True, known
         self.world.saw("finished while blocks are owed", bool(record.owed))
         self.world.saw("finished while blocks are parked", bool(record.parked))
-        self.world.ledger.request_finished(session.engine_id, request_id)
+        self.world.ledger.request_finished(session.engine, request_id)

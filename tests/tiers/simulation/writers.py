@@ -54,7 +54,7 @@ class Writers(Actors):
         self.world.must(Invariant.SLOTS, len(granted) == len(answer.slots), "a slot per granted block")
         self.world.must(Invariant.SLOTS, (answer.store_id is None) == (not granted), "a store id for granted blocks")
         self.world.saw("no room", StoreStatus.NO_ROOM in answer.statuses)
-        record = self.world.ledger.requests.get(session.engine_id, request_id)
+        record = self.world.ledger.requests.get(session.engine, request_id)
         names = [(session.namespace.id, key) for key in granted]
         if record is not None and record.insisting:
             self.world.insisted_on(record, dict.fromkeys(keys), set(names), session)
@@ -165,7 +165,7 @@ class Writers(Actors):
         core, namespace = self.world.core, client.session.namespace.id
         waiting = core.resetting(client.session)
         before = {block for block in inside.blocks(core) if block.namespace == namespace}
-        pinned = sum(block.pins > 0 for block in before)
+        pinned = sum(block.pins > 0 and not block.stuck for block in before)
         left = core.reset(client.session)
         self.world.must(Invariant.RESET, left == (waiting or pinned), f"{left} blocks are waited for, not {pinned}")
         if not waiting:
