@@ -176,8 +176,11 @@ class TierRuntime:
         stored = await self._idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
         self.core.make_durable()
         self.pump()
-        idle = await self._idle(deadline, lambda: sum(worker.jobs for worker in self._workers if not worker.stalled))
+        idle = await self._idle(deadline, self._jobs_that_get_on)
         return await self._wait_for_stalled(deadline) and idle and stored
+
+    def _jobs_that_get_on(self) -> int:
+        return sum(worker.jobs for worker in self._workers if not worker.stalled)
 
     async def _wait_for_stalled(self, deadline: float) -> bool:
         """Gives tiers that stand still some time to come back, and to store what they missed; returns whether all did."""
@@ -188,7 +191,7 @@ class TierRuntime:
         await self._idle(patience, lambda: sum(worker.stalled for worker in stalled))
         self.core.make_durable()
         self.pump()
-        await self._idle(deadline, lambda: sum(worker.jobs for worker in self._workers if not worker.stalled))
+        await self._idle(deadline, self._jobs_that_get_on)
         return not any(worker.stalled for worker in self._workers)
 
     async def _idle(self, deadline: float, busy: Callable[[], int]) -> bool:

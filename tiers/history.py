@@ -8,10 +8,17 @@ from collections.abc import Callable, Iterable
 
 from .rules import NamespaceId
 
-__all__ = ["History", "Left", "MissReason"]
+__all__ = ["History", "Left", "MissReason", "names_for"]
 
 MOST_REMEMBERED = 1 << 18
-"""Departures that are remembered at most; what left before them counts as never stored."""
+"""Departures that are remembered at most; what left before them counts as never stored. A name takes about 170 bytes."""
+LEAST_REMEMBERED = 1 << 14
+_BYTES_PER_NAME = 16 << 10
+
+
+def names_for(region_bytes: int) -> int:
+    """Returns how many departures a server of this size remembers: about a hundredth of its memory."""
+    return min(max(region_bytes // _BYTES_PER_NAME, LEAST_REMEMBERED), MOST_REMEMBERED)
 
 
 class MissReason(enum.Enum):
@@ -44,7 +51,7 @@ Left = Callable[[NamespaceId, bytes, MissReason], None]
 
 
 class History:
-    """Remembers of departed blocks why they left: the last departure, of about the last 260,000.
+    """Remembers of departed blocks why they left: the last departure, of as many as there is room for.
 
     Two generations: when the young one is full it becomes the old one, and what was old is forgotten.
     """

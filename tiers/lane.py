@@ -32,7 +32,7 @@ class Presence(enum.Enum):
     UNKNOWN = enum.auto()
     """The tier has to be asked."""
     STALLED = enum.auto()
-    """It is there, and the tier does not answer."""
+    """It is there, and cannot be loaded now: the tier stands still, or is at work on a load of it that was given up."""
 
 
 class Lane:

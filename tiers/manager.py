@@ -16,7 +16,7 @@ from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
 from .errors import InvalidNamespace, UnknownSession
 from .flow import JobKind, TierFlow
 from .grants import Store
-from .history import History, MissReason
+from .history import History, MissReason, names_for
 from .journal import Journal, RequestRecord
 from .keeping import CPU_TIER, Keeping
 from .leases import Lease, LookupAnswer
@@ -67,7 +67,7 @@ class TierManager:
         self._now = now
         self._sessions: dict[bytes, Session] = {}
         self._namespaces: set[NamespaceId] = set()
-        self._history = History()
+        self._history = History(names_for(region_bytes))
         self._journal = Journal()
         lines = keeping.lines(CPU_TIER, region_bytes, now)
         self._primary = PrimaryTier(extent_bytes, lines, self._history.left)
