@@ -38,6 +38,8 @@ STATUS_OF = MappingProxyType(
         "FSCK_RUNNING": grpc.StatusCode.RESOURCE_EXHAUSTED,
         "INTERNAL": grpc.StatusCode.INTERNAL,
         "REQUEST_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+        "HOLD_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+        "HOLD_EXPIRED": grpc.StatusCode.NOT_FOUND,
     }
 )
 """Status of each reason. A test holds it against `kvtier.v1.ErrorReason`: none is missing, none is unknown."""

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from .history import MissReason
     from .lines import Line
 
-__all__ = ["GROUP_INDEX_BYTES", "SLOT_ALIGNMENT", "Block", "NamespaceSpec"]
+__all__ = ["GROUP_INDEX_BYTES", "PRIVATE_KEY_PREFIX", "SLOT_ALIGNMENT", "Block", "NamespaceSpec"]
 
 GROUP_INDEX_BYTES = 4
 """A key ends in its KV cache group's index, big-endian."""
+
+PRIVATE_KEY_PREFIX = b"kvtier.hold."
+"""So begin the keys of blocks that only a hold names (`kvtier/v1/handoff.proto`): they have no content hash."""
 
 SLOT_ALIGNMENT = 4096
 """Slots start and end on pages, as direct I/O wants it."""
@@ -70,6 +73,7 @@ class Block:
 
     __slots__ = (
         "_all_written",
+        "fleeting",
         "key",
         "last_use",
         "left_out",
@@ -77,6 +81,7 @@ class Block:
         "namespace",
         "part_bytes",
         "pins",
+        "private",
         "promoting",
         "ready",
         "retain_until",
@@ -109,6 +114,10 @@ class Block:
         """Why a tier that should have got it did not, if there is one."""
         self.retired = False
         """Whether it has been taken out of the index, by a reset say: it goes as soon as nobody pins it."""
+        self.private = key.startswith(PRIVATE_KEY_PREFIX)
+        """Whether only a hold names it: it goes to no tier below."""
+        self.fleeting = False
+        """Whether it goes as soon as nobody pins it, because its hold has ended."""
         self.stuck = False
         """Whether a tier is at work on it that does not come back."""
         self.last_use = 0

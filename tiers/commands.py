@@ -11,6 +11,7 @@ from .blocks import Block
 
 __all__ = [
     "Command",
+    "HoldChanged",
     "JobId",
     "LeaseId",
     "LeaseSettled",
@@ -68,4 +69,11 @@ class LeaseSettled:
     lease_id: LeaseId
 
 
-Command = StoreInTier | LoadFromTier | LookupInTier | RemoveFromTier | LeaseSettled
+@dataclass(frozen=True, slots=True)
+class HoldChanged:
+    """A hold was published, has ended, or nothing of it is on its way any more: who waits for it looks again."""
+
+    name: tuple[NamespaceId, str, str]
+
+
+Command = StoreInTier | LoadFromTier | LookupInTier | RemoveFromTier | LeaseSettled | HoldChanged

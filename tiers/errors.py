@@ -8,6 +8,8 @@
     ├── UnknownSession
     ├── LeaseNotFound
     ├── StoreNotFound
+    ├── HoldNotFound
+    ├── HoldExpired
     ├── NotOwner
     └── NotReady
 
@@ -20,6 +22,8 @@ from typing import ClassVar
 
 __all__ = [
     "CoreError",
+    "HoldExpired",
+    "HoldNotFound",
     "InvalidItem",
     "InvalidKey",
     "InvalidNamespace",
@@ -78,6 +82,18 @@ class StoreNotFound(CoreError):
     """No store has this id: completed, expired, fallen with its session, or never prepared."""
 
     reason = "STORE_NOT_FOUND"
+
+
+class HoldNotFound(CoreError):
+    """No hold has this name: released, dropped, or never published."""
+
+    reason = "HOLD_NOT_FOUND"
+
+
+class HoldExpired(CoreError):
+    """The time of the hold is over, or about to be."""
+
+    reason = "HOLD_EXPIRED"
 
 
 class NotOwner(CoreError):

@@ -176,6 +176,7 @@ class TierFlow:
         `user` is the request that used the blocks, by the name that eviction policies know it by. What a tier does not
         admit yet may go there when it is used again (`used`).
         """
+        blocks = [block for block in blocks if not block.private]
         for block in blocks:
             block.left_out = None
         for lane in self.lanes:
@@ -193,6 +194,7 @@ class TierFlow:
 
     def used(self, blocks: Sequence[Block], user: Hashable) -> None:
         """Offers blocks that a request has found in the CPU tier to the tiers that choose what they take in."""
+        blocks = [block for block in blocks if not block.private] if self._choosy else blocks
         for lane in self._choosy:
             taken = []
             for block in blocks:
@@ -211,6 +213,7 @@ class TierFlow:
 
         They may fall behind twice as far as others; what is beyond that makes the request incomplete, and it is said (B3.10).
         """
+        blocks = [block for block in blocks if not block.private]
         for lane in self.lanes:
             if lane.index not in request.insisting:
                 continue

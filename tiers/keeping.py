@@ -26,6 +26,8 @@ class Keeping:
         ttl: seconds after which a block that is not used goes; never where a tier is not named.
         tenants: who has a share of their own.
         retained_part: how much of each quota, and of what is nobody's quota, requests may retain.
+        held_part: how much of these, in the CPU tier, holds may pin.
+        max_holds: how many requests of one tenant may be held.
     """
 
     eviction: Mapping[str, str] = field(default_factory=dict)
@@ -33,6 +35,8 @@ class Keeping:
     ttl: Mapping[str, float] = field(default_factory=dict)
     tenants: Sequence[Tenant] = ()
     retained_part: float = 0.5
+    held_part: float = 0.25
+    max_holds: int = 4096
 
     def check(self, tiers: Collection[str]) -> None:
         """Raises `ValueError` where a tier or a policy is named that does not exist."""

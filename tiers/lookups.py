@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -129,6 +129,24 @@ class Lookups:
                 break
         self._flow.ask()
         return is_open
+
+    def fetch(self, blocks: Iterable[Block]) -> None:
+        """Starts to bring up, as far as there is room, which of these pinned blocks only a tier below has."""
+        found: list[tuple[Lane, Block]] = []
+        for block in dict.fromkeys(blocks):
+            if block.ready or block.pending or block.private:
+                continue
+            if self._flow.peek(block.namespace, block.key) is Presence.HELD:
+                lane, _ = self._flow.find(block.namespace, block.key)
+                if lane is not None:
+                    block.promoting = True
+                    found.append((lane, block))
+        wanted = [(block, rank) for _, block in found for rank, slot in enumerate(block.slots) if slot is None]
+        self._primary.reserve(wanted)
+        for _, block in found:
+            if None in block.slots:
+                self.drop_promotion(block)
+        self._flow.promote([(lane, block) for lane, block in found if block.promoting], None)
 
     def release(self, lease: Lease) -> None:
         """Ends a lease. What was on its way to it counts as a hit: it was there."""

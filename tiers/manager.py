@@ -16,6 +16,7 @@ from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
 from .errors import InvalidNamespace, UnknownSession
 from .flow import JobKind, TierFlow
 from .grants import Store
+from .handoffs import Handoffs
 from .history import History, MissReason, names_for
 from .journal import Journal, RequestRecord
 from .keeping import CPU_TIER, Keeping
@@ -83,6 +84,8 @@ class TierManager:
         self._requests = RequestTable(self._tell_tiers)
         self._lookups = Lookups(self._primary, self._flow, self._history, self._journal, first_id)
         self._stores = Stores(self._primary, self._flow, self._requests, self._history, self._settle, first_id)
+        self.handoffs = Handoffs(self._primary, self._lookups, keeping, region_bytes, self._commands.append)
+        """Requests that are held for another engine."""
         self._flow.recover()
 
     def take_commands(self) -> list[Command]:
@@ -138,6 +141,8 @@ class TierManager:
             if request is not None:
                 self._requests.finish(request, give_up=True)
         del self._sessions[session_id]
+        if all(other.engine != session.engine for other in self._sessions.values()):
+            self.handoffs.engine_gone(session.engine)
 
     def writer_attached(self, session_id: bytes, writer: int) -> None:
         """Takes note of a connection that maps the region on behalf of a session."""
@@ -345,6 +350,7 @@ class TierManager:
         self._journal.tick(now)
         self._primary.tick(now)
         self._flow.tick(now, self._primary.used_at)
+        self.handoffs.tick(now)
         for lease in self._lookups.leases.expired(now):
             self._lookups.release(lease)
             self._commands.append(LeaseSettled(lease.id))
@@ -385,7 +391,10 @@ class TierManager:
         Returns:
             How many blocks are waited for. Ask again until it is 0: that empties nothing again meanwhile.
         """
-        return self.resetting(session) or self._primary.reset(session.namespace.id)
+        if resetting := self.resetting(session):
+            return resetting
+        self.handoffs.reset(session.namespace.id, self._now)
+        return self._primary.reset(session.namespace.id)
 
     def resetting(self, session: Session) -> int:
         """Returns for how many blocks a reset of a session's namespace still waits."""
@@ -452,6 +461,9 @@ class TierManager:
             quarantined_bytes=self._stores.table.quarantined_bytes,
             sessions=len(self._sessions),
             namespaces=len(self._namespaces),
+            holds=len(self.handoffs),
+            held_bytes=self.handoffs.held_bytes,
+            handoffs=self.handoffs.stats(),
             lookup_keys=tally.keys,
             lookup_misses=tally.misses.total(),
             misses_by_reason=dict(tally.misses),
@@ -468,6 +480,7 @@ class TierManager:
             if block.pending:
                 continue
             self._commands.extend(LeaseSettled(lease.id) for lease in self._lookups.settle(block))
+            self.handoffs.settle(block)
             for request in self._requests.settled(block):
                 if block.ready:
                     self._flow.cascade_for(request, [block])

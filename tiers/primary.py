@@ -117,10 +117,12 @@ class PrimaryTier:
                 self._owners[offset] = block
 
     def unpin(self, block: Block) -> None:
-        """Drops one pin; a block that has neither pins nor slots is forgotten, and a retired one goes."""
+        """Drops one pin; a block that has neither pins nor slots is forgotten, a retired or fleeting one goes."""
         block.pins -= 1
-        if block.pins == 0 and (block.retired or not (block.ready or any(slot is not None for slot in block.slots))):
-            self.evict(block, MissReason.RESET)
+        if block.pins:
+            return
+        if block.retired or block.fleeting or not (block.ready or any(slot is not None for slot in block.slots)):
+            self.evict(block, MissReason.EXPIRED if block.fleeting else MissReason.RESET)
 
     def detach_slot(self, block: Block, rank: int) -> int:
         """Takes an unwritten part's slot away from its block, without freeing it (see `release`)."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .history import MissReason
+from .holds import HandoffDirection, HandoffStats
 
 __all__ = ["ManagerStats", "ShareStats", "TierStats"]
 
@@ -94,6 +95,12 @@ class ManagerStats:
     """Open sessions."""
     namespaces: int = 0
     """Namespaces seen since start."""
+    holds: int = 0
+    """Requests that are held to be handed to another engine."""
+    held_bytes: int = 0
+    """Bytes of the CPU tier that holds pin; what several hold counts once."""
+    handoffs: Mapping[HandoffDirection, HandoffStats] = field(default_factory=dict)
+    """What has become of all holds, per direction."""
     lookup_keys: int = 0
     """Keys that were answered for since start."""
     lookup_misses: int = 0

@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from . import cache_pb2 as _cache_pb2
+from . import handoff_pb2 as _handoff_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -278,3 +279,71 @@ class KeySpan(_message.Message):
     miss_reason: MissReason
     deferred: bool
     def __init__(self, keys: _Optional[int] = ..., hit_tier: _Optional[str] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., deferred: bool = ...) -> None: ...
+
+class ListHandoffsRequest(_message.Message):
+    __slots__ = ("max_handoffs",)
+    MAX_HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    max_handoffs: int
+    def __init__(self, max_handoffs: _Optional[int] = ...) -> None: ...
+
+class ListHandoffsResponse(_message.Message):
+    __slots__ = ("handoffs", "total", "held_bytes", "totals")
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    handoffs: _containers.RepeatedCompositeFieldContainer[HandoffStatus]
+    total: int
+    held_bytes: int
+    totals: _containers.RepeatedCompositeFieldContainer[HandoffTotals]
+    def __init__(self, handoffs: _Optional[_Iterable[_Union[HandoffStatus, _Mapping]]] = ..., total: _Optional[int] = ..., held_bytes: _Optional[int] = ..., totals: _Optional[_Iterable[_Union[HandoffTotals, _Mapping]]] = ...) -> None: ...
+
+class HandoffStatus(_message.Message):
+    __slots__ = ("engine_id", "request_id", "direction", "tenant", "num_tokens", "blocks", "bytes", "pending_blocks", "claims", "age", "remaining")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PENDING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    request_id: str
+    direction: _handoff_pb2.HandoffDirection
+    tenant: str
+    num_tokens: int
+    blocks: int
+    bytes: int
+    pending_blocks: int
+    claims: int
+    age: _duration_pb2.Duration
+    remaining: _duration_pb2.Duration
+    def __init__(self, engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., direction: _Optional[_Union[_handoff_pb2.HandoffDirection, str]] = ..., tenant: _Optional[str] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., pending_blocks: _Optional[int] = ..., claims: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class HandoffTotals(_message.Message):
+    __slots__ = ("direction", "open", "published", "declined", "claimed", "released", "expired", "dropped", "claimed_bytes", "held_time")
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_TIME_FIELD_NUMBER: _ClassVar[int]
+    direction: _handoff_pb2.HandoffDirection
+    open: int
+    published: int
+    declined: int
+    claimed: int
+    released: int
+    expired: int
+    dropped: int
+    claimed_bytes: int
+    held_time: _duration_pb2.Duration
+    def __init__(self, direction: _Optional[_Union[_handoff_pb2.HandoffDirection, str]] = ..., open: _Optional[int] = ..., published: _Optional[int] = ..., declined: _Optional[int] = ..., claimed: _Optional[int] = ..., released: _Optional[int] = ..., expired: _Optional[int] = ..., dropped: _Optional[int] = ..., claimed_bytes: _Optional[int] = ..., held_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...

@@ -55,6 +55,11 @@ class AdminServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequestRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequestResponse.FromString,
                 _registered_method=True)
+        self.ListHandoffs = channel.unary_unary(
+                '/kvtier.v1.AdminService/ListHandoffs',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ListHandoffsRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ListHandoffsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -104,6 +109,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListHandoffs(self, request, context):
+        """Returns the requests that are held to be handed from one engine to another; the oldest first.
+
+        Errors: none of its own. May be retried.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +140,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ExplainRequest,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequestRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequestResponse.SerializeToString,
+            ),
+            'ListHandoffs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHandoffs,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ListHandoffsRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ListHandoffsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -237,6 +256,33 @@ class AdminService(object):
             '/kvtier.v1.AdminService/ExplainRequest',
             kvtier_dot_v1_dot_admin__pb2.ExplainRequestRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.ExplainRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHandoffs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.AdminService/ListHandoffs',
+            kvtier_dot_v1_dot_admin__pb2.ListHandoffsRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ListHandoffsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,6 +25,8 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_INTERNAL: _ClassVar[ErrorReason]
     ERROR_REASON_FSCK_RUNNING: _ClassVar[ErrorReason]
     ERROR_REASON_REQUEST_NOT_FOUND: _ClassVar[ErrorReason]
+    ERROR_REASON_HOLD_NOT_FOUND: _ClassVar[ErrorReason]
+    ERROR_REASON_HOLD_EXPIRED: _ClassVar[ErrorReason]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_INVALID_ARGUMENT: ErrorReason
 ERROR_REASON_TOO_MANY_KEYS: ErrorReason
@@ -44,3 +46,5 @@ ERROR_REASON_UNSUPPORTED_VERSION: ErrorReason
 ERROR_REASON_INTERNAL: ErrorReason
 ERROR_REASON_FSCK_RUNNING: ErrorReason
 ERROR_REASON_REQUEST_NOT_FOUND: ErrorReason
+ERROR_REASON_HOLD_NOT_FOUND: ErrorReason
+ERROR_REASON_HOLD_EXPIRED: ErrorReason

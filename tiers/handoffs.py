@@ -1,0 +1,287 @@
+"""Handing over: requests whose blocks are held for another engine, how much may be held, and when it ends (B2.17, B2.19).
+
+Only blocks of the CPU tier are held: what a tier below has is brought up when it is published. A block that is not there yet is
+waited for by an empty one that is pinned; so whoever stores it finds the hold, in whichever order the two come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .answers import EngineKey, Session
+from .base import NamespaceId
+from .blocks import Block
+from .commands import Command, HoldChanged
+from .errors import HoldExpired, HoldNotFound, InvalidItem, LimitExceeded
+from .holds import Claim, HandoffDirection, HandoffStats, Hold, HoldName, HoldTable, PublishStatus
+from .keeping import Keeping
+from .leases import KeyStatus, Owner
+from .lookups import MAX_LEASED_ITEMS, Lookups
+from .primary import PrimaryTier
+from .shares import Budget, Share
+
+__all__ = ["EXPIRY_MARGIN_SECONDS", "Handoffs"]
+
+EXPIRY_MARGIN_SECONDS = 5.0
+"""A hold that ends within so many seconds is not read any more (B2.19)."""
+
+EXTENSION_PART = 2 / 3
+"""What of its duration a heartbeat adds to a hold, from the time of the heartbeat on (B2.1)."""
+
+_REMEMBERED = 4096
+"""Names of expired holds that are remembered, for the reason that a claim is given."""
+
+
+class Handoffs:
+    """The requests that are held. Events carry the time: a claim may not wait for the next tick to see that a hold is over."""
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        lookups: Lookups,
+        keeping: Keeping,
+        capacity_bytes: int,
+        command: Callable[[Command], None],
+    ) -> None:
+        self._primary = primary
+        self._lookups = lookups
+        self._max_holds = keeping.max_holds
+        self._command = command
+        self._table = HoldTable(self._let_go)
+        self._pins: dict[Block, int] = {}
+        """Per held block how many pins of holds there are on it."""
+        self._budgets = _budgets(list(primary.lines.shares), capacity_bytes, keeping.held_part)
+        self._expired: dict[HoldName, None] = {}
+        self._stats = {direction: HandoffStats() for direction in HandoffDirection}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def all(self) -> list[Hold]:
+        """Returns the holds that are open, the oldest first."""
+        return list(self._table)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the slots of the held blocks take, or are going to take; what several holds have counts once."""
+        return sum(budget.used for budget in set(self._budgets.values()))
+
+    def stats(self) -> dict[HandoffDirection, HandoffStats]:
+        """Returns the figures of each direction."""
+        found = {direction: replace(stats, open=0) for direction, stats in self._stats.items()}
+        for hold in self._table:
+            found[hold.direction].open += 1
+        return found
+
+    def publish(
+        self,
+        session: Session,
+        request_id: str,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        *,
+        num_tokens: int,
+        direction: HandoffDirection,
+        duration: float,
+        now: float,
+    ) -> Hold | PublishStatus:
+        """Holds blocks of a request of a session's engine for so many seconds; returns the hold, or why there is none.
+
+        A hold of the same name ends, whatever comes of it.
+
+        Raises:
+            InvalidKey: a key names a group that the namespace lacks.
+            InvalidItem: not every key has a position.
+        """
+        if len(keys) != len(positions):
+            raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
+        for key in keys:
+            session.namespace.part_bytes_of(key)
+        name: HoldName = (*session.engine, request_id)
+        known = self._table.get(name)
+        if known is not None:
+            self._stats[known.direction].dropped += 1
+            self._end(known, now)
+        blocks = self._pin(session, keys)
+        refused = self._refusal(session.tenant, blocks)
+        if refused is not None:
+            self._stats[direction].declined += 1
+            self._unpin(blocks)
+            return refused
+        self._lookups.fetch(blocks)
+        self._primary.use(blocks, None)
+        hold = Hold(
+            name, session.tenant, direction, keys, positions, list(blocks), num_tokens, duration, now, now + duration
+        )
+        self._table.add(hold)
+        self._expired.pop(name, None)
+        self._stats[direction].published += 1
+        self._command(HoldChanged(name))
+        return hold
+
+    def find(self, name: HoldName, now: float) -> Hold | None:
+        """Returns a hold that may be read; None for one that was not published, or was not yet.
+
+        Raises:
+            HoldExpired: its time is over, or nearly so.
+        """
+        hold = self._table.get(name)
+        if name in self._expired or (hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now):
+            raise HoldExpired(f"the time of request {name[2]!r} of engine {name[1]!r} is over, or nearly so")
+        return hold
+
+    def claim(
+        self,
+        session: Session,
+        name: HoldName,
+        *,
+        first_positions: Sequence[int],
+        request_id: str,
+        expires_at: float,
+        now: float,
+    ) -> Claim:
+        """Leases what is there of a hold, from these positions of each group on; none means all of it. The hold goes on.
+
+        Raises:
+            HoldNotFound: it ended, or never was.
+            HoldExpired: its time is over, or nearly so.
+            LimitExceeded: the session holds leases on too many blocks.
+        """
+        hold = self.find(name, now)
+        if hold is None:
+            raise HoldNotFound(f"nobody holds request {name[2]!r} of engine {name[1]!r}; it may have been released")
+        if self._lookups.leases.items_of(session.id) + len(hold.keys) > MAX_LEASED_ITEMS:
+            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
+        statuses = bytes(map(_status, hold.items, _wanted(hold, first_positions)))
+        hit = KeyStatus.HIT
+        items = [block if status == hit else None for block, status in zip(hold.items, statuses, strict=True)]
+        found = [block for block in items if block is not None]
+        if not found:
+            return Claim(hold, None, statuses)
+        for block in found:
+            block.pins += 1
+        owner = Owner(session.engine, session.id, request_id)
+        self._primary.use(found, owner.user)
+        lease = self._lookups.leases.grant(owner, expires_at, items, bytes(len(items)), keys=len(items), now=now)
+        stats = self._stats[hold.direction]
+        hold.claims += 1
+        stats.claimed += 1
+        stats.claimed_bytes += sum(block.nbytes for block in found)
+        return Claim(hold, lease, statuses)
+
+    def renew(self, name: HoldName, now: float, extension: float | None = None) -> bool:
+        """Extends a hold to so many seconds from now, or by its own heartbeat; never shortens it. Returns whether it is open."""
+        hold = self._table.get(name)
+        if hold is None or hold.expires_at <= now:
+            return False
+        seconds = hold.duration * EXTENSION_PART if extension is None else extension
+        hold.expires_at = max(hold.expires_at, now + seconds)
+        return True
+
+    def release(self, name: HoldName, now: float) -> bool:
+        """Ends a hold; returns whether there was one."""
+        hold = self._table.get(name)
+        if hold is None:
+            return False
+        self._stats[hold.direction].released += 1
+        self._end(hold, now)
+        return True
+
+    def tick(self, now: float) -> None:
+        """Ends all holds whose time is over: a heartbeat moves a hold without moving it in the table (B2.19)."""
+        for hold in [hold for hold in self._table if hold.expires_at <= now]:
+            self._stats[hold.direction].expired += 1
+            self._expired[hold.name] = None
+            self._end(hold, now)
+        while len(self._expired) > _REMEMBERED:
+            del self._expired[next(iter(self._expired))]
+
+    def reset(self, namespace: NamespaceId, now: float) -> None:
+        """Ends all holds of a namespace: its CPU tier is about to be emptied."""
+        for hold in [hold for hold in self._table if hold.name[0] == namespace]:
+            self._stats[hold.direction].dropped += 1
+            self._end(hold, now)
+
+    def engine_gone(self, engine: EngineKey) -> None:
+        """Takes note that an engine has no session left: what of its holds nobody else writes will not come."""
+        for hold in self._table:
+            if hold.engine == engine and hold.awaited:
+                self._table.orphan(hold)
+                if not hold.awaited:
+                    self._command(HoldChanged(hold.name))
+
+    def settle(self, block: Block) -> None:
+        """Takes note that nobody writes a block any more, be it ready or not."""
+        for hold in self._table.settle(block):
+            self._command(HoldChanged(hold.name))
+
+    def _pin(self, session: Session, keys: Sequence[bytes]) -> list[Block]:
+        blocks = []
+        for key in keys:
+            block = self._primary.find_or_add(session.namespace, key)
+            block.pins += 1
+            self._charge(block)
+            blocks.append(block)
+        return blocks
+
+    def _refusal(self, tenant: str, blocks: Sequence[Block]) -> PublishStatus | None:
+        """Returns why a request cannot be held, though its blocks are pinned by now."""
+        if self._table.count(tenant) >= self._max_holds:
+            return PublishStatus.TOO_MANY
+        budgets = {self._budget(block) for block in blocks}
+        return PublishStatus.NO_ROOM if any(budget.used > budget.bound for budget in budgets) else None
+
+    def _end(self, hold: Hold, now: float) -> None:
+        self._table.remove(hold)
+        self._stats[hold.direction].held_seconds += max(0.0, now - hold.published_at)
+        self._unpin(hold.items)
+        self._command(HoldChanged(hold.name))
+
+    def _unpin(self, blocks: Sequence[Block | None]) -> None:
+        for block in blocks:
+            if block is not None:
+                self._let_go(block)
+
+    def _let_go(self, block: Block) -> None:
+        """Drops a hold's pin on a block; one that only holds name goes with the last of them."""
+        self._pins[block] -= 1
+        if not self._pins[block]:
+            del self._pins[block]
+            self._budget(block).used -= block.footprint
+            block.fleeting = block.private
+        self._primary.unpin(block)
+
+    def _charge(self, block: Block) -> None:
+        if block not in self._pins:
+            self._budget(block).used += block.footprint
+            block.fleeting = False
+        self._pins[block] = self._pins.get(block, 0) + 1
+
+    def _budget(self, block: Block) -> Budget:
+        return self._budgets[block.line.share]
+
+
+def _budgets(shares: Sequence[Share], capacity_bytes: int, part: float) -> dict[Share, Budget]:
+    """Returns what may be held: a part of each quota, and of what is nobody's quota, for all who have none."""
+    common = Budget(int((capacity_bytes - sum(share.quota for share in shares)) * part))
+    return {share: Budget(int(share.quota * part)) if share.quota else common for share in shares}
+
+
+def _wanted(hold: Hold, first_positions: Sequence[int]) -> list[bool]:
+    """Returns per block of a hold whether it lies at or behind the first wanted position of its group."""
+    if not first_positions:
+        return [True] * len(hold.keys)
+    groups = (int.from_bytes(key[-4:], "big") for key in hold.keys)
+    return [
+        group >= len(first_positions) or position >= first_positions[group]
+        for group, position in zip(groups, hold.positions, strict=True)
+    ]
+
+
+def _status(block: Block | None, wanted: bool) -> int:  # noqa: FBT001 - from a list of them
+    if not wanted:
+        return 0
+    if block is None:
+        return KeyStatus.MISS
+    return KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING

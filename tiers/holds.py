@@ -1,0 +1,187 @@
+"""Holds: named leases over the blocks of a finished request, for another engine to claim (B2.17, B2.19).
+
+A hold pins its blocks from its publication on, those that are still on their way included. It outlives the session that
+published it, and never its expiry.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .answers import EngineKey
+from .base import NamespaceId
+from .blocks import Block
+from .leases import Lease
+
+__all__ = ["Claim", "HandoffDirection", "HandoffStats", "Hold", "HoldName", "HoldTable", "PublishStatus"]
+
+HoldName = tuple[NamespaceId, str, str]
+"""A hold: the engine that published it, and that engine's id of the request, within a namespace."""
+
+
+class HandoffDirection(enum.IntEnum):
+    """Which way a request goes. Numbers as in `kvtier.v1.HandoffDirection`."""
+
+    PREFILL_TO_DECODE = 1
+    DECODE_TO_PREFILL = 2
+
+
+class PublishStatus(enum.IntEnum):
+    """What became of a publication. Numbers as in `kvtier.v1.PublishStatus`."""
+
+    PUBLISHED = 1
+    NO_ROOM = 2
+    TOO_MANY = 3
+
+
+@dataclass(slots=True)
+class HandoffStats:
+    """What has become of the holds of one direction since start, each counted once; and what is open."""
+
+    open: int = 0
+    published: int = 0
+    declined: int = 0
+    """Publications that were beyond what may be held."""
+    claimed: int = 0
+    """Claims that were granted something."""
+    released: int = 0
+    expired: int = 0
+    dropped: int = 0
+    """Holds that ended with a reset, or were replaced."""
+    claimed_bytes: int = 0
+    held_seconds: float = 0.0
+    """For how long the holds that have ended kept their blocks from eviction, added up."""
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """A request that is held.
+
+    Attributes:
+        keys: of its blocks, as published.
+        positions: of its blocks, each within its group.
+        items: per key the pinned block; None for one that will not come.
+        num_tokens: tokens that the blocks back.
+        duration: for how many seconds it was published.
+        awaited: items whose block is not there yet.
+        orphaned: whether its engine has no session any more: what nobody else is writing will not come.
+    """
+
+    name: HoldName
+    tenant: str
+    direction: HandoffDirection
+    keys: Sequence[bytes]
+    positions: Sequence[int]
+    items: list[Block | None]
+    num_tokens: int
+    duration: float
+    published_at: float
+    expires_at: float
+    awaited: int = 0
+    claims: int = 0
+    orphaned: bool = False
+
+    @property
+    def engine(self) -> EngineKey:
+        """The engine that published it."""
+        return self.name[:2]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its blocks, of all ranks."""
+        return sum(block.nbytes for block in self.items if block is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a claim was granted: a lease on the hits, None where there are none, and a status per key (0: not wanted)."""
+
+    hold: Hold
+    lease: Lease | None
+    statuses: bytes
+
+
+class HoldTable:
+    """The holds that are open, by name, and who waits for which block."""
+
+    def __init__(self, let_go: Callable[[Block], None]) -> None:
+        """`let_go` is told of each pin of an open hold that falls."""
+        self._let_go = let_go
+        self._holds: dict[HoldName, Hold] = {}
+        self._waiting: dict[Block, dict[Hold, list[int]]] = {}
+        """Per block that is not there yet the holds that it is in, and which of their items it is."""
+        self._per_tenant: dict[str, int] = defaultdict(int)
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def __iter__(self) -> Iterator[Hold]:
+        """Iterates over all holds, the oldest first."""
+        return iter(self._holds.values())
+
+    def get(self, name: HoldName) -> Hold | None:
+        """Returns a hold that is open."""
+        return self._holds.get(name)
+
+    def count(self, tenant: str) -> int:
+        """Returns how many holds a tenant has."""
+        return self._per_tenant.get(tenant, 0)
+
+    def add(self, hold: Hold) -> None:
+        """Opens a hold whose blocks are pinned already; the pins are the hold's from now on."""
+        for item, block in enumerate(hold.items):
+            if block is not None and not block.ready:
+                hold.awaited += 1
+                self._waiting.setdefault(block, {}).setdefault(hold, []).append(item)
+        self._holds[hold.name] = hold
+        self._per_tenant[hold.tenant] += 1
+
+    def remove(self, hold: Hold) -> None:
+        """Closes a hold; its pins are the caller's from now on."""
+        del self._holds[hold.name]
+        self._per_tenant[hold.tenant] -= 1
+        if not self._per_tenant[hold.tenant]:
+            del self._per_tenant[hold.tenant]
+        for block in dict.fromkeys(hold.items) if hold.awaited else ():
+            waiting = self._waiting.get(block) if block is not None else None
+            if block is not None and waiting is not None:
+                waiting.pop(hold, None)
+                if not waiting:
+                    del self._waiting[block]
+
+    def settle(self, block: Block) -> list[Hold]:
+        """Takes note that nobody writes a block any more; returns the holds that nothing is awaited for since.
+
+        One that did not become ready may be written by somebody else; but not where it was taken out of the index, or for a hold
+        whose engine is gone: there it will not come.
+        """
+        waiting = self._waiting.get(block, {})
+        hopeless = [hold for hold in waiting if block.ready or block.retired or hold.orphaned]
+        for hold in hopeless:
+            items = waiting.pop(hold)
+            hold.awaited -= len(items)
+            if not block.ready:
+                self._lose(hold, items)
+        if not waiting:
+            self._waiting.pop(block, None)
+        return [hold for hold in hopeless if not hold.awaited]
+
+    def orphan(self, hold: Hold) -> None:
+        """Takes note that the engine of a hold is gone: what nobody is writing now will not come."""
+        hold.orphaned = True
+        for block in [block for block in dict.fromkeys(hold.items) if block in self._waiting] if hold.awaited else ():
+            if block is not None and not block.pending:
+                items = self._waiting[block].pop(hold)
+                hold.awaited -= len(items)
+                if not self._waiting[block]:
+                    del self._waiting[block]
+                self._lose(hold, items)
+
+    def _lose(self, hold: Hold, items: Sequence[int]) -> None:
+        for item in items:
+            block, hold.items[item] = hold.items[item], None
+            if block is not None:
+                self._let_go(block)
