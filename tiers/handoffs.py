@@ -99,11 +99,11 @@ class Handoffs:
         for key in keys:
             session.namespace.part_bytes_of(key)
         name: HoldName = (*session.engine, request_id)
+        blocks = self._pin(session, keys)
         known = self._table.get(name)
-        if known is not None:
+        if known is not None:  # what it shares with the new one is pinned by now
             self._stats[known.direction].dropped += 1
             self._end(known, now)
-        blocks = self._pin(session, keys)
         refused = self._refusal(session.tenant, blocks)
         if refused is not None:
             self._stats[direction].declined += 1

@@ -147,6 +147,7 @@ class Lookups:
             if None in block.slots:
                 self.drop_promotion(block)
         self._flow.promote([(lane, block) for lane, block in found if block.promoting], None)
+        self._flow.ask()
 
     def release(self, lease: Lease) -> None:
         """Ends a lease. What was on its way to it counts as a hit: it was there."""

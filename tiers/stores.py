@@ -167,7 +167,7 @@ class Stores:
         """Gives the tiers that insist on a request what the CPU tier has of it already; waits for what is coming (B3.6, B3.9)."""
         self._flow.cascade_for(request, [block for block in blocks if block.ready])
         for block in blocks:
-            if block.pending and block not in own:
+            if block.pending and block not in own and not block.private:
                 self._requests.wait_for(request, block)
 
     def _ended(self, request: Request | None) -> None:

@@ -346,6 +346,18 @@ def test_a_tenant_has_so_many_holds() -> None:
     assert rig.stats() == HandoffStats(open=2, published=3, declined=1, dropped=1, held_seconds=3.0)
 
 
+def test_what_is_published_again_keeps_what_it_had() -> None:
+    """A block that only the hold names goes with the last hold of that name; a new one without it lets it go."""
+    rig = HoldRig()
+    rig.store([*keys(0), PRIVATE])
+    rig.publish([*keys(0), PRIVATE])
+    rig.publish([*keys(0), PRIVATE])
+    assert rig.claim().statuses == HIT * 2
+    rig.core.close_session(rig.reader.id)
+    rig.publish(keys(0))
+    assert rig.look_up([PRIVATE]) == MISS
+
+
 def test_a_reset_ends_the_holds_of_its_namespace() -> None:
     """B4.13: nothing of before it is served, and nobody waits eight minutes for a hold to end."""
     rig = HoldRig()

@@ -9,7 +9,7 @@ from kvtier.tiers.blocks import Block
 
 from .keeping import tenant_of
 from .ledger import Client
-from .model import CHAINS
+from .model import CHAINS, HELD_REQUESTS, private_key
 
 if TYPE_CHECKING:
     from .world import World
@@ -59,4 +59,6 @@ class Actors:
         chains = CHAINS[self.rng.choice((0, 0, 1)) % len(session.namespace.part_bytes)]
         start = 0 if self.rng.random() < 0.8 else self.rng.randrange(20)
         keys = chains[self.rng.choice((0, 0, 0, 1, 2))][start : start + self.rng.randint(0, 10)]
+        if self.rng.random() < 0.1:
+            return [*keys, private_key(session.engine_id, self.rng.choice(HELD_REQUESTS))]
         return keys + keys[:1] if self.rng.random() < 0.05 else keys

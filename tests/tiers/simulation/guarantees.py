@@ -16,7 +16,7 @@ from .world import World
 
 __all__ = ["check_quotas", "check_retained", "check_ttl"]
 
-MAKE_ROOM = ("prepare_store", "look_up")
+MAKE_ROOM = ("prepare_store", "look_up", "publish")
 """Events in which the CPU tier may part with blocks to make room."""
 TICKS = ("tick", "stand_still", "leap", "fall_back")
 

@@ -141,7 +141,12 @@ def pins(core: TierManager) -> Counter[Block]:
     held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
     held.update(chain.from_iterable(job.blocks for job in core._flow._jobs.values()))
     held.update(chain.from_iterable(lane.queue for lane in core._flow.lanes))
-    return held
+    return held + hold_pins(core)
+
+
+def hold_pins(core: TierManager) -> Counter[Block]:
+    """Returns how many pins holds account for."""
+    return Counter(block for hold in core.handoffs.all() for block in hold.items if block is not None)
 
 
 def lines(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], list[object]]]:
@@ -172,6 +177,11 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "jobs": core._flow._jobs,
         "questions": core._flow._lookups,
         "blocks of a reset": core._primary._retired,
+        "holds": core.handoffs._table._holds,
+        "holds by tenant": core.handoffs._table._per_tenant,
+        "waiting holds": core.handoffs._table._waiting,
+        "pins of holds": core.handoffs._pins,
+        "held bytes": core.handoffs.held_bytes,
     }
     for lane in lanes(core):
         found[f"{lane.tier.name}: queue"] = lane.queue

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from . import inspect as inside
 from .guarantees import check_quotas, check_retained, check_ttl
+from .held import check_held, check_private
 from .model import Invariant, Violation, label
 from .world import World
 
@@ -202,6 +203,8 @@ CHECKS: dict[Invariant, Callable[[World], None]] = {
     Invariant.WAITERS: _waiters,
     Invariant.DURABLE: _durable,
     Invariant.LINE: _line,
+    Invariant.HELD: check_held,
+    Invariant.PRIVATE: check_private,
     Invariant.LEAKS: _leaks,
     Invariant.QUOTAS: check_quotas,
     Invariant.RETAINED: check_retained,

@@ -16,6 +16,7 @@ from kvtier.tiers.commands import LoadFromTier, LookupInTier, StoreInTier
 from kvtier.tiers.leases import KeyStatus, Lease
 from kvtier.tiers.rules import NamespaceId
 
+from .holds import HoldBook
 from .model import Name
 from .requests import RequestBook, RequestRecord
 
@@ -103,6 +104,7 @@ class Ledger:
         self.ended_jobs: list[JobRecord] = []
         self.requests = RequestBook()
         self.questions: dict[int, LookupInTier] = {}
+        self.holds = HoldBook()
         self.hits = [0] * (tiers + 1)
         """Keys that were found, per tier; those on their way count when it is known what became of them."""
         self.misses = 0
@@ -179,7 +181,8 @@ class Ledger:
         silent = [record for record in self.in_flight() if record.expires_at <= now]
         for record in silent:
             self.abandon(record)
-        return Counter({"leases expired": len(late), "stores expired": len(silent)})
+        over = self.holds.expire(now)
+        return Counter({"leases expired": len(late), "stores expired": len(silent), "holds expired": over})
 
     def count(self, statuses: bytes, sources: bytes) -> None:
         """Keys were answered for."""

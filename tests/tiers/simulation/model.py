@@ -11,13 +11,28 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from kvtier.tiers.base import BlockBytes, Entry, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.blocks import NamespaceSpec
+from kvtier.tiers.blocks import PRIVATE_KEY_PREFIX, NamespaceSpec
 from kvtier.tiers.rules import vote
 
-__all__ = ["CHAINS", "EXERCISED", "EXTENT", "REQUESTS", "SPECS", "Invariant", "ModelTier", "Name", "Violation", "label"]
+__all__ = [
+    "CHAINS",
+    "EXERCISED",
+    "EXTENT",
+    "HELD_REQUESTS",
+    "REQUESTS",
+    "SPECS",
+    "Invariant",
+    "ModelTier",
+    "Name",
+    "Violation",
+    "is_private",
+    "label",
+    "private_key",
+]
 
 EXTENT = 64 << 10
 REQUESTS = ("", "r1", "r2", "r3")
+HELD_REQUESTS = ("h1", "h2")
 SPECS = (
     NamespaceSpec(NamespaceId(b"A" * 16), world_size=1, part_bytes=(4096, 12288)),
     NamespaceSpec(NamespaceId(b"B" * 16), world_size=2, part_bytes=(8192,)),
@@ -56,6 +71,13 @@ EXERCISED = (
     "finished while blocks are parked",
     "hits",
     "hits while pending",
+    "holds claimed",
+    "holds claimed too late",
+    "holds declined",
+    "holds expired",
+    "holds published before their blocks",
+    "holds renewed",
+    "holds replaced",
     "late completions",
     "late completions by a stranger",
     "leases expired",
@@ -124,6 +146,8 @@ class Invariant(enum.StrEnum):
     QUOTAS = "no tenant pays within its quota"
     RETAINED = "what is retained stays"
     TTL = "what nobody uses goes, and nothing else"
+    HELD = "what is held stays, and no longer than it may"
+    PRIVATE = "what only a hold names goes with it"
     LEAKS = "nothing leaks"
     RAISED = "nothing is raised but refusals"
 
@@ -182,6 +206,16 @@ class ModelTier(SecondaryTier):
     def used_bytes(self) -> int:
         """What it holds in truth."""
         return sum(nbytes for nbytes, _ in self.blocks.values())
+
+
+def private_key(engine_id: str, request_id: str) -> bytes:
+    """Returns the name of a request's last block, which is not full."""
+    return PRIVATE_KEY_PREFIX + f"{engine_id}.{request_id}".encode() + bytes(4)
+
+
+def is_private(key: bytes) -> bool:
+    """Returns whether only a hold names a block."""
+    return key.startswith(PRIVATE_KEY_PREFIX)
 
 
 @functools.cache

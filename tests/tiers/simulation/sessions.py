@@ -94,7 +94,7 @@ class Sessions(Actors):
         """A stream fell, and its process comes again under the same engine id."""
         if client := self.pick_client():
             self._close(client)
-            self._open(client.engine, client.session.rank, client.session.namespace)
+            self._open(client.session.engine_id, client.session.rank, client.session.namespace)
             self.world.saw("sessions reopened")
 
     def begin_request(self) -> None:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from kvtier.tiers.answers import Session
 from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import Command, LeaseSettled
+from kvtier.tiers.commands import Command, HoldChanged, LeaseSettled
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.keeping import CPU_TIER
 from kvtier.tiers.manager import TierManager
@@ -19,9 +19,10 @@ from kvtier.tiers.rules import DEFAULT_RULES, Rule
 
 from . import inspect as inside
 from .backstage import Backstage
+from .handoffs import Handoffs
 from .keeping import KeepingBook, random_keeping
 from .ledger import Ledger
-from .model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, label
+from .model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, is_private, label
 from .readers import Readers
 from .requests import RequestRecord, TierView
 from .sessions import Sessions
@@ -56,7 +57,7 @@ class World:
         self.sessions = Sessions(self)
         self.backstage = Backstage(self)
         weighted: dict[Callable[[], None], float] = {}
-        for actors in (self.sessions, Writers(self), Readers(self), self.backstage):
+        for actors in (self.sessions, Writers(self), Readers(self), Handoffs(self), self.backstage):
             weighted |= actors.actions()
         self._actions = list(weighted)
         self._weights = list(accumulate(weighted.values()))
@@ -91,6 +92,7 @@ class World:
         self.ledger.stored.update(*self.look.held)
         self.work = Work(self)
         self.settled: set[int] = set()
+        self.changed: set[tuple[bytes, str, str]] = set()
         self.durable: list[tuple[NamespaceSpec, bytes]] = []
         self._evictions = [0] * (len(self.tiers) + 1)
         self._due: list[tuple[RequestRecord, list[Name]]] = []
@@ -117,6 +119,8 @@ class World:
 
     def _begin_event(self) -> None:
         self.settled.clear()
+        self.changed.clear()
+        self.ledger.holds.ended.clear()
         self.durable.clear()
         self._due.clear()
         self.keeping.begin_event()
@@ -125,7 +129,8 @@ class World:
     def _end_event(self) -> None:
         """Brings the accounts of requests up to date, and notes what has been seen."""
         look = self.look = inside.Look(self.core)
-        self.gone = [block for block in self.before.ready if not block.ready]
+        self.ledger.holds.mourn({client.session.engine for client in self.ledger.clients})
+        self.gone = [block for block in self.before.ready if not block.ready and not block.private]
         self.gone_below = [old - new for old, new in zip(self.before.held, look.held, strict=True)]
         lanes = inside.lanes(self.core)
         view = TierView(self.before.held, look.held, lambda tier, name: inside.is_storing(lanes[tier - 1], name))
@@ -147,6 +152,8 @@ class World:
         """A request that tiers insist on asked for these: what is there goes to them, what is being written is waited for."""
         ready = []
         for key in keys:
+            if is_private(key):  # tiers do not get it, and are not owed it
+                continue
             block = inside.block(self.core, session.namespace.id, key)
             if block is not None and block.ready:
                 ready.append(block.name)
@@ -158,7 +165,7 @@ class World:
     def is_due(self, record: RequestRecord, names: list[Name]) -> None:
         """A store of a request was completed: what is ready by it is due to the tiers that insist."""
         if record.insisting:
-            self._due.append((record, names))
+            self._due.append((record, [name for name in names if not is_private(name[1])]))
 
     def must_be_durable(self, spec: NamespaceSpec, key: bytes) -> None:
         """A block was called durable; whether it is there is looked at when the event is over."""
@@ -194,6 +201,8 @@ class World:
             self.digest.update(spell(command).encode())
             if isinstance(command, LeaseSettled):
                 self.settled.add(command.lease_id)
+            elif isinstance(command, HoldChanged):
+                self.changed.add(command.name)
             else:
                 self.work.take(command)
         return commands
@@ -205,6 +214,9 @@ class World:
             yield
         while self.ledger.orphans:
             self._event(self.sessions.hang_up)
+            yield
+        while self.ledger.holds.open:
+            self._event(self.backstage.leap)
             yield
         self._event(self.backstage.recover_all)
         yield

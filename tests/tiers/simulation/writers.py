@@ -165,11 +165,13 @@ class Writers(Actors):
         core, namespace = self.world.core, client.session.namespace.id
         waiting = core.resetting(client.session)
         before = {block for block in inside.blocks(core) if block.namespace == namespace}
-        pinned = sum(block.pins > 0 and not block.stuck for block in before)
+        held = inside.hold_pins(core)
+        pinned = sum(block.pins > held[block] and not block.stuck for block in before)
         left = core.reset(client.session)
         self.world.must(Invariant.RESET, left == (waiting or pinned), f"{left} blocks are waited for, not {pinned}")
         if not waiting:
             self.world.ledger.gone[namespace] = before
+            self.world.ledger.holds.reset(namespace)
             self.world.saw("resets that wait", bool(left))
 
     def flush(self) -> None:

@@ -1,0 +1,166 @@
+"""Engines that hold requests for each other, and readers that claim them: in time, too early, too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtier.tiers import errors
+from kvtier.tiers.handoffs import EXPIRY_MARGIN_SECONDS
+from kvtier.tiers.holds import HandoffDirection, Hold, HoldName
+from kvtier.tiers.leases import KeyStatus
+
+from .actors import HOLD_SECONDS, Actors
+from .holds import HoldRecord
+from .ledger import Client, LeaseRecord
+from .model import HELD_REQUESTS, REQUESTS, Invariant, private_key
+
+__all__ = ["Handoffs"]
+
+DURATIONS = (3.0, 30.0, 30.0, 480.0)
+
+
+class Handoffs(Actors):
+    """What engines do that hand requests to each other."""
+
+    def actions(self) -> dict[Callable[[], None], float]:
+        """Returns what can be done, with weights."""
+        return {
+            self.publish: 4,
+            self.publish_nonsense: 0.3,
+            self.claim: 5,
+            self.renew_hold: 2,
+            self.release_hold: 1.5,
+        }
+
+    def publish(self) -> None:
+        if (client := self.pick_client()) is None:
+            return
+        session, book, request_id = client.session, self.world.ledger.holds, self.rng.choice(HELD_REQUESTS)
+        keys, duration, now = self.some_keys(session), self.rng.choice(DURATIONS), self.world.backstage.latest
+        if self.rng.random() < 0.5:
+            keys = [*keys, private_key(session.engine_id, request_id)]
+        name: HoldName = (*session.engine, request_id)
+        if name in book.open:
+            book.end(name)
+            self.world.saw("holds replaced")
+        hold = self.world.core.handoffs.publish(
+            session,
+            request_id,
+            keys,
+            range(len(keys)),
+            num_tokens=len(keys),
+            direction=self.rng.choice(list(HandoffDirection)),
+            duration=duration,
+            now=now,
+        )
+        if not isinstance(hold, Hold):
+            self.world.saw("holds declined")
+            return
+        self.used(session, [block for block in hold.items if block is not None], 0.0, 0)
+        book.over.discard(name)
+        book.open[name] = HoldRecord(hold, duration, now + duration, was_awaited=bool(hold.awaited))
+        self.world.saw("holds published before their blocks", bool(hold.awaited))
+
+    def publish_nonsense(self) -> None:
+        """A publication that is refused changes nothing, a hold of that name included."""
+        if client := self.pick_client():
+            core, now = self.world.core, self.world.backstage.latest
+            for keys, positions, error in (
+                ([b"no such group" + (7).to_bytes(4, "big")], [0], errors.InvalidKey),
+                (self.some_keys(client.session), [0] * 30, errors.InvalidItem),
+            ):
+                self.world.refused(
+                    error,
+                    lambda keys=keys, positions=positions: core.handoffs.publish(  # type: ignore[misc]
+                        client.session,
+                        HELD_REQUESTS[0],
+                        keys,
+                        positions,
+                        num_tokens=1,
+                        direction=HandoffDirection.PREFILL_TO_DECODE,
+                        duration=30.0,
+                        now=now,
+                    ),
+                )
+
+    def claim(self) -> None:
+        """Somebody claims what an engine of its namespace has published, or has not, or whose time is over."""
+        if (client := self.pick_client()) is None:
+            return
+        record = self._pick(client)
+        name = record.hold.name if record else (client.session.namespace.id, self.rng.choice("xyz"), "unheard of")
+        now, core, book = self.world.backstage.latest, self.world.core, self.world.ledger.holds
+        error: type[errors.CoreError] | None = None
+        if record is None:
+            over = [name for name in book.over if name[0] == client.session.namespace.id]
+            name = self.rng.choice(sorted(over)) if over and self.rng.random() < 0.7 else name
+            error = errors.HoldExpired if name in over else errors.HoldNotFound
+        elif record.expires_at - EXPIRY_MARGIN_SECONDS <= now:
+            error = errors.HoldExpired
+        first = self.rng.choice(([], [], [2], [0, 4]))
+        request_id, expires_at = self.rng.choice(REQUESTS), self.world.now + self.rng.choice(HOLD_SECONDS)
+
+        def ask() -> None:
+            found = core.handoffs.claim(
+                client.session, name, first_positions=first, request_id=request_id, expires_at=expires_at, now=now
+            )
+            self._claimed(client, record, found.lease, found.statuses, first, request_id, expires_at)
+
+        if error is not None:
+            self.world.refused(error, ask)
+            self.world.saw("holds claimed too late", error is errors.HoldExpired)
+        else:
+            ask()
+
+    def _claimed(self, client: Client, record, lease, statuses, first, request_id, expires_at) -> None:  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+        must = self.world.must
+        must(Invariant.HELD, record is not None, "a claim of what is not held")
+        if record is None:
+            return
+        for item, (block, status) in enumerate(zip(record.hold.items, statuses, strict=True)):
+            group = int.from_bytes(record.hold.keys[item][-4:], "big")
+            if group < len(first) and item < first[group]:
+                must(Invariant.HELD, not status, "a block that was not wanted")
+                continue
+            right = KeyStatus.MISS if block is None else KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING
+            must(Invariant.HELD, status == right, f"item {item} is said to be {status}")
+            must(Invariant.HELD, item not in record.at or status == KeyStatus.HIT, "a block that was held is gone")
+        must(Invariant.HELD, (lease is None) == (KeyStatus.HIT not in statuses), "a lease on the hits")
+        if lease is None:
+            return
+        self.world.saw("holds claimed")
+        found = [block for block in lease.items if block is not None]
+        gone = self.world.ledger.gone.get(client.session.namespace.id, set())
+        must(Invariant.RESET, gone.isdisjoint(found), "a claim of blocks from before a reset")
+        self.used(client.session, found, 0.0, 0)
+        self.world.ledger.leases[lease.id] = LeaseRecord(lease, client, request_id, expires_at, [], waiting=False)
+
+    def renew_hold(self) -> None:
+        """A heartbeat; whoever sends it."""
+        client = self.pick_client()
+        record = self._pick(client) if client is not None else None
+        if record is not None:
+            now, extension = self.world.backstage.latest, self.rng.choice((None, 1.0, 100.0))
+            renewed = self.world.core.handoffs.renew(record.hold.name, now, extension)
+            self.world.must(Invariant.HELD, renewed == (record.expires_at > now), "what is over is renewed")
+            seconds = 2 * record.duration / 3 if extension is None else extension
+            if renewed:
+                record.expires_at = max(record.expires_at, now + seconds)
+                self.world.saw("holds renewed")
+
+    def release_hold(self) -> None:
+        """The reader has what it wanted; or says so twice."""
+        client = self.pick_client()
+        record = self._pick(client) if client is not None else None
+        if record is not None:
+            name, now = record.hold.name, self.world.backstage.latest
+            self.world.ledger.holds.end(name)
+            released = self.world.core.handoffs.release(name, now)
+            self.world.must(Invariant.HELD, released, "a hold that was not there")
+            again = self.world.core.handoffs.release(name, now)
+            self.world.must(Invariant.HELD, not again, "a hold that ends twice")
+
+    def _pick(self, client: Client) -> HoldRecord | None:
+        book, namespace = self.world.ledger.holds, client.session.namespace.id
+        mine = [record for name, record in book.open.items() if name[0] == namespace]
+        return self.rng.choice(mine) if mine and self.rng.random() < 0.9 else None

@@ -1,0 +1,81 @@
+"""What must hold of holds: what they pin, for how long, how much, and what becomes of what only they name."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from . import inspect as inside
+from .holds import HoldRecord
+from .keeping import tenant_of
+from .model import Invariant, Violation, is_private
+from .world import World
+
+__all__ = ["check_held", "check_private"]
+
+
+def check_held(world: World) -> None:
+    """The holds that are open are those that were published and have not ended; what came to them stays where it is."""
+    known = {hold.name: hold for hold in world.core.handoffs.all()}
+    book = world.ledger.holds
+    if known.keys() != book.open.keys():
+        odd = sorted(known.keys() ^ book.open.keys())
+        raise Violation(Invariant.HELD, f"holds {odd} are open and should have ended, or the other way round")
+    for name, record in book.open.items():
+        if known[name] is not record.hold or abs(record.hold.expires_at - record.expires_at) > 1e-3:
+            raise Violation(Invariant.HELD, f"{name} ends at {record.hold.expires_at}, not {record.expires_at}")
+        _check_items(world, record)
+    for record in book.ended:
+        if record.hold.name not in world.changed:
+            raise Violation(Invariant.HELD, f"{record.hold.name} has ended, and nobody was told")
+    _check_bytes(world)
+
+
+def _check_items(world: World, record: HoldRecord) -> None:
+    hold = record.hold
+    for item, block in enumerate(hold.items):
+        before = record.at.get(item)
+        if before is not None and (block is not before[0] or not block.ready or tuple(block.slots) != before[1]):
+            raise Violation(Invariant.HELD, f"{hold.keys[item]!r} was evicted under a hold")
+        if block is not None and block.ready:
+            record.at[item] = (block, tuple(block.slots))
+        if block is not None and not block.ready and not block.pending and (record.orphaned or block.retired):
+            raise Violation(Invariant.HELD, f"{hold.keys[item]!r} is waited for, and will not come")
+    awaited = sum(block is not None and not block.ready for block in hold.items)
+    if hold.awaited != awaited:
+        raise Violation(Invariant.HELD, f"{hold.name} waits for {hold.awaited} blocks, not {awaited}")
+    if record.was_awaited and not awaited and hold.name not in world.changed:
+        raise Violation(Invariant.HELD, f"all of {hold.name} is there, and nobody was told")
+    record.was_awaited = bool(awaited)
+
+
+def _check_bytes(world: World) -> None:
+    """What is held counts once, and is within each tenant's part."""
+    held = dict.fromkeys(block for record in world.ledger.holds.open.values() for block in record.hold.items)
+    held.pop(None, None)
+    shares = {share.tenant: share.quota_bytes for share in world.look.stats.tiers[0].shares}
+    by_share = Counter[str]()
+    for block in held:
+        tenant = tenant_of(block.namespace)
+        by_share[tenant if shares.get(tenant) else ""] += block.footprint
+    part = world.keeping.keeping.held_part
+    bounds = {"": (world.region_bytes - sum(shares.values())) * part}
+    bounds |= {tenant: quota * part for tenant, quota in shares.items() if quota}
+    beyond = [tenant for tenant, nbytes in by_share.items() if nbytes > bounds[tenant]]
+    if beyond or world.look.stats.held_bytes != by_share.total():
+        raise Violation(Invariant.HELD, f"{by_share} are held of {bounds}, {world.look.stats.held_bytes} are counted")
+
+
+def check_private(world: World) -> None:
+    """What only a hold names is in no tier below, and goes with its hold when nobody uses it."""
+    for tier in world.tiers:
+        if strays := [key for _, key in tier.blocks if is_private(key)]:
+            raise Violation(Invariant.PRIVATE, f"{tier.name} has {strays}")
+    held = {block for record in world.ledger.holds.open.values() for block in record.hold.items}
+    for record in world.ledger.holds.ended:
+        for held_block in [block for block in record.hold.items if block is not None and block.private]:
+            block = inside.block(world.core, *held_block.name)
+            if block is held_block and not block.pins and block not in held:
+                raise Violation(Invariant.PRIVATE, f"{block.key!r} stays behind")
+    for block in world.look.blocks:
+        if block.fleeting and (not block.pins or block in held):
+            raise Violation(Invariant.PRIVATE, f"{block.key!r} should have gone, or stay")
