@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from ..cuda.malloc import tune_malloc
 from ..cuda.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint
-from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, session_pb2_grpc
+from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
 from ..tiers.base import TierError
 from .attach import AttachServer
 from .config import Config
@@ -31,6 +31,7 @@ from .metrics_http import MetricsServer, MetricsServerError, on_loop
 from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.cache import CacheService
+from .services.handoff import HandoffService
 from .services.session import SessionService
 from .services.transfer import TransferService
 from .sessions import SessionRegistry
@@ -45,7 +46,7 @@ EXIT_LEFT_BEHIND = 3
 
 _log = get_logger(__name__)
 
-_SERVICES = ("SessionService", "CacheService", "TransferService", "AdminService")
+_SERVICES = ("SessionService", "CacheService", "TransferService", "HandoffService", "AdminService")
 _DRAIN_SECONDS = 20.0
 _GRACE_SECONDS = 1.0
 _HEALTH_SECONDS = 1.0
@@ -212,10 +213,11 @@ class Server:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ],
         )
-        edge = Edge(limits, self.config.leases, self.config.retention)
+        edge = Edge(limits, self.config.leases, self.config.retention, self.config.handoff)
         session_service = SessionService(self.config, runtime, sessions, attach.path)
         session_pb2_grpc.add_SessionServiceServicer_to_server(session_service, server)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(runtime, sessions, edge), server)
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffService(runtime, sessions, edge), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(runtime, sessions, started), server)
         transfer = TransferService(runtime, sessions, edge, metrics)
         server.add_generic_rpc_handlers((transfer.handler(),))

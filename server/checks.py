@@ -45,6 +45,9 @@ def contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Ite
         yield problem(
             "leases.default", f"is more than leases.max = {SETTINGS['leases.max'].show(values['leases.max'])}"
         )
+    if values["handoff.default"] > values["handoff.max"]:
+        longest = SETTINGS["handoff.max"].show(values["handoff.max"])
+        yield problem("handoff.default", f"is more than handoff.max = {longest}")
     needed = _MESSAGE_OVERHEAD_BYTES + max(
         values["limits.max_keys"] * (values["limits.max_key_bytes"] + _KEY_OVERHEAD_BYTES),
         values["limits.max_frame_bytes"],

@@ -74,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     leases.add_argument("--most", metavar="N", type=int, default=0, help="list at most so many, the oldest (1,000)")
     _add_endpoint(leases)
 
+    handoffs = commands.add_parser("handoffs", help="list the requests that engines have held for each other")
+    handoffs.set_defaults(run=_handoffs)
+    handoffs.add_argument("--most", metavar="N", type=int, default=0, help="list at most so many, the oldest (1,000)")
+    _add_endpoint(handoffs)
+
     explain = commands.add_parser("explain", help="say why blocks of a request of the last minutes were misses")
     explain.set_defaults(run=_explain)
     explain.add_argument("request", metavar="REQUEST", help="the engine's id of the request")
@@ -203,6 +208,22 @@ def _leases(options: argparse.Namespace) -> int:
 
     def show(answer: Any, _: Endpoint) -> None:
         _say(leases.to_json(answer)) if options.json else leases.show(answer)
+
+    return _inquire(options, fetch, show)
+
+
+def _handoffs(options: argparse.Namespace) -> int:
+    from ..protos.v1.admin_pb2 import ListHandoffsRequest
+    from . import handoffs, inquiry
+
+    if not 0 <= options.most < 1 << 32:
+        return _refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
+
+    def fetch(endpoint: Endpoint, timeout: float) -> Any:
+        return inquiry.ask(endpoint, "ListHandoffs", ListHandoffsRequest(max_handoffs=options.most), timeout)
+
+    def show(answer: Any, _: Endpoint) -> None:
+        _say(handoffs.to_json(answer)) if options.json else handoffs.show(answer)
 
     return _inquire(options, fetch, show)
 

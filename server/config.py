@@ -25,6 +25,7 @@ __all__ = [
     "CpuConfig",
     "Durability",
     "Eviction",
+    "HandoffConfig",
     "LeaseConfig",
     "LimitConfig",
     "LogConfig",
@@ -120,6 +121,24 @@ class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         setting("Part of each tenant's quota, and of what is nobody's quota, that may be retained.", ge=0, le=1),
     ] = 0.5
+
+
+class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How far engines may have requests held for each other."""
+
+    default: Annotated[
+        float, setting("Duration of a hold where the engine names none.", unit="seconds", ge=0.1, le=86400)
+    ] = 30.0
+    max: Annotated[
+        float, setting("Longest duration of a hold that an engine gets at once.", unit="seconds", ge=0.1, le=86400)
+    ] = 600.0
+    part: Annotated[
+        float,
+        setting(
+            "Part of each tenant's quota of memory, and of what is nobody's quota, that holds may pin.", ge=0, le=1
+        ),
+    ] = 0.25
+    max_holds: Annotated[int, setting("Most requests of one tenant that are held at once.", ge=0, le=1 << 20)] = 4096
 
 
 class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,6 +299,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     limits: LimitConfig = LimitConfig()
     cpu: CpuConfig = CpuConfig()
     retention: RetentionConfig = RetentionConfig()
+    handoff: HandoffConfig = HandoffConfig()
     tiers: Annotated[
         tuple[TierConfig, ...],
         setting("The tiers below the CPU tier, in lookup order; `[]` means CPU only.", default="one `lmdb` tier"),

@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from ..protos.v1 import cache_pb2
 from ..tiers.blocks import GROUP_INDEX_BYTES, NamespaceSpec
 from ..tiers.rules import Medium, TierFilter
-from .config import LeaseConfig, LimitConfig, RetentionConfig
+from .config import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from .errors import Refused
 
 __all__ = ["Edge"]
@@ -21,10 +21,13 @@ _MAX_REQUEST_ID_BYTES = 512
 class Edge:
     """Checks arguments against the configured limits; raises `Refused`."""
 
-    def __init__(self, limits: LimitConfig, leases: LeaseConfig, retention: RetentionConfig) -> None:
+    def __init__(
+        self, limits: LimitConfig, leases: LeaseConfig, retention: RetentionConfig, handoff: HandoffConfig
+    ) -> None:
         self.limits = limits
         self.leases = leases
         self._retention = retention
+        self._handoff = handoff
 
     def keys(self, keys: Sequence[bytes], namespace: NamespaceSpec) -> Sequence[bytes]:
         """Checks number and length of keys, and that they name groups of the namespace. None at all is fine."""
@@ -75,6 +78,14 @@ class Edge:
     def retention(self, retain_for: Duration) -> float:
         """Returns for how long blocks are not to be evicted, in seconds; 0 where a call says nothing."""
         return min(_seconds(retain_for, "retain_for"), self._retention.max)
+
+    def hold(self, duration: Duration) -> float:
+        """Returns how long a request is to be held, in seconds."""
+        return min(_seconds(duration, "duration") or self._handoff.default, self._handoff.max)
+
+    def extension(self, extension: Duration) -> float | None:
+        """Returns to how many seconds from now a hold is to be extended; None where a call says nothing."""
+        return min(_seconds(extension, "extension"), self._handoff.max) or None
 
 
 def _seconds(duration: Duration, name: str) -> float:

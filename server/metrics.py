@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from .. import __version__
 from ..tiers.base import Outcome
 from ..tiers.history import MissReason
+from ..tiers.holds import HandoffDirection, HandoffStats
 from ..tiers.stats import ManagerStats
 
 __all__ = ["Direction", "Metrics", "ServerStats", "Snapshot"]
@@ -143,6 +144,7 @@ class _SnapshotCollector(Collector):
         yield GaugeMetricFamily("kvtier_snapshot_ok", "Whether the figures of the tiers could be read.", value=1)
         yield from _server_families(stats)
         yield from _manager_families(stats.manager)
+        yield from _handoff_families(stats.manager)
         yield from _tier_families(stats.manager)
 
 
@@ -173,6 +175,17 @@ _MANAGER_GAUGES = {
     "stores": "Stores that are in flight.",
     "quarantined_bytes": "Bytes out of use because a process that lost its store, fallen or merely silent, may still write there.",
     "namespaces": "Namespaces seen since start.",
+    "held_bytes": "Bytes of the CPU tier that holds pin; what several hold counts once.",
+}
+_HANDOFF_COUNTERS = {
+    "published": "Requests that were held for another engine.",
+    "declined": "Requests that were not held: more than may be, or too many.",
+    "claimed": "Claims of held requests that were granted something.",
+    "released": "Holds that were given back.",
+    "expired": "Holds whose time was over before anybody gave them back.",
+    "dropped": "Holds that ended with a reset, or were published anew.",
+    "claimed_bytes": "Bytes of blocks that claims were granted.",
+    "held_seconds": "For how long the holds that have ended kept their blocks from eviction, added up.",
 }
 _MANAGER_COUNTERS = {
     "lookup_keys": "Looked-up keys that were answered for: each is a hit of a tier, or a miss.",
@@ -205,6 +218,19 @@ def _manager_families(stats: ManagerStats) -> Iterator[Metric]:
     for reason in MissReason:
         misses.add_metric((reason.name.lower(),), stats.misses_by_reason.get(reason, 0))
     yield misses
+
+
+def _handoff_families(stats: ManagerStats) -> Iterator[Metric]:
+    holds = GaugeMetricFamily("kvtier_holds", "Requests that are held for another engine.", labels=("direction",))
+    for direction in HandoffDirection:
+        holds.add_metric((direction.name.lower(),), stats.handoffs.get(direction, HandoffStats()).open)
+    yield holds
+    for name, text in _HANDOFF_COUNTERS.items():
+        family = CounterMetricFamily(f"kvtier_handoffs_{name}", text, labels=("direction",))
+        for direction in HandoffDirection:
+            value = getattr(stats.handoffs.get(direction, HandoffStats()), name)
+            family.add_metric((direction.name.lower(),), value)
+        yield family
 
 
 def _tier_families(stats: ManagerStats) -> Iterator[Metric]:

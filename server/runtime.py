@@ -22,6 +22,7 @@ from ..tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier
 from ..tiers.blocks import Block
 from ..tiers.commands import (
     Command,
+    HoldChanged,
     JobId,
     LeaseId,
     LeaseSettled,
@@ -30,6 +31,7 @@ from ..tiers.commands import (
     RemoveFromTier,
     StoreInTier,
 )
+from ..tiers.holds import HoldName
 from ..tiers.keeping import Keeping
 from ..tiers.manager import TierManager
 from ..tiers.stats import ManagerStats
@@ -94,7 +96,7 @@ class TierRuntime:
         self._stall_seconds = stall_seconds
         self._watch_from = 0.0
         """From when on it is looked whether tiers stand still."""
-        self._waiting: dict[LeaseId, list[asyncio.Future[None]]] = defaultdict(list)
+        self._waiting: dict[LeaseId | HoldName, list[asyncio.Future[None]]] = defaultdict(list)
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
         """Jobs that threads have ended and the core has not heard of."""
         self._changed = asyncio.Event()
@@ -142,17 +144,24 @@ class TierRuntime:
 
     async def settled(self, lease_id: LeaseId, seconds: float) -> None:
         """Waits until nothing of a lease is pending, or the time is over. The lease may be gone by then."""
+        await self._wait_for(lease_id, seconds)
+
+    async def hold_changed(self, name: HoldName, seconds: float) -> None:
+        """Waits until something of a hold has changed, or the time is over: it may be there or gone by then."""
+        await self._wait_for(name, seconds)
+
+    async def _wait_for(self, name: LeaseId | HoldName, seconds: float) -> None:
         future = self._loop.create_future()
-        self._waiting[lease_id].append(future)
+        self._waiting[name].append(future)
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(future, seconds)
         finally:
-            waiting = self._waiting.get(lease_id, [])
+            waiting = self._waiting.get(name, [])
             if future in waiting:
                 waiting.remove(future)
             if not waiting:
-                self._waiting.pop(lease_id, None)
+                self._waiting.pop(name, None)
 
     async def changed(self, seconds: float) -> None:
         """Waits until a job of a tier ends or a store fails, or the time is over."""
@@ -263,8 +272,8 @@ class TierRuntime:
                 self._workers[tier - 1].look_up(keys, partial(self._answered_on_thread, job_id))
             case RemoveFromTier(tier, keys):
                 self._workers[tier - 1].remove(keys)
-            case LeaseSettled(lease_id):
-                for future in self._waiting.pop(lease_id, ()):
+            case LeaseSettled(name) | HoldChanged(name):
+                for future in self._waiting.pop(name, ()):
                     if not future.done():
                         future.set_result(None)
 

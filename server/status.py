@@ -34,6 +34,7 @@ def to_json(answer: GetStatusResponse) -> str:
         "stores": answer.stores,
         "quarantined_bytes": answer.quarantined_bytes,
         "namespaces": answer.namespaces,
+        "holds": answer.holds,
         "tiers": [_tier_values(tier) for tier in answer.tiers],
         "sessions": [_session_values(session) for session in answer.sessions],
     }

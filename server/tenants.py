@@ -54,6 +54,8 @@ def keeping_of(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]
         ttl={name: tier.ttl for name, tier in configured.items() if tier.ttl is not None},
         tenants=_tenants(config.tenants, capacities),
         retained_part=config.retention.part,
+        held_part=config.handoff.part,
+        max_holds=config.handoff.max_holds,
     )
 
 

@@ -172,13 +172,15 @@ class HoldTable:
     def orphan(self, hold: Hold) -> None:
         """Takes note that the engine of a hold is gone: what nobody is writing now will not come."""
         hold.orphaned = True
-        for block in [block for block in dict.fromkeys(hold.items) if block in self._waiting] if hold.awaited else ():
-            if block is not None and not block.pending:
-                items = self._waiting[block].pop(hold)
-                hold.awaited -= len(items)
-                if not self._waiting[block]:
-                    del self._waiting[block]
-                self._lose(hold, items)
+        for block in dict.fromkeys(hold.items) if hold.awaited else ():
+            waiting = self._waiting.get(block) if block is not None else None
+            if block is None or waiting is None or block.pending:
+                continue
+            items = waiting.pop(hold)
+            hold.awaited -= len(items)
+            if not waiting:
+                del self._waiting[block]
+            self._lose(hold, items)
 
     def _lose(self, hold: Hold, items: Sequence[int]) -> None:
         for item in items:

@@ -97,7 +97,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "epoch", "uptime", "draining", "tiers", "sessions", "leases", "stores", "quarantined_bytes", "namespaces")
+    __slots__ = ("server_version", "epoch", "uptime", "draining", "tiers", "sessions", "leases", "stores", "quarantined_bytes", "namespaces", "holds")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class GetStatusResponse(_message.Message):
     STORES_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     epoch: int
     uptime: _duration_pb2.Duration
@@ -118,7 +119,8 @@ class GetStatusResponse(_message.Message):
     stores: int
     quarantined_bytes: int
     namespaces: int
-    def __init__(self, server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., leases: _Optional[int] = ..., stores: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ...) -> None: ...
+    holds: int
+    def __init__(self, server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., leases: _Optional[int] = ..., stores: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., holds: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "type", "capacity_bytes", "available_bytes", "used_bytes", "blocks", "hits", "misses", "evictions", "jobs", "healthy", "trouble", "expired", "not_retained", "shares", "damaged_blocks")

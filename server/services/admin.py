@@ -15,11 +15,20 @@ from ..errors import Refused
 from ..fsck_online import OnlineFsck
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
-from .admin_messages import explained, fsck_step, lease_status, session_status, tier_status
+from .admin_messages import (
+    explained,
+    fsck_step,
+    handoff_status,
+    handoff_totals,
+    lease_status,
+    session_status,
+    tier_status,
+)
 
 __all__ = ["AdminService"]
 
 _MOST_LEASES = 1000
+_MOST_HANDOFFS = 1000
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -45,6 +54,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             stores=stats.stores,
             quarantined_bytes=stats.quarantined_bytes,
             namespaces=stats.namespaces,
+            holds=stats.holds,
         )
         answer.uptime.FromNanoseconds(int((now - self._ready_at) * 1e9))
         return answer
@@ -61,6 +71,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 for lease in held[: min(request.max_leases or _MOST_LEASES, _MOST_LEASES)]
             ],
             total=len(held),
+        )
+
+    async def ListHandoffs(
+        self, request: admin_pb2.ListHandoffsRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListHandoffsResponse:
+        now, core = self._runtime.now(), self._runtime.core
+        holds = core.handoffs.all()
+        return admin_pb2.ListHandoffsResponse(
+            handoffs=[
+                handoff_status(hold, now)
+                for hold in holds[: min(request.max_handoffs or _MOST_HANDOFFS, _MOST_HANDOFFS)]
+            ],
+            total=len(holds),
+            held_bytes=core.handoffs.held_bytes,
+            totals=[handoff_totals(direction, stats) for direction, stats in core.handoffs.stats().items()],
         )
 
     async def ExplainRequest(

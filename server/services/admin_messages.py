@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
 
-from ...protos.v1 import admin_pb2, cache_pb2
+from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
 from ...tiers.fsck import NAMESPACE_BYTES
 from ...tiers.grants import Store
 from ...tiers.history import MissReason
+from ...tiers.holds import HandoffDirection, HandoffStats, Hold
 from ...tiers.journal import LookupRecord, RequestRecord, Span
 from ...tiers.leases import Lease
 from ...tiers.stats import TierStats
 from ..fsck_online import Progress
 from ..sessions import OpenSession
 
-__all__ = ["POLICIES", "explained", "fsck_step", "lease_status", "session_status", "tier_status"]
+__all__ = [
+    "POLICIES",
+    "explained",
+    "fsck_step",
+    "handoff_status",
+    "handoff_totals",
+    "lease_status",
+    "session_status",
+    "tier_status",
+]
 
 POLICIES = {
     OffloadPolicy.BLOCK_LEVEL: cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL,
@@ -90,6 +100,39 @@ def lease_status(held: Lease | Store, session: OpenSession | None, now: float) -
         status.blocks, status.bytes = len(held.blocks), sum(block.part_bytes for block in held.blocks)
         status.pending_blocks = len(held.blocks)
     return status
+
+
+def handoff_status(hold: Hold, now: float) -> admin_pb2.HandoffStatus:
+    """Returns one hold."""
+    return admin_pb2.HandoffStatus(
+        engine_id=hold.engine[1],
+        request_id=hold.name[2],
+        direction=handoff_pb2.HandoffDirection.Name(hold.direction.value),
+        tenant=hold.tenant,
+        num_tokens=hold.num_tokens,
+        blocks=len(hold.items) - hold.items.count(None),
+        bytes=hold.nbytes,
+        pending_blocks=hold.awaited,
+        claims=hold.claims,
+        age=_duration(now - hold.published_at),
+        remaining=_duration(hold.expires_at - now),
+    )
+
+
+def handoff_totals(direction: HandoffDirection, stats: HandoffStats) -> admin_pb2.HandoffTotals:
+    """Returns what has become of the holds of one direction."""
+    return admin_pb2.HandoffTotals(
+        direction=handoff_pb2.HandoffDirection.Name(direction.value),
+        open=stats.open,
+        published=stats.published,
+        declined=stats.declined,
+        claimed=stats.claimed,
+        released=stats.released,
+        expired=stats.expired,
+        dropped=stats.dropped,
+        claimed_bytes=stats.claimed_bytes,
+        held_time=_duration(stats.held_seconds),
+    )
 
 
 def explained(record: RequestRecord, tiers: list[str], now: float) -> admin_pb2.ExplainRequestResponse:

@@ -208,6 +208,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         deadline = self._runtime.now() + self._edge.wait(request.wait)
         self._runtime.get_finished_jobs()
         pending = self._core.reset(session)
+        self._runtime.pump()
         while pending and (remaining := deadline - self._runtime.now()) > 0:
             await self._runtime.changed(min(remaining, _RESET_POLL_SECONDS))  # releases and completions wake nobody
             pending = self._core.resetting(session)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvtier.tiers import errors
 from kvtier.tiers.handoffs import EXPIRY_MARGIN_SECONDS
-from kvtier.tiers.holds import HandoffDirection, Hold, HoldName
+from kvtier.tiers.holds import Claim, HandoffDirection, Hold, HoldName
 from kvtier.tiers.leases import KeyStatus
 
 from .actors import HOLD_SECONDS, Actors
@@ -100,24 +100,23 @@ class Handoffs(Actors):
         first = self.rng.choice(([], [], [2], [0, 4]))
         request_id, expires_at = self.rng.choice(REQUESTS), self.world.now + self.rng.choice(HOLD_SECONDS)
 
-        def ask() -> None:
-            found = core.handoffs.claim(
+        def ask() -> Claim:
+            return core.handoffs.claim(
                 client.session, name, first_positions=first, request_id=request_id, expires_at=expires_at, now=now
             )
-            self._claimed(client, record, found.lease, found.statuses, first, request_id, expires_at)
 
         if error is not None:
             self.world.refused(error, ask)
             self.world.saw("holds claimed too late", error is errors.HoldExpired)
-        else:
-            ask()
+        elif record is not None:
+            claim = ask()
+            self._check_claim(record, claim, first)
+            if claim.lease is not None:
+                self._claimed(client, LeaseRecord(claim.lease, client, request_id, expires_at, [], waiting=False))
 
-    def _claimed(self, client: Client, record, lease, statuses, first, request_id, expires_at) -> None:  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    def _check_claim(self, record: HoldRecord, claim: Claim, first: list[int]) -> None:
         must = self.world.must
-        must(Invariant.HELD, record is not None, "a claim of what is not held")
-        if record is None:
-            return
-        for item, (block, status) in enumerate(zip(record.hold.items, statuses, strict=True)):
+        for item, (block, status) in enumerate(zip(record.hold.items, claim.statuses, strict=True)):
             group = int.from_bytes(record.hold.keys[item][-4:], "big")
             if group < len(first) and item < first[group]:
                 must(Invariant.HELD, not status, "a block that was not wanted")
@@ -125,15 +124,15 @@ class Handoffs(Actors):
             right = KeyStatus.MISS if block is None else KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING
             must(Invariant.HELD, status == right, f"item {item} is said to be {status}")
             must(Invariant.HELD, item not in record.at or status == KeyStatus.HIT, "a block that was held is gone")
-        must(Invariant.HELD, (lease is None) == (KeyStatus.HIT not in statuses), "a lease on the hits")
-        if lease is None:
-            return
+        must(Invariant.HELD, (claim.lease is None) == (KeyStatus.HIT not in claim.statuses), "a lease on the hits")
+
+    def _claimed(self, client: Client, record: LeaseRecord) -> None:
         self.world.saw("holds claimed")
-        found = [block for block in lease.items if block is not None]
+        found = [block for block in record.lease.items if block is not None]
         gone = self.world.ledger.gone.get(client.session.namespace.id, set())
-        must(Invariant.RESET, gone.isdisjoint(found), "a claim of blocks from before a reset")
+        self.world.must(Invariant.RESET, gone.isdisjoint(found), "a claim of blocks from before a reset")
         self.used(client.session, found, 0.0, 0)
-        self.world.ledger.leases[lease.id] = LeaseRecord(lease, client, request_id, expires_at, [], waiting=False)
+        self.world.ledger.leases[record.lease.id] = record
 
     def renew_hold(self) -> None:
         """A heartbeat; whoever sends it."""

@@ -1,0 +1,133 @@
+"""HandoffService: requests that one engine holds for another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from ...protos.v1 import handoff_pb2, handoff_pb2_grpc
+from ...tiers.answers import Session
+from ...tiers.holds import HandoffDirection, Hold, HoldName, PublishStatus
+from ..edge import Edge
+from ..errors import Refused
+from ..runtime import TierRuntime
+from ..sessions import SessionRegistry
+
+__all__ = ["HandoffService"]
+
+
+class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
+    """Serves `kvtier.v1.HandoffService`."""
+
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge) -> None:
+        self._runtime = runtime
+        self._handoffs = runtime.core.handoffs
+        self._sessions = sessions
+        self._edge = edge
+
+    async def PublishHold(
+        self, request: handoff_pb2.PublishHoldRequest, context: grpc.aio.ServicerContext
+    ) -> handoff_pb2.PublishHoldResponse:
+        self._sessions.refuse_if_draining()
+        session = self._sessions.get(request.session)
+        request_id = self._named(request.request_id, "request_id")
+        self._runtime.get_finished_jobs()
+        held = self._handoffs.publish(
+            session,
+            request_id,
+            list(self._edge.keys(request.keys, session.namespace)),
+            list(request.positions),
+            num_tokens=request.num_tokens,
+            direction=_direction(request.direction),
+            duration=self._edge.hold(request.duration),
+            now=self._runtime.now(),
+        )
+        self._runtime.pump()
+        if isinstance(held, PublishStatus):
+            return handoff_pb2.PublishHoldResponse(status=handoff_pb2.PublishStatus.Name(held.value))
+        return handoff_pb2.PublishHoldResponse(
+            status=handoff_pb2.PUBLISH_STATUS_PUBLISHED, remaining=self._remaining(held), pending_blocks=held.awaited
+        )
+
+    async def ClaimHold(
+        self, request: handoff_pb2.ClaimHoldRequest, context: grpc.aio.ServicerContext
+    ) -> handoff_pb2.ClaimHoldResponse:
+        session = self._sessions.get(request.session)
+        name, request_id = self._name(session, request.hold), self._edge.request_id(request.request_id)
+        first_positions = self._edge.numbers(request.first_positions, "first_positions")
+        lease_seconds = self._edge.lease(request.lease_duration)
+        await self._arrived(session, name, self._edge.wait(request.wait))
+        now = self._runtime.now()
+        claim = self._handoffs.claim(
+            session,
+            name,
+            first_positions=first_positions,
+            request_id=request_id,
+            expires_at=now + lease_seconds,
+            now=now,
+        )
+        hold = claim.hold
+        return handoff_pb2.ClaimHoldResponse(
+            keys=hold.keys,
+            positions=hold.positions,
+            statuses=claim.statuses,
+            lease_id=claim.lease.id if claim.lease is not None else 0,
+            num_tokens=hold.num_tokens,
+            direction=handoff_pb2.HandoffDirection.Name(hold.direction.value),
+            remaining=self._remaining(hold),
+        )
+
+    async def RenewHolds(
+        self, request: handoff_pb2.RenewHoldsRequest, context: grpc.aio.ServicerContext
+    ) -> handoff_pb2.RenewHoldsResponse:
+        session, now = self._sessions.get(request.session), self._runtime.now()
+        extension = self._edge.extension(request.extension)
+        names = self._names(session, request.holds)
+        missing = [number for number, name in enumerate(names) if not self._handoffs.renew(name, now, extension)]
+        return handoff_pb2.RenewHoldsResponse(missing_holds=missing)
+
+    async def ReleaseHolds(
+        self, request: handoff_pb2.ReleaseHoldsRequest, context: grpc.aio.ServicerContext
+    ) -> handoff_pb2.ReleaseHoldsResponse:
+        session, now = self._sessions.get(request.session), self._runtime.now()
+        for name in self._names(session, request.holds):
+            self._handoffs.release(name, now)
+        self._runtime.pump()
+        return handoff_pb2.ReleaseHoldsResponse()
+
+    async def _arrived(self, session: Session, name: HoldName, seconds: float) -> None:
+        """Waits until a hold has been published and all of it is there, or the time is over; raises `HoldExpired`."""
+        deadline = self._runtime.now() + seconds
+        while (remaining := deadline - self._runtime.now()) > 0:
+            hold = self._handoffs.find(name, self._runtime.now())
+            if hold is not None and not hold.awaited:
+                return
+            await self._runtime.hold_changed(name, remaining)
+            self._sessions.check(session)
+
+    def _remaining(self, hold: Hold) -> Duration:
+        duration = Duration()
+        duration.FromNanoseconds(int(max(0.0, hold.expires_at - self._runtime.now()) * 1e9))
+        return duration
+
+    def _name(self, session: Session, hold: handoff_pb2.HoldRef) -> HoldName:
+        engine_id = self._named(hold.engine_id, "hold.engine_id")
+        return (session.namespace.id, engine_id, self._named(hold.request_id, "hold.request_id"))
+
+    def _names(self, session: Session, holds: Sequence[handoff_pb2.HoldRef]) -> list[HoldName]:
+        self._edge.numbers(range(len(holds)), "holds")
+        return [self._name(session, hold) for hold in holds]
+
+    def _named(self, text: str, field: str) -> str:
+        if not text:
+            raise Refused("INVALID_ARGUMENT", f"{field} is missing")
+        return self._edge.request_id(text)
+
+
+def _direction(direction: int) -> HandoffDirection:
+    try:
+        return HandoffDirection(direction or HandoffDirection.PREFILL_TO_DECODE)
+    except ValueError as error:
+        raise Refused("INVALID_ARGUMENT", f"direction: {error}") from error
