@@ -1,0 +1,21 @@
+"""What a client can do, written once: each operation yields effects (`effects`) and returns its result."""
+
+from __future__ import annotations
+
+from ...protos.v1 import admin_pb2
+from ..effects import Call, Operation
+from .loads import Loads, Reading
+from .stores import Stores, Writing
+
+__all__ = ["Operations", "Reading", "Writing"]
+
+
+class Operations(Loads, Stores):
+    """All operations of one client."""
+
+    def status(self) -> Operation[admin_pb2.GetStatusResponse]:
+        """Asks for the server's status."""
+        answer: admin_pb2.GetStatusResponse = yield Call(
+            "AdminService/GetStatus", admin_pb2.GetStatusRequest(), self._timeouts.call
+        )
+        return answer

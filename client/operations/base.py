@@ -1,0 +1,107 @@
+"""What all operations have in common: a link, calls with deadlines, and how a request is made of what the user gave us."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from ...cuda.copy import HostBuffer, address_of
+from ..effects import Call, Operation
+from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, SessionLost
+from ..link import Link
+from ..namespace import Namespace
+from ..staging import StagingPool
+from ..timeouts import Timeouts
+
+__all__ = ["Base", "as_json", "consecutive", "duration", "message"]
+
+
+class Base:
+    """Operations of one client; stateless but for the staging buffers."""
+
+    def __init__(self, namespace: Namespace, timeouts: Timeouts, lost: Callable[[Link], None]) -> None:
+        """`lost` is told of a link whose session the server does not know any more."""
+        self._namespace = namespace
+        self._timeouts = timeouts
+        self._lost = lost
+        self._staging = StagingPool()
+
+    def _call(self, link: Link, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
+        try:
+            return (yield Call(method, request, self._timeouts.call + wait))
+        except SessionLost:
+            self._lost(link)
+            raise
+
+    def _call_for_sure(self, link: Link, method: str, request: Any) -> Operation[Any]:
+        """Calls what grants slots or gives them back.
+
+        Where nobody knows whether it was carried out (no answer in time, or the caller was cancelled), slots could stay with
+        a session that does not know of them: so that session ends, and with it whatever it holds.
+        """
+        try:
+            return (yield from self._call(link, method, request))
+        except BaseException as error:
+            if isinstance(error, DeadlineExceeded) or not isinstance(error, KVTierError):
+                self._lost(link)
+            raise
+
+    def _quietly(self, operation: Operation[None]) -> Operation[None]:
+        """Runs an operation that tidies up after a failure, whose own failure is of no interest."""
+        try:
+            yield from operation
+        except KVTierError:
+            return
+
+    def _addresses(self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, writable: bool) -> list[int]:
+        if len(keys) != len(buffers):
+            raise InvalidRequest(f"{len(keys)} keys, but {len(buffers)} buffers")
+        addresses = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            try:
+                wanted = self._namespace.part_bytes_of(key)
+                address, nbytes = address_of(buffer, writable=writable)
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(str(error)) from error
+            if nbytes != wanted:
+                raise InvalidRequest(f"a buffer of {nbytes} bytes for a part of {wanted}")
+            addresses.append(address)
+        return addresses
+
+
+M = TypeVar("M", bound=Message)
+
+
+def message(make: type[M], **fields: Any) -> M:
+    """Makes a request of what the user gave us."""
+    try:
+        return make(**fields)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def as_json(params: Mapping[str, Any] | None) -> str:
+    """Returns parameters as text; nothing for none."""
+    try:
+        return json.dumps(params) if params else ""
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"kv_transfer_params are not JSON: {error}") from error
+
+
+def duration(seconds: float | None) -> Duration | None:
+    """Returns a time span as it travels."""
+    if seconds is None:
+        return None
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
+
+
+def consecutive(sizes: Sequence[int]) -> list[int]:
+    """Returns where pieces of these sizes begin that lie one behind the other."""
+    return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]

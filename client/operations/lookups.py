@@ -1,0 +1,140 @@
+"""Looking up, and the leases that lookups grant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...protos.packed import unpack_offsets
+from ...protos.v1 import cache_pb2
+from ..effects import Connect, Operation
+from ..link import Link
+from ..results import LookupResult, OffloadPolicy, RequestOutcome, TierFilter, TierVote
+from .base import Base, as_json, duration, message
+
+__all__ = ["Lookups"]
+
+
+class Lookups(Base):
+    """Which blocks are there; and requests, from their beginning to their end."""
+
+    def begin_request(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        *,
+        prompt_tokens: int,
+        priority: int,
+        kv_transfer_params: Mapping[str, Any] | None,
+        wait: float,
+        prefix: bool,
+        lease: float | None,
+        exclude: TierFilter | None = None,
+        min_hits: int = 0,
+        retain_for: float | None = None,
+    ) -> Operation[LookupResult]:
+        """Announces a request and looks up its keys."""
+        link: Link = yield Connect(self._timeouts.connect)
+        request = message(
+            cache_pb2.BeginRequestRequest,
+            session=link.ref,
+            request_id=request_id,
+            keys=keys,
+            mode=lookup_mode(prefix),
+            prompt_tokens=prompt_tokens,
+            priority=priority,
+            kv_transfer_params_json=as_json(kv_transfer_params),
+            wait=duration(wait),
+            lease_duration=duration(lease),
+            exclude=tier_filter(exclude),
+            min_hits=min_hits,
+            retain_for=duration(retain_for),
+        )
+        answer = yield from self._call(link, "CacheService/BeginRequest", request, wait)
+        votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
+        return lookup_result(answer.lookup, request_id, keys, link, OffloadPolicy(answer.policy), votes)
+
+    def lookup(
+        self,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        wait: float,
+        prefix: bool,
+        lease: float | None,
+        exclude: TierFilter | None = None,
+        min_hits: int = 0,
+        retain_for: float | None = None,
+        want_slots: bool = False,
+    ) -> Operation[LookupResult]:
+        """Looks up keys and leases the hits."""
+        link: Link = yield Connect(self._timeouts.connect)
+        request = message(
+            cache_pb2.LookupRequest,
+            session=link.ref,
+            request_id=request_id,
+            keys=keys,
+            mode=lookup_mode(prefix),
+            wait=duration(wait),
+            lease_duration=duration(lease),
+            want_slots=want_slots and link.region is not None,
+            exclude=tier_filter(exclude),
+            min_hits=min_hits,
+            retain_for=duration(retain_for),
+        )
+        answer = yield from self._call(link, "CacheService/Lookup", request, wait)
+        return lookup_result(answer, request_id, keys, link)
+
+    def release(self, lease_ids: Iterable[int]) -> Operation[None]:
+        """Gives leases back."""
+        link: Link = yield Connect(self._timeouts.connect)
+        request = message(cache_pb2.ReleaseLeaseRequest, session=link.ref, lease_ids=lease_ids)
+        yield from self._call(link, "CacheService/ReleaseLease", request)
+
+    def touch(self, lease_ids: Iterable[int], *, lease: float | None) -> Operation[list[int]]:
+        """Extends leases; returns those that are gone."""
+        link: Link = yield Connect(self._timeouts.connect)
+        request = message(cache_pb2.TouchRequest, session=link.ref, lease_ids=lease_ids, lease_duration=duration(lease))
+        answer = yield from self._call(link, "CacheService/Touch", request)
+        return list(answer.missing_lease_ids)
+
+    def finish_request(self, request_id: str, *, wait: float) -> Operation[RequestOutcome]:
+        """Ends a request."""
+        link: Link = yield Connect(self._timeouts.connect)
+        request = message(cache_pb2.FinishRequestRequest, session=link.ref, request_id=request_id, wait=duration(wait))
+        answer = yield from self._call(link, "CacheService/FinishRequest", request, wait)
+        return RequestOutcome(answer.settled, answer.incomplete_blocks)
+
+
+def lookup_result(
+    answer: cache_pb2.LookupResponse,
+    request_id: str,
+    keys: Sequence[bytes],
+    link: Link,
+    policy: OffloadPolicy | None = None,
+    votes: tuple[TierVote, ...] = (),
+) -> LookupResult:
+    return LookupResult(
+        id=answer.lease_id,
+        statuses=answer.statuses,
+        prefix_hits=answer.prefix_hits,
+        request_id=request_id,
+        keys=keys,
+        link=link,
+        source_indices=answer.sources,
+        slots=unpack_offsets(answer.slot_offsets),
+        policy=policy,
+        votes=votes,
+        not_retained=answer.not_retained_blocks,
+    )
+
+
+def lookup_mode(prefix: bool) -> cache_pb2.LookupMode:  # noqa: FBT001 - named by its callers
+    return cache_pb2.LOOKUP_MODE_PREFIX if prefix else cache_pb2.LOOKUP_MODE_EACH
+
+
+def tier_filter(exclude: TierFilter | None) -> cache_pb2.TierFilter | None:
+    if exclude is None:
+        return None
+    media = [cache_pb2.TierMedium.Name(medium) for medium in exclude.media]
+    return message(cache_pb2.TierFilter, names=exclude.names, media=media, remote=exclude.remote)
