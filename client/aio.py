@@ -21,7 +21,16 @@ from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, erro
 from .keeper import Identity, Keeper, Transport
 from .namespace import Namespace
 from .operations import Operations
-from .results import LookupResult, ReadBatch, RequestOutcome, TierFilter, WriteBatch
+from .results import (
+    HandoffDirection,
+    HoldName,
+    LookupResult,
+    Publication,
+    ReadBatch,
+    RequestOutcome,
+    TierFilter,
+    WriteBatch,
+)
 from .timeouts import Timeouts
 from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
 
@@ -218,6 +227,45 @@ class AsyncClient:
     async def release(self, *lease_ids: int) -> None:
         """See `Client.release`."""
         await self._run(self._operations.release(lease_ids))
+
+    async def publish(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        *,
+        num_tokens: int,
+        direction: HandoffDirection = HandoffDirection.PREFILL_TO_DECODE,
+        hold_for: float | None = None,
+    ) -> Publication:
+        """See `Client.publish`."""
+        return await self._run(
+            self._operations.publish(
+                request_id, keys, positions, num_tokens=num_tokens, direction=direction, hold_for=hold_for
+            )
+        )
+
+    async def claim(
+        self,
+        hold: HoldName,
+        *,
+        request_id: str = "",
+        first_positions: Sequence[int] = (),
+        wait: float = 0.0,
+        lease: float | None = None,
+    ) -> AsyncLease:
+        """See `Client.claim`."""
+        return await self._lease(
+            self._operations.claim(hold, request_id=request_id, first_positions=first_positions, wait=wait, lease=lease)
+        )
+
+    async def renew_holds(self, *holds: HoldName, extension: float | None = None) -> list[HoldName]:
+        """See `Client.renew_holds`."""
+        return await self._run(self._operations.renew_holds(holds, extension=extension))
+
+    async def release_holds(self, *holds: HoldName) -> None:
+        """See `Client.release_holds`."""
+        await self._run(self._operations.release_holds(holds))
 
     async def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
         """See `Client.finish_request`."""

@@ -8,6 +8,7 @@
     │   └── Draining           the server is shutting down
     ├── InvalidRequest         the call cannot succeed as it is
     ├── LeaseLost              a lease or store ended early: treat what was read as garbage, what was written as lost
+    ├── HoldGone               a request that should be handed over is not held (any more)
     ├── NotOwner               the lease or store belongs to another engine
     ├── LimitExceeded          too much at once; try again later
     ├── ChecksumMismatch       bytes arrived damaged
@@ -30,6 +31,7 @@ __all__ = [
     "ChecksumMismatch",
     "DeadlineExceeded",
     "Draining",
+    "HoldGone",
     "InvalidRequest",
     "KVTierError",
     "LeaseLost",
@@ -81,6 +83,10 @@ class LeaseLost(KVTierError):
     """A lease or a store ended before its use did, or an item of it is not ready."""
 
 
+class HoldGone(KVTierError):
+    """A request that should be handed over is not held: never published, released, expired, or about to."""
+
+
 class NotOwner(KVTierError):
     """The lease or store belongs to another engine."""
 
@@ -117,6 +123,8 @@ ERROR_OF = MappingProxyType(
         "FSCK_RUNNING": LimitExceeded,
         "INTERNAL": ServerError,
         "REQUEST_NOT_FOUND": InvalidRequest,
+        "HOLD_NOT_FOUND": HoldGone,
+        "HOLD_EXPIRED": HoldGone,
     }
 )
 """The exception of each reason; complete, by test."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..protos.v1 import common_pb2
 
-__all__ = ["Group", "GroupKind", "Namespace", "make_key"]
+__all__ = ["Group", "GroupKind", "Namespace", "make_hold_key", "make_key"]
+
+
+_HOLD_PREFIX = b"kvtier.hold."
 
 
 class GroupKind(enum.Enum):
@@ -92,3 +96,14 @@ class Namespace:
 def make_key(block_hash: bytes, group: int = 0) -> bytes:
     """Returns the key of a block: its content hash and its KV cache group's index, 4 bytes big-endian."""
     return block_hash + group.to_bytes(4, "big")
+
+
+def make_hold_key(engine_id: str, request_id: str, group: int, position: int) -> bytes:
+    """Returns the key of a block that has no content hash, the last one of a request that is handed over.
+
+    Only who claims the request finds it; it goes to no tier below, and disappears with the hold (`kvtier/v1/handoff.proto`).
+    """
+    digest = hashlib.sha256()
+    for part in (engine_id.encode(), request_id.encode(), position.to_bytes(8, "big")):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return make_key(_HOLD_PREFIX + digest.digest(), group)

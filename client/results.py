@@ -6,15 +6,20 @@ import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from ..protos.v1 import cache_pb2, common_pb2
+from ..protos.v1 import cache_pb2, common_pb2, handoff_pb2
 from .link import Link
 
 __all__ = [
     "DurableStatus",
+    "HandoffDirection",
+    "HoldInfo",
+    "HoldName",
     "KeyStatus",
     "LookupResult",
     "Medium",
     "OffloadPolicy",
+    "Publication",
+    "PublishStatus",
     "ReadBatch",
     "RequestOutcome",
     "StoreStatus",
@@ -48,6 +53,21 @@ class DurableStatus(enum.IntEnum):
     DURABLE = common_pb2.DURABLE_STATUS_DURABLE
     PENDING = common_pb2.DURABLE_STATUS_PENDING
     VOLATILE = common_pb2.DURABLE_STATUS_VOLATILE
+
+
+class HandoffDirection(enum.IntEnum):
+    """Which way a request is handed over."""
+
+    PREFILL_TO_DECODE = handoff_pb2.HANDOFF_DIRECTION_PREFILL_TO_DECODE
+    DECODE_TO_PREFILL = handoff_pb2.HANDOFF_DIRECTION_DECODE_TO_PREFILL
+
+
+class PublishStatus(enum.IntEnum):
+    """What became of a publication."""
+
+    PUBLISHED = handoff_pb2.PUBLISH_STATUS_PUBLISHED
+    NO_ROOM = handoff_pb2.PUBLISH_STATUS_NO_ROOM
+    TOO_MANY = handoff_pb2.PUBLISH_STATUS_TOO_MANY
 
 
 class OffloadPolicy(enum.Enum):
@@ -103,6 +123,46 @@ class RequestOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldName:
+    """Names a request that is held, within a namespace: the engine that published it, and that engine's id of it."""
+
+    engine_id: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What became of a publication.
+
+    Attributes:
+        status: whether the request is held, or why not.
+        remaining: seconds for which it is held, if nobody extends that.
+        pending_blocks: blocks that are still on their way to the server.
+    """
+
+    status: PublishStatus
+    remaining: float
+    pending_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class HoldInfo:
+    """What a claim learns of a hold.
+
+    Attributes:
+        positions: of each key's block, within its group.
+        num_tokens: tokens of the request that all blocks together back.
+        direction: which way the request is handed over.
+        remaining: seconds until the hold ends, if nobody extends it.
+    """
+
+    positions: Sequence[int]
+    num_tokens: int
+    direction: HandoffDirection
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True)
 class LookupResult:
     """What a lookup found, pinned by a lease until it is released, expires, or its session falls.
 
@@ -117,6 +177,7 @@ class LookupResult:
         policy: how the request is offloaded; None unless it was begun with this lookup.
         votes: each tier's vote; empty likewise.
         not_retained: hits that were to be retained and are not: that is bounded.
+        hold: of a claim, what is held; its `statuses` are 0 where a block was not wanted. None for a lookup.
     """
 
     id: int
@@ -130,6 +191,7 @@ class LookupResult:
     policy: OffloadPolicy | None = None
     votes: tuple[TierVote, ...] = ()
     not_retained: int = 0
+    hold: HoldInfo | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -22,7 +22,16 @@ from .keeper import Identity, Keeper, Pin, Transport
 from .link import Link
 from .namespace import Namespace
 from .operations import Operations
-from .results import LookupResult, ReadBatch, RequestOutcome, TierFilter, WriteBatch
+from .results import (
+    HandoffDirection,
+    HoldName,
+    LookupResult,
+    Publication,
+    ReadBatch,
+    RequestOutcome,
+    TierFilter,
+    WriteBatch,
+)
 from .timeouts import Timeouts
 from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
 
@@ -272,6 +281,69 @@ class Client:
     def release(self, *lease_ids: int) -> None:
         """Gives leases back; unknown ones are ignored."""
         self._run(self._operations.release(lease_ids))
+
+    def publish(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        *,
+        num_tokens: int,
+        direction: HandoffDirection = HandoffDirection.PREFILL_TO_DECODE,
+        hold_for: float | None = None,
+    ) -> Publication:
+        """Has a request of this engine held for another one: its blocks stay until the time is over, whatever becomes of us.
+
+        Args:
+            request_id: this engine's id of the request; with its `engine_id` it names the hold.
+            keys: of the blocks, of all groups, those that are still on their way included. See `make_hold_key` for the last one.
+            positions: of each block within its group, first tokens first.
+            num_tokens: tokens of the request that the blocks back.
+            direction: which way the request goes.
+            hold_for: seconds; the server's default if None. The server has an upper bound.
+        """
+        return self._run(
+            self._operations.publish(
+                request_id, keys, positions, num_tokens=num_tokens, direction=direction, hold_for=hold_for
+            )
+        )
+
+    def claim(
+        self,
+        hold: HoldName,
+        *,
+        request_id: str = "",
+        first_positions: Sequence[int] = (),
+        wait: float = 0.0,
+        lease: float | None = None,
+    ) -> Lease:
+        """Leases what an engine of this namespace has published; `hold` of the answer says what that is. The hold goes on.
+
+        Args:
+            hold: names it.
+            request_id: our own request that it is for; `finish_request` releases the lease.
+            first_positions: per group, from where on blocks are wanted; all of them if empty.
+            wait: seconds to wait for the publication, and for blocks on their way.
+            lease: seconds for which the lease holds; the server's default if None.
+
+        Raises:
+            HoldGone: it was not published in time, or released, or its time is over, or will be within five seconds.
+        """
+        return self._lease(
+            self._operations.claim(hold, request_id=request_id, first_positions=first_positions, wait=wait, lease=lease)
+        )
+
+    def renew_holds(self, *holds: HoldName, extension: float | None = None) -> list[HoldName]:
+        """Extends holds, to `extension` seconds from now or by two thirds of what each was published for.
+
+        Returns:
+            Those that are gone.
+        """
+        return self._run(self._operations.renew_holds(holds, extension=extension))
+
+    def release_holds(self, *holds: HoldName) -> None:
+        """Ends holds; unknown ones are ignored."""
+        self._run(self._operations.release_holds(holds))
 
     def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
         """Ends a request: its leases are released, and its tiers told once it has settled.

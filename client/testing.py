@@ -20,20 +20,21 @@ import xxhash
 
 from ..protos.frames import decode_push_frame, encode_pull_frame
 from ..protos.packed import pack_offsets
-from ..protos.v1 import admin_pb2, cache_pb2, common_pb2, session_pb2, transfer_pb2
+from ..protos.v1 import admin_pb2, cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
 from .effects import Call, Connect, Copy, Effect, Pull, Push
 from .errors import DeadlineExceeded, KVTierError, NotConnected, error_for
 from .link import Link
 from .namespace import Namespace
 from .results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
 from .sync import Client
+from .testing_holds import BlockName, FakeHolds
 
 __all__ = ["FakeServer"]
 
 _MAX_KEYS = 65536
 _MAX_FRAME_BYTES = 1 << 20
 
-_BlockName = tuple[bytes, bytes]
+_BlockName = BlockName
 
 
 @dataclass(slots=True)
@@ -89,9 +90,17 @@ class FakeServer:
         """Ends this life of the server: sessions, leases and stores fall; blocks stay, as in a durable tier."""
         self._start()
 
+    def expire_holds(self) -> None:
+        """Lets the time of all holds be over."""
+        self._holds.end_all(expired=True)
+
+    def decline_holds(self, decline: bool = True) -> None:  # noqa: FBT001, FBT002 - said like this in a test
+        """Holds nothing that is published from now on."""
+        self._holds.declining = decline
+
     def forget(self) -> None:
-        """Evicts every block that no lease pins."""
-        pinned = {name for lease in self._leases.values() for name in lease.names}
+        """Evicts every block that no lease and no hold pins."""
+        pinned = {name for lease in self._leases.values() for name in lease.names} | self._holds.pinned()
         self._blocks = {name: parts for name, parts in self._blocks.items() if name in pinned}
 
     def _start(self) -> None:
@@ -99,6 +108,11 @@ class FakeServer:
         self._sessions: dict[bytes, _Session] = {}
         self._leases: dict[int, _Lease] = {}
         self._stores: dict[int, _Store] = {}
+        self._holds = FakeHolds(self._ready, self._drop)
+
+    def _drop(self, name: _BlockName) -> None:
+        self._blocks.pop(name, None)
+        self._world.pop(name, None)
 
     def _open(self, wire: _FakeWire) -> Link:
         session_id = secrets.token_bytes(16)
@@ -137,6 +151,10 @@ class FakeServer:
             "Flush": self._flush,
             "FinishRequest": self._finish_request,
             "Reset": self._reset,
+            "PublishHold": self._publish_hold,
+            "ClaimHold": self._claim_hold,
+            "RenewHolds": self._renew_holds,
+            "ReleaseHolds": self._release_holds,
             "GetStatus": self._get_status,
         }
         return handlers[name](request)
@@ -295,6 +313,7 @@ class FakeServer:
     def _reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetResponse:
         """Empties the namespace at once: leases and stores that are in the way are lost."""
         prefix = self._session(request.session).prefix
+        self._holds.end_all(prefix=prefix)
         for name in [name for name in self._blocks if name[0] == prefix]:
             del self._blocks[name], self._world[name]
         self._leases = {
@@ -304,6 +323,40 @@ class FakeServer:
             number: store for number, store in self._stores.items() if all(name[0] != prefix for name in store.names)
         }
         return cache_pb2.ResetResponse()
+
+    def _publish_hold(self, request: handoff_pb2.PublishHoldRequest) -> handoff_pb2.PublishHoldResponse:
+        session = self._session(request.session)
+        return self._holds.publish(session.prefix, session.engine_id, self._names(session, request.keys), request)
+
+    def _claim_hold(self, request: handoff_pb2.ClaimHoldRequest) -> handoff_pb2.ClaimHoldResponse:
+        session = self._session(request.session)
+        hold = self._holds.find(session.prefix, request)
+        lives = any(other.engine_id == request.hold.engine_id for other in self._sessions.values())
+        statuses = self._holds.statuses(hold, request.first_positions, publisher_lives=lives)
+        lease_id = 0
+        if KeyStatus.HIT in statuses:
+            lease_id = next(self._ids)
+            hits = [
+                name if status == KeyStatus.HIT else None for name, status in zip(hold.names, statuses, strict=True)
+            ]
+            self._leases[lease_id] = _Lease(session.engine_id, request.request_id, hits)
+            session.leases.add(lease_id)
+        published = hold.request
+        return handoff_pb2.ClaimHoldResponse(
+            keys=published.keys,
+            positions=published.positions,
+            statuses=statuses,
+            lease_id=lease_id,
+            num_tokens=published.num_tokens,
+            direction=handoff_pb2.HandoffDirection.Name(published.direction),
+            remaining=self._holds.remaining(hold),
+        )
+
+    def _renew_holds(self, request: handoff_pb2.RenewHoldsRequest) -> handoff_pb2.RenewHoldsResponse:
+        return self._holds.renew(self._session(request.session).prefix, request)
+
+    def _release_holds(self, request: handoff_pb2.ReleaseHoldsRequest) -> handoff_pb2.ReleaseHoldsResponse:
+        return self._holds.release(self._session(request.session).prefix, request)
 
     def _get_status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
         used = sum(len(part) for parts in self._blocks.values() for part in parts.values())

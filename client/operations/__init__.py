@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from ...protos.v1 import admin_pb2
 from ..effects import Call, Operation
+from .handoffs import Handoffs
 from .loads import Loads, Reading
 from .stores import Stores, Writing
 
 __all__ = ["Operations", "Reading", "Writing"]
 
 
-class Operations(Loads, Stores):
+class Operations(Loads, Stores, Handoffs):
     """All operations of one client."""
 
     def status(self) -> Operation[admin_pb2.GetStatusResponse]:

@@ -46,7 +46,7 @@ class _OnRealServer(CacheClientContract):
         deadline = time.monotonic() + 5
         while (status := server.status()).sessions and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert (status.leases, status.stores, len(status.sessions)) == (0, 0, 0)
+        assert (status.leases, status.stores, status.holds, len(status.sessions)) == (0, 0, 0, 0)
 
 
 class TestSharedMemory(_OnRealServer):
@@ -104,6 +104,8 @@ class _Blocking:
         return self._entered(self._client.write(keys, **options))
 
     def close(self) -> None:
+        if self._loop.is_closed():
+            return
         self._wait(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

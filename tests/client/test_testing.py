@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, CacheClientContract, new_keys
 
-from kvtier.client import Client, DeadlineExceeded, NotConnected, SessionLost
+from kvtier.client import Client, DeadlineExceeded, HoldGone, HoldName, NotConnected, PublishStatus, SessionLost
 from kvtier.client.testing import FakeServer
 
 
@@ -62,3 +62,26 @@ def test_a_restart_ends_what_was_pinned_and_keeps_what_was_stored(server: FakeSe
     assert client.load(keys, [bytearray(SMALL)]) == 1
     server.forget()
     assert client.lookup(keys).id == 0
+
+
+def test_holds_end_when_the_test_says_so(server: FakeServer) -> None:
+    """Users can test what their code does when a hold is declined, over, or fell with the server."""
+    client = server.client(NAMESPACE, engine_id="e")
+    keys, hold = new_keys(1), HoldName("e", "r")
+    client.store(keys, [b"x" * SMALL])
+    server.decline_holds()
+    assert client.publish("r", keys, [0], num_tokens=16).status is PublishStatus.NO_ROOM
+    server.decline_holds(False)
+    client.publish("r", keys, [0], num_tokens=16)
+    server.forget()
+    client.claim(hold).release()
+    server.expire_holds()
+    with pytest.raises(HoldGone) as gone:
+        client.claim(hold)
+    assert gone.value.reason == "HOLD_EXPIRED"
+    server.forget()
+    assert client.lookup(keys).id == 0
+    client.publish("r", keys, [0], num_tokens=16)
+    server.restart()
+    with pytest.raises(HoldGone):
+        client.claim(hold)

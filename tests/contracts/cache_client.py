@@ -9,12 +9,17 @@ import pytest
 from kvtier.client import (
     DurableStatus,
     Group,
+    HandoffDirection,
+    HoldGone,
+    HoldName,
     InvalidRequest,
     KeyStatus,
     LeaseLost,
     Namespace,
     NotOwner,
+    PublishStatus,
     StoreStatus,
+    make_hold_key,
     make_key,
 )
 
@@ -250,3 +255,75 @@ class CacheClientContract:
         with pytest.raises(InvalidRequest):
             client.lookup([b"key"])
         assert client.lookup([key]).id == 0
+
+    def test_a_request_is_handed_over(self, connect: Callable[..., Any]) -> None:
+        """B2.17: one engine publishes, another claims and reads it with an ordinary lease, then lets it go."""
+        prefill, decode = connect(NAMESPACE, engine_id="prefill"), connect(NAMESPACE, engine_id="decode")
+        keys = [*new_keys(2), *new_keys(1, 1), make_hold_key("prefill", "r", 1, 1)]
+        data = [os.urandom(SMALL if key[-1] == 0 else LARGE) for key in keys]
+        prefill.store(keys, data)
+        published = prefill.publish("r", keys, [0, 1, 0, 1], num_tokens=30, hold_for=60)
+        assert (published.status, published.pending_blocks) == (PublishStatus.PUBLISHED, 0)
+        assert 30 < published.remaining <= 60
+        hold = HoldName("prefill", "r")
+        with decode.claim(hold, request_id="mine", wait=5, first_positions=[1]) as claim:
+            assert claim.statuses == bytes([0, *[KeyStatus.HIT] * 3])
+            assert (list(claim.hold.positions), claim.hold.num_tokens) == ([0, 1, 0, 1], 30)
+            assert claim.hold.direction is HandoffDirection.PREFILL_TO_DECODE
+            assert list(claim.keys) == keys
+            with decode.read(claim, [1, 3]) as batch:
+                assert [bytes(view) for view in batch.views()] == [data[1], data[3]]
+        decode.release_holds(hold, HoldName("nobody", "r"))
+        with pytest.raises(HoldGone) as gone:
+            decode.claim(hold)
+        assert gone.value.reason == "HOLD_NOT_FOUND"
+        with decode.lookup(keys, prefix=False) as lease:
+            assert lease.statuses == bytes([*[KeyStatus.HIT] * 3, KeyStatus.MISS]), "the last one was the hold's own"
+
+    def test_a_hold_waits_for_its_blocks(self, connect: Callable[..., Any]) -> None:
+        """What is on its way is PENDING, and a miss once its engine is gone; what has come outlives the engine."""
+        prefill, decode = connect(NAMESPACE, engine_id="prefill"), connect(NAMESPACE, engine_id="decode")
+        keys, hold = new_keys(2), HoldName("prefill", "early")
+        published = prefill.publish("early", keys, [0, 1], num_tokens=32, direction=HandoffDirection.DECODE_TO_PREFILL)
+        assert published.pending_blocks == 2
+        prefill.store(keys[:1], [bytes(SMALL)])
+        with decode.claim(hold, wait=0.05) as claim:
+            assert claim.statuses == bytes([KeyStatus.HIT, KeyStatus.HIT_PENDING])
+            assert claim.hold.direction is HandoffDirection.DECODE_TO_PREFILL
+        prefill.close()
+        with decode.claim(hold, wait=5) as claim:
+            assert claim.statuses == bytes([KeyStatus.HIT, KeyStatus.MISS])
+        decode.release_holds(hold)
+
+    def test_a_heartbeat_says_which_holds_are_gone(self, client: Any) -> None:
+        """B2.1: one call for many; nothing at all is fine."""
+        client.publish("here", new_keys(1), [0], num_tokens=16)
+        here, gone = HoldName(client.engine_id, "here"), HoldName(client.engine_id, "gone")
+        assert client.renew_holds(here, gone, extension=20) == [gone]
+        assert client.renew_holds() == []
+        client.release_holds(here)
+        assert client.renew_holds(here) == [here]
+
+    def test_a_hold_has_a_name_and_a_position_per_block(self, client: Any) -> None:
+        """What has not is refused."""
+        for request_id, keys, positions in (("", new_keys(1), [0]), ("r", new_keys(1), []), ("r", [b"key"], [0])):
+            with pytest.raises(InvalidRequest):
+                client.publish(request_id, keys, positions, num_tokens=16)
+        with pytest.raises(InvalidRequest):
+            client.claim(HoldName("", "r"))
+        with pytest.raises(InvalidRequest):
+            client.release_holds(HoldName("e", ""))
+        with pytest.raises(HoldGone):
+            client.claim(HoldName(client.engine_id, "r"))
+
+    def test_holds_of_two_namespaces_never_meet(self, connect: Callable[..., Any]) -> None:
+        """Not even under one name."""
+        keys = new_keys(1)
+        here, there = connect(NAMESPACE, engine_id="e"), connect(Namespace("other", "uint8", NAMESPACE.groups))
+        here.publish("r", keys, [0], num_tokens=16)
+        with pytest.raises(HoldGone):
+            there.claim(HoldName("e", "r"))
+        assert there.renew_holds(HoldName("e", "r")) == [HoldName("e", "r")]
+        there.release_holds(HoldName("e", "r"))
+        assert here.renew_holds(HoldName("e", "r")) == []
+        here.release_holds(HoldName("e", "r"))
