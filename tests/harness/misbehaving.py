@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from kvtier.client import Client, StoreStatus
-from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.protos.v1 import cache_pb2, handoff_pb2, transfer_pb2
 
 from .payloads import key_of, namespace_of
 from .raw import RawSession, refusal_of
@@ -22,12 +22,14 @@ __all__ = [
     "DAMAGED",
     "FRESH",
     "GROWTH_BYTES",
+    "HOLD",
     "INVALID",
     "INVALID_KEY",
     "KEYS",
     "NAMESPACE",
     "NOT_OWNER",
     "NOT_READY",
+    "NO_HOLD",
     "NO_LEASE",
     "NO_STORE",
     "PART",
@@ -53,6 +55,7 @@ NAMESPACE = namespace_of(PART, SMALL)
 TWO_RANKS = namespace_of(SMALL, world_size=2)
 KEYS = [key_of(number) for number in range(32)]
 FRESH = [key_of(number, salt="fresh") for number in range(8)]
+HOLD = handoff_pb2.HoldRef(engine_id="mine", request_id="r")
 GROWTH_BYTES = 128 * MIB
 """How much the server may have grown: some of these messages are as large as messages may be, and malloc keeps that."""
 TIMEOUT = 20.0
@@ -66,6 +69,7 @@ STALE = ("FAILED_PRECONDITION", "STALE_EPOCH")
 UNKNOWN = ("UNAUTHENTICATED", "UNKNOWN_SESSION")
 NO_LEASE = ("NOT_FOUND", "LEASE_NOT_FOUND")
 NO_STORE = ("NOT_FOUND", "STORE_NOT_FOUND")
+NO_HOLD = ("NOT_FOUND", "HOLD_NOT_FOUND")
 NOT_OWNER = ("PERMISSION_DENIED", "NOT_OWNER")
 NOT_READY = ("FAILED_PRECONDITION", "NOT_READY")
 DAMAGED = ("DATA_LOSS", "CHECKSUM_MISMATCH")
@@ -108,6 +112,17 @@ class World:
         store_id: int = answer.store_id
         return store_id
 
+    def hold(self, keys: list[bytes] = KEYS, **fields: Any) -> handoff_pb2.HoldRef:
+        """Returns a hold of session `mine`."""
+        request = handoff_pb2.PublishHoldRequest(
+            session=self.mine.ref, request_id="held", keys=keys, positions=range(len(keys)), **fields
+        )
+        assert self.mine.handoff.PublishHold(request, timeout=TIMEOUT).status == handoff_pb2.PUBLISH_STATUS_PUBLISHED
+        hold = handoff_pb2.HoldRef(engine_id="mine", request_id="held")
+        release = handoff_pb2.ReleaseHoldsRequest(session=self.mine.ref, holds=[hold])
+        self.held.append(lambda: self.mine.handoff.ReleaseHolds(release, timeout=TIMEOUT))
+        return hold
+
     def push(self, frames: list[bytes], timeout: float = TIMEOUT) -> transfer_pb2.PushResponse:
         """Sends frames as they are."""
         answer: transfer_pb2.PushResponse = self.mine.push(iter(frames), timeout=timeout)
@@ -123,13 +138,13 @@ Call = Callable[[World], object]
 
 
 def call(method: str, make: Callable[[World], Any]) -> Call:
-    """Returns a call of a method of CacheService as session `mine`, if the request names no other."""
+    """Returns a call of a method of CacheService or HandoffService as session `mine`, if the request names no other."""
 
     def run(world: World) -> object:
         request = make(world)
         if not request.HasField("session"):
             request.session.CopyFrom(world.mine.ref)
-        return getattr(world.mine.cache, method)(request, timeout=TIMEOUT)
+        return world.mine.method(method)(request, timeout=TIMEOUT)
 
     return run
 
@@ -160,4 +175,8 @@ WITH_SESSION: dict[str, Callable[[], Any]] = {
     "Flush": lambda: cache_pb2.FlushRequest(keys=KEYS),
     "FinishRequest": lambda: cache_pb2.FinishRequestRequest(request_id="r"),
     "Reset": cache_pb2.ResetRequest,
+    "PublishHold": lambda: handoff_pb2.PublishHoldRequest(request_id="r", keys=KEYS, positions=range(len(KEYS))),
+    "ClaimHold": lambda: handoff_pb2.ClaimHoldRequest(hold=HOLD),
+    "RenewHolds": lambda: handoff_pb2.RenewHoldsRequest(holds=[HOLD]),
+    "ReleaseHolds": lambda: handoff_pb2.ReleaseHoldsRequest(holds=[HOLD]),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -13,7 +14,14 @@ from kvtier.client.namespace import Namespace
 from kvtier.client.wire import CHANNEL_OPTIONS, PULL, PUSH
 from kvtier.protos.attach import REPLY_BYTES, pack_request, unpack_reply
 from kvtier.protos.reasons import reason_of
-from kvtier.protos.v1 import cache_pb2_grpc, common_pb2, session_pb2, session_pb2_grpc, transfer_pb2
+from kvtier.protos.v1 import (
+    cache_pb2_grpc,
+    common_pb2,
+    handoff_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+    transfer_pb2,
+)
 
 __all__ = ["RawSession", "attach_reply", "refusal_of"]
 
@@ -28,6 +36,7 @@ class RawSession:
         self.channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
         self.sessions = session_pb2_grpc.SessionServiceStub(self.channel)
         self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)
+        self.handoff = handoff_pb2_grpc.HandoffServiceStub(self.channel)
         self.push = self.channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
         self.pull = self.channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
         self.capabilities = self.sessions.Capabilities(
@@ -43,6 +52,11 @@ class RawSession:
         )
         self._stream = self.sessions.Open(self.request)
         self.ref: common_pb2.SessionRef = next(self._stream).session
+
+    def method(self, name: str) -> Callable[..., object]:
+        """Returns a unary method by its name, of whichever service has it."""
+        found: Callable[..., object] = getattr(self.cache, name, None) or getattr(self.handoff, name)
+        return found
 
     def attach(self) -> Attachment:
         """Maps the region; the attachment outlives this session's stream until it is closed."""

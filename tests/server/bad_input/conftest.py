@@ -45,7 +45,7 @@ def world(shared: World) -> Iterator[World]:
             shared.held.pop()()
     assert shared.server.alive, shared.server.log[-3000:]
     assert_serves(shared.bystander, KEYS)
-    status = shared.server.wait_for(lambda status: not status.leases and not status.stores, 5)
+    status = shared.server.wait_for(lambda status: not (status.leases or status.stores or status.holds), 5)
     assert status.quarantined_bytes == 0
     assert all(tier.healthy for tier in status.tiers)
     assert {session.engine_id for session in status.sessions} >= {"mine", "theirs", "headless"}

@@ -24,14 +24,16 @@ from harness.raw import RawSession
 from harness.server_process import MIB
 
 from kvtier.protos.frames import encode_push_frame
-from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
+from kvtier.protos.v1 import cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
 
 
 def test_table_names_every_method_of_the_cache() -> None:
-    """No RPC of CacheService is left out of the tables here."""
-    assert set(WITH_SESSION) == {
-        method.name for method in cache_pb2.DESCRIPTOR.services_by_name["CacheService"].methods
-    }
+    """No RPC of CacheService and HandoffService is left out of the tables here."""
+    services = (
+        cache_pb2.DESCRIPTOR.services_by_name["CacheService"],
+        handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"],
+    )
+    assert set(WITH_SESSION) == {method.name for service in services for method in service.methods}
 
 
 @pytest.mark.parametrize("method", [*WITH_SESSION, "Push", "Pull"])
@@ -51,7 +53,7 @@ def test_session_that_is_not_open(world: World, method: str, which: str) -> None
         request = WITH_SESSION[method]()
         request.session.CopyFrom(ref)
         request.session.SetInParent()
-        return getattr(world.mine.cache, method)(request, timeout=TIMEOUT)
+        return world.mine.method(method)(request, timeout=TIMEOUT)
 
     refuse(world, run, STALE if which in ("stale", "missing") else UNKNOWN)
 

@@ -16,7 +16,12 @@ from kvtier.protos.attach import REQUEST_BYTES, pack_request
 from kvtier.protos.v1 import common_pb2
 
 
-@pytest.mark.parametrize("method", [*(f"CacheService/{name}" for name in WITH_SESSION), "TransferService/Pull"])
+def path_of(method: str) -> str:
+    """Returns a method of one of the tables with its service."""
+    return f"{'HandoffService' if 'Hold' in method else 'CacheService'}/{method}"
+
+
+@pytest.mark.parametrize("method", [*map(path_of, WITH_SESSION), "TransferService/Pull"])
 def test_bytes_that_are_no_message(world: World, method: str) -> None:
     """A message that protobuf cannot parse is refused."""
     for garbage in (b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x0f", bytes(range(256))):

@@ -1,0 +1,146 @@
+"""HandoffService: what makes no sense is refused, and nothing stays held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from harness.misbehaving import (
+    FRESH,
+    HOLD,
+    INVALID,
+    INVALID_KEY,
+    KEYS,
+    NO_HOLD,
+    TIMEOUT,
+    TOO_LARGE,
+    TOO_MANY,
+    Call,
+    World,
+    call,
+    refuse,
+    seconds,
+)
+from harness.payloads import key_of
+from harness.raw import refusal_of
+
+from kvtier.client import make_key
+from kvtier.client.results import KeyStatus
+from kvtier.protos.v1 import cache_pb2, handoff_pb2
+
+
+def publish(**fields: Any) -> Call:
+    """Returns a publication that is sound but for these fields."""
+    sound = {"request_id": "r", "keys": KEYS, "positions": range(len(KEYS)), "num_tokens": 1}
+    return call("PublishHold", lambda _: handoff_pb2.PublishHoldRequest(**(sound | fields)))
+
+
+def claim(**fields: Any) -> Call:
+    """Returns a claim of what nobody has published, with these fields."""
+    return call("ClaimHold", lambda _: handoff_pb2.ClaimHoldRequest(**({"hold": HOLD} | fields)))
+
+
+def claimed(world: World, **fields: Any) -> Any:
+    """Returns what a claim is granted, which is given back at the end."""
+    answer: Any = claim(**fields)(world)
+    release = cache_pb2.ReleaseLeaseRequest(session=world.mine.ref, lease_ids=[answer.lease_id])
+    world.held.append(lambda: world.mine.cache.ReleaseLease(release, timeout=TIMEOUT))
+    return answer
+
+
+def name(engine_id: str = "mine", request_id: str = "r") -> handoff_pb2.HoldRef:
+    """Returns the name of a hold."""
+    return handoff_pb2.HoldRef(engine_id=engine_id, request_id=request_id)
+
+
+CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
+    "no request": (publish(request_id=""), INVALID),
+    "a long request": (publish(request_id="r" * 600), INVALID),
+    "a position too few": (publish(positions=range(31)), INVALID),
+    "a position too many": (publish(positions=range(33)), INVALID),
+    "positions for no keys": (publish(keys=[]), INVALID),
+    "a negative duration": (publish(duration=seconds(-1)), INVALID),
+    "a direction that there is not": (publish(direction=7), INVALID),
+    "a key that is only a group": (publish(keys=[b"abcd"], positions=[0]), INVALID_KEY),
+    "a key of no group": (publish(keys=[make_key(b"some hash", 2)], positions=[0]), INVALID_KEY),
+    "a key that is too long": (publish(keys=[b"k" * 81], positions=[0]), INVALID_KEY),
+    "a key too many": (publish(keys=[b"five5"] * 65_537), TOO_MANY),
+    "a million keys": (publish(keys=[key_of(0)] * 1_000_000), TOO_LARGE),
+    "a claim of what nobody published": (claim(), NO_HOLD),
+    "a claim that waits for it": (claim(wait=seconds(0.2)), NO_HOLD),
+    "a claim without a name": (call("ClaimHold", lambda _: handoff_pb2.ClaimHoldRequest()), INVALID),
+    "a claim of no engine": (claim(hold=name(engine_id="")), INVALID),
+    "a claim of a long name": (claim(hold=name(engine_id="e" * 600)), INVALID),
+    "a claim for a long request": (claim(request_id="r" * 600), INVALID),
+    "a claim with a negative wait": (claim(wait=seconds(-1)), INVALID),
+    "a claim with a negative lease": (claim(lease_duration=seconds(-1)), INVALID),
+    "a claim of a million groups": (claim(first_positions=[0] * 1_000_000), INVALID),
+    "a renewal without a name": (
+        call("RenewHolds", lambda _: handoff_pb2.RenewHoldsRequest(holds=[HOLD, name("")])),
+        INVALID,
+    ),
+    "a renewal into the past": (
+        call("RenewHolds", lambda _: handoff_pb2.RenewHoldsRequest(holds=[HOLD], extension=seconds(-1))),
+        INVALID,
+    ),
+    "a renewal of too many": (
+        call("RenewHolds", lambda _: handoff_pb2.RenewHoldsRequest(holds=[name("e", "r")] * 65_537)),
+        INVALID,
+    ),
+    "a release without a name": (
+        call("ReleaseHolds", lambda _: handoff_pb2.ReleaseHoldsRequest(holds=[name(request_id="")])),
+        INVALID,
+    ),
+    "a release of too many": (
+        call("ReleaseHolds", lambda _: handoff_pb2.ReleaseHoldsRequest(holds=[name("e", "r")] * 65_537)),
+        INVALID,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_handoff(world: World, case: str) -> None:
+    """What is out of range, contradicts itself or is not there has its status and its stable reason."""
+    refuse(world, *CASES[case])
+
+
+def test_a_refused_call_releases_nothing(world: World) -> None:
+    """A list with a bad name in it is refused as a whole."""
+    hold = world.hold()
+    bad = call("ReleaseHolds", lambda _: handoff_pb2.ReleaseHoldsRequest(holds=[hold, name("")]))
+    refuse(world, bad, INVALID)
+    assert set(claimed(world, hold=hold).statuses) == {KeyStatus.HIT}
+
+
+def test_times_beyond_the_limits_are_cut(world: World) -> None:
+    """A hold for centuries, or one that is extended by them, gets what the configuration allows."""
+    long = Duration(seconds=10**11)
+    hold = world.hold(duration=long)
+    assert 590 < claimed(world, hold=hold, wait=long, lease_duration=long).remaining.seconds <= 600
+    renew = call("RenewHolds", lambda _: handoff_pb2.RenewHoldsRequest(holds=[hold], extension=long))
+    assert not renew(world).missing_holds  # type: ignore[attr-defined]
+    assert claimed(world, hold=hold).remaining.seconds <= 600
+
+
+def test_first_positions_of_groups_that_there_are_not(world: World) -> None:
+    """Or beyond the last block: nothing is wanted, and nothing leased."""
+    answer = claimed(world, hold=world.hold(), first_positions=[2**32 - 1] * 9)
+    assert (set(answer.statuses), answer.lease_id) == ({0}, 0)
+
+
+def test_caller_that_does_not_wait_for_its_claim(world: World) -> None:
+    """A claim whose caller hangs up while the server waits for blocks leaves no lease, and no hold beyond its own time."""
+    hold = world.hold(FRESH)
+    request = handoff_pb2.ClaimHoldRequest(session=world.mine.ref, hold=hold, wait=seconds(20))
+    with pytest.raises(grpc.RpcError) as refusal:
+        world.mine.handoff.ClaimHold(request, timeout=0.2)
+    assert refusal_of(refusal.value) == ("DEADLINE_EXCEEDED", None)
+    world.server.wait_for(lambda status: status.leases == 0, 2)
+    assert (
+        world.mine.handoff.RenewHolds(
+            handoff_pb2.RenewHoldsRequest(session=world.mine.ref, holds=[hold]), timeout=TIMEOUT
+        )
+        == handoff_pb2.RenewHoldsResponse()
+    )

@@ -1,0 +1,285 @@
+"""Requests that are handed over, through a real server: waits, ends, what becomes of them, and how that is shown."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from harness.payloads import key_of, namespace_of, payload
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import (
+    Client,
+    DurableStatus,
+    HandoffDirection,
+    HoldGone,
+    HoldName,
+    KeyStatus,
+    Lease,
+    PublishStatus,
+    StoreStatus,
+    Timeouts,
+    make_hold_key,
+)
+
+PART = 64 << 10
+HIT, MISS, PENDING = (bytes([status]) for status in (KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT_PENDING))
+HOLD = HoldName("prefill", "r")
+TIMEOUTS = Timeouts(connect=10.0, call=10.0)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server of which half may be held, by three requests at most."""
+    config = 'metrics = "127.0.0.1:0"\n[handoff]\npart = 0.5\nmax_holds = 3\n'
+    with ServerProcess(tmp_path, region=16 * MIB, config=config) as process:
+        yield process.start()
+
+
+@pytest.fixture
+def connect(server: ServerProcess) -> Iterator[Callable[[str], Client]]:
+    """Makes clients by engine."""
+    clients: list[Client] = []
+
+    def make(engine_id: str) -> Client:
+        client = Client(server.endpoint, namespace=namespace_of(PART), engine_id=engine_id, timeouts=TIMEOUTS)
+        clients.append(client)
+        client.wait_until_connected()
+        return client
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def prefill(connect: Callable[[str], Client]) -> Client:
+    """Who publishes."""
+    return connect("prefill")
+
+
+@pytest.fixture
+def decode(connect: Callable[[str], Client]) -> Client:
+    """Who claims."""
+    return connect("decode")
+
+
+def stored(client: Client, count: int, *, salt: str = "") -> list[bytes]:
+    """Stores blocks; returns their keys."""
+    keys = [key_of(number, salt=salt) for number in range(count)]
+    assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
+    return keys
+
+
+def published(client: Client, keys: list[bytes], request_id: str = "r", **fields: Any) -> PublishStatus:
+    """Publishes a request."""
+    return client.publish(request_id, keys, range(len(keys)), num_tokens=16 * len(keys), **fields).status
+
+
+class Claiming:
+    """A claim that waits, on a thread of its own."""
+
+    def __init__(self, client: Client, wait: float = 20.0) -> None:
+        self._found: list[Lease | HoldGone] = []
+
+        def claim() -> None:
+            try:
+                self._found.append(client.claim(HOLD, wait=wait))
+            except HoldGone as gone:
+                self._found.append(gone)
+
+        self._thread = threading.Thread(target=claim)
+        self._thread.start()
+
+    def waits(self) -> bool:
+        """Returns whether it still does so in a moment."""
+        self._thread.join(0.2)
+        return self._thread.is_alive()
+
+    def result(self) -> Lease | HoldGone:
+        """Returns what came of it."""
+        self._thread.join(25)
+        (found,) = self._found
+        return found
+
+    def lease(self) -> Lease:
+        """Returns what it was granted."""
+        found = self.result()
+        assert isinstance(found, Lease)
+        return found
+
+
+def test_a_claim_waits_for_publication_and_blocks(prefill: Client, decode: Client) -> None:
+    """The reader may come first of all: it has its answer when the last block is there."""
+    claiming = Claiming(decode)
+    assert claiming.waits()
+    keys = [key_of(number) for number in range(3)]
+    assert published(prefill, keys) is PublishStatus.PUBLISHED
+    assert claiming.waits()
+    stored(prefill, 3)
+    with claiming.lease() as lease:
+        assert lease.statuses == HIT * 3
+
+
+def test_a_claim_ends_with_its_wait(prefill: Client, decode: Client) -> None:
+    """What has not come by then is said to be on its way; a publication that has not come is none."""
+    assert isinstance(Claiming(decode, 0.1).result(), HoldGone)
+    keys = [*stored(prefill, 1), key_of(99)]
+    published(prefill, keys)
+    with Claiming(decode, 0.1).lease() as lease:
+        assert lease.statuses == HIT + PENDING
+
+
+def test_a_publisher_that_dies_ends_the_wait(prefill: Client, decode: Client, server: ServerProcess) -> None:
+    """What it had brought is handed out, also later; the rest is a miss at once."""
+    keys = [*stored(prefill, 2), key_of(99)]
+    published(prefill, keys, hold_for=60)
+    claiming = Claiming(decode)
+    assert claiming.waits()
+    prefill.close()
+    with claiming.lease() as lease:
+        assert lease.statuses == HIT * 2 + MISS
+    assert server.status().holds == 1
+
+
+def test_a_hold_that_ends_ends_the_wait(prefill: Client, decode: Client, server: ServerProcess) -> None:
+    """Nearly over, its claim is told so; after a reset it is as if it had never been published."""
+    published(prefill, [key_of(99)], hold_for=6)
+    claiming = Claiming(decode)
+    assert claiming.waits()
+    gone = claiming.result()
+    assert isinstance(gone, HoldGone)
+    assert gone.reason == "HOLD_EXPIRED"
+    server.wait_for(lambda status: status.holds == 0)
+    published(prefill, [key_of(99)])
+    assert prefill.reset() == 0
+    assert isinstance(Claiming(decode, 0.1).result(), HoldGone)
+
+
+def test_what_is_held_outlives_a_flood(prefill: Client, decode: Client) -> None:
+    """B2.17: ten times the region, and every byte of a hold is there."""
+    keys = stored(prefill, 32)
+    published(prefill, keys, hold_for=300)
+    prefill.close()
+    for number in range(10):
+        names = [key_of(block, salt=f"flood {number}") for block in range(256)]
+        decode.store(names, [bytes(PART)] * 256)
+    with decode.claim(HOLD) as claim:
+        assert claim.statuses == HIT * 32
+        with decode.read(claim, range(32)) as batch:
+            assert [bytes(view) for view in batch.views()] == [payload(key, PART).tobytes() for key in keys]
+
+
+def test_what_cannot_be_held_is_declined(prefill: Client, connect: Callable[[str], Client]) -> None:
+    """More bytes than may be, more requests than may be: an answer and not an error, and the cache goes on."""
+    keys = stored(prefill, 160)
+    assert published(prefill, keys) is PublishStatus.NO_ROOM
+    assert published(prefill, keys[:100]) is PublishStatus.PUBLISHED
+    for number in range(2):
+        assert published(connect(f"e{number}"), keys[:1]) is PublishStatus.PUBLISHED
+    assert published(prefill, keys[:1], "another") is PublishStatus.TOO_MANY
+    assert published(prefill, keys[:1]) is PublishStatus.PUBLISHED, "in the place of the first"
+    with prefill.lookup(keys) as lease:
+        assert lease.prefix_hits == 160
+
+
+def test_a_restart_ends_all_holds(prefill: Client, decode: Client, server: ServerProcess) -> None:
+    """A miss; the full blocks are found on disk as ever, what only the hold named is nowhere."""
+    keys = stored(prefill, 4)
+    partial = make_hold_key("prefill", "r", 0, 4)
+    prefill.store([partial], [bytes(PART)])
+    published(prefill, [*keys, partial], hold_for=300)
+    assert set(prefill.flush([*keys, partial], wait=10)) == {DurableStatus.DURABLE, DurableStatus.VOLATILE}
+    server.restart()
+    decode.wait_until_connected(10)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:  # the client learns of the restart a moment later
+        try:
+            lease = decode.lookup([*keys, partial], prefix=False, wait=5)
+            break
+        except Exception:  # noqa: BLE001 - whatever it says of the connection
+            time.sleep(0.05)
+    assert lease.statuses == HIT * 4 + MISS
+    lease.release()
+    with pytest.raises(HoldGone):
+        decode.claim(HOLD)
+
+
+def test_a_server_that_ends_does_not_wait_for_holds(prefill: Client, server: ServerProcess) -> None:
+    """They pin memory that is about to go."""
+    published(prefill, stored(prefill, 4), hold_for=300)
+    began = time.monotonic()
+    assert server.terminate() == 0
+    assert time.monotonic() - began < 15
+
+
+def kvtier(server: ServerProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line against the server."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvtier.server", "handoffs", *arguments, "--endpoint", server.endpoint],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+
+
+def test_holds_are_listed(prefill: Client, decode: Client, server: ServerProcess) -> None:
+    """With who holds what for how long; and what has become of all of them, per direction."""
+    assert kvtier(server).stdout == "no request is held\n"
+    keys = stored(prefill, 3)
+    published(prefill, [*keys, key_of(99)], hold_for=60)
+    published(decode, keys[:1], "back", direction=HandoffDirection.DECODE_TO_PREFILL, hold_for=480)
+    published(decode, keys[:1], "gone")
+    decode.release_holds(HoldName("decode", "gone"))
+    decode.claim(HOLD).release()
+    answer = json.loads(kvtier(server, "--json").stdout)
+    first, second = answer["handoffs"]
+    assert (answer["total"], answer["held_bytes"]) == (2, 4 * PART)
+    assert (first["engine_id"], first["request_id"], first["direction"]) == ("prefill", "r", "prefill to decode")
+    assert (first["num_tokens"], first["blocks"], first["bytes"], first["pending_blocks"]) == (64, 4, 4 * PART, 1)
+    assert first["claims"] == 1
+    assert 0 <= first["age_seconds"] < 30
+    assert 30 < first["remaining_seconds"] <= 60
+    assert (second["request_id"], second["direction"]) == ("back", "decode to prefill")
+    forth, back = answer["totals"]
+    assert (forth["published"], forth["open"], forth["released"], forth["claimed_bytes"]) == (2, 1, 1, 3 * PART)
+    assert (back["published"], back["open"], back["claimed"]) == (1, 1, 0)
+    text = kvtier(server, "--most", "1").stdout
+    for piece in ("prefill to decode", "192.0 KiB", "the oldest 1 of 2", "256.0 KiB are held"):
+        assert piece in text
+    assert kvtier(server, "--most", "-1").returncode == 2
+
+
+def test_what_became_of_holds_is_counted(prefill: Client, decode: Client, server: ServerProcess) -> None:
+    """B2.19: by direction; how long an engine's blocks could not go is a figure as well."""
+    keys = stored(prefill, 3)
+    back = HandoffDirection.DECODE_TO_PREFILL
+    published(decode, keys, direction=back, hold_for=0.2)
+    published(prefill, keys)
+    published(prefill, keys)
+    published(prefill, stored(prefill, 160, salt="much"), "much")
+    with decode.claim(HOLD):
+        pass
+    decode.release_holds(HOLD)
+    server.wait_for(lambda status: status.holds == 0)
+    (ready,) = [line for line in map(json.loads, server.log.splitlines()) if line["event"] == "ready"]
+    with urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=10) as answer:
+        lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line.startswith("kvtier_h"))
+
+    def figure(name: str, direction: str = "prefill_to_decode") -> float:
+        return float(lines[f'kvtier_{name}{{direction="{direction}"}}'])
+
+    names = ("published", "dropped", "released", "declined", "claimed", "claimed_bytes", "expired")
+    assert [figure(f"handoffs_{name}_total") for name in names] == [2, 1, 1, 1, 1, 3 * PART, 0]
+    assert figure("handoffs_expired_total", "decode_to_prefill") == 1
+    assert figure("handoffs_held_seconds_total", "decode_to_prefill") >= 0.2
+    assert figure("holds") == figure("holds", "decode_to_prefill") == float(lines["kvtier_held_bytes"]) == 0
