@@ -1,0 +1,31 @@
+"""What one engine hands to another, when, and for how long: decided here once, for every engine (BEHAVIOUR B2).
+
+``core`` is the door. Behind it: ``params`` (what callers say, and are answered), ``matching`` (how much can be pulled), ``reads``
+(into which blocks), ``holding`` (what is held at a request's end) and ``requests`` (the one transfer of each). ``engine`` says what
+the core asks of its surroundings. It knows neither an engine nor kvtier's client, and shares the words of ``client/offload``.
+"""
+
+from .core import Finished, HandoffCore, Identity, Pull
+from .engine import Claimed, ClaimId, Direction, HandoffRequest, HandoffServer, HeldBlock, Publication, Reason
+from .options import HandoffOptions
+from .params import RemoteRequest, TransferParams
+from .requests import Transfer
+
+__all__ = [
+    "ClaimId",
+    "Claimed",
+    "Direction",
+    "Finished",
+    "HandoffCore",
+    "HandoffOptions",
+    "HandoffRequest",
+    "HandoffServer",
+    "HeldBlock",
+    "Identity",
+    "Publication",
+    "Pull",
+    "Reason",
+    "RemoteRequest",
+    "Transfer",
+    "TransferParams",
+]

@@ -1,0 +1,142 @@
+"""What the core asks of its surroundings: of the engine's requests, and of whoever talks to the servers.
+
+Everything is called on the thread that calls the core, may not block, and may not raise for what a server does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol
+
+from ..offload import CacheGroup
+from .params import RemoteRequest
+
+__all__ = ["ClaimId", "Claimed", "Direction", "HandoffRequest", "HandoffServer", "HeldBlock", "Publication", "Reason"]
+
+ClaimId = NewType("ClaimId", int)
+
+
+class Direction(Enum):
+    """Which way a request goes on."""
+
+    PREFILL_TO_DECODE = "prefill to decode"
+    DECODE_TO_PREFILL = "decode to prefill"
+
+
+class Reason(Enum):
+    """Why a request has ended. STOPPED and LENGTH are the normal ends (B2.16)."""
+
+    STOPPED = "stopped"
+    LENGTH = "length"
+    OTHER = "aborted, or failed"
+
+    @property
+    def is_normal(self) -> bool:
+        """Whether it has said all that it had to say."""
+        return self is not Reason.OTHER
+
+
+@dataclass(frozen=True)
+class HeldBlock:
+    """A block of a hold: where it stands, how it is named, and which item of the lease it is; None where it is not there."""
+
+    group_index: int
+    position: int
+    key: bytes
+    item: int | None
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """What a claim was granted: a lease on blocks of a request of ``num_tokens`` tokens."""
+
+    lease_id: int
+    num_tokens: int
+    blocks: Sequence[HeldBlock]
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A request to be held, for so many seconds. Its blocks may be on their way to the server still."""
+
+    request_id: str
+    direction: Direction
+    keys: Sequence[bytes]
+    positions: Sequence[int]
+    num_tokens: int
+    hold_for: float
+
+
+class HandoffRequest(Protocol):
+    """One request, from its arrival to its end; its answers are as of now."""
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name of it, as in the events."""
+        ...
+
+    @property
+    def server_name(self) -> str:
+        """How the server knows it; what peers are told."""
+        ...
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        ...
+
+    @property
+    def kv_transfer_params(self) -> object:
+        """What the caller gave; never changed by the core."""
+        ...
+
+    def final_blocks(self, group: CacheGroup) -> int:
+        """How many of its blocks of ``group`` have a key: those whose tokens are final."""
+        ...
+
+    def key(self, group: CacheGroup, position: int) -> bytes:
+        """The content's name of a block; ``position`` is below ``final_blocks(group)``."""
+        ...
+
+    def hold_key(
+        self, engine_id: str, request_id: str, group: CacheGroup, position: int, num_tokens: int
+    ) -> bytes | None:
+        """The name of a block that has none of its own, in a hold of ``num_tokens`` tokens.
+
+        Made of the hold's name and of the tokens up to ``num_tokens``, so that who claims it knows that they are its own. None
+        where the request does not have so many.
+        """
+        ...
+
+
+class HandoffServer(Protocol):
+    """Carries out what the core wants of servers; it answers later, with events."""
+
+    def start_claim(
+        self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]
+    ) -> bool:
+        """Lease what is held of a request, per group from these positions on; wait for it a while.
+
+        Answered by ``HandoffCore.claim_ended``. False when there is nobody to ask: a miss at once, and no answer.
+        """
+        ...
+
+    def drop_claim(self, claim: ClaimId) -> None:
+        """Nobody reads what was, or will be, claimed any more: give the lease back. No answer is expected."""
+
+    def renew(self, remotes: Sequence[RemoteRequest]) -> None:
+        """Send heartbeats: these are about to be claimed or read."""
+
+    def release(self, remote: RemoteRequest) -> None:
+        """Tell whoever holds this that it is not needed any more."""
+
+    def publish(self, publication: Publication) -> None:
+        """Have a request held. What cannot be held is not an error, and not reported."""
+
+    def debug(self, text: str) -> None:
+        """For the log, where people look for a reason."""
+
+    def warn(self, text: str) -> None:
+        """For the log, where people look for trouble."""

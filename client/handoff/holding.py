@@ -1,0 +1,59 @@
+"""What is held of a request that has ended, and how its blocks are named (B2.17, B2.18)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..offload import BlockTables, CacheGeometry, FreeBlock
+from .engine import HandoffRequest
+
+__all__ = ["Holding", "hold_blocks"]
+
+
+@dataclass
+class Holding:
+    """The blocks of a request that another engine needs to go on from ``num_tokens``.
+
+    ``positions``: per group. ``tail``: the blocks that have no content hash, which nobody has offered to the server yet.
+    """
+
+    num_tokens: int
+    keys: list[bytes] = field(default_factory=list)
+    positions: list[list[int]] = field(default_factory=list)
+    tail: list[FreeBlock] = field(default_factory=list)
+
+    @property
+    def flat_positions(self) -> list[int]:
+        """Of all keys, in their order."""
+        return [position for group in self.positions for position in group]
+
+
+def hold_blocks(
+    geometry: CacheGeometry, engine_id: str, request: HandoffRequest, tables: BlockTables, confirmed_tokens: int
+) -> Holding:
+    """Returns what can be held: nothing, of 0 tokens, where a block is gone that would be needed.
+
+    Of a window that is the tail that it reaches. A state is only known where it was kept, at the end of a whole step: with such
+    groups, and where the last block of a hit is computed anew, what comes after that is not handed over.
+    """
+    num_tokens = confirmed_tokens
+    if geometry.drop_last_block or any(group.is_state for group in geometry.groups):
+        num_tokens -= num_tokens % geometry.step_tokens
+    holding = Holding(num_tokens)
+    for group in geometry.groups:
+        end, table = -(-num_tokens // group.block_tokens), tables[group.index]
+        positions = range(group.first_needed_block(num_tokens), end)
+        for position in positions:
+            if position >= len(table) or table[position] == geometry.null_block:
+                return Holding(0, positions=[[] for _ in geometry.groups])
+            is_full = (position + 1) * group.block_tokens <= num_tokens
+            if is_full and position < request.final_blocks(group):
+                holding.keys.append(request.key(group, position))
+                continue
+            key = request.hold_key(engine_id, request.server_name, group, position, num_tokens)
+            if key is None:
+                return Holding(0, positions=[[] for _ in geometry.groups])
+            holding.keys.append(key)
+            holding.tail.append(FreeBlock(table[position], group.index, key))
+        holding.positions.append(list(positions))
+    return holding

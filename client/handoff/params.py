@@ -1,0 +1,108 @@
+"""``kv_transfer_params``: read as leniently as it must be, never changed, and written in the field's own names (B2.3, B2.18).
+
+What is wrong with a value makes it missing: these come from other machines' answers, through a proxy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["RemoteRequest", "TransferParams", "returned_params"]
+
+
+@dataclass(frozen=True)
+class RemoteRequest:
+    """A request of another engine, and the server that holds it."""
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class TransferParams:
+    """What a request's parameters ask for.
+
+    ``remote``: whose blocks, if all four of its keys are there. ``has_blocks``: whether ``remote_block_ids`` names any.
+    ``num_tokens``: how many tokens these back. ``expiry_time``: when they go, in seconds since 1970; None where nothing is said.
+    """
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
+    remote: RemoteRequest | None = None
+    has_blocks: bool = False
+    num_tokens: int = 0
+    expiry_time: float | None = None
+
+    @classmethod
+    def parse(cls, raw: object) -> TransferParams | None:
+        """Reads what a caller gave; None where that is nothing (B1.2, B2.13)."""
+        if not isinstance(raw, Mapping) or not raw:
+            return None
+        return cls(
+            do_remote_prefill=bool(raw.get("do_remote_prefill")),
+            do_remote_decode=bool(raw.get("do_remote_decode")),
+            remote=_remote(raw),
+            has_blocks=_has_blocks(raw.get("remote_block_ids")),
+            num_tokens=int(_number(raw.get("remote_num_tokens")) or 0),
+            expiry_time=_number(raw.get("remote_blocks_expiry_time")),
+        )
+
+
+def returned_params(
+    block_positions: Sequence[Sequence[int]],
+    remote: RemoteRequest,
+    *,
+    prefilled: bool,
+    num_tokens: int,
+    tp_size: int,
+    expiry_time: float | None,
+) -> dict[str, Any]:
+    """Returns what the next engine is to be given.
+
+    ``block_positions`` are per group the positions of the blocks that are held: what stands for block ids where a server holds
+    the blocks. ``prefilled``: this is a prefill engine, and the next one decodes; otherwise the other way round.
+    """
+    return {
+        "do_remote_prefill": prefilled,
+        "do_remote_decode": not prefilled,
+        "remote_block_ids": [list(positions) for positions in block_positions],
+        "remote_engine_id": remote.engine_id,
+        "remote_request_id": remote.request_id,
+        "remote_host": remote.host,
+        "remote_port": remote.port,
+        "tp_size": tp_size,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": expiry_time,
+    }
+
+
+def _remote(raw: Mapping[Any, Any]) -> RemoteRequest | None:
+    engine_id, request_id, host = (raw.get(f"remote_{name}") for name in ("engine_id", "request_id", "host"))
+    port = _number(raw.get("remote_port"))
+    if not (isinstance(engine_id, str) and isinstance(request_id, str) and isinstance(host, str)):
+        return None
+    if not (engine_id and request_id and host) or port is None or not 0 <= port < 1 << 16:
+        return None
+    return RemoteRequest(engine_id, request_id, host, int(port))
+
+
+def _has_blocks(block_ids: object) -> bool:
+    return isinstance(block_ids, Sequence) and any(
+        isinstance(group, Sequence) and len(group) > 0 for group in block_ids
+    )
+
+
+def _number(value: object) -> float | None:
+    """Returns a number that is one; a port may come as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,207 @@
+"""What becomes of a request's blocks at its end, and what its caller is told."""
+
+from __future__ import annotations
+
+import pytest
+from peers import BLOCK, FULL, PEER, STATE, US, WALL, WINDOW, Rig, answered, prefilled
+
+from kvtier.client.handoff import Direction, Finished, Reason
+from kvtier.client.offload import CacheGeometry, FreeBlock
+
+BOTH = {"bidirectional_kv_xfer": True}
+TO_DECODE = {"do_remote_decode": True}
+NOTHING = Finished()
+
+
+@pytest.mark.parametrize("params", [None, {}, "no mapping", 5])
+@pytest.mark.parametrize("both", [True, False])
+def test_without_parameters_nothing_is_held(params: object, both: bool) -> None:  # noqa: FBT001 - a table
+    """B1.2 B2.13: freed now, nothing returned, and no error."""
+    rig = Rig(params, bidirectional_kv_xfer=both)
+    assert rig.match() == 0
+    rig.allocate()
+    assert rig.finish() == NOTHING
+    assert rig.server.published == []
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_aborted_before_it_was_ever_scheduled(reason: Reason) -> None:
+    """B2.14: the peer is told to free, and nothing is returned; with a claim under way it is dropped."""
+    rig = Rig(prefilled(), **BOTH)
+    assert rig.finish(0, reason, tables=[[]]) == NOTHING
+    assert rig.server.released == [PEER]
+    rig = Rig(prefilled(), **BOTH)
+    rig.match()
+    assert rig.finish(0, reason, tables=[[]]) == NOTHING
+    assert (rig.server.released, rig.server.dropped) == ([PEER], [1])
+    assert rig.server.published == []
+
+
+def test_a_prefill_request_that_never_ran_frees_what_the_decode_engine_holds() -> None:
+    """B2.14: in both directions."""
+    rig = Rig(answered(80), **BOTH)
+    assert rig.finish(0, Reason.OTHER, tables=[[]]) == NOTHING
+    assert rig.server.released == [PEER]
+
+
+def test_a_decode_engine_with_the_feature_off_holds_nothing() -> None:
+    """B2.15: freed now, nothing returned."""
+    rig = Rig(prefilled())
+    rig.pulled(100)
+    rig.allocate(100)
+    rig.core.pull_ended("r")
+    assert rig.finish(120) == NOTHING
+    assert rig.server.published == []
+
+
+@pytest.mark.parametrize("params", [TO_DECODE, prefilled()])
+def test_only_normal_ends_are_held(params: dict[str, object]) -> None:
+    """B2.16: length-capped and stopped; any other end frees now, saves nothing more and returns nothing."""
+    for reason in Reason:
+        rig = Rig(params, **BOTH)
+        rig.allocate()
+        finished = rig.finish(100, reason)
+        assert (finished != NOTHING) is (reason is not Reason.OTHER)
+        assert len(rig.server.published) == (reason is not Reason.OTHER)
+        assert bool(finished.tail) is (reason is not Reason.OTHER)
+
+
+def test_aborted_while_workers_pull() -> None:
+    """B2.16: they write to its blocks still; the peer is told when they have ended, and nothing is held."""
+    rig = Rig(prefilled(), **BOTH)
+    rig.pulled(100)
+    rig.allocate(100)
+    rig.core.take_pulls()
+    assert rig.finish(0, Reason.OTHER) == NOTHING
+    assert rig.server.released == []
+    assert rig.core.pending
+    rig.core.pull_ended("r")
+    assert rig.server.released == [PEER]
+    assert not rig.core.pending
+    assert rig.server.published == []
+
+
+def test_a_prefill_engine_holds_for_a_lease() -> None:
+    """B2.17: for the decode engine that is to pull it, which keeps it alive."""
+    rig = Rig(TO_DECODE)
+    rig.allocate()
+    rig.finish(100)
+    (publication,) = rig.server.published
+    assert (publication.request_id, publication.direction) == ("server's r", Direction.PREFILL_TO_DECODE)
+    assert (publication.num_tokens, publication.positions, publication.hold_for) == (100, list(range(7)), 30.0)
+    group = FULL.groups[0]
+    names = [rig.request.key(group, position) for position in range(6)]
+    assert publication.keys == [*names, rig.request.hold_key("us", "server's r", group, 6, 100)]
+
+
+def test_a_decode_engine_holds_for_its_ttl() -> None:
+    """B2.17: the next turn is the user's, and may be minutes away."""
+    rig = Rig(prefilled(), **BOTH)
+    rig.allocate()
+    rig.request.tokens += range(100, 140)
+    rig.finish(139)
+    (publication,) = rig.server.published
+    assert (publication.direction, publication.hold_for) == (Direction.DECODE_TO_PREFILL, 480.0)
+    assert (publication.num_tokens, len(publication.keys)) == (139, 9)
+
+
+def test_what_has_no_blocks_is_not_held() -> None:
+    """B2.17: iff any group has blocks; what is returned says that there are none."""
+    rig = Rig(TO_DECODE)
+    rig.allocate()
+    finished = rig.finish(0, tables=[[]])
+    assert finished.params is not None
+    assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[]])
+    assert (rig.server.published, finished.tail) == ([], [])
+
+
+@pytest.mark.parametrize(("params", "prefilled_here"), [(TO_DECODE, True), (prefilled(), False)])
+def test_the_returned_parameters(params: dict[str, object], prefilled_here: bool) -> None:  # noqa: FBT001 - a table
+    """B2.18: in the field's names; the flags turned round, and when a decode engine's blocks go."""
+    rig = Rig(params, **BOTH)
+    rig.allocate()
+    assert rig.finish(100).params == {
+        "do_remote_prefill": prefilled_here,
+        "do_remote_decode": not prefilled_here,
+        "remote_block_ids": [[0, 1, 2, 3, 4, 5, 6]],
+        "remote_engine_id": "us",
+        "remote_request_id": "server's r",
+        "remote_host": US.host,
+        "remote_port": US.port,
+        "tp_size": 2,
+        "remote_num_tokens": 100,
+        "remote_blocks_expiry_time": None if prefilled_here else WALL + 480,
+    }
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(100, [4, 5, 6]), (96, [4, 5]), (24, [0, 1]), (41, [1, 2])])
+def test_windows_are_clipped_to_their_tail(tokens: int, expected: list[int]) -> None:
+    """B2.18: of a window of 24 tokens only the blocks that it reaches from the end."""
+    rig = Rig(TO_DECODE, geometry=WINDOW)
+    rig.allocate()
+    finished = rig.finish(tokens)
+    assert finished.params is not None
+    assert finished.params["remote_block_ids"] == [list(range(-(-tokens // BLOCK))), expected]
+
+
+@pytest.mark.parametrize(
+    "geometry", [STATE, CacheGeometry(FULL.groups, step_tokens=BLOCK, hash_tokens=BLOCK, drop_last_block=True)]
+)
+def test_what_cannot_be_gone_on_from_is_not_promised(geometry: CacheGeometry) -> None:
+    """B2.18: tokens backed by blocks; of a state that is what was kept at the end of a step."""
+    rig = Rig(TO_DECODE, geometry=geometry)
+    rig.allocate()
+    finished = rig.finish(100)
+    assert finished.params is not None
+    assert finished.params["remote_num_tokens"] == 96
+    assert finished.tail == []
+
+
+def test_the_tail_is_stored_under_the_holds_name() -> None:
+    """B2.6: a part of a block has no content hash: the adapter stores it, and keeps it from reuse until that is done."""
+    rig = Rig(TO_DECODE, geometry=WINDOW)
+    rig.allocate()
+    finished = rig.finish(100)
+    names = [rig.request.hold_key("us", "server's r", group, 6, 100) for group in WINDOW.groups]
+    assert finished.tail == [FreeBlock(7, 0, names[0]), FreeBlock(107, 1, names[1])]
+    rig = Rig(TO_DECODE)
+    rig.allocate()
+    assert rig.finish(96).tail == []
+
+
+def test_a_block_that_is_gone_ends_it() -> None:
+    """B2.18: no tokens are backed where one of the blocks is missing; nothing is half held."""
+    rig = Rig(TO_DECODE, geometry=WINDOW)
+    rig.allocate()
+    tables = [list(table) for table in rig.tables()]
+    tables[1][5] = WINDOW.null_block
+    finished = rig.finish(100, tables=tables)
+    assert finished.params is not None
+    assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[], []])
+    assert rig.server.published == []
+
+
+def test_a_request_ends_once() -> None:
+    """Whatever the engine says twice."""
+    rig = Rig(TO_DECODE)
+    rig.allocate()
+    assert rig.finish() != NOTHING
+    assert rig.finish() == NOTHING
+    assert len(rig.server.published) == 1
+
+
+def test_what_is_returned_is_what_the_next_engine_takes() -> None:
+    """B2.18: three turns, prefill to decode and back: what one side returns is what the other asks for."""
+    decode = prefill = None
+    for _ in range(3):
+        prefill = Rig(decode.params if decode else TO_DECODE, 200, **BOTH)
+        prefill.match()
+        prefill.allocate()
+        decode_params = prefill.finish(200)
+        assert decode_params.params is not None
+        rig = Rig(decode_params.params, 200, **BOTH)
+        assert rig.match() is None, "it asks for what is held"
+        rig.allocate()
+        decode = rig.finish(220)
+        assert decode.params is not None
+        assert Rig(decode.params, 300, **BOTH).match() is None

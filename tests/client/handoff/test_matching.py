@@ -1,0 +1,249 @@
+"""How many tokens can be pulled."""
+
+from __future__ import annotations
+
+import pytest
+from peers import FULL, PEER, REMOTE, STATE, WALL, WINDOW, Request, Rig, answered, held, prefilled
+
+from kvtier.client.handoff import HandoffOptions, Transfer, TransferParams
+from kvtier.client.handoff.matching import offered_tokens, worth
+
+BOTH = {"bidirectional_kv_xfer": True}
+
+
+def test_defaults_are_the_fields_own() -> None:
+    """B2.1: threshold 64 tokens, one direction, 30 s with a heartbeat every 5 s, 480 s on a decode engine."""
+    options = HandoffOptions()
+    assert (options.kv_recompute_threshold, options.bidirectional_kv_xfer) == (64, False)
+    assert (options.kv_lease_duration, options.heartbeat_s, options.decoder_kv_blocks_ttl) == (30, 5, 480)
+
+
+@pytest.mark.parametrize(("computed", "expected"), [(0, 100), (16, 84), (96, 4)])
+def test_a_decode_engine_pulls_what_it_lacks_of_the_prompt(computed: int, expected: int) -> None:
+    """B2.2: prompt tokens − computed tokens, whatever the threshold; known when the peer's server has answered."""
+    rig = Rig(prefilled())
+    assert rig.pulled(100, computed) == expected
+    assert rig.server.claims == [(1, PEER, [computed // 16])]
+
+
+def test_nothing_is_asked_for_that_the_engine_has() -> None:
+    """B2.2: a count of 0 pulls nothing."""
+    rig = Rig(prefilled())
+    assert rig.match(100) == 0
+    assert rig.server.claims == []
+
+
+@pytest.mark.parametrize(
+    ("remote", "prompt", "computed", "expected"), [(80, 100, 0, 80), (80, 100, 16, 64), (100, 100, 32, 68)]
+)
+def test_a_prefill_engine_pulls_what_the_decode_engine_has(
+    remote: int, prompt: int, computed: int, expected: int
+) -> None:
+    """B2.3: min(remote_num_tokens, prompt tokens) − computed tokens."""
+    rig = Rig(answered(remote), prompt, **BOTH)
+    assert rig.pulled(remote, computed) == expected
+
+
+@pytest.mark.parametrize("tokens", [None, 0, "many", -5, float("nan"), True])
+def test_no_number_of_tokens_is_none(tokens: object) -> None:
+    """B2.3: remote_num_tokens counts as 0 where it is missing, or none; it comes from elsewhere."""
+    assert Rig(answered(80, remote_num_tokens=tokens), **BOTH).match() == 0
+
+
+def test_below_the_threshold_is_computed() -> None:
+    """B2.4: no pull, and the two numbers in the debug log; what the engine has itself is subtracted first."""
+    rig = Rig(answered(80), **BOTH)
+    assert rig.match(32) == 0
+    assert rig.server.claims == []
+    (text,) = rig.server.debugged
+    assert "48 tokens < threshold 64" in text
+
+
+def test_at_the_threshold_is_pulled() -> None:
+    """B2.4: a count equal to the threshold."""
+    assert Rig(answered(80), **BOTH).pulled(80, 16) == 64
+
+
+def test_a_threshold_of_0_never_skips() -> None:
+    """B2.4: one token is pulled then."""
+    assert Rig(answered(33), kv_recompute_threshold=0, **BOTH).pulled(33, 32) == 1
+
+
+def test_what_is_held_in_truth_has_to_be_worth_it_as_well() -> None:
+    """B2.4: the parameters promise 96 tokens, three blocks are there: too little, and so computed."""
+    rig = Rig(answered(96), **BOTH)
+    assert rig.pulled(96, missing=[(0, 3)]) == 0
+    assert Rig(answered(96), kv_recompute_threshold=48, **BOTH).pulled(96, missing=[(0, 3)]) == 48
+
+
+@pytest.mark.parametrize("key", REMOTE)
+@pytest.mark.parametrize("params", [prefilled(), answered(80)])
+@pytest.mark.parametrize("how", ["missing", "None", "wrong"])
+def test_a_missing_key_means_no_pull(params: dict[str, object], key: str, how: str) -> None:
+    """B2.5: whichever of the four it is, the request runs at once."""
+    params = dict(params)
+    if how == "missing":
+        del params[key]
+    else:
+        params[key] = None if how == "None" else [1]
+    rig = Rig(params, **BOTH)
+    assert rig.match() == 0
+    assert rig.server.claims == []
+
+
+@pytest.mark.parametrize("blocks", [None, [], [[]], (), [[], []], 5, "text"])
+def test_a_first_turn_pulls_nothing(blocks: object) -> None:
+    """B2.5: no remote blocks."""
+    rig = Rig(answered(80, remote_block_ids=blocks), **BOTH)
+    assert rig.match() == 0
+    assert rig.transfer is Transfer.NONE
+
+
+def test_a_first_turn_as_the_proxy_asks_for_it() -> None:
+    """B2.24: do_remote_decode, and all remote fields None."""
+    rig = Rig({"do_remote_decode": True, "remote_block_ids": None, "remote_num_tokens": None, **dict.fromkeys(REMOTE)})
+    assert rig.match() == 0
+
+
+def test_a_remote_that_claims_more_than_the_prompt_is_capped() -> None:
+    """B2.6: 100 tokens of a prompt, whatever the peer says it has."""
+    params = TransferParams.parse(answered(300))
+    assert params is not None
+    assert offered_tokens(params, 100, 16, HandoffOptions(**BOTH)) == 84
+    rig = Rig(answered(300), **BOTH)
+    assert rig.pulled(300) == 96, "of the last block nobody can know whether the peer went on from the same tokens"
+
+
+def test_a_partial_last_block_is_pulled() -> None:
+    """B2.6: 70 tokens are four blocks and a part of one."""
+    rig = Rig(answered(70), **BOTH)
+    assert rig.pulled(70) == 70
+    rig.allocate(70)
+    (pull,) = rig.core.take_pulls()
+    assert [(read.lease_id, read.indices, read.block_ids) for read in pull.job.reads] == [
+        (77, [0, 1, 2, 3, 4], [1, 2, 3, 4, 5])
+    ]
+
+
+def test_with_partial_coverage_the_rest_is_computed() -> None:
+    """B2.6: what does not reach as far as it said is used as far as it reaches, in whole steps."""
+    assert Rig(answered(96), **BOTH).pulled(96, missing=[(0, 5)]) == 80
+    assert Rig(prefilled()).pulled(100, missing=[(0, 6)]) == 96
+    assert Rig(prefilled()).pulled(100, missing=[(0, 0)]) == 0
+
+
+@pytest.mark.parametrize("params", [answered(80), answered(80, remote_block_ids=None)])
+def test_a_prefill_engine_with_the_feature_off_pulls_nothing(params: dict[str, object]) -> None:
+    """B2.7: matching obeys bidirectional_kv_xfer, not only the pull."""
+    rig = Rig(params)
+    assert rig.match() == 0
+    assert rig.server.claims == []
+    assert Rig(prefilled()).pulled(100) == 100, "prefill to decode is no matter of it"
+
+
+def test_what_is_about_to_expire_is_not_asked_for() -> None:
+    """B2.19: with a margin of 5 s by the parameters' own time; without one the server knows."""
+    rig = Rig(answered(80, remote_blocks_expiry_time=WALL + 5.1), **BOTH)
+    assert rig.match() is None
+    for expiry in (WALL + 5.0, WALL - 100):
+        rig = Rig(answered(80, remote_blocks_expiry_time=expiry), **BOTH)
+        assert rig.match() == 0
+        assert rig.server.claims == []
+
+
+def test_what_is_not_held_any_more_is_computed() -> None:
+    """B2.19: the server says that it is gone; a miss, and the request is not asked about again."""
+    rig = Rig(prefilled())
+    assert rig.match() is None
+    rig.answer(None)
+    assert rig.match() == 0
+    assert rig.match() == 0
+    assert len(rig.server.claims) == 1
+
+
+def test_a_server_that_does_not_answer_costs_one_timeout() -> None:
+    """Then the request is computed, whoever holds it is told, and a late answer changes nothing."""
+    rig = Rig(prefilled(), claim_timeout_s=3)
+    assert rig.match(now=0.0) is None
+    assert rig.match(now=2.9) is None
+    assert rig.match(now=3.0) == 0
+    assert (rig.server.dropped, rig.server.released, len(rig.server.warned)) == ([1], [PEER], 1)
+    rig.answer(held(FULL, list(range(100)), 100), now=3.1)
+    assert rig.match(now=3.2) == 0
+
+
+def test_a_server_that_is_not_there_costs_nothing() -> None:
+    """A miss at once."""
+    rig = Rig(prefilled())
+    rig.server.reachable = False
+    assert rig.match() == 0
+
+
+def test_a_claim_that_waits_for_room_is_made_anew() -> None:
+    """Its lease may be about to end; and so is one that began behind what the engine has lost since."""
+    rig = Rig(prefilled(), claim_lifetime_s=10)
+    assert rig.pulled(100, 32) == 68
+    assert rig.match(32, now=10.0) == 68
+    assert rig.match(32, now=10.1) is None
+    assert rig.server.dropped == [1]
+    rig.answer(held(FULL, list(range(100)), 100), now=10.2)
+    assert rig.match(48, now=10.3) == 52
+    assert rig.match(0, now=10.4) is None
+    assert [first for _, _, first in rig.server.claims] == [[2], [2], [0]]
+
+
+def test_blocks_of_other_tokens_are_not_used() -> None:
+    """A peer that holds something else under that name, a hash by hash of the same length: the engine believes its own keys."""
+    rig = Rig(answered(80), **BOTH)
+    rig.match()
+    rig.answer(held(FULL, [*range(64), *[7] * 36], 80))
+    assert rig.match() == 64
+    rig = Rig(answered(72), **BOTH)
+    rig.match()
+    rig.answer(held(FULL, [*range(70), *[7] * 36], 72))
+    assert rig.match() == 64, "the last block, which has no hash, was made of other tokens"
+
+
+def test_a_window_is_needed_only_where_it_ends() -> None:
+    """With 24 tokens of window, the blocks before are not asked for; without its tail a hit is shorter."""
+    rig = Rig(prefilled(), geometry=WINDOW)
+    assert rig.pulled(100) == 100
+    rig = Rig(prefilled(), geometry=WINDOW)
+    assert rig.pulled(100, missing=[(1, 6)]) == 0, "the tail of a hit of 96 tokens begins before what is held"
+
+
+def test_a_state_is_needed_at_the_end() -> None:
+    """The block that ends with the hit, and no other."""
+    rig = Rig(prefilled(), geometry=STATE)
+    assert rig.pulled(96) == 96
+    rig = Rig(prefilled(), geometry=STATE)
+    assert rig.pulled(96, missing=[(1, 5)]) == 0
+
+
+def test_a_pull_from_the_middle_of_a_block_is_none() -> None:
+    """An engine's own prefix is whole blocks; one that is not cannot be filled up."""
+    rig = Rig(prefilled())
+    assert rig.pulled(100, 8) == 92
+    rig.core.allocated("r", rig.tables(), 92)
+    assert [pull.job.reads for pull in rig.core.take_pulls()] == [[]]
+
+
+def test_worth_is_a_matter_of_the_direction() -> None:
+    """B2.4: the threshold is for prefill engines, which can compute; a decode engine pulls any number of tokens."""
+    forth, back = TransferParams(do_remote_prefill=True), TransferParams(do_remote_decode=True)
+    options = HandoffOptions()
+    assert [worth(count, forth, options) for count in (-1, 0, 1, 63)] == [0, 0, 1, 63]
+    assert [worth(count, back, options) for count in (-1, 0, 1, 63, 64)] == [0, 0, 0, 0, 64]
+
+
+def test_the_callers_parameters_stay_as_they_are() -> None:
+    """B2.10: no state is smuggled into them."""
+    params = answered(80)
+    before = dict(params)
+    rig = Rig(params, **BOTH)
+    rig.pulled(80)
+    rig.allocate(80)
+    rig.core.pull_ended("r")
+    rig.finish()
+    assert params == before
+    assert isinstance(rig.request, Request)

@@ -1,0 +1,180 @@
+"""The one transfer of each request: when it is queued, when its peer is told, and that there is never a second."""
+
+from __future__ import annotations
+
+import pytest
+from peers import PEER, REMOTE, Rig, answered, prefilled
+
+from kvtier.client.handoff import Reason, RemoteRequest, Transfer
+
+BOTH = {"bidirectional_kv_xfer": True}
+
+
+@pytest.mark.parametrize(
+    ("params", "both", "expected"),
+    [
+        ({"do_remote_decode": True}, False, True),
+        ({"do_remote_decode": True}, True, True),
+        (prefilled(), False, False),
+        (prefilled(), True, True),
+        ({"something": "else"}, True, False),
+        ({}, True, False),
+        (None, True, False),
+    ],
+)
+def test_who_joins_the_batch(params: object, both: bool, expected: bool) -> None:  # noqa: FBT001 - a table
+    """B2.8: iff do_remote_decode, or do_remote_prefill and bidirectional; once it is scheduled."""
+    rig = Rig(params, bidirectional_kv_xfer=both)
+    assert rig.core.in_batch == set()
+    rig.allocate()
+    assert ("r" in rig.core.in_batch) is expected
+
+
+@pytest.mark.parametrize(
+    ("params", "both", "queued"),
+    [
+        (prefilled(), False, True),
+        (prefilled(), True, True),
+        (answered(80), True, True),
+        (answered(80), False, False),
+        ({"do_remote_decode": True}, True, False),
+    ],
+)
+def test_what_is_pulled(params: dict[str, object], both: bool, queued: bool) -> None:  # noqa: FBT001 - a table
+    """B2.9: iff do_remote_prefill, or do_remote_decode and bidirectional."""
+    rig = Rig(params, bidirectional_kv_xfer=both)
+    if queued:
+        tokens = 100 if params["do_remote_prefill"] else 80
+        assert rig.pulled(tokens) == tokens
+        rig.allocate(tokens)
+        (pull,) = rig.core.take_pulls()
+        assert (pull.remote, len(pull.job.reads)) == (PEER, 1)
+    else:
+        assert rig.match() == 0
+        rig.allocate()
+        assert rig.core.take_pulls() == []
+        assert rig.server.released == []
+
+
+@pytest.mark.parametrize("params", [prefilled(), answered(100)])
+def test_exactly_one_transfer_per_request(params: dict[str, object]) -> None:
+    """B2.10: scheduled again after its load, preempted, matched anew: it is computed, and nothing else is asked of anybody."""
+    rig = Rig(params, **BOTH)
+    rig.pulled(100)
+    rig.allocate(100)
+    assert rig.transfer is Transfer.PULLING
+    assert rig.match() == 0, "while workers copy"
+    rig.core.pull_ended("r")
+    rig.allocate(0)
+    for _ in range(3):
+        assert rig.match() == 0
+        rig.allocate(0)
+    assert len(rig.core.take_pulls()) == 1
+    assert len(rig.server.claims) == 1
+    assert (rig.server.released, rig.server.dropped) == ([PEER], [1])
+
+
+def test_a_full_local_hit_frees_the_peers_blocks() -> None:
+    """B2.11: nothing is transferred, and the peer is told, once."""
+    rig = Rig(prefilled())
+    assert rig.match(100) == 0
+    rig.allocate(0)
+    rig.allocate(0)
+    assert rig.core.take_pulls() == []
+    assert rig.server.released == [PEER]
+
+
+def test_what_is_not_worth_it_frees_the_peers_blocks() -> None:
+    """B2.4 B2.11: computed instead; the decode engine need not wait eight minutes."""
+    rig = Rig(answered(48), **BOTH)
+    assert rig.match() == 0
+    rig.allocate(0)
+    assert rig.server.released == [PEER]
+    assert rig.match() == 0
+
+
+def test_an_offer_that_the_engine_does_not_take_is_given_back() -> None:
+    """B2.11: it found the tokens itself in the meantime."""
+    rig = Rig(prefilled())
+    rig.pulled(100)
+    rig.allocate(0)
+    assert (rig.server.released, rig.server.dropped) == ([PEER], [1])
+
+
+@pytest.mark.parametrize("params", [prefilled(), answered(80)])
+@pytest.mark.parametrize("key", REMOTE)
+def test_missing_keys_are_a_warning(params: dict[str, object], key: str) -> None:
+    """B2.12: no transfer and no crash; said once."""
+    rig = Rig({name: value for name, value in params.items() if name != key}, **BOTH)
+    rig.match()
+    rig.allocate(0)
+    rig.allocate(0)
+    assert rig.core.take_pulls() == []
+    assert len(rig.server.warned) == 1
+    assert rig.server.released == []
+
+
+def test_tokens_that_were_never_offered_fail_their_load() -> None:
+    """B2.12: the engine waits for whatever it was once promised: a pull without reads is reported as failed."""
+    rig = Rig(prefilled())
+    rig.core.allocated("r", rig.tables(), 48)
+    rig.core.allocated("nobody knows it", rig.tables(), 48)
+    assert [(pull.job.request_id, pull.job.reads) for pull in rig.core.take_pulls()] == [
+        ("r", []),
+        ("nobody knows it", []),
+    ]
+
+
+def test_a_pull_that_fails_was_the_transfer() -> None:
+    """B2.10: its blocks are computed; the peer is told all the same."""
+    rig = Rig(prefilled())
+    rig.pulled(100)
+    rig.allocate(100)
+    rig.core.take_pulls()
+    assert rig.core.pending
+    rig.core.pull_ended("r")
+    assert rig.server.released == [PEER]
+    assert not rig.core.pending
+    assert rig.match() == 0
+
+
+def test_the_engine_may_take_less_than_was_offered() -> None:
+    """Only the blocks that it has allocated for them are filled."""
+    rig = Rig(prefilled())
+    rig.pulled(100, 16)
+    rig.core.allocated("r", rig.tables(), 32)
+    (pull,) = rig.core.take_pulls()
+    assert [read.block_ids for read in pull.job.reads] == [[2, 3]]
+
+
+def test_who_waits_for_a_pull_keeps_it_alive() -> None:
+    """B2.1: a heartbeat when it arrives, and every sixth of a lease until the pull has ended; one for all requests."""
+    rig = Rig(prefilled())
+    rig.core.heartbeat(0.0)
+    rig.core.heartbeat(4.9)
+    assert rig.server.renewed == [[PEER]]
+    rig.core.heartbeat(5.0)
+    assert rig.server.renewed == [[PEER]] * 2
+    other = Rig(prefilled(remote_request_id="another"), arrives=False).request
+    other.request_id = "r2"
+    rig.core.arrived(other)
+    both = [PEER, RemoteRequest(PEER.engine_id, "another", PEER.host, PEER.port)]
+    rig.core.heartbeat(5.1)
+    assert rig.server.renewed[-1] == both
+    rig.pulled(100)
+    rig.allocate(100)
+    rig.core.heartbeat(10.1)
+    assert rig.server.renewed[-1] == both
+    rig.core.pull_ended("r")
+    rig.core.heartbeat(15.1)
+    assert rig.server.renewed[-1] == both[1:]
+
+
+def test_who_pulls_nothing_sends_no_heartbeat() -> None:
+    """Neither a request that is to be held only, nor one that has ended."""
+    rig = Rig({"do_remote_decode": True})
+    rig.core.heartbeat(0.0)
+    rig = Rig(prefilled())
+    rig.finish(0, Reason.OTHER, tables=[[]])
+    rig.core.heartbeat(0.0)
+    assert rig.server.renewed == []
