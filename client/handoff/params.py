@@ -92,9 +92,9 @@ def _remote(raw: Mapping[Any, Any]) -> RemoteRequest | None:
 
 
 def _has_blocks(block_ids: object) -> bool:
-    return isinstance(block_ids, Sequence) and any(
-        isinstance(group, Sequence) and len(group) > 0 for group in block_ids
-    )
+    """Whether there is a list of lists (JSON has no others), and any of them has something in it."""
+    groups = block_ids if isinstance(block_ids, list | tuple) else ()
+    return any(isinstance(group, list | tuple) and len(group) > 0 for group in groups)
 
 
 def _number(value: object) -> float | None:

@@ -202,6 +202,7 @@ def test_what_is_returned_is_what_the_next_engine_takes() -> None:
         rig = Rig(decode_params.params, 200, **BOTH)
         assert rig.match() is None, "it asks for what is held"
         rig.allocate()
+        rig.request.tokens += range(200, 221)
         decode = rig.finish(220)
         assert decode.params is not None
         assert Rig(decode.params, 300, **BOTH).match() is None

@@ -20,7 +20,7 @@ def test_defaults_are_the_fields_own() -> None:
 
 @pytest.mark.parametrize(("computed", "expected"), [(0, 100), (16, 84), (96, 4)])
 def test_a_decode_engine_pulls_what_it_lacks_of_the_prompt(computed: int, expected: int) -> None:
-    """B2.2: prompt tokens − computed tokens, whatever the threshold; known when the peer's server has answered."""
+    """B2.2: prompt tokens - computed tokens, whatever the threshold; known when the peer's server has answered."""
     rig = Rig(prefilled())
     assert rig.pulled(100, computed) == expected
     assert rig.server.claims == [(1, PEER, [computed // 16])]
@@ -39,7 +39,7 @@ def test_nothing_is_asked_for_that_the_engine_has() -> None:
 def test_a_prefill_engine_pulls_what_the_decode_engine_has(
     remote: int, prompt: int, computed: int, expected: int
 ) -> None:
-    """B2.3: min(remote_num_tokens, prompt tokens) − computed tokens."""
+    """B2.3: min(remote_num_tokens, prompt tokens) - computed tokens."""
     rig = Rig(answered(remote), prompt, **BOTH)
     assert rig.pulled(remote, computed) == expected
 
@@ -91,7 +91,7 @@ def test_a_missing_key_means_no_pull(params: dict[str, object], key: str, how: s
     assert rig.server.claims == []
 
 
-@pytest.mark.parametrize("blocks", [None, [], [[]], (), [[], []], 5, "text"])
+@pytest.mark.parametrize("blocks", [None, [], [[]], (), [[], []], 5, "text", ["text"]])
 def test_a_first_turn_pulls_nothing(blocks: object) -> None:
     """B2.5: no remote blocks."""
     rig = Rig(answered(80, remote_block_ids=blocks), **BOTH)
@@ -209,7 +209,9 @@ def test_a_window_is_needed_only_where_it_ends() -> None:
     rig = Rig(prefilled(), geometry=WINDOW)
     assert rig.pulled(100) == 100
     rig = Rig(prefilled(), geometry=WINDOW)
-    assert rig.pulled(100, missing=[(1, 6)]) == 0, "the tail of a hit of 96 tokens begins before what is held"
+    assert rig.pulled(100, missing=[(1, 6)]) == 96
+    rig = Rig(prefilled(), geometry=WINDOW)
+    assert rig.pulled(100, missing=[(1, 5)]) == 0, "the window of a shorter hit begins before what is held"
 
 
 def test_a_state_is_needed_at_the_end() -> None:
