@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from peers import BLOCK, FULL, PEER, STATE, US, WALL, WINDOW, Rig, answered, prefilled
 
-from kvtier.client.handoff import Direction, Finished, Reason
+from kvtier.client.handoff import Direction, Finished, Reason, TransferParams
 from kvtier.client.offload import CacheGeometry, FreeBlock
 
 BOTH = {"bidirectional_kv_xfer": True}
@@ -17,6 +17,7 @@ NOTHING = Finished()
 @pytest.mark.parametrize("both", [True, False])
 def test_without_parameters_nothing_is_held(params: object, both: bool) -> None:  # noqa: FBT001 - a table
     """B1.2 B2.13: freed now, nothing returned, and no error."""
+    assert TransferParams.parse(params) is None
     rig = Rig(params, bidirectional_kv_xfer=both)
     assert rig.match() == 0
     rig.allocate()
@@ -66,18 +67,20 @@ def test_only_normal_ends_are_held(params: dict[str, object]) -> None:
         assert bool(finished.tail) is (reason is not Reason.OTHER)
 
 
-def test_aborted_while_workers_pull() -> None:
+@pytest.mark.parametrize("reason", Reason)
+def test_ended_while_workers_pull(reason: Reason) -> None:
     """B2.16: they write to its blocks still; the peer is told when they have ended, and nothing is held."""
     rig = Rig(prefilled(), **BOTH)
     rig.pulled(100)
     rig.allocate(100)
     rig.core.take_pulls()
-    assert rig.finish(0, Reason.OTHER) == NOTHING
+    assert rig.finish(100, reason) == NOTHING
     assert rig.server.released == []
     assert rig.core.pending
     rig.core.pull_ended("r")
     assert rig.server.released == [PEER]
     assert not rig.core.pending
+    assert rig.core.in_batch == set()
     assert rig.server.published == []
 
 

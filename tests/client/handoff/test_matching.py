@@ -97,6 +97,9 @@ def test_a_first_turn_pulls_nothing(blocks: object) -> None:
     rig = Rig(answered(80, remote_block_ids=blocks), **BOTH)
     assert rig.match() == 0
     assert rig.transfer is Transfer.NONE
+    params = TransferParams.parse(answered(80, remote_block_ids=blocks))
+    assert params is not None
+    assert offered_tokens(params, 100, 0, HandoffOptions(**BOTH)) == 0
 
 
 def test_a_first_turn_as_the_proxy_asks_for_it() -> None:
@@ -112,6 +115,14 @@ def test_a_remote_that_claims_more_than_the_prompt_is_capped() -> None:
     assert offered_tokens(params, 100, 16, HandoffOptions(**BOTH)) == 84
     rig = Rig(answered(300), **BOTH)
     assert rig.pulled(300) == 96, "of the last block nobody can know whether the peer went on from the same tokens"
+
+
+def test_no_more_than_the_prompt_is_pulled() -> None:
+    """B2.6: not even where the request has more tokens by now, and the peer the very same."""
+    rig = Rig(answered(130), arrives=False, **BOTH)
+    rig.request.tokens += range(100, 140)
+    rig.core.arrived(rig.request)
+    assert rig.pulled(130) == 100
 
 
 def test_a_partial_last_block_is_pulled() -> None:
