@@ -98,12 +98,14 @@ def make_key(block_hash: bytes, group: int = 0) -> bytes:
     return block_hash + group.to_bytes(4, "big")
 
 
-def make_hold_key(engine_id: str, request_id: str, group: int, position: int) -> bytes:
+def make_hold_key(engine_id: str, request_id: str, group: int, position: int, content: bytes = b"") -> bytes:
     """Returns the key of a block that has no content hash, the last one of a request that is handed over.
 
     Only who claims the request finds it; it goes to no tier below, and disappears with the hold (`kvtier/v1/handoff.proto`).
+    With `content`, of which both sides make it (the hash of the block before and the tokens of this one), who claims it can
+    tell from the key that it is about its own tokens.
     """
     digest = hashlib.sha256()
-    for part in (engine_id.encode(), request_id.encode(), position.to_bytes(8, "big")):
+    for part in (engine_id.encode(), request_id.encode(), position.to_bytes(8, "big"), content):
         digest.update(len(part).to_bytes(8, "big") + part)
     return make_key(_HOLD_PREFIX + digest.digest(), group)

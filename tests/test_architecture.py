@@ -26,11 +26,14 @@ NEVER = {
 }
 """For each room, packages that it may not import anywhere."""
 
-CORE_OF_OFFLOADING = "kvtier.client.offload"
-"""Decides for every engine: it knows neither engines nor the rest of the client, and does nothing but decide."""
+CORES = {
+    "kvtier.client.offload": ("kvtier.client.offload",),
+    "kvtier.client.handoff": ("kvtier.client.handoff", "kvtier.client.offload"),
+}
+"""What decides for every engine, and does nothing else: it knows neither engines nor the client; and the cores it may know."""
 
 PURE = {"__future__", "collections", "dataclasses", "enum", "math", "typing"}
-"""All that it may import besides itself: no I/O, no clock, no threads."""
+"""All that they may import besides: no I/O, no clock, no threads."""
 
 HEAVY = {"numpy", "torch", "transformers", "vllm"}
 """Packages that the server, and whatever it imports, may not load at start (ready in under a second, under 100 MB)."""
@@ -147,27 +150,34 @@ def test_client_loads_no_engine_at_start() -> None:
     assert [line for line in heavy_at_start(modules, packages, entries) if "numpy" not in line] == []
 
 
-def impure(source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """Returns what a module of the core of offloading imports though it is to be pure."""
+def impure(source: str, module: str, core: str, *, is_package: bool = False) -> list[str]:
+    """Returns what a module of a core imports though it is to be pure."""
     return [
         f"{module}:{item.line}: {item.target}"
         for item in imports_of(source, module, is_package=is_package)
-        if not item.target.startswith(f"{CORE_OF_OFFLOADING}.") and item.target.split(".")[0] not in PURE
+        if not f"{item.target}.".startswith(tuple(f"{known}." for known in CORES[core]))
+        and item.target.split(".")[0] not in PURE
     ]
 
 
-def test_the_core_of_offloading_imports_nothing_but_itself() -> None:
-    """B4: no engine, no client, no I/O, no clock and no threads in `client/offload`."""
+@pytest.mark.parametrize("core", CORES)
+def test_a_core_imports_nothing_but_cores(core: str) -> None:
+    """B2 B4: no engine, no client, no I/O, no clock and no threads in `client/offload` and `client/handoff`."""
     modules, packages = project()
-    core = {name: source for name, source in modules.items() if f"{name}.".startswith(f"{CORE_OF_OFFLOADING}.")}
-    assert len(core) > 5
-    assert not [line for name, source in core.items() for line in impure(source, name, is_package=name in packages)]
+    members = {name: source for name, source in modules.items() if f"{name}.".startswith(f"{core}.")}
+    assert len(members) > 5
+    found = [
+        line for name, source in members.items() for line in impure(source, name, core, is_package=name in packages)
+    ]
+    assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("line", ["import time", "from ..wire import x", "from ..engines import vllm", "import vllm"])
-def test_a_planted_impurity_is_found(line: str) -> None:
-    """The check of the core of offloading can fail."""
-    assert impure(f"def f():\n    {line}", f"{CORE_OF_OFFLOADING}.core")
+def test_a_planted_impurity_is_found(line: str, core: str) -> None:
+    """The check of the cores can fail; and what is offloaded knows nothing of what is handed over."""
+    assert impure(f"def f():\n    {line}", f"{core}.core", core)
+    assert impure("from ..handoff import core", "kvtier.client.offload.core", "kvtier.client.offload")
 
 
 @pytest.mark.parametrize(
