@@ -1,0 +1,220 @@
+"""A small engine around the core of handing over: real clients, and KV that shows from which tokens it was computed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peers import BLOCK, FULL, US, Request
+
+from kvtier.client import (
+    Client,
+    Group,
+    HandoffDirection,
+    HoldGone,
+    HoldName,
+    KVTierError,
+    Namespace,
+    make_hold_key,
+    make_key,
+)
+from kvtier.client.handoff import (
+    Claimed,
+    ClaimId,
+    Direction,
+    HandoffCore,
+    HandoffOptions,
+    HandoffRequest,
+    HeldBlock,
+    Publication,
+    Reason,
+    RemoteRequest,
+)
+from kvtier.client.offload import CacheGroup
+
+TOKEN_BYTES = 8
+NAMESPACE = Namespace("toy", "uint8", (Group(BLOCK * TOKEN_BYTES, BLOCK),))
+WALL = 1e9
+
+
+def digest(tokens: Sequence[int]) -> bytes:
+    """Returns a name of these tokens."""
+    return hashlib.sha256(repr(list(tokens)).encode()).digest()
+
+
+def kv_of(tokens: Sequence[int], start: int, end: int) -> bytes:
+    """Returns what attention has computed of some tokens: it depends on all before."""
+    return b"".join(digest(tokens[: number + 1])[:TOKEN_BYTES] for number in range(start, end))
+
+
+class ToyRequest(Request):
+    """A request whose keys are those of kvtier."""
+
+    def key(self, group: CacheGroup, position: int) -> bytes:
+        return make_key(digest(self.tokens[: (position + 1) * BLOCK]), group.index)
+
+    def hold_key(
+        self, engine_id: str, request_id: str, group: CacheGroup, position: int, num_tokens: int
+    ) -> bytes | None:
+        if num_tokens > len(self.tokens):
+            return None
+        return make_hold_key(engine_id, request_id, group.index, position, digest(self.tokens[:num_tokens]))
+
+
+@dataclass
+class Turn:
+    """What came of one request: the tokens that were computed, and the parameters for the next engine."""
+
+    computed: int
+    pulled: int
+    params: dict[str, Any] | None
+    tokens: list[int]
+
+
+@dataclass
+class ToyServer:
+    """A `HandoffServer` that does at once what it is asked; what fails is a miss."""
+
+    client: Client
+    answers: list[tuple[ClaimId, Claimed | None]] = field(default_factory=list)
+    leases: dict[ClaimId, int] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+
+    def start_claim(
+        self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]
+    ) -> bool:
+        try:
+            found = self.client.claim(
+                HoldName(remote.engine_id, remote.request_id), first_positions=first_positions, wait=0.1
+            )
+        except KVTierError as error:
+            if not isinstance(error, HoldGone):
+                self.log.append(f"claim: {error}")
+            self.answers.append((claim, None))
+            return True
+        assert found.hold is not None
+        if found.id:
+            self.leases[claim] = found.id
+        blocks = [
+            HeldBlock(int.from_bytes(key[-4:], "big"), position, key, item if status == 1 else None)
+            for item, (key, position, status) in enumerate(
+                zip(found.keys, found.hold.positions, found.statuses, strict=True)
+            )
+        ]
+        self.answers.append((claim, Claimed(found.id, found.hold.num_tokens, blocks)))
+        return True
+
+    def drop_claim(self, claim: ClaimId) -> None:
+        if claim in self.leases:
+            self._quietly(self.client.release, self.leases.pop(claim))
+
+    def renew(self, remotes: Sequence[RemoteRequest]) -> None:
+        self._quietly(self.client.renew_holds, *[HoldName(remote.engine_id, remote.request_id) for remote in remotes])
+
+    def release(self, remote: RemoteRequest) -> None:
+        self._quietly(self.client.release_holds, HoldName(remote.engine_id, remote.request_id))
+
+    def publish(self, publication: Publication) -> None:
+        forth = publication.direction is Direction.PREFILL_TO_DECODE
+        self._quietly(
+            self.client.publish,
+            publication.request_id,
+            publication.keys,
+            publication.positions,
+            num_tokens=publication.num_tokens,
+            direction=HandoffDirection.PREFILL_TO_DECODE if forth else HandoffDirection.DECODE_TO_PREFILL,
+            hold_for=publication.hold_for,
+        )
+
+    def debug(self, text: str) -> None:
+        self.log.append(text)
+
+    def warn(self, text: str) -> None:
+        self.log.append(text)
+
+    def _quietly(self, call: Any, *arguments: Any, **named: Any) -> None:
+        try:
+            call(*arguments, **named)
+        except KVTierError as error:
+            self.log.append(f"{error}")
+
+
+class ToyEngine:
+    """Computes requests one after the other, without a cache of its own."""
+
+    def __init__(self, client: Client, **options: Any) -> None:
+        self.client = client
+        self.server = ToyServer(client)
+        identity = US._replace(engine_id=client.engine_id)
+        self.core = HandoffCore(FULL, identity, HandoffOptions(bidirectional_kv_xfer=True, **options), self.server)
+        self.count = 0
+        self.steps = 0.0
+
+    def run(
+        self,
+        prompt: Sequence[int],
+        params: Any,
+        new_tokens: int,
+        *,
+        reason: Reason = Reason.STOPPED,
+        saves: bool = True,
+        scheduled: bool = True,
+    ) -> Turn:
+        """One request from its arrival to its end; what was pulled must be what would have been computed."""
+        self.count += 1
+        self.steps += 1
+        request = ToyRequest(params, list(prompt), request_id=f"{self.count}")
+        self.core.arrived(request)
+        self.core.heartbeat(self.steps)
+        offered = self._match(request.request_id)
+        if not scheduled:
+            self.core.finished(request.request_id, [[]], 0, Reason.OTHER, WALL)
+            return Turn(0, 0, None, list(prompt))
+        table = list(range(1, 2 + (len(prompt) + new_tokens) // BLOCK))
+        memory = {block_id: bytearray(BLOCK * TOKEN_BYTES) for block_id in table}
+        self.core.allocated(request.request_id, [table], offered)
+        pulled = offered if self._pull(memory) else 0
+        self.core.pull_ended(request.request_id)
+        self.core.allocated(request.request_id, [table], 0)
+        self._compute(request, table, memory, pulled, new_tokens)
+        confirmed = len(request.tokens) - 1 if new_tokens else len(prompt)
+        finished = self.core.finished(request.request_id, [table], confirmed, reason, WALL)
+        if saves:
+            full = [(request.key(FULL.groups[0], n), table[n]) for n in range(confirmed // BLOCK)]
+            blocks = [*full, *((block.key or b"", block.block_id) for block in finished.tail)]
+            self.server._quietly(self.client.store, [key for key, _ in blocks], [memory[block] for _, block in blocks])
+        return Turn(confirmed - pulled, pulled, finished.params, request.tokens)
+
+    def _match(self, request_id: str) -> int:
+        while (offered := self.core.match(request_id, 0, self.steps, WALL)) is None:
+            for claim, claimed in self.server.answers:
+                self.core.claim_ended(claim, claimed, self.steps)
+            self.server.answers.clear()
+        return offered
+
+    def _pull(self, memory: dict[int, bytearray]) -> bool:
+        for pull in self.core.take_pulls():
+            if not pull.job.reads:
+                return False
+            (read,) = pull.job.reads
+            try:
+                with self.client.read(read.lease_id, read.indices) as batch:
+                    for block_id, view in zip(read.block_ids, batch.views(), strict=True):
+                        memory[block_id][:] = view
+            except KVTierError:
+                return False
+        return True
+
+    def _compute(
+        self, request: ToyRequest, table: list[int], memory: dict[int, bytearray], start: int, new_tokens: int
+    ) -> None:
+        held = b"".join(memory[block_id] for block_id in table)[: start * TOKEN_BYTES]
+        assert held == kv_of(request.tokens, 0, start), "tokens would be computed from wrong KV"
+        for _ in range(new_tokens):
+            request.tokens.append(digest(request.tokens)[0])
+        data = kv_of(request.tokens, 0, len(request.tokens))
+        for number, block_id in enumerate(table):
+            piece = data[number * BLOCK * TOKEN_BYTES : (number + 1) * BLOCK * TOKEN_BYTES]
+            memory[block_id][: len(piece)] = piece
