@@ -44,9 +44,13 @@ def digest(tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(repr(list(tokens)).encode()).digest()
 
 
-def kv_of(tokens: Sequence[int], start: int, end: int) -> bytes:
-    """Returns what attention has computed of some tokens: it depends on all before."""
-    return b"".join(digest(tokens[: number + 1])[:TOKEN_BYTES] for number in range(start, end))
+def kv_of(tokens: Sequence[int], end: int) -> bytes:
+    """Returns what attention has computed of the first tokens: each depends on all before."""
+    seen, kv = hashlib.sha256(), bytearray()
+    for token in tokens[:end]:
+        seen.update(token.to_bytes(4, "big"))
+        kv += seen.digest()[:TOKEN_BYTES]
+    return bytes(kv)
 
 
 class ToyRequest(Request):
@@ -211,10 +215,10 @@ class ToyEngine:
         self, request: ToyRequest, table: list[int], memory: dict[int, bytearray], start: int, new_tokens: int
     ) -> None:
         held = b"".join(memory[block_id] for block_id in table)[: start * TOKEN_BYTES]
-        assert held == kv_of(request.tokens, 0, start), "tokens would be computed from wrong KV"
+        assert held == kv_of(request.tokens, start), "tokens would be computed from wrong KV"
         for _ in range(new_tokens):
             request.tokens.append(digest(request.tokens)[0])
-        data = kv_of(request.tokens, 0, len(request.tokens))
+        data = kv_of(request.tokens, len(request.tokens))
         for number, block_id in enumerate(table):
             piece = data[number * BLOCK * TOKEN_BYTES : (number + 1) * BLOCK * TOKEN_BYTES]
             memory[block_id][: len(piece)] = piece
