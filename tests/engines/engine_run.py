@@ -71,11 +71,12 @@ def _generate(
         "external_hits": after.get("vllm:external_prefix_cache_hits", 0)
         - before.get("vllm:external_prefix_cache_hits", 0),
         "preemptions": after.get("vllm:num_preemptions", 0) - before.get("vllm:num_preemptions", 0),
-        "rows": [_row(output) for output in outputs],
+        "rows": [describe(output) for output in outputs],
     }
 
 
-def _row(output: Any) -> dict[str, Any]:
+def describe(output: Any) -> dict[str, Any]:
+    """Returns what a request came to, as JSON has it."""
     completion = output.outputs[0]
     return {
         "tokens": list(completion.token_ids),
