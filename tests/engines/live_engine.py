@@ -41,8 +41,8 @@ class LiveEngine:
         """The connector's half in the scheduler."""
         return self.scheduler.connector._scheduler
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
-        """Hands in a request; it is computed by `step`."""
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, salt: str | None = None) -> None:
+        """Hands in a request; it is computed by `step`. With a `salt` of its own it shares blocks with nobody."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -54,7 +54,8 @@ class LiveEngine:
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self.engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
+        salted = {"cache_salt": salt} if salt else {}
+        self.engine.add_request(request_id, {"prompt_token_ids": list(prompt), **salted}, sampling)
 
     def step(self) -> list[Any]:
         """One step; returns what has ended with it."""

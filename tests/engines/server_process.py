@@ -18,15 +18,15 @@ _KVTIER = Path(sys.executable).with_name("kvtier")
 
 
 class ServerProcess:
-    """A server whose socket, data and process id are in `folder`."""
+    """A server whose socket, data and process id are in `folder`; `region` is the size of its CPU tier."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, region: str = "512MiB") -> None:
+        self.folder, self.region = folder, region
         self.endpoint = f"unix:{folder / 'kvtier.sock'}"
 
     def start(self) -> None:
         """Starts it and waits until it answers."""
-        command = [_KVTIER, "serve", "--listen", self.endpoint, "--region-size", "512MiB"]
+        command = [_KVTIER, "serve", "--listen", self.endpoint, "--region-size", self.region]
         with (self.folder / "server.log").open("ab") as log:
             process = subprocess.Popen(
                 [*command, "--data-dir", self.folder / "data"], stdout=log, stderr=log, start_new_session=True

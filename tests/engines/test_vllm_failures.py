@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scenario import BLOCK, RunEngine, assert_same, generate, tokens
 from server_process import ServerProcess
+
+Lives = Callable[[str], dict[str, Any]]
 
 PROMPTS = [tokens(71, 12 * BLOCK + 3), tokens(72, 8 * BLOCK + 1)]
 BUDGET_SECONDS = 1.0
@@ -21,12 +25,9 @@ DEEDS = ("kill", "hang", "restart-twice")
 CASES = [(deed, moment) for deed in DEEDS for moment in MOMENTS]
 LIVES = {"eager": CASES, "lazy": [case for case in CASES if case[1] in {"loading", "saving"}]}
 EACH = pytest.mark.parametrize(
-    ("life", "deed", "moment"),
-    [(mode, *case) for mode, cases in LIVES.items() for case in cases],
-    indirect=["life"],
-    scope="module",
+    ("mode", "deed", "moment"), [(mode, *case) for mode, cases in LIVES.items() for case in cases]
 )
-BOTH = pytest.mark.parametrize("life", LIVES, indirect=True)
+BOTH = pytest.mark.parametrize("mode", LIVES)
 NEW = {case: tokens(100 + number, 7 * BLOCK + 5) for number, case in enumerate(CASES)}
 """A prompt for each case that was never computed before: its blocks are to be saved."""
 POOL_BLOCKS = 24
@@ -73,31 +74,36 @@ def truth(run_engine: RunEngine) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def life(request: pytest.FixtureRequest, run_engine: RunEngine, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One engine, which starts without a server, and to whose server then everything happens at every moment."""
-    server = ServerProcess(tmp_path_factory.mktemp("server"))
-    lazy = request.param == "lazy"
-    steps = [
-        {"op": "generate", "name": "absent", "prompts": PROMPTS},
-        {"op": "server", "command": server_do(server, "start")},
-        *meet(server),
-        {"op": "generate", "name": "come", "prompts": PROMPTS},
-        *(step for case in LIVES[request.param] for step in case_steps(server, case, lazy=lazy)),
-    ]
-    try:
-        yield run_engine(
-            steps,
-            endpoint=server.endpoint,
-            lookup_timeout_s=BUDGET_SECONDS,
-            extra={"lazy_offload": lazy},
-            runner="live_run.py",
-            seconds=LIFE_SECONDS,
-            max_model_len=16 * BLOCK,
-            max_num_batched_tokens=4 * BLOCK,
-            **({"num_gpu_blocks_override": POOL_BLOCKS} if lazy else {}),
-        )
-    finally:
-        server.kill()
+def lives(run_engine: RunEngine, tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    """One engine per mode, which starts without a server, and to whose server then everything happens at every moment."""
+
+    @functools.cache
+    def live(mode: str) -> dict[str, Any]:
+        server = ServerProcess(tmp_path_factory.mktemp("server"))
+        lazy = mode == "lazy"
+        steps = [
+            {"op": "generate", "name": "absent", "prompts": PROMPTS},
+            {"op": "server", "command": server_do(server, "start")},
+            *meet(server),
+            {"op": "generate", "name": "come", "prompts": PROMPTS},
+            *(step for case in LIVES[mode] for step in case_steps(server, case, lazy=lazy)),
+        ]
+        try:
+            return run_engine(
+                steps,
+                endpoint=server.endpoint,
+                lookup_timeout_s=BUDGET_SECONDS,
+                extra={"lazy_offload": lazy},
+                runner="live_run.py",
+                seconds=LIFE_SECONDS,
+                max_model_len=16 * BLOCK,
+                max_num_batched_tokens=4 * BLOCK,
+                **({"num_gpu_blocks_override": POOL_BLOCKS} if lazy else {}),
+            )
+        finally:
+            server.kill()
+
+    return live
 
 
 def same(truth: dict[str, Any], prompts: list[list[int]], result: dict[str, Any]) -> None:
@@ -106,9 +112,9 @@ def same(truth: dict[str, Any], prompts: list[list[int]], result: dict[str, Any]
 
 
 @EACH
-def test_an_engine_goes_on(truth: dict[str, Any], life: dict[str, Any], deed: str, moment: str) -> None:
+def test_an_engine_goes_on(truth: dict[str, Any], lives: Lives, mode: str, deed: str, moment: str) -> None:
     """A server that dies, hangs or is restarted at any moment of a request is a miss: right tokens, in bounded time, no error."""
-    result = life[f"{deed} {moment}"]
+    result = lives(mode)[f"{deed} {moment}"]
     assert result["acted"], "it did not happen"
     same(truth, [NEW[deed, moment], *PROMPTS], result)
     assert result["seconds"] < HUNG_SECONDS
@@ -116,9 +122,9 @@ def test_an_engine_goes_on(truth: dict[str, Any], life: dict[str, Any], deed: st
 
 
 @EACH
-def test_the_cache_is_used_again(truth: dict[str, Any], life: dict[str, Any], deed: str, moment: str) -> None:
+def test_the_cache_is_used_again(truth: dict[str, Any], lives: Lives, mode: str, deed: str, moment: str) -> None:
     """What was stored before is found, wherever the server has it; nothing is pinned, half stored or held any more (B4.4)."""
-    result, left = life[f"{deed} {moment}, then"], life[f"{deed} {moment}, left"]
+    result, left = lives(mode)[f"{deed} {moment}, then"], lives(mode)[f"{deed} {moment}, left"]
     same(truth, [NEW[deed, moment], *PROMPTS], result)
     assert result["external_hits"] > 0
     assert left["server"] == {"leases": 0, "stores": 0, "quarantined_bytes": 0}
@@ -126,37 +132,37 @@ def test_the_cache_is_used_again(truth: dict[str, Any], life: dict[str, Any], de
 
 
 @BOTH
-def test_a_server_may_come_later(truth: dict[str, Any], life: dict[str, Any]) -> None:
+def test_a_server_may_come_later(truth: dict[str, Any], lives: Lives, mode: str) -> None:
     """Absent at the start, it is a miss; as soon as it is there, it is used."""
     for moment in ("absent", "come"):
-        same(truth, PROMPTS, life[moment])
-    assert life["absent"]["external_hits"] == 0
+        same(truth, PROMPTS, lives(mode)[moment])
+    assert lives(mode)["absent"]["external_hits"] == 0
 
 
 @BOTH
-def test_a_load_from_a_server_that_died_fails(life: dict[str, Any]) -> None:
+def test_a_load_from_a_server_that_died_fails(lives: Lives, mode: str) -> None:
     """B4.3 What the first life found is not read from another one: the engine computes it."""
     for deed in ("kill", "restart-twice"):
-        assert life[f"{deed} loading"]["failed_loads"] > 0, deed
+        assert lives(mode)[f"{deed} loading"]["failed_loads"] > 0, deed
 
 
 @BOTH
-def test_saves_that_hang_or_die_are_reported(life: dict[str, Any]) -> None:
+def test_saves_that_hang_or_die_are_reported(lives: Lives, mode: str) -> None:
     """B4.5, B5.6 They are not stored, and say so, within their deadline."""
     for deed in ("kill", "hang"):
-        assert life[f"{deed} saving"]["not_stored"] > 0, deed
+        assert lives(mode)[f"{deed} saving"]["not_stored"] > 0, deed
 
 
-@pytest.mark.parametrize("life", ["eager"], indirect=True)
-def test_a_hang_is_waited_out_once(life: dict[str, Any]) -> None:
+def test_a_hang_is_waited_out_once(lives: Lives) -> None:
     """One budget for the lookups that are under way, and none after that until the server answers."""
-    assert life["hang asking"]["given_up"] > 0
-    assert life["hang loading"]["given_up"] == life["hang decoding"]["given_up"] == 0
+    assert lives("eager")["hang asking"]["given_up"] > 0
+    for moment in ("loading", "decoding"):
+        assert lives("eager")[f"hang {moment}"]["given_up"] == 0, moment
 
 
 @BOTH
-def test_the_log_says_what_happened(life: dict[str, Any]) -> None:
+def test_the_log_says_what_happened(lives: Lives, mode: str) -> None:
     """Warnings of a kind come now and then, not one per request or step; no hook of the connector failed."""
-    assert 1 <= life["log"].count("no kvtier server is connected") <= 1 + LIFE_SECONDS // 30
-    assert not [line for line in life["log"].splitlines() if "background.py" in line and "Traceback" in line]
-    assert not re.findall(r"kvtier: \w+ failed: .*", life["log"])
+    assert 1 <= lives(mode)["log"].count("no kvtier server is connected") <= 1 + LIFE_SECONDS // 30
+    assert not [line for line in lives(mode)["log"].splitlines() if "background.py" in line and "Traceback" in line]
+    assert not re.findall(r"kvtier: \w+ failed: .*", lives(mode)["log"])
