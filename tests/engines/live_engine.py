@@ -95,7 +95,7 @@ class LiveEngine:
             time.sleep(0.02)
 
     def counters(self) -> dict[str, float]:
-        """vLLM's own counters."""
+        """The engine's own counters, each summed over its labels."""
         from vllm.v1.metrics.reader import Counter
 
         values: dict[str, float] = {}

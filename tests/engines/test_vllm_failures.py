@@ -17,7 +17,7 @@ Lives = Callable[[str], dict[str, Any]]
 
 PROMPTS = [tokens(71, 12 * BLOCK + 3), tokens(72, 8 * BLOCK + 1)]
 BUDGET_SECONDS = 1.0
-LIFE_SECONDS = 240
+LIFE_SECONDS = 400
 HUNG_SECONDS = 60.0
 """Tells an engine that hangs from one that does not: some budgets and deadlines of a second or two are less."""
 MOMENTS = ("asking", "loading", "saving", "decoding")
@@ -76,9 +76,12 @@ def truth(run_engine: RunEngine) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def lives(run_engine: RunEngine, tmp_path_factory: pytest.TempPathFactory) -> Lives:
     """One engine per mode, which starts without a server, and to whose server then everything happens at every moment."""
+    begun: set[str] = set()
 
     @functools.cache
     def live(mode: str) -> dict[str, Any]:
+        assert mode not in begun, "this life came to a bad end before"
+        begun.add(mode)
         server = ServerProcess(tmp_path_factory.mktemp("server"))
         lazy = mode == "lazy"
         steps = [
