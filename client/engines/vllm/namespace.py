@@ -22,7 +22,7 @@ from ...offload import CacheGeometry
 from .compat import KVCacheConfig, vllm_version
 from .groups import Unsupported
 
-__all__ = ["build_namespace", "namespace_digest"]
+__all__ = ["build_namespace", "model_attributes", "namespace_digest"]
 
 _KINDS = {True: GroupKind.FULL_ATTENTION, False: GroupKind.SLIDING_WINDOW}
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -52,7 +52,12 @@ def build_namespace(
         world_size=vllm_config.parallel_config.world_size,
         groups=groups,
         tenant=tenant,
-        attributes=_attributes(vllm_config, geometry),
+        attributes=model_attributes(vllm_config)
+        | {
+            "layers": hashlib.sha256(
+                json.dumps([[list(g.layers), list(g.page_bytes)] for g in geometry.groups]).encode()
+            ).hexdigest(),
+        },
     )
 
 
@@ -67,10 +72,11 @@ def namespace_digest(namespace: Namespace) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _attributes(vllm_config: Any, geometry: CacheGeometry) -> dict[str, str]:
+def model_attributes(vllm_config: Any) -> dict[str, str]:
+    """Returns what tells this engine's model, its weights and the inner format of its pages from others. Raises as above."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
-    attributes = {
+    return {
         # The inner format of a page is the attention back end's, which vLLM may pick or change with its version and the device.
         "engine": f"vllm {vllm_version}",
         "device": _device_name(vllm_config),
@@ -81,12 +87,8 @@ def _attributes(vllm_config: Any, geometry: CacheGeometry) -> dict[str, str]:
         "hf_overrides": _stable_text(model.hf_overrides),
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "draft_model": str(speculative.model) if speculative is not None else "",
-        "layers": hashlib.sha256(
-            json.dumps([[list(g.layers), list(g.page_bytes)] for g in geometry.groups]).encode()
-        ).hexdigest(),
+        "weights": _weights_of(model),
     }
-    attributes["weights"] = _weights_of(model)
-    return attributes
 
 
 def _weights_of(model: Any) -> str:
