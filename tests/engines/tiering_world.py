@@ -138,7 +138,7 @@ class World:
 def world(
     endpoint: str, *, rows: int = 64, groups: int = 1, tier: dict[str, Any] | None = None, **fields: Any
 ) -> Iterator[World]:
-    """vLLM's tiering over kvtier, made from its configuration as a user would write it."""
+    """The tiering of an engine over kvtier, made from a configuration as a user would write it."""
     table = {"type": "KVTierSecondaryTier", "module_path": MODULE, "endpoint": endpoint, "identity": "test"}
     extra = {
         "cpu_bytes_to_use": rows * ROW,
