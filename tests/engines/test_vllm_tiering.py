@@ -11,6 +11,7 @@ import pytest
 from server_process import ServerProcess
 from tiering_world import content_of, keys_of, request_of, world
 from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 FLAG = {"do_remote_decode": True}
@@ -253,3 +254,24 @@ def test_policies_by_their_names_here(running: ServerProcess) -> None:
         plain, flagged = request_of("plain", keys), request_of("flagged", keys, FLAG)
         assert engine.manager.on_new_request(plain).policy is OffloadPolicy.CHUNK_LEVEL
         assert engine.manager.on_new_request(flagged).policy is OffloadPolicy.REQUEST_LEVEL
+
+
+@pytest.mark.parametrize(("params", "offered"), [(None, 0), (FLAG, 4)])
+def test_a_flagged_request_stores_what_the_primary_tier_has_already(
+    running: ServerProcess, params: dict[str, bool] | None, offered: int
+) -> None:
+    """B1.1, B3.6 Chunks that vLLM holds are offered to kvtier again for a request that is wanted whole, and for no other."""
+    keys = keys_of(4, seed=11)
+    with world(running.endpoint) as engine:
+        engine.run("stores", keys)
+        submitted: list[bytes] = []
+        submit = engine.tier.submit_store
+
+        def spy(job: TransferJob) -> None:
+            submitted.extend(job.keys)
+            submit(job)
+
+        engine.tier.submit_store = spy  # type: ignore[method-assign]
+        engine.run("again", keys, params)
+        assert len(submitted) == offered
+        assert not engine.manager.has_pending_work()
