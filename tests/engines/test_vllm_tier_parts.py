@@ -173,6 +173,10 @@ def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Room
     for number in range(3):
         room.transfers.submit(room.job(number, request))
     room.lookups.end(request)
+    said_by_now = threading.Event()
+    room.lookups._returns.submit(said_by_now.set)
+    assert said_by_now.wait(20)
+    assert room.client.told == []
     stored.set()
     wait_for(lambda: "finished r" in room.client.told)
     assert room.client.told == ["stored for r"] * 3 + ["finished r"]

@@ -34,7 +34,6 @@ R = TypeVar("R")
 _START_SECONDS = 2.0
 _DRAIN_SECONDS = 5.0
 _TRANSFER_SECONDS = 10.0
-_LOOKUP_THREADS = 2
 
 _ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.UNKNOWN: LookupResult.RETRY}
 _POLICIES = {
