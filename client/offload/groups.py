@@ -28,7 +28,8 @@ class CacheGroup:
     """One KV cache group.
 
     ``retained_tokens``: how many tokens before a hit's end the group needs; None for full attention. Of a group with ``is_state``
-    (Mamba and its like) a hit needs the block that ends with it, which holds the state there.
+    (Mamba and its like) a hit needs the block that ends with it, which holds the state there. The state is computed in place and
+    moves on from block to block, so a block has it only if a step ended just there: what the engine names is what can be stored.
     ``page_bytes[i]`` is what one block of ``layers[i]`` takes on one rank, without padding.
     """
 
@@ -87,3 +88,8 @@ class CacheGeometry:
     hash_tokens: int
     drop_last_block: bool = False
     null_block: int = 0
+
+    @property
+    def leading_group(self) -> CacheGroup:
+        """The group whose blocks stand for a request's tokens in guesses and counts: one that keeps all of them, if any does."""
+        return next((group for group in self.groups if group.kind is GroupKind.FULL), self.groups[0])
