@@ -30,7 +30,8 @@ class CacheGroup:
     ``retained_tokens``: how many tokens before a hit's end the group needs; None for full attention. Of a group with ``is_state``
     (Mamba and its like) a hit needs the block that ends with it, which holds the state there. The state is computed in place and
     moves on from block to block, so a block has it only if a step ended just there: what the engine names is what can be stored.
-    ``page_bytes[i]`` is what one block of ``layers[i]`` takes on one rank, without padding.
+    ``page_bytes[i]`` is what one block of ``layers[i]`` takes on one rank, without padding; ``formats[i]``, where given, says
+    what these bytes are.
     """
 
     index: int
@@ -38,6 +39,7 @@ class CacheGroup:
     retained_tokens: int | None
     layers: tuple[str, ...] = ()
     page_bytes: tuple[int, ...] = ()
+    formats: tuple[str, ...] = ()
     is_state: bool = False
 
     @property

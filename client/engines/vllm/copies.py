@@ -18,7 +18,12 @@ __all__ = ["BlockCopier", "CpuCopier", "CudaCopier", "make_copier"]
 
 
 class BlockCopier(Protocol):
-    """Copies whole blocks of one group; both calls return when the bytes are there, and raise only on broken devices."""
+    """Copies whole blocks of one group; both calls return when the bytes are there, and raise only on broken devices.
+
+    ``device`` is the one that the KV tensors are on.
+    """
+
+    device: torch.device
 
     def mark(self) -> Any:
         """Note, on the engine's thread, the compute submitted so far; ``after`` of the copies waits for it."""
@@ -36,12 +41,14 @@ class BlockCopier(Protocol):
 
 def make_copier(layouts: Sequence[GroupLayout]) -> BlockCopier:
     """The copier for the device that the KV tensors are on."""
-    device = layouts[0].segments[0].pages.device
+    device = next(segment.pages.device for layout in layouts for segment in layout.segments)
     return CpuCopier(layouts) if device.type == "cpu" else CudaCopier(layouts, device)
 
 
 class CpuCopier:
     """For KV tensors in host memory: one strided NumPy copy per block and segment."""
+
+    device = torch.device("cpu")
 
     def __init__(self, layouts: Sequence[GroupLayout]) -> None:
         self._segments = {
@@ -84,7 +91,7 @@ class CudaCopier:
     _STAGING_BYTES = 64 << 20
 
     def __init__(self, layouts: Sequence[GroupLayout], device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._segments: dict[int, tuple[Segment, ...]] = {layout.group.index: layout.segments for layout in layouts}
         # The lowest priority: copies yield to the engine's kernels.
         self._out_stream = torch.cuda.Stream(device, priority=0)
@@ -93,7 +100,7 @@ class CudaCopier:
     def mark(self) -> torch.cuda.Event:
         """See BlockCopier."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def copy_out(
@@ -101,7 +108,7 @@ class CudaCopier:
     ) -> None:
         """See BlockCopier."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._out_stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._out_stream):
             self._out_stream.wait_event(after)
             for segment, ids, starts in self._batches(group, block_ids, offsets):
                 staging = segment.pages.index_select(0, self._indices(ids)).view(len(ids), -1)
@@ -114,10 +121,10 @@ class CudaCopier:
     ) -> None:
         """See BlockCopier."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._in_stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._in_stream):
             self._in_stream.wait_event(after)
             for segment, ids, starts in self._batches(group, block_ids, offsets):
-                staging = torch.empty((len(ids), segment.slot_bytes), dtype=torch.uint8, device=self._device)
+                staging = torch.empty((len(ids), segment.slot_bytes), dtype=torch.uint8, device=self.device)
                 for row, start in zip(staging.unbind(0), starts, strict=True):
                     row.copy_(flat[start : start + segment.slot_bytes], non_blocking=True)
                 pages = staging.view(len(ids), *segment.pages.shape[1:])
@@ -134,4 +141,4 @@ class CudaCopier:
                 yield segment, ids, [offset + segment.slot_offset for offset in offsets[first : first + count]]
 
     def _indices(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        return torch.tensor(block_ids, dtype=torch.int64, device=self.device)

@@ -98,13 +98,15 @@ def test_a_block_that_was_not_found_makes_the_load_impossible() -> None:
 
 
 def test_a_window_that_was_lost_before_the_start_makes_the_load_impossible() -> None:
-    """B4.10 An engine may count what full attention has, and allocate anew what a window lost of it: nobody asked for that block."""
+    """B4.10 An engine may count what full attention has, and allocate anew what a window lost: nobody asked for that block."""
     pool, geometry = References(), CacheGeometry((FULL, WINDOW, STATE), 4, 4)
     tables = [[1, 2, 3, 4], [0, 6, 7, 8], [0, 0, 0, 9]]
     pool.names = {1: b"0.0", 2: b"1.0", 3: b"2.0"}
     assert lacks_blocks(geometry, pool, tables, 12, 16)
     pool.names |= {7: b"2.1"}
-    assert not lacks_blocks(geometry, pool, tables, 12, 16), "of the window, the third block is the first that the hit needs"
+    assert not lacks_blocks(geometry, pool, tables, 12, 16), (
+        "of the window, the third block is the first that the hit needs"
+    )
 
 
 def test_only_the_last_state_is_read() -> None:
