@@ -74,7 +74,7 @@ def _blocks() -> Any:
 
 
 WORKER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
-    "register_kv_caches": (({},), None, "_register"),
+    "register_kv_caches": (({},), None, "register_kv_caches"),
     "get_handshake_metadata": ((), None, "get_handshake_metadata"),
     "handle_preemptions": ((STEP,), None, None),
     "start_load_kv": ((None,), None, "_start_loads"),

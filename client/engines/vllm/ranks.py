@@ -89,7 +89,7 @@ def parts_of(geometry: CacheGeometry, kv_cache_config: Any) -> Parts:
 
 
 def merge_stages(told: Mapping[tuple[int, int], object], stages: int, tensor: int) -> Parts:
-    """What all stages hold, from what (stage, place in it) told: slots are of the largest part, smaller ones leave their end unused.
+    """What all stages hold, from what (stage, place in it) told. Slots are of the largest part: smaller ones leave the end unused.
 
     Raises Unsupported when not every worker has told, or those of one stage differ.
     """
