@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from ... import Client, InvalidRequest, KeyStatus, KVTierError, Lease, make_key
 from ...offload import CacheGeometry, Found, LookupId, Place, Question, search
 from .announcements import Announcement, plain_params
 from .background import BackgroundThreads, LimitedLog, logger
+from .stats import Tally
 
 __all__ = ["Lookup", "LookupService", "LookupState"]
 
@@ -52,14 +54,27 @@ class Lookup:
     done_at: float = 0.0
 
 
+class _Outcome(Enum):
+    """How a lookup ended, by the names in ``metrics``."""
+
+    HIT = "hit"
+    PARTIAL = "partial"
+    MISS = "miss"
+    TIMEOUT = "timeout"
+    UNAVAILABLE = "unavailable"
+
+
 class LookupService:
     """Runs lookups and gives their leases back. ``start`` and ``drop`` are called on the scheduler's thread and never block."""
 
-    def __init__(self, client: Client, geometry: CacheGeometry, timeout_s: float, log: LimitedLog) -> None:
+    def __init__(
+        self, client: Client, geometry: CacheGeometry, timeout_s: float, log: LimitedLog, tally: Tally | None = None
+    ) -> None:
         self._client = client
         self._geometry = geometry
         self._timeout_s = timeout_s
         self._log = log
+        self._tally = tally or Tally()
         self._lock = threading.Lock()
         self._cool_until = 0.0
         self._done_lookups: deque[Lookup] = deque()
@@ -84,8 +99,8 @@ class LookupService:
             self._log.warn(
                 "disconnected", "no kvtier server is connected; requests are computed as if nothing were cached"
             )
-            return None
-        if now < self._cool_until:
+        if not self._client.connected or now < self._cool_until:
+            self._count(_Outcome.UNAVAILABLE)
             return None
         lookup = Lookup(number, request, start, limit, hashes, now + self._timeout_s, Found(start))
         self.hold(request)
@@ -107,6 +122,7 @@ class LookupService:
     def timed_out(self, lookup: Lookup) -> None:
         """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
         self._cool_until = time.monotonic() + _COOL_DOWN_S
+        self._count(_Outcome.TIMEOUT, self._timeout_s)
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
         self.drop(lookup)
 
@@ -172,7 +188,7 @@ class LookupService:
             self.let_go(request)
 
     def _run(self, lookup: Lookup) -> None:
-        hit = lookup.start
+        hit = None
         try:
             if lookup.state is LookupState.PENDING and self._cool_until <= time.monotonic() < lookup.deadline:
                 hit = self._search(lookup)
@@ -188,17 +204,33 @@ class LookupService:
         if not isinstance(error, InvalidRequest):
             self._cool_until = time.monotonic() + _COOL_DOWN_S
 
-    def _done(self, lookup: Lookup, hit: int) -> None:
+    def _done(self, lookup: Lookup, hit: int | None) -> None:
+        """The lookup found ``hit`` tokens; None: nobody knows."""
         with self._lock:
             dropped = lookup.state is LookupState.DROPPED
-            lookup.found.hit_tokens, lookup.done_at = hit, time.monotonic()
+            lookup.found.hit_tokens, lookup.done_at = hit or lookup.start, time.monotonic()
             if not dropped:
                 lookup.state = LookupState.DONE
-        if dropped or hit <= lookup.start:
+        if dropped or lookup.found.hit_tokens <= lookup.start:
             self._release(lookup)
         if not dropped:
+            self._count(self._outcome(lookup, hit), lookup.done_at - lookup.deadline + self._timeout_s)
             self._done_lookups.append(lookup)
         self.let_go(lookup.request)
+
+    def _outcome(self, lookup: Lookup, hit: int | None) -> _Outcome:
+        if hit is None:
+            return _Outcome.UNAVAILABLE
+        if hit <= lookup.start:
+            return _Outcome.MISS
+        geometry = self._geometry
+        most = lookup.limit - (geometry.step_tokens if geometry.drop_last_block else 0)
+        return _Outcome.HIT if hit >= most else _Outcome.PARTIAL
+
+    def _count(self, outcome: _Outcome, seconds: float | None = None) -> None:
+        self._tally.count(f"lookups:{outcome.value}")
+        if seconds is not None:
+            self._tally.observe("lookup_seconds", seconds)
 
     def _search(self, lookup: Lookup) -> int:
         """How far the hit reaches; fills in what was found, and leases."""
@@ -216,20 +248,28 @@ class LookupService:
         found: set[Place] = set()
         for first in range(0, len(question.places), most):
             chunk = question.places[first : first + most]
-            hits = self._ask_once(lookup, chunk, prefix=question.prefix)
+            hits = self._ask_once(lookup, chunk, prefix=question.prefix, min_hits=self._min_hits(lookup, chunk))
             found.update(hits)
             if question.prefix and len(hits) < len(chunk):
                 break
         return found
 
-    def _ask_once(self, lookup: Lookup, places: Sequence[Place], *, prefix: bool) -> list[Place]:
+    def _min_hits(self, lookup: Lookup, places: Sequence[Place]) -> int:
+        """How many of ``places`` must hit for the others to be worth something: said with the request's first question only."""
+        group, position = places[0]
+        first = group.index == self._geometry.groups[0].index and position == lookup.start // group.block_tokens
+        least = -(-lookup.request.settings.min_hit_tokens // group.block_tokens) if first else 0
+        return min(least, len(places))
+
+    def _ask_once(self, lookup: Lookup, places: Sequence[Place], *, prefix: bool, min_hits: int) -> list[Place]:
         keys = [
             make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
             for g, position in places
         ]
         # Less than the budget: what is ready by then comes back in time to be used.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
-        lease = self._call(lookup.request, keys, wait, prefix=prefix)
+        options = {"min_hits": min_hits} if prefix and min_hits > 1 else {}
+        lease = self._call(lookup.request, keys, wait, prefix=prefix, **options)
         lookup.leases.append(lease)
         statuses, sources = lease.statuses, lease.sources
         hits = []
@@ -243,12 +283,15 @@ class LookupService:
                 break
         return hits
 
-    def _call(self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool) -> Lease:
+    def _call(
+        self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool, **options: Any
+    ) -> Lease:
         """A request's first call announces it, so that the tiers vote on it; the others only look up."""
+        options |= request.lookup_options()
         with self._lock:
             first, request.begun = not request.begun, True
         if not first:
-            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix)
+            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix, **options)
         try:
             lease = self._client.begin_request(
                 request.request_id,
@@ -257,6 +300,8 @@ class LookupService:
                 kv_transfer_params=plain_params(request.kv_transfer_params),
                 wait=wait,
                 prefix=prefix,
+                **options,
+                **request.begin_options(),
             )
         except KVTierError:
             request.begun = False
