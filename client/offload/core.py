@@ -6,7 +6,7 @@ StepPlan; what the server is to do goes out through ``Server``. In the order of 
 
     arrived -> match (until it is known) -> allocated -> [loads_ended] -> plan_saves, take_plan (every step) -> finished
 
-and besides: ``lookup_ended``, ``saves_ended``, ``preempted``, ``reset`` and ``emptied``. Requests that the core does not know are
+and besides: ``lookup_ended``, ``saves_ended``, ``preempted``, ``server_changed``, ``reset`` and ``emptied``. Requests that the core does not know are
 computed and not stored: an engine goes on whatever happened to its connector.
 """
 
@@ -212,10 +212,19 @@ class OffloadCore:
         """The server has forgotten all that it was asked to: running requests store from their start again (B3.19)."""
         if self._reset is _Reset.EMPTYING:
             self._reset = _Reset.NONE
-            for state in self._requests.values():
-                state.progress.restart()
-            if self._walk is not None:
-                self._walk.restart()
+            self._store_anew()
+
+    def server_changed(self) -> None:
+        """Another server, or another life of it, answers from now on: it may have nothing of what was stored or found before.
+
+        Every request is looked up anew, and running requests store from their start again, so that no hole is left (B4.15). What
+        is in flight counts for nothing that the new server has.
+        """
+        self._saves.doubt()
+        for state in self._requests.values():
+            self._loads.drop(state)
+            state.arriving = []
+        self._store_anew()
 
     # ---- details
 
@@ -235,6 +244,12 @@ class OffloadCore:
     def _stores_eagerly(self, state: OffloadRequest) -> bool:
         """Lazy mode is about when ordinary requests are stored: who is to read a whole request's blocks will not wait for that."""
         return state.engine.may_save and (self._walk is None or state.engine.whole)
+
+    def _store_anew(self) -> None:
+        for state in self._requests.values():
+            state.progress.restart()
+        if self._walk is not None:
+            self._walk.restart()
 
     def _restart(self, state: OffloadRequest) -> None:
         self._loads.drop(state)

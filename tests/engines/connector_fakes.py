@@ -111,6 +111,7 @@ class FakeClient:
 
     def __init__(self, keys: set[bytes] | None = None, before: Callable[[], None] = lambda: None) -> None:
         self.connected = True
+        self.epoch: int | None = 1
         self.max_keys: int | None = None
         self.begun: dict[str, Any] = {}
         self.finished: list[str] = []

@@ -27,6 +27,7 @@ class Remote:
         self._service = LookupService(client, geometry, lookup_timeout_s, log, tally)
         self.resets = CacheReset(client, log)
         self._lookups: dict[LookupId, Lookup] = {}
+        self._epoch: int | None = None
 
     def announce(self, request: Announcement) -> None:
         """Have the tiers vote on a request that is not looked up."""
@@ -36,6 +37,14 @@ class Remote:
         """What the server has answered since the last call, with the time at which it did."""
         for lookup in self._service.take_done():
             yield lookup.number, lookup.found, lookup.done_at
+
+    def has_changed(self) -> bool:
+        """Whether another server, or another life of it, is there than was at the last call (or there was none)."""
+        epoch = self._client.epoch
+        if epoch in (None, self._epoch):
+            return False
+        self._epoch = epoch
+        return True
 
     def close(self) -> None:
         """End the threads and the session."""

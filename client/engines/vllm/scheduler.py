@@ -162,7 +162,9 @@ class SchedulerSide:
     # ---- details
 
     def _hear(self) -> None:
-        """Tell the core what the server has answered."""
+        """Tell the core what the server has answered, and whether it still is the one that was asked."""
+        if self._remote.has_changed():
+            self._core.server_changed()
         for lookup, found, at in self._remote.answers():
             self._core.lookup_ended(lookup, found, at)
         if self._remote.resets.take_done():

@@ -119,6 +119,19 @@ def test_a_full_server_is_asked_now_and_then() -> None:
     assert _step(core, 60.0) == [5]
 
 
+def test_what_is_stored_is_believed_for_a_while() -> None:
+    """B4.15 The server may have evicted it since: a block that comes back from use minutes later is offered again."""
+    pool = References()
+    core = _core(pool)
+    pool.free(*_free(5))
+    assert _step(core) == [5]
+    for now, offered in ((50.0, []), (100.0, []), (200.0, [5]), (201.0, [])):
+        pool.queue.clear()
+        assert _step(core, now) == []
+        pool.free(*_free(5))
+        assert _step(core, now) == offered, now
+
+
 def test_lazy_mode_finds_no_block_in_flight() -> None:
     """B5.8 A block that is being stored is held, so it is not free: no set is needed to leave it out."""
     pool = References()
