@@ -95,12 +95,18 @@ class RequestCalls:
 
     # ---- background threads from here on
 
-    def ask(self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool) -> Lease:
-        """A request's first call announces it, so that the tiers vote on it; the others only look up. Raises KVTierError."""
+    def ask(
+        self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
+    ) -> Lease:
+        """A request's first call announces it, so that the tiers vote on it; the others only look up. Raises KVTierError.
+
+        ``min_hits``: with ``prefix``, fewer leading hits are misses.
+        """
+        options = request.lookup_options() | ({"min_hits": min_hits} if min_hits > 1 else {})
         with self._lock:
             first, request.begun = not request.begun, True
         if not first:
-            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix)
+            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix, **options)
         try:
             lease = self._client.begin_request(
                 request.request_id,
@@ -109,6 +115,8 @@ class RequestCalls:
                 kv_transfer_params=plain_params(request.kv_transfer_params),
                 wait=wait,
                 prefix=prefix,
+                **options,
+                **request.begin_options(),
             )
         except KVTierError:
             request.begun = False
