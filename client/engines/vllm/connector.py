@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ... import Client, InvalidRequest, KVTierError, Namespace
+from ...keeper import Pin
 from ...offload import CacheGeometry
 from .background import LimitedLog, logger
 from .compat import KVConnectorPromMetrics, KVConnectorRole, KVConnectorStats
@@ -124,7 +125,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         assert self._kv_cache_config is not None
         rank = self._vllm_config.parallel_config.rank
         return WorkerSide(
-            lambda: self._connect(namespace, rank),
+            lambda pin: self._connect(namespace, rank, pin),
             geometry.groups,
             namespace_digest(namespace),
             self._kv_cache_config.num_blocks,
@@ -133,7 +134,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self._tally,
         )
 
-    def _connect(self, namespace: Namespace, rank: int | None) -> Client:
+    def _connect(self, namespace: Namespace, rank: int | None, pin: Pin | None = None) -> Client:
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         return Client(
@@ -143,6 +144,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             engine_id=str(transfer.engine_id),
             rank=rank,
             transport=self._config.transport,
+            pin=pin,
         )
 
     @property
