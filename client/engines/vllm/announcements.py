@@ -18,6 +18,7 @@ __all__ = ["Announcement", "plain_params", "server_name"]
 
 # Less than what the server takes, which is 512.
 _MAX_ID_CHARACTERS = 256
+_MAX_PRIORITY = (1 << 31) - 1
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Announcement:
         if self.settings.retain_for_s is not None:
             options["retain_for"] = self.settings.retain_for_s
         if self.priority:
-            options["priority"] = self.priority
+            options["priority"] = max(-_MAX_PRIORITY, min(_MAX_PRIORITY, self.priority))
         return options
 
     @property
