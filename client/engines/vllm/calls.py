@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from ... import Client, InvalidRequest, KVTierError, Lease
 from .announcements import Announcement, plain_params
@@ -102,7 +103,9 @@ class RequestCalls:
 
         ``min_hits``: with ``prefix``, fewer leading hits are misses.
         """
-        options = request.lookup_options() | ({"min_hits": min_hits} if min_hits > 1 else {})
+        options: dict[str, Any] = request.lookup_options()
+        if min_hits > 1:
+            options["min_hits"] = min_hits
         with self._lock:
             first, request.begun = not request.begun, True
         if not first:

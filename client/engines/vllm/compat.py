@@ -10,6 +10,9 @@ Written against 0.32 and 0.33 (``tests/engines/connector_api.json``). What diffe
 An older release, and one that lacks what is imported here, is refused with one ImportError; a newer one is one warning.
 """
 
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from .versions import is_known, refuse_text, unknown_text

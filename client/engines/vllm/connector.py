@@ -2,7 +2,8 @@
 
 The rule of this file and of the two with the hooks (``scheduler_hooks``, ``worker_hooks``): nothing raises into the engine once it
 runs, and a set-up that cannot be served is one clear warning and misses from then on. A hook that fails is logged and answered with
-its fallback; what the engine then waits for (a load in the scheduler's hooks, a load or a save in the workers') is reported as failed.
+its fallback; what the engine then waits for (a load in the scheduler's hooks, a load or a save in the workers') is reported as
+failed.
 """
 
 # vLLM is not in the environment that is checked:

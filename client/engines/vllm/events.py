@@ -4,9 +4,9 @@ With vLLM's ``--kv-events-config '{"enable_kv_cache_events": true, …}'``. A ``
 worker has reported a block as stored, or as there already. It names the block by its hash and its group; the tokens and the parent
 were in the event for the GPU, which had the same hash.
 
-What the server evicts, or loses in a restart, nobody tells the engine: there is no ``BlockRemoved``, and a reader must take a block
-of this medium for likely, not for certain. A reset is ``AllBlocksCleared``: that has no medium, but vLLM clears its own cache in the
-same call. What the tiers below the CPU tier keep over a reset is not announced.
+What the server evicts, or loses in a restart, nobody tells the engine: there is no ``BlockRemoved``, and a reader must take a
+block of this medium for likely, not for certain. A reset is ``AllBlocksCleared``: that has no medium, but vLLM clears its own cache
+in the same call. What the tiers below the CPU tier keep over a reset is not announced.
 """
 
 # vLLM is not in the environment that is checked:

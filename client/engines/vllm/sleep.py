@@ -13,7 +13,7 @@ from contextlib import contextmanager
 __all__ = ["Asleep", "SleepGate"]
 
 
-class Asleep(Exception):  # noqa: N818 - a state, met by whoever comes late
+class Asleep(Exception):
     """The KV tensors have no memory now."""
 
 

@@ -85,7 +85,9 @@ class WorkerSide:
     def suspend(self) -> None:
         """The KV tensors are about to lose their memory: end the copies that run, and refuse what comes until ``resume``."""
         if not self._gate.close(_END_OF_COPIES_S):
-            self._log.warn("sleep", f"a copy still runs after {_END_OF_COPIES_S:g} s; the engine goes to sleep regardless")
+            self._log.warn(
+                "sleep", f"a copy still runs after {_END_OF_COPIES_S:g} s; the engine goes to sleep regardless"
+            )
 
     def resume(self) -> None:
         """The KV tensors have memory again, at the same addresses: the views over them hold."""

@@ -21,4 +21,6 @@ def check_beliefs(core: OffloadCore, geometry: CacheGeometry, server: ModelServe
             for position in range(state.progress.cursor(group.index)):
                 key = state.engine.key(group, position)
                 known = position in missed or key in in_flight or server.may_have(key)
-                assert known, f"{state.engine}: block {position} of group {group.index} is nowhere, and not to be offered"
+                assert known, (
+                    f"{state.engine}: block {position} of group {group.index} is nowhere, and not to be offered"
+                )
