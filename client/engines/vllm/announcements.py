@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ... import OffloadPolicy
@@ -35,7 +35,7 @@ class Announcement:
     request_id: str
     prompt_tokens: int = 0
     kv_transfer_params: Mapping[str, Any] | None = None
-    settings: RequestSettings = RequestSettings()
+    settings: RequestSettings = field(default_factory=RequestSettings)
     priority: int = 0
     policy: OffloadPolicy | None = None
     voting: bool = False
