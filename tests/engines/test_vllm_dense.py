@@ -86,7 +86,7 @@ def test_storing_changes_no_answer(truth: dict[str, Any], first: dict[str, Any])
 
 
 def test_what_is_stored_is_counted_and_announced(first: dict[str, Any]) -> None:
-    """B4.5, B4.14 Every block that fills is saved once, says vLLM's own /metrics; and its KV events name it, on GPU and CPU alike."""
+    """B4.5, B4.14 Every block that fills is saved, say vLLM's own metrics; and its KV events name it, on GPU and CPU alike."""
     blocks = sum((len(prompt) + LONG_ANSWER - 1) // BLOCK for prompt in BASE)
     counted = {name.removeprefix("vllm:kvtier_"): value for name, value in first["later"]["kvtier"].items()}
     assert counted["save_blocks:stored"] >= blocks
@@ -110,7 +110,7 @@ def test_what_is_stored_is_counted_and_announced(first: dict[str, Any]) -> None:
 
 
 def test_what_is_loaded_is_counted(second: dict[str, Any]) -> None:
-    """vLLM's own /metrics say what became of each lookup, and of each load, of this connector."""
+    """What became of each lookup, and of each load, is in vLLM's own metrics."""
     counted = {name.removeprefix("vllm:kvtier_"): value for name, value in second["base"]["kvtier"].items()}
     assert (counted["lookups:hit"], counted["lookups:partial"]) == (len(BASE), 0)
     assert counted["load_blocks:loaded"] == hit_limit(BASE) // BLOCK

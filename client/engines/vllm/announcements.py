@@ -29,7 +29,7 @@ class Announcement:
     it. ``settings``: what its user asked for.
 
     ``policy`` is how the server's tiers want it offloaded, once they were asked. ``voting``: they are being asked by a call of its
-    own, not by a lookup that the request waits for; its blocks are offered after that.
+    own, not by a lookup that the request waits for; its blocks are offered after that. ``unasked``: there was nobody to look it up.
     """
 
     request_id: str
@@ -39,6 +39,7 @@ class Announcement:
     priority: int = 0
     policy: OffloadPolicy | None = None
     voting: bool = False
+    unasked: bool = False
     # Under the service's lock:
     begun: bool = False
     ended: bool = False

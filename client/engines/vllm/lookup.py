@@ -79,7 +79,10 @@ class LookupService(RequestCalls):
         ``hashes[group][i]`` is that of the i-th one after ``start``. Returns None when the server is not there: a miss at once.
         """
         if not self.reachable():
-            self._counts.not_begun()
+            # A request that waits for room in the engine is looked up at every step.
+            if not request.unasked:
+                self._counts.not_begun()
+            request.unasked = True
             return None
         lookup = Lookup(number, request, start, limit, hashes, time.monotonic() + self._timeout_s, Found(start))
         self.hold(request)
