@@ -6,8 +6,8 @@ StepPlan; what the server is to do goes out through ``Server``. In the order of 
 
     arrived -> match (until it is known) -> allocated -> [loads_ended] -> plan_saves, take_plan (every step) -> finished
 
-and besides: ``lookup_ended``, ``saves_ended``, ``preempted``, ``server_changed``, ``reset`` and ``emptied``. Requests that the core does not know are
-computed and not stored: an engine goes on whatever happened to its connector.
+and besides: ``lookup_ended``, ``saves_ended``, ``preempted``, ``server_changed``, ``reset`` and ``emptied``. Requests that the core
+does not know are computed and not stored: an engine goes on whatever happened to its connector.
 """
 
 from __future__ import annotations

@@ -84,11 +84,12 @@ def _generate(
         - before.get("vllm:external_prefix_cache_hits", 0),
         "preemptions": after.get("vllm:num_preemptions", 0) - before.get("vllm:num_preemptions", 0),
         "kvtier": {name: value for name, value in after.items() if name.startswith("vllm:kvtier_")},
-        "rows": [_row(output) for output in outputs],
+        "rows": [describe(output) for output in outputs],
     }
 
 
-def _row(output: Any) -> dict[str, Any]:
+def describe(output: Any) -> dict[str, Any]:
+    """Returns what a request came to, as JSON has it."""
     completion = output.outputs[0]
     return {
         "tokens": list(completion.token_ids),

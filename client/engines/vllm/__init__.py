@@ -5,8 +5,8 @@
         "kv_connector_extra_config": {"endpoint": "unix:/run/kvtier/kvtier.sock"}}'
 
 Where things are: ``connector`` is what vLLM makes, ``scheduler_hooks`` and ``worker_hooks`` are what it calls there
-(``containment``: none of it raises); ``scheduler`` translates for ``client/offload``, which decides (``requests`` is what it sees of
-vLLM, ``remote`` how it reaches the server, with ``lookup``, ``calls`` and ``resets``); ``worker`` copies (with ``layout``,
+(``containment``: none of it raises); ``scheduler`` translates for ``client/offload``, which decides (``requests`` is what it sees
+of vLLM, ``remote`` how it reaches the server, with ``lookup``, ``calls`` and ``resets``); ``worker`` copies (with ``layout``,
 ``copies``, ``reports``, ``sleep``); ``groups`` and ``namespace`` say what an engine's blocks are; ``metadata`` travels between the
 two. ``stats`` and ``metrics`` are what vLLM publishes of it, ``events`` what it tells of single blocks. ``compat`` and ``versions``
 know which vLLM this is.
