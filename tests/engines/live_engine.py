@@ -95,7 +95,7 @@ class LiveEngine:
             time.sleep(0.02)
 
     def counters(self) -> dict[str, float]:
-        """The engine's own counters, each summed over its labels."""
+        """Returns vLLM's own counters, each summed over its labels."""
         from vllm.v1.metrics.reader import Counter
 
         values: dict[str, float] = {}
@@ -140,10 +140,13 @@ class LiveEngine:
         def loads_ended(_: Any, __: Any, failed: Sequence[str]) -> None:
             self._count("failed_loads", len(failed))
 
+        def saves_ended(ended: Sequence[Any], *_: Any) -> None:
+            self._count("not_stored", sum(len(save.not_stored) for save in ended))
+
         _after(connector, "update_state_after_alloc", allocated)
         _after(connector, "build_connector_meta", built)
         _after(self.side, "loads_reported", loads_ended)
-        _after(self.side._core, "saves_ended", lambda missed, *_: self._count("not_stored", missed))
+        _after(self.side._core, "saves_ended", saves_ended)
 
     def _count(self, name: str, more: int) -> None:
         setattr(self, name, getattr(self, name) + more)

@@ -11,6 +11,7 @@ from .background import LimitedLog
 from .lookup import Lookup, LookupService
 from .requests import VllmRequest
 from .resets import CacheReset
+from .stats import Tally
 
 __all__ = ["Remote"]
 
@@ -18,10 +19,12 @@ __all__ = ["Remote"]
 class Remote:
     """The core's ``Server``. Every method is called on the scheduler's thread, and none blocks."""
 
-    def __init__(self, client: Client, geometry: CacheGeometry, lookup_timeout_s: float, log: LimitedLog) -> None:
+    def __init__(
+        self, client: Client, geometry: CacheGeometry, lookup_timeout_s: float, log: LimitedLog, tally: Tally
+    ) -> None:
         self._client = client
         self._geometry = geometry
-        self._service = LookupService(client, geometry, lookup_timeout_s, log)
+        self._service = LookupService(client, geometry, lookup_timeout_s, log, tally)
         self.resets = CacheReset(client, log)
         self._lookups: dict[LookupId, Lookup] = {}
         self._epoch: int | None = None

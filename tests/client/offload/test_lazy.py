@@ -112,7 +112,8 @@ def test_a_full_server_is_asked_now_and_then() -> None:
     pool.free(*_free(5))
     core.plan_saves((), 0.0)
     (job,) = core.take_plan(0.0).saves
-    assert core.saves_ended({job.job_id: 1}, {job.job_id: {0}}, 0.0) == 1
+    (ended,) = core.saves_ended({job.job_id: 1}, {job.job_id: {0}}, 0.0)
+    assert ended.not_stored == {0}
     pool.free(*_free(5))
     assert _step(core, 1.0) == []
     assert _step(core, 60.0) == [5]
