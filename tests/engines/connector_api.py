@@ -74,16 +74,16 @@ METRICS_CLASSES: dict[str, dict[str, str]] = {
 IMPORTS: dict[str, str] = {
     "vllm": "__version__",
     "vllm.distributed.kv_events": "AllBlocksCleared BlockStored KVCacheEvent MEDIUM_CPU",
-    "vllm.distributed.kv_transfer.kv_connector.v1.base": "KVConnectorBase_V1 KVConnectorMetadata KVConnectorRole "
-    "KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": "KVConnectorBase_V1 KVConnectorHandshakeMetadata "
+    "KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     "vllm.logger": "init_logger",
     "vllm.platforms": "current_platform",
     "vllm.v1.core.kv_cache_utils": "get_block_hash get_group_id maybe_convert_block_hash resolve_block_hashes "
     "resolve_dcp_kv_block_size resolve_kv_cache_block_sizes",
     "vllm.v1.core.sched.output": "KVConnectorBlockState",
-    "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig MLAAttentionSpec SlidingWindowSpec UniformTypeKVCacheSpecs "
-    "group_kernel_blocks",
+    "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig MambaSpec MLAAttentionSpec SlidingWindowSpec "
+    "UniformTypeKVCacheSpecs group_kernel_blocks",
     "vllm.v1.metrics.cache_hit_source": "CacheHitSource",
 }
 """What both releases have of what the adapter imports."""

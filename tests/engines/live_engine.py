@@ -94,7 +94,7 @@ class LiveEngine:
             time.sleep(0.02)
 
     def counters(self) -> dict[str, float]:
-        """vLLM's own counters."""
+        """Returns vLLM's own counters."""
         from vllm.v1.metrics.reader import Counter
 
         values: dict[str, float] = {}

@@ -176,7 +176,7 @@ def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin() -> None:
     """Given up once is one count, whenever the answer comes; so is a server that is left in peace, or away."""
     gate, tally = threading.Event(), Tally()
     client = FakeClient(set(KEYS), lambda: gate.wait(5) and None)
-    service = LookupService(client, CacheGeometry((FULL,), 4, 4), 0.5, LimitedLog(), tally)  # type: ignore[arg-type]
+    service = LookupService(client, CacheGeometry((FULL,), 4, 4), 30.0, LimitedLog(), tally)  # type: ignore[arg-type]
     hashes = {0: [key[:32] for key in KEYS]}
     lookup = service.start(Announcement("slow"), hashes, 0, 16)
     assert lookup is not None
@@ -188,7 +188,7 @@ def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin() -> None:
         assert service.start(away, hashes, 0, 16) is None, "as at every step in which the engine has no room for it"
     gate.set()
     service.close()
-    assert _drain(tally) == {"lookups:timeout": 1, "lookup_seconds": [0.5], "lookups:unavailable": 2}
+    assert _drain(tally) == {"lookups:timeout": 1, "lookup_seconds": [30.0], "lookups:unavailable": 2}
 
 
 def test_every_count_has_a_metric() -> None:

@@ -29,6 +29,7 @@ try:
     from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
         KVConnectorTransferResults,
@@ -49,6 +50,7 @@ try:
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
@@ -72,6 +74,7 @@ __all__ = [
     "KVCacheConfig",
     "KVCacheEvent",
     "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
@@ -79,6 +82,7 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "MLAAttentionSpec",
+    "MambaSpec",
     "SlidingWindowSpec",
     "SupportsHMA",
     "UniformTypeKVCacheSpecs",

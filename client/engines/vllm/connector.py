@@ -18,12 +18,13 @@ from ... import Client, InvalidRequest, KVTierError, Namespace
 from ...keeper import Pin
 from ...offload import CacheGeometry
 from .background import LimitedLog, logger
-from .compat import KVConnectorPromMetrics, KVConnectorRole, KVConnectorStats
+from .compat import KVConnectorHandshakeMetadata, KVConnectorPromMetrics, KVConnectorRole, KVConnectorStats
 from .config import ConnectorConfig
 from .containment import contained, nothing
-from .groups import Unsupported, resolve_geometry
+from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
 from .metrics import KVTierPromMetrics
 from .namespace import build_namespace, namespace_digest
+from .ranks import Parts, merge_stages, parts_of, resolve_ranks
 from .reports import WorkerReports
 from .scheduler import SchedulerSide
 from .scheduler_hooks import SchedulerHooks
@@ -37,6 +38,10 @@ _START_SECONDS = 2.0
 
 
 def _no_stats() -> KVConnectorStats | None:
+    return None
+
+
+def _no_parts() -> KVConnectorHandshakeMetadata | None:
     return None
 
 
@@ -59,6 +64,11 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self._reports = WorkerReports()
         self._tally = Tally()
         self._unsent_loads: set[str] = set()
+        self._geometry: CacheGeometry | None = None
+        self._block_pool: Any = None
+        self._kv_caches: dict[str, Any] = {}
+        # What all workers hold, where they had to tell each other (see ranks.py).
+        self._told: Parts | None = None
         warn = logger.warning if role == KVConnectorRole.SCHEDULER else logger.debug
         self._config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, warn)
         try:
@@ -74,8 +84,8 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def _set_up(self) -> None:
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
         assert kv_cache_config is not None
-        geometry = resolve_geometry(vllm_config, kv_cache_config)
-        namespace = build_namespace(vllm_config, kv_cache_config, geometry, self._config.tenant)
+        self._geometry = geometry = resolve_geometry(vllm_config, kv_cache_config)
+        parts = parts_of(geometry, kv_cache_config)
         if self.role == KVConnectorRole.SCHEDULER:
             policy = vllm_config.kv_transfer_config.kv_load_failure_policy
             if policy != "recompute":
@@ -83,13 +93,15 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
                     "kvtier: kv_load_failure_policy is %r: a load that fails will fail its request; set it to 'recompute'",
                     policy,
                 )
-            self._scheduler = self._make_scheduler_side(namespace, geometry)
-        else:
-            self._worker = self._make_worker_side(namespace, geometry)
+            if vllm_config.parallel_config.pipeline_parallel_size == 1:
+                self._scheduler = self._make_scheduler_side(geometry, parts)
+        elif is_known_to_scheduler(vllm_config, kv_cache_config):
+            self._worker = self._make_worker_side(geometry, parts)
 
-    def _make_scheduler_side(self, namespace: Namespace, geometry: CacheGeometry) -> SchedulerSide:
+    def _make_scheduler_side(self, geometry: CacheGeometry, parts: Parts) -> SchedulerSide:
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
+        namespace = self._namespace(geometry, parts)
         digest, config = namespace_digest(namespace), self._scheduler_config()
         client = self._connect(namespace, None)
         try:
@@ -105,7 +117,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             geometry,
             digest,
             config,
-            self._vllm_config.parallel_config.world_size,
+            resolve_ranks(self._vllm_config, parts).workers,
             may_load=transfer.is_kv_consumer,
             may_save=transfer.is_kv_producer,
             log=self.log,
@@ -122,18 +134,24 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             return replace(config, lazy_offload=False)
         return config
 
-    def _make_worker_side(self, namespace: Namespace, geometry: CacheGeometry) -> WorkerSide:
+    def _make_worker_side(self, geometry: CacheGeometry, parts: Parts) -> WorkerSide:
         assert self._kv_cache_config is not None
-        rank = self._vllm_config.parallel_config.rank
+        rank, ranks = self._vllm_config.parallel_config.rank, resolve_ranks(self._vllm_config, parts)
+        namespace = self._namespace(geometry, parts)
         return WorkerSide(
-            lambda pin: self._connect(namespace, rank, pin),
+            lambda pin: self._connect(namespace, ranks.part(rank), pin),
             geometry.groups,
             namespace_digest(namespace),
             self._kv_cache_config.num_blocks,
             self._reports,
             self.log,
             self._tally,
+            stores=ranks.stores(rank),
         )
+
+    def _namespace(self, geometry: CacheGeometry, parts: Parts) -> Namespace:
+        assert self._kv_cache_config is not None
+        return build_namespace(self._vllm_config, self._kv_cache_config, geometry, self._config.tenant, parts)
 
     def _connect(self, namespace: Namespace, rank: int | None, pin: Pin | None = None) -> Client:
         transfer = self._vllm_config.kv_transfer_config
@@ -152,6 +170,49 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def requires_kv_delivery(self) -> bool:
         """False: this is a cache, a save that is dropped is a later miss."""
         return False
+
+    # ---- what all workers hold, where the scheduler cannot know (ranks.py)
+
+    @contained(_no_parts)
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Called once, when the KV tensors are registered: what this worker holds, if the scheduler does not know.
+
+        None otherwise: of several connectors in one engine only one may say something.
+        """
+        geometry, kv_cache_config = self._geometry, self._kv_cache_config
+        if geometry is None or kv_cache_config is None or is_known_to_scheduler(self._vllm_config, kv_cache_config):
+            return None
+        return parts_of(geometry, kv_cache_config)
+
+    @contained(nothing)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Called once, before any request, with what get_handshake_metadata of all workers said."""
+        geometry = self._geometry
+        if geometry is None or (self._scheduler is not None and not _have_told(metadata)):
+            return
+        self._close_scheduler()
+        self._scheduler = None
+        parallel = self._vllm_config.parallel_config
+        try:
+            self._told = merge_stages(metadata, parallel.pipeline_parallel_size, parallel.tensor_parallel_size)
+            self._scheduler = self._make_scheduler_side(geometry, self._told)
+        except Unsupported as reason:
+            logger.warning("kvtier: the connector is disabled, every request is a miss: %s", reason)
+            return
+        self._scheduler.bind_pool(self._block_pool)
+
+    @contained(nothing)
+    def _join(self, parts: Parts) -> None:
+        if self._told is not None:
+            return
+        self._told = parts
+        if self._worker is None and self._geometry is not None:
+            worker = self._make_worker_side(self._geometry, parts)
+            self._register(worker)
+            worker.await_server()
+            self._worker = worker
 
     # ---- both
 
@@ -190,6 +251,10 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def _close_worker(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+
+def _have_told(metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> bool:
+    return any(isinstance(told, Parts) for told in metadata.values())
 
 
 def _publishes_events(vllm_config: Any) -> bool:

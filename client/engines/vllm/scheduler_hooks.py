@@ -13,6 +13,7 @@ from .background import LimitedLog
 from .compat import CacheHitSource, KVCacheEvent, KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from .containment import contained, no, nothing
 from .metadata import StepMetadata
+from .ranks import Parts
 from .scheduler import SchedulerSide
 
 __all__ = ["SchedulerHooks"]
@@ -46,10 +47,13 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     log: LimitedLog
     _scheduler: SchedulerSide | None
     _unsent_loads: set[str]
+    _block_pool: Any
+    _told: Parts | None
 
     @contained(nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Called once, when the scheduler has built its cache manager."""
+        self._block_pool = gpu_block_pool
         if self._scheduler is not None:
             self._scheduler.bind_pool(gpu_block_pool)
 
@@ -94,6 +98,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         from a step that failed would be reported twice.
         """
         step = self._build_step(scheduler_output)
+        step.parts = self._told
         jobs = {job.request_id: job for job in step.loads}
         step.loads = [jobs.get(request_id) or LoadJob(request_id) for request_id in sorted(self._unsent_loads)]
         self._unsent_loads.clear()

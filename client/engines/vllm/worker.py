@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = ["WorkerSide"]
 
 _BATCH_BYTES = 128 << 20
 _COOL_DOWN_S = 2.0
+_CONNECT_WITHIN_S = 2.0
 _END_OF_COPIES_S = 60.0
 _HAS = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
 
@@ -48,8 +50,11 @@ class WorkerSide:
         reports: WorkerReports,
         log: LimitedLog,
         tally: Tally | None = None,
+        *,
+        stores: bool = True,
     ) -> None:
         self._connect = connect
+        self._stores = stores
         self._groups = {group.index: group for group in groups}
         self._digest = namespace_digest
         self._num_blocks = num_blocks
@@ -74,7 +79,7 @@ class WorkerSide:
         self.resume()
         if self._client is not None:
             return
-        device = layouts[0].segments[0].pages.device
+        device = self._copier.device
         self._client = self._connect(self._pin_for(device))
         on_start = leave_compute_cores if device.type == "cpu" else None
         self._threads = (
@@ -92,6 +97,11 @@ class WorkerSide:
     def resume(self) -> None:
         """The KV tensors have memory again, at the same addresses: the views over them hold."""
         self._gate.open()
+
+    def await_server(self) -> None:
+        """Have the jobs that come wait for the connection, briefly: it is being made only now, and the first load is under way."""
+        for threads in self._threads or ():
+            threads.submit(self._await_connection)
 
     def start_loads(self, step: StepMetadata) -> None:
         """Queue the step's loads, ordered behind the compute submitted so far (it may still use the blocks' last content).
@@ -115,6 +125,10 @@ class WorkerSide:
     def start_saves(self, step: StepMetadata) -> None:
         """Queue the step's saves, ordered behind the compute that wrote the blocks (B4.11). Raises like start_loads."""
         if not step.saves:
+            return
+        if not self._stores:
+            for job in step.saves:
+                self._reports.save_ended(job.job_id)
             return
         if not self._usable(step):
             self._reports.refuse_saves(step)
@@ -157,6 +171,11 @@ class WorkerSide:
         self._threads[thread].submit(job)
 
     # ---- background threads from here on
+
+    def _await_connection(self) -> None:
+        if self._client is not None:
+            with suppress(KVTierError):
+                self._client.wait_until_connected(_CONNECT_WITHIN_S)
 
     def _load(self, job: LoadJob, after: Any, queued_at: float) -> None:
         failed = True

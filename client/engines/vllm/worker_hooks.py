@@ -17,6 +17,7 @@ from .compat import (
 from .containment import contained, no, nothing
 from .groups import Unsupported
 from .metadata import StepMetadata
+from .ranks import Parts
 from .reports import WorkerReports
 from .worker import WorkerSide
 
@@ -33,14 +34,18 @@ class WorkerHooks(KVConnectorBase_V1):
     log: LimitedLog
     _worker: WorkerSide | None
     _reports: WorkerReports
+    _kv_caches: dict[str, Any]
 
     @contained(nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Called when the KV tensors have been allocated; again if they are others."""
-        if self._worker is None:
-            return
+        self._kv_caches = kv_caches
+        if self._worker is not None:
+            self._register(self._worker)
+
+    def _register(self, worker: WorkerSide) -> None:
         try:
-            self._worker.register(kv_caches)
+            worker.register(self._kv_caches)
         except Unsupported as reason:
             logger.warning("kvtier: this worker loads and saves nothing: %s", reason)
 
@@ -62,8 +67,14 @@ class WorkerHooks(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Called each step, after the forward was submitted (loads here are always asynchronous)."""
         step = self._connector_metadata
+        if isinstance(step, StepMetadata) and step.parts is not None:
+            self._join(step.parts)
         if isinstance(step, StepMetadata) and not self._start_loads(step):
             self._reports.refuse_loads(step)
+
+    def _join(self, parts: Parts) -> None:
+        """The first steps say what all workers hold, where they had to tell each other."""
+        raise NotImplementedError
 
     @contained(no)
     def _start_loads(self, step: StepMetadata) -> bool:
