@@ -1,0 +1,97 @@
+"""The two parts of this benchmark: conversations in every configuration, and idle steps with kvtier's connector."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector, within
+from .results import Idle, Turns, compare
+from .runner import EngineFailed, run_engine
+from .workload import Workload
+
+__all__ = ["ABSENT", "SERVED", "measure_idle", "measure_turns"]
+
+SERVED, ABSENT = "server connected", "server absent"
+BLOCK_TOKENS = 128
+"""Of the idle engine: no block is filled while steps are timed, so that there is nothing to load or save."""
+HOOK_TOKENS = 16
+
+
+def measure_turns(model: Path, folder: Path, workload: Workload, chosen: Sequence[str]) -> tuple[dict[str, Turns | str], list[str]]:
+    """Returns the figures of each configuration, or why it did not run; and what was wrong about its answers."""
+    found: dict[str, Turns | str] = {}
+    wrong: list[str] = []
+    reference: list[dict[str, Any]] = []
+    for configuration in CONFIGURATIONS:
+        if configuration.name not in (ALONE, *chosen):
+            continue
+        job = _turns_job(model, workload, reference)
+        try:
+            result = _run(configuration, job, folder)
+        except EngineFailed as error:
+            if configuration.name == ALONE:
+                raise
+            found[configuration.name] = str(error)
+            continue
+        reference = reference or result["rows"]
+        answers, ties = compare(reference, result["rows"])
+        wrong += [f"{configuration.name}: {answer}" for answer in answers]
+        if ties:
+            print(f"{configuration.name}: {ties} answers differ from where two tokens tied", file=sys.stderr)
+        found[configuration.name] = Turns.of(result)
+    return found, wrong
+
+
+def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[int]) -> dict[str, tuple[Idle, dict[str, Any]]]:
+    """Returns what idle steps cost, and the hooks by batch size, with a server and without one."""
+    nobody = kvtier_connector(f"unix:{folder / 'nobody.sock'}")
+    served = next(configuration for configuration in CONFIGURATIONS if configuration.name == KVTIER)
+    found = {}
+    for name, configuration in ((SERVED, served), (ABSENT, Configuration(ABSENT, within(nobody)))):
+        job = {
+            "operation": "steps",
+            "llm": {
+                **_llm(model, BLOCK_TOKENS, 2 * max(8, *hook_batches), BLOCK_TOKENS),
+                "max_num_seqs": max(8, *hook_batches),
+                "distributed_executor_backend": "mp",
+            },
+            **{"batch": 8, "rounds": rounds, "stretch": 12, "prompt_tokens": 16, "answer_tokens": 110},
+            **{"hook_batches": hook_batches, "hook_tokens": HOOK_TOKENS},
+        }
+        result = _run(Configuration(name, configuration.serve), job, folder, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        found[name] = Idle.of(result["pairs"]), result["hooks"]
+    return found
+
+
+def _run(configuration: Configuration, job: dict[str, Any], folder: Path, **environment: str) -> dict[str, Any]:
+    print(f"measuring {job['operation']}: {configuration.name} …", file=sys.stderr, flush=True)
+    place = folder / f"{job['operation']} {configuration.name}"
+    place.mkdir()
+    return run_engine(configuration, job, place, environment)
+
+
+def _turns_job(model: Path, workload: Workload, reference: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All configurations go on with the reference's answers, so that they are asked the same."""
+    transcript: list[list[list[int]]] | None = [[] for _ in range(workload.conversations)] if reference else None
+    for row in reference:
+        assert transcript is not None
+        transcript[row["conversation"]].append(row["tokens"])
+    return {
+        "operation": "turns",
+        "llm": _llm(model, workload.block_tokens, workload.pool_blocks, workload.longest + workload.block_tokens),
+        "workload": asdict(workload),
+        "transcript": transcript,
+    }
+
+
+def _llm(model: Path, block_tokens: int, blocks: int, max_model_len: int) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "block_size": block_tokens,
+        "num_gpu_blocks_override": blocks,
+        "max_model_len": max_model_len,
+    }
