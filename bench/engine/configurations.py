@@ -11,6 +11,7 @@ from typing import Any
 from bench.service import Service
 
 from .lmcache import LmcacheServer
+from .workload import FULL
 
 __all__ = ["ALONE", "CONFIGURATIONS", "KVTIER", "Configuration", "kvtier_connector", "within"]
 
@@ -20,17 +21,18 @@ PATIENCE_SECONDS = 20.0
 """kvtier's look-up budget: on a busy machine a late answer is to show as time, not as a miss."""
 
 Setting = Mapping[str, Any] | None
+Serve = Callable[[Path], AbstractContextManager[Setting]]
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """``serve(directory, block_tokens)`` starts what the connector needs and gives the engine's ``kv_transfer_config``.
+    """``serve(directory)`` starts what the connector needs and gives the engine's ``kv_transfer_config``.
 
     ``python`` is the interpreter of its environment, below the repository, where it is not this one.
     """
 
     name: str
-    serve: Callable[[Path, int], AbstractContextManager[Setting]]
+    serve: Serve
     python: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -46,19 +48,19 @@ def kvtier_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
     }
 
 
-def within(setting: Setting) -> Callable[[Path, int], AbstractContextManager[Setting]]:
+def within(setting: Setting) -> Serve:
     """A connector that lives in the engine's processes alone."""
 
     @contextmanager
-    def serve(directory: Path, block_tokens: int) -> Iterator[Setting]:
+    def serve(_: Path) -> Iterator[Setting]:
         yield setting
 
     return serve
 
 
-def _kvtier(**extra: Any) -> Callable[[Path, int], AbstractContextManager[Setting]]:
+def _kvtier(**extra: Any) -> Serve:
     @contextmanager
-    def serve(directory: Path, block_tokens: int) -> Iterator[Setting]:
+    def serve(directory: Path) -> Iterator[Setting]:
         with Service(directory, HOST_BYTES) as service:
             service.start()
             yield kvtier_connector(service.tcp if extra.get("transport") == "grpc" else service.unix, **extra)
@@ -67,8 +69,8 @@ def _kvtier(**extra: Any) -> Callable[[Path, int], AbstractContextManager[Settin
 
 
 @contextmanager
-def _lmcache(directory: Path, block_tokens: int) -> Iterator[Setting]:
-    with LmcacheServer(LMCACHE.with_name("lmcache"), directory, HOST_BYTES, block_tokens) as server:
+def _lmcache(directory: Path) -> Iterator[Setting]:
+    with LmcacheServer(LMCACHE.with_name("lmcache"), directory, HOST_BYTES, FULL.block_tokens) as server:
         yield {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",

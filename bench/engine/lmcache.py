@@ -1,4 +1,7 @@
-"""LMCache's server, which serves vLLM on the CPU too; what LMCache runs inside of an engine does not ("No supported cpu connector")."""
+"""LMCache's server, which serves vLLM on the CPU too.
+
+What LMCache runs inside of an engine does not: "No supported cpu connector found", and each of its look-ups waits in vain for 3 s.
+"""
 
 from __future__ import annotations
 

@@ -18,10 +18,17 @@ __all__ = ["ABSENT", "SERVED", "measure_idle", "measure_turns"]
 SERVED, ABSENT = "server connected", "server absent"
 BLOCK_TOKENS = 128
 """Of the idle engine: no block is filled while steps are timed, so that there is nothing to load or save."""
+PROMPT_TOKENS = 16
+BATCH = 8
+STRETCH = 12
+"""Steps on one side before the other has its turn."""
 HOOK_TOKENS = 16
+"""What each request decodes while hooks are timed."""
 
 
-def measure_turns(model: Path, folder: Path, workload: Workload, chosen: Sequence[str]) -> tuple[dict[str, Turns | str], list[str]]:
+def measure_turns(
+    model: Path, folder: Path, workload: Workload, chosen: Sequence[str]
+) -> tuple[dict[str, Turns | str], list[str]]:
     """Returns the figures of each configuration, or why it did not run; and what was wrong about its answers."""
     found: dict[str, Turns | str] = {}
     wrong: list[str] = []
@@ -46,7 +53,9 @@ def measure_turns(model: Path, folder: Path, workload: Workload, chosen: Sequenc
     return found, wrong
 
 
-def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[int]) -> dict[str, tuple[Idle, dict[str, Any]]]:
+def measure_idle(
+    model: Path, folder: Path, rounds: int, hook_batches: Sequence[int]
+) -> dict[str, tuple[Idle, dict[str, Any]]]:
     """Returns what idle steps cost, and the hooks by batch size, with a server and without one."""
     nobody = kvtier_connector(f"unix:{folder / 'nobody.sock'}")
     served = next(configuration for configuration in CONFIGURATIONS if configuration.name == KVTIER)
@@ -55,12 +64,17 @@ def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[
         job = {
             "operation": "steps",
             "llm": {
-                **_llm(model, BLOCK_TOKENS, 2 * max(8, *hook_batches), BLOCK_TOKENS),
-                "max_num_seqs": max(8, *hook_batches),
+                **_llm(model, BLOCK_TOKENS, 2 * max(BATCH, *hook_batches), BLOCK_TOKENS),
+                "max_num_seqs": max(BATCH, *hook_batches),
                 "distributed_executor_backend": "mp",
             },
-            **{"batch": 8, "rounds": rounds, "stretch": 12, "prompt_tokens": 16, "answer_tokens": 110},
-            **{"hook_batches": hook_batches, "hook_tokens": HOOK_TOKENS},
+            "batch": BATCH,
+            "rounds": rounds,
+            "stretch": STRETCH,
+            "prompt_tokens": PROMPT_TOKENS,
+            "answer_tokens": BLOCK_TOKENS - PROMPT_TOKENS - 1,
+            "hook_batches": hook_batches,
+            "hook_tokens": HOOK_TOKENS,
         }
         result = _run(Configuration(name, configuration.serve), job, folder, VLLM_ENABLE_V1_MULTIPROCESSING="0")
         found[name] = Idle.of(result["pairs"]), result["hooks"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -34,9 +35,9 @@ def run_engine(
     llm = dict(job["llm"])
     python = configuration.python or Path(sys.executable)
     if not python.exists():
-        raise EngineFailed(f"there is no {python.relative_to(ROOT)}; `make bench-engine` makes it")
+        raise EngineFailed(f"there is no {python}; `make bench-engine` makes it")
     try:
-        with configuration.serve(folder, llm["block_size"]) as setting:
+        with configuration.serve(folder) as setting:
             if setting is not None:
                 llm["kv_transfer_config"] = dict(setting)
             return _run(python, {**job, "llm": llm}, folder, {**configuration.environment, **environment})
@@ -73,10 +74,8 @@ def _run(python: Path, job: dict[str, Any], folder: Path, extra: Mapping[str, st
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """An engine's processes outlive the one that started them when that is killed."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

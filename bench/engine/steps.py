@@ -147,7 +147,7 @@ class HookClocks:
 _kept: dict[str, Any] = {}
 
 
-def switch_worker(worker: Any, connected: bool) -> None:  # noqa: FBT001 - vLLM passes arguments by position
+def switch_worker(_worker: Any, connected: bool) -> None:  # noqa: FBT001 - vLLM passes arguments by position
     """Gives the worker its connector back, or takes it away."""
     from vllm.distributed.kv_transfer import kv_transfer_state
 
@@ -156,7 +156,7 @@ def switch_worker(worker: Any, connected: bool) -> None:  # noqa: FBT001 - vLLM 
     state._KV_CONNECTOR_AGENT = _kept["connector"] if connected else None
 
 
-def watch_worker(worker: Any) -> None:
+def watch_worker(_worker: Any) -> None:
     """Starts to time the hooks of the worker's connector."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -164,7 +164,7 @@ def watch_worker(worker: Any) -> None:
     clocks.start()
 
 
-def unwatch_worker(worker: Any) -> dict[str, list[float]]:
+def unwatch_worker(_worker: Any) -> dict[str, list[float]]:
     """Ends that; returns the seconds of every call."""
     seconds: dict[str, list[float]] = _kept.pop("clocks").stop()
     return seconds

@@ -56,8 +56,10 @@ def show_turns(console: Console, found: Mapping[str, Turns | str]) -> None:
     alone = found[ALONE]
     assert isinstance(alone, Turns)
     table = _table(
-        ("conversations", "first token ms\nturn 1, p50", "later turns\np50", "p95", "times\nfaster")
-        + ("tokens/s", "times\nas many", "in all s", "hits outside\ntokens", "computed\ntokens")
+        (
+            *("conversations", "first token ms\nturn 1, p50", "later turns\np50", "p95", "times\nfaster"),
+            *("tokens/s", "times\nas many", "in all s", "hits outside\ntokens", "computed\ntokens"),
+        )
     )
     for name, turns in found.items():
         if isinstance(turns, Turns):

@@ -37,9 +37,7 @@ def run_turns(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
 def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
-        max_tokens=tokens, temperature=0.0, logprobs=LOGPROBS, detokenize=False, ignore_eos=True
-    )
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=LOGPROBS, detokenize=False, ignore_eos=True)
     outputs: list[Any] = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     return outputs
 
