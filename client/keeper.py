@@ -11,31 +11,33 @@ import logging
 import os
 import random
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import grpc
 
-from ..cuda.region import RegionError
+from ..cuda.pinning import Pinning
+from ..cuda.region import HostRegion
 from ..protos.v1 import session_pb2, session_pb2_grpc
 from .errors import Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from .link import AttachError, Attachment, Link
 from .namespace import Namespace
+from .warmup import warm_up
 
-__all__ = ["Identity", "Keeper", "Transport"]
+__all__ = ["Identity", "Keeper", "Pin", "Transport"]
 
 _log = logging.getLogger(__name__)
 
 Transport = Literal["auto", "shm", "grpc"]
+Pin: TypeAlias = Callable[[HostRegion], Pinning]
+"""How a process that has a GPU pins a region that it has mapped."""
 
 PROTOCOL_VERSION = 1
 _SILENT_INTERVALS = 5
 """A host that is short of processors makes even a live server fall silent for a second or two."""
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 1.0
-_POPULATE_CHUNK_BYTES = 64 << 20
-_POPULATE_ROUNDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Identity:
     engine_id: str
     rank: int | None
     transport: Transport
+    pin: Pin | None = None
 
 
 class Keeper:
@@ -176,7 +179,7 @@ class Keeper:
         if transport == "grpc":
             return Link(first.session, capabilities, None, "asked for" if self._asked_for("grpc") else "another host")
         try:
-            attachment = Attachment.connect(capabilities.region.attach_path, first.session)
+            attachment = Attachment.connect(capabilities.region.attach_path, first.session, self._identity.pin)
         except AttachError as error:
             if self._asked_for("shm"):
                 # Most likely the server was killed a moment ago. Nobody asked for anything that cannot be had.
@@ -184,7 +187,8 @@ class Keeper:
             return Link(first.session, capabilities, None, f"shm failed: {error}")
         link = Link(first.session, capabilities, attachment, "same host")
         with contextlib.suppress(RuntimeError):  # no thread to be had: then the first copies are slower
-            threading.Thread(target=_populate, args=(attachment, link), name="kvtier-populate", daemon=True).start()
+            arguments = (attachment.region, attachment.pinning, lambda: link.fallen)
+            threading.Thread(target=warm_up, args=arguments, name="kvtier-warmup", daemon=True).start()
         return link
 
     def _asked_for(self, transport: str) -> bool:
@@ -262,19 +266,3 @@ class _Beats:
             with self._news:
                 self._ended = True
                 self._news.notify_all()
-
-
-def _populate(attachment: Attachment, link: Link) -> None:
-    """Enters the region into our page table chunk by chunk, so that the first copies do not pay for it.
-
-    A server that has just been started is still backing its region: what is not there yet is looked for again.
-    """
-    region = attachment.region
-    starts = list(range(0, region.size_bytes, _POPULATE_CHUNK_BYTES))
-    with contextlib.suppress(RegionError):  # closed meanwhile
-        for _ in range(_POPULATE_ROUNDS):
-            chunks = ((start, min(_POPULATE_CHUNK_BYTES, region.size_bytes - start)) for start in starts)
-            starts = [start for start, size in chunks if region.populate(start, size) < size]
-            if not starts or link.fallen:
-                return
-            time.sleep(1.0)

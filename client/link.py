@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..cuda.pinning import Pinning
 from ..cuda.region import HostRegion, RegionError
 from ..protos.attach import REPLY_BYTES, pack_request, unpack_reply
 from ..protos.v1 import common_pb2, session_pb2
@@ -37,13 +38,16 @@ class Attachment:
     The connection is closed when nobody copies any more: its end lets the server reuse our slots.
     """
 
-    def __init__(self, region: HostRegion, connection: socket.socket) -> None:
+    def __init__(self, region: HostRegion, connection: socket.socket, pinning: Pinning | None) -> None:
         self.region = region
+        self.pinning = pinning
         self._connection = connection
 
     @classmethod
-    def connect(cls, path: str, session: common_pb2.SessionRef) -> Attachment:
-        """Fetches the region's descriptor over the Unix socket at `path` and maps it.
+    def connect(
+        cls, path: str, session: common_pb2.SessionRef, pin: Callable[[HostRegion], Pinning] | None = None
+    ) -> Attachment:
+        """Fetches the region's descriptor over the Unix socket at `path` and maps it; `pin` makes what pins it, later.
 
         Raises:
             AttachError: there is no such socket here, the server refused, or the kernel did.
@@ -69,10 +73,12 @@ class Attachment:
             connection.close()
             raise
         connection.settimeout(None)
-        return cls(region, connection)
+        return cls(region, connection, pin(region) if pin is not None else None)
 
     def close(self) -> None:
-        """Unmaps the region and hangs up."""
+        """Unpins and unmaps the region, and hangs up."""
+        if self.pinning is not None:
+            self.pinning.close()
         self.region.close()
         self._connection.close()
 

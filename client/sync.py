@@ -18,7 +18,7 @@ from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
-from .keeper import Identity, Keeper, Transport
+from .keeper import Identity, Keeper, Pin, Transport
 from .link import Link
 from .namespace import Namespace
 from .operations import Operations
@@ -84,6 +84,7 @@ class Client:
         rank: int | None = None,
         transport: Transport = "auto",
         timeouts: Timeouts | None = None,
+        pin: Pin | None = None,
         wire: Wire | None = None,
     ) -> None:
         """Does not block, and does not raise for a server that is not there.
@@ -96,6 +97,7 @@ class Client:
             rank: the rank whose parts are read and written; None for a scheduler, or a world of one.
             transport: "shm", "grpc", or "auto" for shm where server and client share a host.
             timeouts: deadlines.
+            pin: makes what pins the server's region in a process that has a GPU; see `kvtier.cuda.pinning`.
             wire: for tests, what stands in for a server; see `kvtier.client.testing`.
 
         Raises:
@@ -104,7 +106,7 @@ class Client:
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
-        identity = Identity(namespace, name, self.engine_id, rank, transport)
+        identity = Identity(namespace, name, self.engine_id, rank, transport, pin)
         self._wire = wire or _GrpcWire(endpoint, identity, self.timeouts)
         self._operations = Operations(namespace, self.timeouts, self._wire.lost)
 

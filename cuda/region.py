@@ -187,6 +187,12 @@ class HostRegion:
                 if self._advise(start, size, _MADV_POPULATE_WRITE)
             )
 
+    def count_backed(self, offset: int, length: int) -> int:
+        """Returns how many bytes of a chunk have pages, whoever gave them to it."""
+        with self._held():
+            self._check(offset, length)
+            return sum(size for _, size in self._backed_runs(offset, length))
+
     def close(self) -> None:
         """Gives up mapping and descriptor, which last until the last view is gone. May be repeated, from any thread."""
         self._fd = None

@@ -209,7 +209,7 @@ def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None
     """Loads that fail are reported as failed, saves as ended: the engine waits for neither for ever."""
     client, caches = FakeTransfers(error), _caches(8)
     reports = WorkerReports()
-    worker = WorkerSide(lambda: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(caches)
     step = StepMetadata(
         loads=[LoadJob("good", [BlockRead(1, [0], [0], [2])]), LoadJob("impossible")],
@@ -239,7 +239,7 @@ def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None
 def test_a_worker_of_another_namespace_moves_nothing() -> None:
     """Scheduler and worker that disagree about the namespace are a miss, never wrong bytes."""
     reports = WorkerReports()
-    worker = WorkerSide(FakeTransfers, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type]
+    worker = WorkerSide(lambda _: FakeTransfers(), [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type]
     worker.register(_caches(8))
     step = StepMetadata(
         [LoadJob("r", [BlockRead(1, [0], [0], [2])])], [SaveJob(1, "r", [b"k"], [0], [3])], namespace_digest="other"
@@ -254,7 +254,7 @@ def test_a_worker_of_another_namespace_moves_nothing() -> None:
 def test_a_worker_says_what_it_did_not_store() -> None:
     """B3.5 No room, and a block that another writer is at, are not stored for sure; calls hold at most the server's keys."""
     client, reports = FakeTransfers(max_keys=4), WorkerReports()
-    worker = WorkerSide(lambda: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
     keys = [bytes([number]) * 8 for number in range(6)]
     job = SaveJob(1, "r", keys, [0] * 6, [1, 2, 3, 4, 5, 6])
@@ -267,7 +267,7 @@ def test_a_worker_says_what_it_did_not_store() -> None:
 def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> None:
     """B4.4, B4.11 A step's loads wait for one event and its saves for another; the copies get the one of their own step."""
     client, reports, copied = FakeTransfers(), WorkerReports(), []
-    worker = WorkerSide(lambda: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
     marks = iter(("loads 1", "saves 1", "saves 2"))
     worker._copier = SimpleNamespace(  # type: ignore[assignment]
@@ -289,7 +289,7 @@ def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> N
 def test_a_save_that_is_old_is_not_begun(*, late: bool) -> None:
     """B5.6 A worker that was stopped for long reads no block that its scheduler has let go meanwhile."""
     client, reports = FakeTransfers(), WorkerReports()
-    worker = WorkerSide(lambda: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
     sent_at = time.time() - (SAVE_WITHIN_S if late else 0)
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns", sent_at=sent_at))

@@ -192,7 +192,7 @@ def test_a_load_goes_by_the_whole_id() -> None:
 def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
     """B1.5: of what is offered, only what the server lacks is written."""
     client, reports, copied = FakeTransfers(), WorkerReports(), []
-    worker = WorkerSide(lambda: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
     torch = pytest.importorskip("torch")
     worker.register({name: torch.zeros(8, PAGE, dtype=torch.uint8) for name in ("a", "b")})
     worker._copier = SimpleNamespace(  # type: ignore[assignment]

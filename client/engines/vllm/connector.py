@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from ... import Client, InvalidRequest, KVTierError, Namespace
+from ...keeper import Pin
 from ...offload import CacheGeometry, LoadJob
 from .background import LimitedLog, logger
 from .compat import (
@@ -180,7 +181,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._kv_cache_config is not None
         rank = self._vllm_config.parallel_config.rank
         return WorkerSide(
-            lambda: self._connect(namespace, rank),
+            lambda pin: self._connect(namespace, rank, pin),
             geometry.groups,
             namespace_digest(namespace),
             self._kv_cache_config.num_blocks,
@@ -188,7 +189,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self.log,
         )
 
-    def _connect(self, namespace: Namespace, rank: int | None) -> Client:
+    def _connect(self, namespace: Namespace, rank: int | None, pin: Pin | None = None) -> Client:
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         return Client(
@@ -198,6 +199,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             engine_id=str(transfer.engine_id),
             rank=rank,
             transport=self._config.transport,
+            pin=pin,
         )
 
     @property

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
+from ....cuda.pinning import CudaRegistrar, PinError, Pinning
 from ... import Client, KVTierError, StoreStatus
+from ...keeper import Pin
 from ...offload import BlockRead, CacheGroup, LoadJob, SaveJob
 from .background import BackgroundThreads, LimitedLog
 from .copies import BlockCopier, make_copier
@@ -38,7 +40,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        connect: Callable[[], Client],
+        connect: Callable[[Pin | None], Client],
         groups: Sequence[CacheGroup],
         namespace_digest: str,
         num_blocks: int,
@@ -55,14 +57,15 @@ class WorkerSide:
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
         self._save_after = 0.0
         self._reports = reports
+        self._serving = False
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV tensors exist: lay views over them and connect. Raises Unsupported for layouts that cannot be served."""
         layouts = build_layouts(list(self._groups.values()), kv_caches, self._num_blocks)
         self._copier = make_copier(layouts)
-        self._client = self._connect()
-        on_cpu = layouts[0].segments[0].pages.device.type == "cpu"
-        on_start = _leave_compute_cores if on_cpu else None
+        device = layouts[0].segments[0].pages.device
+        self._client = self._connect(self._pin_for(device))
+        on_start = _leave_compute_cores if device.type == "cpu" else None
         self._threads = (
             BackgroundThreads("load", self._log, on_start=on_start),
             BackgroundThreads("save", self._log, on_start=on_start),
@@ -73,6 +76,7 @@ class WorkerSide:
 
         Raises only before the first of them is queued: afterwards each is reported by itself (see reports.py).
         """
+        self._serving = True
         if not step.loads:
             return
         if not self._usable(step):
@@ -105,6 +109,17 @@ class WorkerSide:
             threads.close(2.0)
         if self._client is not None:
             self._client.close()
+
+    def _pin_for(self, device: torch.device) -> Pin | None:
+        """How the server's region is pinned for a GPU: from the first step on, when no graphs are captured any more (B4.16)."""
+        if device.type != "cuda":
+            return None
+        try:
+            registrar = CudaRegistrar(device.index or 0)
+        except PinError as error:
+            self._log.warn("pin", f"the server's memory is not pinned, copies will be slower: {error}")
+            return None
+        return lambda region: Pinning(region, registrar, allowed=lambda: self._serving)
 
     def _usable(self, step: StepMetadata) -> bool:
         if self._client is None or self._threads is None:

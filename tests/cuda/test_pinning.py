@@ -1,0 +1,179 @@
+"""Pinning in chunks, in the background; with a registrar that takes notes in place of a GPU's driver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from contracts.cache_client import NAMESPACE, SMALL, new_keys
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import Client, KeyStatus
+from kvtier.client.warmup import warm_up
+from kvtier.cuda.pinning import PIN_CHUNK_BYTES, CudaRegistrar, PinError, Pinning, split_at_chunks
+from kvtier.cuda.region import PAGE_BYTES, HostRegion
+
+SIZE = 2 * PIN_CHUNK_BYTES + 3 * PAGE_BYTES
+
+
+class Notes:
+    """A registrar. `hold` makes its calls last; `error` makes them fail."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.calls = 0
+        self.threads: set[str] = set()
+        self.hold = threading.Event()
+        self.hold.set()
+        self.error: PinError | None = None
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See Registrar."""
+        self.calls += 1
+        self.threads.add(threading.current_thread().name)
+        assert self.hold.wait(20)
+        if self.error is not None:
+            raise self.error
+        assert address not in self.registered
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        """See Registrar: the memory must still be mapped."""
+        maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        assert any(int(start, 16) <= address < int(end, 16) for start, end in maps)
+        del self.registered[address]
+
+
+@pytest.fixture
+def notes() -> Notes:
+    """Nothing noted yet."""
+    return Notes()
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    """A region of three chunks, the last one short; the first two are backed."""
+    with HostRegion.create(SIZE) as made:
+        made.back(0, 2 * PIN_CHUNK_BYTES)
+        yield made
+
+
+def test_chunks_are_whole_pages_and_cover_what_is_backed(region: HostRegion, notes: Notes) -> None:
+    """B4.16 Many calls for page-aligned chunks instead of one for all; memory that is not there yet is not pinned into being."""
+    pinning = Pinning(region, notes, allowed=lambda: True)
+    rounds: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        rounds.append(seconds)
+        if len(rounds) == 3:
+            assert list(notes.registered.values()) == [PIN_CHUNK_BYTES] * 2
+            region.back(2 * PIN_CHUNK_BYTES, 3 * PAGE_BYTES)
+
+    warm_up(region, pinning, over=lambda: False, sleep=sleep)
+    assert len(rounds) == 3
+    spans = sorted(notes.registered.items())
+    assert spans[0][0] == region.address
+    assert all(address % PAGE_BYTES == 0 and nbytes % PAGE_BYTES == 0 for address, nbytes in spans)
+    assert all(address + nbytes == following for (address, nbytes), (following, _) in pairwise(spans))
+    assert sum(notes.registered.values()) == pinning.pinned_bytes == SIZE
+    pinning.close()
+    assert not notes.registered
+
+
+def test_nothing_is_pinned_while_graphs_are_captured(region: HostRegion, notes: Notes) -> None:
+    """B4.16 However long that takes; and pinning goes on when it is over, also in the middle."""
+    captures = iter([True, *[False] * 200, True, True])
+    region.back(2 * PIN_CHUNK_BYTES, 3 * PAGE_BYTES)
+    pinning = Pinning(region, notes, allowed=lambda: next(captures))
+    asked = 0
+
+    def sleep(_: float) -> None:
+        nonlocal asked
+        asked += 1
+        assert notes.calls == 1
+
+    warm_up(region, pinning, over=lambda: False, sleep=sleep)
+    assert asked == 100  # two chunks were left, and each was asked about in each round
+    assert pinning.pinned_bytes == SIZE
+
+
+def test_a_driver_that_refuses_is_asked_once(
+    region: HostRegion, notes: Notes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without pinning copies are slower; it says so once and gives up."""
+    notes.error = PinError("cuMemHostRegister failed with CUDA error 2")
+    region.back(2 * PIN_CHUNK_BYTES, 3 * PAGE_BYTES)
+    warm_up(region, Pinning(region, notes, allowed=lambda: True), over=lambda: False)
+    assert notes.calls == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvtier: the region is not pinned, copies of the GPU will be slower: cuMemHostRegister failed with CUDA error 2"
+    ]
+
+
+def test_a_region_that_is_let_go_is_not_pinned(region: HostRegion, notes: Notes) -> None:
+    """A session may end while its region is still being pinned."""
+    pinning = Pinning(region, notes, allowed=lambda: True)
+    assert pinning.pin(0, PIN_CHUNK_BYTES)
+    pinning.close()
+    assert not pinning.pin(PIN_CHUNK_BYTES, PIN_CHUNK_BYTES)
+    assert not notes.registered
+
+
+@pytest.mark.parametrize(("offset", "length"), [(PAGE_BYTES, PAGE_BYTES), (0, PIN_CHUNK_BYTES + 1), (0, 0), (SIZE, 1)])
+def test_only_chunks_are_pinned(region: HostRegion, notes: Notes, offset: int, length: int) -> None:
+    """Transfers are cut where chunks meet, so chunks must lie where they are expected."""
+    with pytest.raises(ValueError, match="not one chunk"):
+        Pinning(region, notes, allowed=lambda: True).pin(offset, length)
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "pieces"),
+    [
+        (5, 10, [(5, 10)]),
+        (0, PIN_CHUNK_BYTES, [(0, PIN_CHUNK_BYTES)]),
+        (PIN_CHUNK_BYTES - 4, 10, [(PIN_CHUNK_BYTES - 4, 4), (PIN_CHUNK_BYTES, 6)]),
+        (7, 0, []),
+    ],
+)
+def test_transfers_are_cut_where_chunks_meet(offset: int, nbytes: int, pieces: list[tuple[int, int]]) -> None:
+    """B4.16 A driver takes no transfer that crosses from one registration into the next."""
+    assert list(split_at_chunks(offset, nbytes)) == pieces
+
+
+def test_without_a_gpu_there_is_a_reason() -> None:
+    """Pinning is an extra: what is missing is said, and nothing breaks."""
+    with pytest.raises(PinError, match=r"CUDA|cuDeviceGet"):
+        CudaRegistrar(10_000)
+
+
+def test_the_service_answers_while_its_memory_is_being_pinned(tmp_path: Path, notes: Notes) -> None:
+    """B4.16 A client stores and reads from the first second, whatever the driver takes; at its end nothing is left pinned."""
+    notes.hold.clear()
+    made: list[Pinning] = []
+
+    def pin(region: HostRegion) -> Pinning:
+        made.append(Pinning(region, notes, allowed=lambda: True))
+        return made[0]
+
+    with ServerProcess(tmp_path, region=128 * MIB).start() as server:
+        client = Client(server.endpoint, namespace=NAMESPACE, transport="shm", pin=pin)
+        client.wait_until_connected()
+        keys = new_keys(3)
+        client.store(keys, [bytes(SMALL)] * 3)
+        with client.lookup(keys) as lease:
+            assert set(lease.statuses) == {KeyStatus.HIT}
+        assert not notes.registered
+        notes.hold.set()
+        deadline = time.monotonic() + 20
+        while made[0].pinned_bytes < 128 * MIB:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert notes.threads == {"kvtier-warmup"}
+        client.close()
+        while notes.registered:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

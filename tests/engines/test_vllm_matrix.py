@@ -1,0 +1,99 @@
+"""Models, ranks, modes and transports together: every pair of them in some test here or in test_vllm_dense and test_vllm_hybrid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from scenario import BLOCK, RunEngine, assert_same, generate, hit_limit, tokens, wait_until_durable
+from server_process import ServerProcess
+
+BASE = [tokens(81, 12 * BLOCK + 5), tokens(82, 9 * BLOCK)]
+FLOOD = [tokens(90 + number, 16 * BLOCK) for number in range(5)]
+STEPS = [
+    generate("base", BASE),
+    {"op": "reset"},
+    generate("crowd", [*BASE, BASE[0][: 5 * BLOCK] + FLOOD[0]], at_once=True),
+]
+POOL_BLOCKS = {"dense": 48, "hybrid": 160}
+"""Of a lazy engine: so few that the flood takes them all, and enough for the crowd."""
+
+
+class Cell(NamedTuple):
+    """One way to run an engine."""
+
+    model: str
+    ranks: int
+    mode: str
+    transport: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `run_engine` is told."""
+        settings: dict[str, Any] = {
+            "model": self.model,
+            "extra": {"transport": self.transport, "lazy_offload": self.mode == "lazy"},
+        }
+        if self.ranks > 1:
+            settings |= {"tensor_parallel_size": self.ranks, "bind": "|".join(map(str, range(self.ranks)))}
+        return settings
+
+
+CELLS = [
+    Cell("dense", 1, "eager", "grpc"),
+    Cell("dense", 1, "lazy", "shm"),
+    Cell("dense", 2, "eager", "shm"),
+    Cell("hybrid", 2, "lazy", "grpc"),
+]
+
+
+@pytest.fixture(params=CELLS, ids=lambda cell: "-".join(map(str, cell)), scope="module")
+def cell(request: pytest.FixtureRequest) -> Cell:
+    """Each of them in turn."""
+    return Cell(*request.param)
+
+
+@pytest.fixture(scope="module")
+def truths() -> dict[str, dict[str, Any]]:
+    """What engines without a connector answer, filled in as models are asked for."""
+    return {}
+
+
+@pytest.fixture
+def fresh_server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """An empty server."""
+    server = ServerProcess(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def test_what_one_engine_stores_another_finds(
+    run_engine: RunEngine, truths: dict[str, dict[str, Any]], cell: Cell, fresh_server: ServerProcess
+) -> None:
+    """B4.5 B4.6 B4.7 B4.10 Stored by all ranks, found by all ranks after a SIGKILL of the server, and answers stay the same.
+
+    A lazy engine stores what it evicts: a flood of other prompts has it evict the first ones, and then it finds them again itself.
+    """
+    if cell.model not in truths:
+        truths[cell.model] = run_engine(STEPS, model=cell.model)
+    truth, server, lazy = truths[cell.model], fresh_server, cell.mode == "lazy"
+    pool = {"num_gpu_blocks_override": POOL_BLOCKS[cell.model], "max_model_len": 32 * BLOCK} if lazy else {}
+    steps = [STEPS[0], generate("flood", FLOOD), generate("again", BASE)] if lazy else STEPS[:1]
+    first = run_engine(steps, endpoint=server.endpoint, **cell.settings, **pool)
+    assert f"transport {cell.transport}" in first["log"]
+    assert_same(truth["base"], first["base"])
+    assert first["base"]["external_hits"] == 0
+    if lazy:
+        assert_same(truth["base"], first["again"])
+        assert first["again"]["external_hits"] >= hit_limit(BASE) // 2
+    wait_until_durable(server)
+    server.kill()
+    server.start()
+    second = run_engine(STEPS, endpoint=server.endpoint, **cell.settings)
+    assert_same(truth["base"], second["base"])
+    assert_same(truth["crowd"], second["crowd"])
+    expected = hit_limit(BASE)
+    assert second["base"]["external_hits"] == expected or (lazy and second["base"]["external_hits"] >= expected // 2)
