@@ -51,7 +51,9 @@ def _run(python: Path, job: dict[str, Any], folder: Path, extra: Mapping[str, st
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0"),  # one core computes, the others serve
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get(
+            "VLLM_CPU_OMP_THREADS_BIND", "0"
+        ),  # one core computes, the others serve
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         **extra,
