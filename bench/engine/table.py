@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +10,7 @@ from rich.table import Table
 from bench.report import Report
 
 from .configurations import ALONE
-from .results import Idle, Turns, hook_microseconds
+from .results import IdleFound, Turns, hook_microseconds
 
 __all__ = ["TARGET", "rows_of_idle", "rows_of_turns", "show_idle", "show_turns"]
 
@@ -37,7 +36,7 @@ def rows_of_turns(report: Report, found: Mapping[str, Turns | str]) -> None:
             report.add(f"{name}: {what}", value, unit, f"{ALONE}: {what}" if compared else None)
 
 
-def rows_of_idle(report: Report, found: Mapping[str, tuple[Idle, Mapping[str, Any]]]) -> None:
+def rows_of_idle(report: Report, found: Mapping[str, IdleFound]) -> None:
     """Adds a row per figure."""
     for name, (idle, hooks) in found.items():
         report.add(f"idle step, {name}: without", idle.without_ms, "ms")
@@ -78,7 +77,7 @@ def show_turns(console: Console, found: Mapping[str, Turns | str]) -> None:
             console.print(f"{name} does not run here: {reason}", markup=False, soft_wrap=True)
 
 
-def show_idle(console: Console, found: Mapping[str, tuple[Idle, Mapping[str, Any]]]) -> None:
+def show_idle(console: Console, found: Mapping[str, IdleFound]) -> None:
     """Prints a line per state of the server, and one per batch size."""
     table = _table(("idle steps", "without ms", "with ms", "ratio", "95 % of it", "added us", "pairs", f"<= {TARGET}"))
     for name, (idle, _) in found.items():
