@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.engine.configurations import ALONE, CONFIGURATIONS, Configuration
-from bench.engine.results import Idle, Turns, compare, hook_microseconds, interval
+from bench.engine.results import Idle, IdleFound, Turns, compare, hook_microseconds, interval
 from bench.engine.runner import EngineFailed, find_reason, run_engine
 from bench.engine.table import rows_of_idle, rows_of_turns, show_idle, show_turns
 from bench.engine.workload import FULL, QUICK, Workload
@@ -76,17 +76,18 @@ def test_an_interval_holds_what_most_samples_say() -> None:
     assert values[0] < low < 1.02 < high < values[-1]
 
 
-PAIR = {"with": [1.01, 1.02, 9.0], "without": [0.9, 1.0, 1.1]}
+TURN = {"with": [1.01, 1.02, 9.0], "without": [0.9, 1.0, 1.1], "empty": [1.01, 1.01, 1.01]}
 HOOKS = {"1": {"scheduler: a": (1.0, 2e-6), "scheduler: b": (2.0, 3e-6), "worker: a": (4.0, 1e-6)}}
 
 
-def test_pairs_of_stretches_are_compared_with_themselves() -> None:
-    """One slow step moves no median; a machine that is twice as slow in one pair moves no ratio."""
-    slow = {side: [2 * seconds for seconds in values] for side, values in PAIR.items()}
-    idle = Idle.of([PAIR, slow, PAIR])
+def test_stretches_of_a_turn_are_compared_with_each_other() -> None:
+    """One slow step moves no median; a machine that is twice as slow in one turn moves no ratio."""
+    slow = {side: [2 * seconds for seconds in values] for side, values in TURN.items()}
+    idle = Idle.of([TURN, slow, TURN])
     assert idle.ratio == idle.ratio_from == idle.ratio_to == pytest.approx(1.02)
-    assert (idle.without_ms, idle.pairs) == (1000, 3)
+    assert (idle.without_ms, idle.turns) == (1000, 3)
     assert idle.added_us == pytest.approx(20_000)
+    assert Idle.of([TURN, slow, TURN], "empty").ratio == pytest.approx(1.01)
 
 
 def test_hooks_of_each_half_add_up() -> None:
@@ -132,7 +133,7 @@ def test_rows_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
     alone, better = Turns(10, 100, 200, 5.0, 10.0, 0, 1000), Turns(10, 25, 50, 10.0, 5.0, 600, 400)
     found: dict[str, Turns | str] = {ALONE: alone, "other": better, "broken": "Exception: [no] GPU"}
-    idle = {"server there": (Idle.of([PAIR]), HOOKS)}
+    idle = {"server there": IdleFound.of({"turns": [TURN], "hooks": HOOKS})}
     report = Report()
     rows_of_turns(report, found)
     rows_of_idle(report, idle)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector, within
-from .results import Idle, IdleFound, Turns, compare
+from .results import IdleFound, Turns, compare
 from .runner import EngineFailed, run_engine
 from .workload import Workload
 
@@ -84,7 +84,7 @@ def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[
             "hook_tokens": HOOK_TOKENS,
         }
         result = _run(Configuration(name, configuration.serve), job, folder, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-        found[name] = Idle.of(result["pairs"]), result["hooks"]
+        found[name] = IdleFound.of(result)
     return found
 
 

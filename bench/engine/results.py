@@ -6,7 +6,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from bench.measure import percentile
 
@@ -64,7 +64,7 @@ def compare(reference: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Steps with the connector against those without, each pair of stretches being compared with itself."""
+    """Steps with a connector against those without; each turn of stretches is compared with itself."""
 
     without_ms: float
     with_ms: float
@@ -72,12 +72,12 @@ class Idle:
     ratio_from: float
     ratio_to: float
     added_us: float
-    pairs: int
+    turns: int
 
     @classmethod
-    def of(cls, pairs: Sequence[Mapping[str, Sequence[float]]]) -> Idle:
-        """Sums up the pairs of stretches; the interval is where the median ratio is with 95 %."""
-        sides = [(statistics.median(pair["with"]), statistics.median(pair["without"])) for pair in pairs]
+    def of(cls, turns: Sequence[Mapping[str, Sequence[float]]], side: str = "with") -> Idle:
+        """Sums up the steps of a side ("with" kvtier's connector, or an "empty" one); the ratio is in its interval with 95 %."""
+        sides = [(statistics.median(turn[side]), statistics.median(turn["without"])) for turn in turns]
         ratios = [connected / alone for connected, alone in sides]
         low, high = interval(ratios, statistics.median)
         return cls(
@@ -87,12 +87,22 @@ class Idle:
             ratio_from=low,
             ratio_to=high,
             added_us=statistics.median(connected - alone for connected, alone in sides) * 1e6,
-            pairs=len(pairs),
+            turns=len(turns),
         )
 
 
-IdleFound: TypeAlias = tuple[Idle, Mapping[str, Mapping[str, tuple[float, float]]]]
-"""And by batch size the hooks: how often a step calls each, and the median of its seconds."""
+@dataclass(frozen=True, slots=True)
+class IdleFound:
+    """``hooks``: by batch size, how often a step calls each hook and the median of its seconds."""
+
+    kvtier: Idle
+    empty: Idle
+    hooks: Mapping[str, Mapping[str, tuple[float, float]]]
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> IdleFound:
+        """Sums up what the engine's process returned."""
+        return cls(Idle.of(result["turns"]), Idle.of(result["turns"], "empty"), result["hooks"])
 
 
 def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> tuple[float, float]:

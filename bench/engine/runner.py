@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = ["EngineFailed", "find_reason", "run_engine"]
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_SECONDS = 600
+GRACE_SECONDS = 10
 ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*(?:\w*Error|\w*Exception|SystemExit): .+)")
 ECHOES = ("See root cause above", "root cause")
 """What vLLM's processes say of each other's errors."""
@@ -75,8 +77,16 @@ def _run(python: Path, job: dict[str, Any], folder: Path, extra: Mapping[str, st
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """An engine's processes outlive the one that started them when that is killed."""
+    """An engine's processes may outlive the one that started them; the last to go cleans up their shared memory."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    deadline = time.monotonic() + GRACE_SECONDS
     with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

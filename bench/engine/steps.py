@@ -1,7 +1,7 @@
-"""Inside an engine's process: steps with and without the connector, in turn, and how long its hooks take.
+"""Inside an engine's process: steps with kvtier's connector, without any and with an empty one, in turn; and what hooks take.
 
-The connector is taken away and given back between steps, in one and the same engine: what else happens on the machine befalls both
-sides alike, and differences of microseconds show, which no two engines would.
+The connector is taken away and given back between steps, in one and the same engine: what else happens on the machine befalls all
+sides alike, and differences of microseconds show, which no two engines would. What the empty one costs is vLLM's own share.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from .workload import FIRST_TOKEN, VOCABULARY
 
 __all__ = ["run_steps"]
 
+SIDES = ("with", "without", "empty")
 SETTLING_STEPS = 1
 """Not counted, after each switch."""
 
 
 def run_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the seconds of every step in pairs of stretches, with and without, and by batch size what a step's hooks take."""
+    """Returns, in turns, the seconds of every step of a stretch on each side; and by batch size what a step's hooks take."""
     engine = _Engine(llm, job["prompt_tokens"])
     with engine.decoding(job["batch"], job["hook_tokens"]):
         pass  # the first calls have things to build
-    pairs: list[dict[str, list[float]]] = []
+    turns: list[dict[str, list[float]]] = []
     for _ in range(job["rounds"]):
-        pairs += engine.compare(job["batch"], job["answer_tokens"], job["stretch"])
+        turns += engine.compare(job["batch"], job["answer_tokens"], job["stretch"])
     hooks = {str(batch): engine.time_hooks(batch, job["hook_tokens"]) for batch in job["hook_batches"]}
-    return {"pairs": pairs, "hooks": hooks}
+    return {"turns": turns, "hooks": hooks}
 
 
 class _Engine:
@@ -40,7 +41,9 @@ class _Engine:
         self._llm = llm
         self._core = llm.llm_engine.engine_core.engine_core
         self._executor = self._core.model_executor
-        self._parts = self._core.scheduler.connector, self._executor.kv_output_aggregator
+        connector = self._core.scheduler.connector
+        self._connectors = {"with": connector, "without": None, "empty": empty_like(connector)}
+        self._aggregator = self._executor.kv_output_aggregator
         self._prompt_tokens = prompt_tokens
         self._random = random.Random(4)
         self._seconds: list[float] = []
@@ -67,14 +70,11 @@ class _Engine:
         self._llm.llm_engine.step()
 
     def compare(self, batch: int, tokens: int, stretch: int) -> list[dict[str, list[float]]]:
-        """Decodes once; returns pairs of stretches, with and without the connector, in a random order within each pair."""
-        pairs = []
+        """Decodes once; returns turns of a stretch on each side, in a random order within each turn."""
         with self.decoding(batch, tokens) as steps:
-            for _ in range(steps // (2 * (stretch + SETTLING_STEPS))):
-                order = self._random.sample(["with", "without"], 2)
-                pairs.append({side: self._stretch(stretch, connected=side == "with") for side in order})
-            self._switch(connected=True)
-        return pairs
+            turns = [self._turn(stretch) for _ in range(steps // (len(SIDES) * (stretch + SETTLING_STEPS)))]
+            self._switch("with")
+        return turns
 
     def time_hooks(self, batch: int, tokens: int) -> dict[str, tuple[float, float]]:
         """Decodes once; returns by hook how often a step calls it, and the median of its seconds."""
@@ -92,16 +92,19 @@ class _Engine:
             for name, seconds in hooks.items()
         }
 
-    def _stretch(self, steps: int, *, connected: bool) -> list[float]:
-        self._switch(connected=connected)
+    def _turn(self, stretch: int) -> dict[str, list[float]]:
+        return {side: self._stretch(stretch, side) for side in self._random.sample(SIDES, len(SIDES))}
+
+    def _stretch(self, steps: int, side: str) -> list[float]:
+        self._switch(side)
         for _ in range(SETTLING_STEPS + steps):
             self.step()
         return self._seconds[-steps:]
 
-    def _switch(self, *, connected: bool) -> None:
-        parts = self._parts if connected else (None, None)
-        self._core.scheduler.connector, self._executor.kv_output_aggregator = parts
-        self._executor.collective_rpc(switch_worker, args=(connected,))
+    def _switch(self, side: str) -> None:
+        connector = self._core.scheduler.connector = self._connectors[side]
+        self._executor.kv_output_aggregator = self._aggregator if connector is not None else None
+        self._executor.collective_rpc(switch_worker, args=(side,))
 
     def _timed(self, step: Callable[[], Any]) -> Callable[[], Any]:
         def timed() -> Any:
@@ -111,6 +114,13 @@ class _Engine:
             return result
 
         return timed
+
+
+def empty_like(connector: Any) -> Any:
+    """Returns a connector that does nothing, in place of another."""
+    from .empty import EmptyConnector
+
+    return EmptyConnector(connector._vllm_config, connector.role, connector._kv_cache_config)
 
 
 class HookClocks:
@@ -145,26 +155,29 @@ class HookClocks:
 # ---- called by vLLM in its worker's process, which keeps this module's state
 
 _kept: dict[str, Any] = {}
+_clocks: dict[str, HookClocks] = {}
 
 
-def switch_worker(_worker: Any, connected: bool) -> None:  # noqa: FBT001 - vLLM passes arguments by position
-    """Gives the worker its connector back, or takes it away."""
+def switch_worker(_worker: Any, side: str) -> None:
+    """Gives the worker the connector of a side, or none."""
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     state: Any = kv_transfer_state
-    _kept.setdefault("connector", state._KV_CONNECTOR_AGENT)
-    state._KV_CONNECTOR_AGENT = _kept["connector"] if connected else None
+    if not _kept:
+        connector = state._KV_CONNECTOR_AGENT
+        _kept.update({"with": connector, "without": None, "empty": empty_like(connector)})
+    state._KV_CONNECTOR_AGENT = _kept[side]
 
 
 def watch_worker(_worker: Any) -> None:
     """Starts to time the hooks of the worker's connector."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    clocks = _kept["clocks"] = HookClocks(get_kv_transfer_group())
+    clocks = _clocks["worker"] = HookClocks(get_kv_transfer_group())
     clocks.start()
 
 
 def unwatch_worker(_worker: Any) -> dict[str, list[float]]:
     """Ends that; returns the seconds of every call."""
-    seconds: dict[str, list[float]] = _kept.pop("clocks").stop()
+    seconds: dict[str, list[float]] = _clocks.pop("worker").stop()
     return seconds

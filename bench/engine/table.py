@@ -38,16 +38,19 @@ def rows_of_turns(report: Report, found: Mapping[str, Turns | str]) -> None:
 
 def rows_of_idle(report: Report, found: Mapping[str, IdleFound]) -> None:
     """Adds a row per figure."""
-    for name, (idle, hooks) in found.items():
-        report.add(f"idle step, {name}: without", idle.without_ms, "ms")
-        report.add(f"idle step, {name}: with", idle.with_ms, "ms", f"idle step, {name}: without")
-        report.add(f"idle step, {name}: added", idle.added_us, "us")
-        for what, value in (("ratio", idle.ratio), ("from", idle.ratio_from), ("to", idle.ratio_to)):
-            report.add(f"idle step, {name}: {what}", value, "ratio")
-        for batch, of_batch in hooks.items():
+    for name, of_name in found.items():
+        alone = f"idle step, {name}: {ALONE}"
+        report.add(alone, of_name.kvtier.without_ms, "ms")
+        for connector, idle in (("kvtier", of_name.kvtier), ("an empty connector", of_name.empty)):
+            what = f"idle step, {name}: {connector}"
+            report.add(what, idle.with_ms, "ms", alone)
+            report.add(f"{what}, added", idle.added_us, "us")
+            report.add(f"{what}, ratio", idle.ratio, "ratio")
+            report.add(f"{what}, ratio from", idle.ratio_from, "ratio")
+            report.add(f"{what}, ratio to", idle.ratio_to, "ratio")
+        for batch, hooks in of_name.hooks.items():
             for half in ("scheduler", "worker"):
-                value = hook_microseconds(of_batch, half)
-                report.add(f"hooks of the {half}, {name}, {batch} requests", value, "us/step")
+                report.add(f"hooks, {name}, {batch} requests: {half}", hook_microseconds(hooks, half), "us/step")
 
 
 def show_turns(console: Console, found: Mapping[str, Turns | str]) -> None:
@@ -78,25 +81,27 @@ def show_turns(console: Console, found: Mapping[str, Turns | str]) -> None:
 
 
 def show_idle(console: Console, found: Mapping[str, IdleFound]) -> None:
-    """Prints a line per state of the server, and one per batch size."""
-    table = _table(("idle steps", "without ms", "with ms", "ratio", "95 % of it", "added us", "pairs", f"<= {TARGET}"))
-    for name, (idle, _) in found.items():
-        table.add_row(
-            name,
-            f"{idle.without_ms:.2f}",
-            f"{idle.with_ms:.2f}",
-            f"{idle.ratio:.4f}",
-            f"{idle.ratio_from:.4f} - {idle.ratio_to:.4f}",
-            f"{idle.added_us:.0f}",
-            str(idle.pairs),
-            "yes" if idle.ratio <= TARGET else "no",
-        )
+    """Prints a line per connector, and one per batch size, with and without a server."""
+    table = _table(
+        ("idle steps", "connector", "without ms", "with ms", "ratio", "95 % of it", "added us", f"<= {TARGET}")
+    )
+    for name, of_name in found.items():
+        for connector, idle in (("kvtier", of_name.kvtier), ("empty", of_name.empty)):
+            table.add_row(
+                name,
+                connector,
+                f"{idle.without_ms:.2f}",
+                f"{idle.with_ms:.2f}",
+                f"{idle.ratio:.4f}",
+                f"{idle.ratio_from:.4f} - {idle.ratio_to:.4f}",
+                f"{idle.added_us:.0f}",
+                "yes" if idle.ratio <= TARGET else "no",
+            )
     console.print(table)
-    table = _table(("hooks, us per step", "requests", "scheduler", "worker"))
-    for name, (_, hooks) in found.items():
-        for batch, of_batch in hooks.items():
-            halves = (f"{hook_microseconds(of_batch, half):.0f}" for half in ("scheduler", "worker"))
-            table.add_row(name, batch, *halves)
+    table = _table(("kvtier's hooks, us per step", "requests", "scheduler", "worker"))
+    for name, of_name in found.items():
+        for batch, hooks in of_name.hooks.items():
+            table.add_row(name, batch, *(f"{hook_microseconds(hooks, half):.0f}" for half in ("scheduler", "worker")))
     console.print(table)
 
 
