@@ -86,7 +86,8 @@ def test_stretches_of_a_turn_are_compared_with_each_other() -> None:
     idle = Idle.of([TURN, slow, TURN])
     assert idle.ratio == idle.ratio_from == idle.ratio_to == pytest.approx(1.02)
     assert (idle.without_ms, idle.turns) == (1000, 3)
-    assert idle.added_us == pytest.approx(20_000)
+    assert idle.undisturbed == pytest.approx(1.01 / 0.9)
+    assert idle.added_us == pytest.approx(110_000)
     assert Idle.of([TURN, slow, TURN], "empty").ratio == pytest.approx(1.01)
 
 

@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
         conversations = measure_turns(folder / "model", folder, workload, options.configurations)
         rows_of_turns(report, conversations.found)
     if "idle" in options.only:
-        rounds, batches = (2, (1, 32)) if options.quick else (10, (1, 32, 256))
+        rounds, batches = (4, (1, 32)) if options.quick else (16, (1, 32, 256))
         idle = measure_idle(folder / "model", folder, rounds, batches)
         rows_of_idle(report, idle)
     header["load"] += f", {os.getloadavg()[0]:.1f} at the end (of this benchmark itself: 1 to 2)"

@@ -20,7 +20,7 @@ BLOCK_TOKENS = 128
 """Of the idle engine: no block is filled while steps are timed, so that there is nothing to load or save."""
 PROMPT_TOKENS = 16
 BATCH = 8
-STRETCH = 12
+STRETCH = 8
 """Steps on one side before the other has its turn."""
 HOOK_TOKENS = 16
 """What each request decodes while hooks are timed."""

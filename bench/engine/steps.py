@@ -128,7 +128,8 @@ class HookClocks:
 
     def __init__(self, connector: Any) -> None:
         self._connector = connector
-        self._names = [name for name, value in vars(type(connector)).items() if name[0] != "_" and callable(value)]
+        ours = (cls for cls in type(connector).__mro__ if cls.__module__.startswith("kvtier."))
+        self._names = {name for cls in ours for name, value in vars(cls).items() if name[0] != "_" and callable(value)}
         self._seconds: dict[str, list[float]] = {}
 
     def start(self) -> None:

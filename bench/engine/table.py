@@ -48,6 +48,7 @@ def rows_of_idle(report: Report, found: Mapping[str, IdleFound]) -> None:
             report.add(f"{what}, ratio", idle.ratio, "ratio")
             report.add(f"{what}, ratio from", idle.ratio_from, "ratio")
             report.add(f"{what}, ratio to", idle.ratio_to, "ratio")
+            report.add(f"{what}, undisturbed ratio", idle.undisturbed, "ratio")
         for batch, hooks in of_name.hooks.items():
             for half in ("scheduler", "worker"):
                 report.add(f"hooks, {name}, {batch} requests: {half}", hook_microseconds(hooks, half), "us/step")
@@ -83,7 +84,7 @@ def show_turns(console: Console, found: Mapping[str, Turns | str]) -> None:
 def show_idle(console: Console, found: Mapping[str, IdleFound]) -> None:
     """Prints a line per connector, and one per batch size, with and without a server."""
     table = _table(
-        ("idle steps", "connector", "without ms", "with ms", "ratio", "95 % of it", "added us", f"<= {TARGET}")
+        ("idle steps", "connector", "without ms", "with ms", "ratio", "95 % of it", f"<= {TARGET}", "undisturbed", "added us")
     )
     for name, of_name in found.items():
         for connector, idle in (("kvtier", of_name.kvtier), ("empty", of_name.empty)):
@@ -94,8 +95,9 @@ def show_idle(console: Console, found: Mapping[str, IdleFound]) -> None:
                 f"{idle.with_ms:.2f}",
                 f"{idle.ratio:.4f}",
                 f"{idle.ratio_from:.4f} - {idle.ratio_to:.4f}",
-                f"{idle.added_us:.0f}",
                 "yes" if idle.ratio <= TARGET else "no",
+                f"{idle.undisturbed:.4f}",
+                f"{idle.added_us:.0f}",
             )
     console.print(table)
     table = _table(("kvtier's hooks, us per step", "requests", "scheduler", "worker"))
