@@ -84,7 +84,17 @@ def show_turns(console: Console, found: Mapping[str, Turns | str]) -> None:
 def show_idle(console: Console, found: Mapping[str, IdleFound]) -> None:
     """Prints a line per connector, and one per batch size, with and without a server."""
     table = _table(
-        ("idle steps", "connector", "without ms", "with ms", "ratio", "95 % of it", f"<= {TARGET}", "undisturbed", "added us")
+        (
+            "idle steps",
+            "connector",
+            "without ms",
+            "with ms",
+            "ratio",
+            "95 % of it",
+            f"<= {TARGET}",
+            "undisturbed",
+            "added us",
+        )
     )
     for name, of_name in found.items():
         for connector, idle in (("kvtier", of_name.kvtier), ("empty", of_name.empty)):
