@@ -95,19 +95,14 @@ class LookupService(RequestCalls):
 
     def drop(self, lookup: Lookup) -> None:
         """Nobody will load what this lookup found: give its leases back, now or when it ends."""
-        with self._lock:
-            was_done = lookup.state is LookupState.DONE
-            lookup.state = LookupState.DROPPED
-        if was_done:
-            self._release(lookup)
+        self._drop(lookup)
 
     def timed_out(self, lookup: Lookup) -> None:
         """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
-        self.cool_down()
-        if lookup.state is LookupState.PENDING:
+        if not self._drop(lookup):
             self._counts.timed_out(self._timeout_s)
+        self.cool_down()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
-        self.drop(lookup)
 
     def close(self) -> None:
         """End the threads; called at shutdown."""
@@ -117,6 +112,15 @@ class LookupService(RequestCalls):
     def _release(self, lookup: Lookup) -> None:
         leases, lookup.leases = lookup.leases, []
         self.release(leases)
+
+    def _drop(self, lookup: Lookup) -> bool:
+        """Whether it was done already."""
+        with self._lock:
+            was_done = lookup.state is LookupState.DONE
+            lookup.state = LookupState.DROPPED
+        if was_done:
+            self._release(lookup)
+        return was_done
 
     # ---- background threads from here on
 

@@ -35,4 +35,4 @@ def refuse_text(version: str, reason: str = "") -> str | None:
 
 def unknown_text(version: str) -> str:
     """Returns what to say of a vLLM that is newer than what was tested, or does not say what it is."""
-    return f"kvtier: this is vLLM {version}; the connector was tested with {SUPPORTED} only, and goes on: all it needs is there"
+    return f"kvtier: this is vLLM {version}; the connector was made for {SUPPORTED}, and goes on: all that it needs is there"
