@@ -32,10 +32,11 @@ class SaveProgress:
 
     ``loaded`` is the range of tokens that came from the server: not worth offering again, unless a tier asks for the whole request
     (B1.1). ``missed`` are the positions behind the cursor that were offered and not stored; ``backoff`` says when they are offered
-    again.
+    again. Below ``quiet_until`` computed tokens no block is full that was not looked at: most steps of most requests end there.
     """
 
     next_position: dict[int, int] = field(default_factory=dict)
+    quiet_until: int = 0
     loaded: range = range(0)
     missed: dict[int, set[int]] = field(default_factory=dict)
     backoff: Backoff = field(default_factory=Backoff)
@@ -43,6 +44,7 @@ class SaveProgress:
     def restart(self) -> None:
         """Look at every block again: they are others now (B4.12), or the store was emptied (B3.19)."""
         self.next_position.clear()
+        self.quiet_until = 0
         self.missed.clear()
         self.loaded = range(0)
 
@@ -154,12 +156,16 @@ class SavePlanner:
         ``read_table()`` is called only when there is something to offer. When too many blocks are held already, the cursor stays
         and the rest is offered in a later step. ``last``: there is no later step.
         """
+        if computed_tokens < progress.quiet_until and not progress.missed:
+            return None
         retry = bool(progress.missed) and (last or progress.backoff.is_over(now))
         ends: dict[int, int] = {}
         for group in self._groups:
             end = min(computed_tokens // group.block_tokens, request.final_blocks(group))
             if end > progress.cursor(group.index) or (retry and group.index in progress.missed):
                 ends[group.index] = end
+        if not ends:
+            progress.quiet_until = min((progress.cursor(g.index) + 1) * g.block_tokens for g in self._groups)
         tables = read_table() if ends else None
         if tables is None:
             return None

@@ -25,6 +25,8 @@ STEP = StepMetadata(
     namespace_digest="ns",
 )
 
+REPORT = SimpleNamespace(kv_connector_worker_meta=WorkerReport({7: 1}), finished_recving={"r"}, failed_recving=None)
+
 
 class Broken:
     """A side whose every method raises."""
@@ -99,7 +101,7 @@ SCHEDULER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
         "_hit_sources",
     ),
     "build_connector_meta": ((SimpleNamespace(),), StepMetadata(), "_build_step"),
-    "update_connector_output": ((SimpleNamespace(),), None, "_take_loads"),
+    "update_connector_output": ((REPORT,), None, "_take_loads"),
     "get_kv_connector_stats": ((), None, "get_kv_connector_stats"),
     "take_events": ((), (), "take_events"),
     "request_finished": ((make_request(1), [1]), (False, None), "request_finished_all_groups"),
@@ -278,3 +280,16 @@ def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.Monk
     first = namespace._weights_of(_model(model=str(tmp_path)))
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     assert namespace._weights_of(_model(model=str(tmp_path))) != first
+
+
+def test_a_step_with_nothing_to_report_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most steps: neither half is troubled, so that an idle connector costs no time."""
+    scheduler, worker = _broken(monkeypatch, SCHEDULER), _broken(monkeypatch, WORKER)
+    worker.bind_connector_metadata(StepMetadata())
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    output = SimpleNamespace(
+        kv_connector_worker_meta=worker.build_connector_worker_meta(), finished_recving=set(), failed_recving=set()
+    )
+    scheduler.update_connector_output(output)
+    assert worker.log.kinds == scheduler.log.kinds == []

@@ -115,8 +115,8 @@ class SchedulerSide:
         self._hear()
         try:
             self._core.preempted(scheduler_output.preempted_req_ids or ())
-            if self._may_save:
-                self._count_saves(self._core.plan_saves(self._computed(scheduler_output), time.monotonic()))
+            if self._may_save and (lost := self._core.plan_saves(self._computed(scheduler_output), time.monotonic())):
+                self._count_saves(lost)
         except Exception as error:  # noqa: BLE001 - as the comment says
             # The step's loads must reach the workers all the same: requests wait for them.
             self._log.warn("plan", f"planning saves failed: {error!r}", exc_info=True)

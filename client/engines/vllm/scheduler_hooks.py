@@ -99,9 +99,10 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """
         step = self._build_step(scheduler_output)
         step.parts = self._told
-        jobs = {job.request_id: job for job in step.loads}
-        step.loads = [jobs.get(request_id) or LoadJob(request_id) for request_id in sorted(self._unsent_loads)]
-        self._unsent_loads.clear()
+        if step.loads or self._unsent_loads:
+            jobs = {job.request_id: job for job in step.loads}
+            step.loads = [jobs.get(request_id) or LoadJob(request_id) for request_id in sorted(self._unsent_loads)]
+            self._unsent_loads.clear()
         return step
 
     @contained(StepMetadata)
@@ -109,9 +110,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_step(scheduler_output) if self._scheduler is not None else StepMetadata()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Called with what all workers reported, after each step that reported something."""
-        self._take_saves(connector_output)
-        self._take_loads(connector_output)
+        """Called with what all workers reported, after each step; most of them have nothing to report."""
+        if connector_output.kv_connector_worker_meta is not None:
+            self._take_saves(connector_output)
+        if connector_output.finished_recving or connector_output.failed_recving:
+            self._take_loads(connector_output)
 
     @contained(nothing)
     def _take_saves(self, connector_output: Any) -> None:

@@ -69,7 +69,7 @@ class WorkerHooks(KVConnectorBase_V1):
         step = self._connector_metadata
         if isinstance(step, StepMetadata) and step.parts is not None:
             self._join(step.parts)
-        if isinstance(step, StepMetadata) and not self._start_loads(step):
+        if isinstance(step, StepMetadata) and step.loads and not self._start_loads(step):
             self._reports.refuse_loads(step)
 
     def _join(self, parts: Parts) -> None:
@@ -92,7 +92,7 @@ class WorkerHooks(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Called each step after its forward: queues the step's saves behind it."""
         step = self._connector_metadata
-        if isinstance(step, StepMetadata) and not self._start_saves(step):
+        if isinstance(step, StepMetadata) and step.saves and not self._start_saves(step):
             self._reports.refuse_saves(step)
 
     @contained(no)
