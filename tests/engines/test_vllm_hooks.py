@@ -14,15 +14,18 @@ from kvtier.client.engines.vllm import KVTierConnector, connector, namespace
 from kvtier.client.engines.vllm.compat import CacheHitSource, KVConnectorRole, KVConnectorTransferResults
 from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
 from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.ranks import Parts
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
-LIFECYCLE = {"__init__", "requires_kv_delivery", "build_kv_connector_stats"}
+LIFECYCLE = {"requires_kv_delivery", "build_kv_connector_stats", "build_prom_metrics", "log"}
 STEP = StepMetadata(
     loads=[LoadJob("r", [BlockRead(1, [0], [0], [2])])],
     saves=[SaveJob(7, "r", [b"k0", b"k1"], [0, 0], [4, 5])],
     namespace_digest="ns",
 )
+
+REPORT = SimpleNamespace(kv_connector_worker_meta=WorkerReport({7: 1}), finished_recving={"r"}, failed_recving=None)
 
 
 class Broken:
@@ -74,6 +77,9 @@ def _blocks() -> Any:
 
 WORKER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
     "register_kv_caches": (({},), None, "register_kv_caches"),
+    "get_handshake_metadata": ((), None, "get_handshake_metadata"),
+    "unregister_kv_caches": ((), None, "unregister_kv_caches"),
+    "restore_kv_caches": ((), None, "restore_kv_caches"),
     "handle_preemptions": ((STEP,), None, None),
     "start_load_kv": ((None,), None, "_start_loads"),
     "wait_for_layer_load": (("layer",), None, None),
@@ -85,6 +91,7 @@ WORKER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
 }
 SCHEDULER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
     "bind_gpu_block_pool": ((object(),), None, "bind_gpu_block_pool"),
+    "set_xfer_handshake_metadata_pp_aware": (({(0, 0): Parts((), "")},), None, "set_xfer_handshake_metadata_pp_aware"),
     "on_new_request": ((make_request(1),), None, "on_new_request"),
     "get_num_new_matched_tokens": ((make_request(1), 0), (0, False), "get_num_new_matched_tokens"),
     "update_state_after_alloc": ((make_request(1), _blocks(), 4), None, "update_state_after_alloc"),
@@ -94,8 +101,9 @@ SCHEDULER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
         "_hit_sources",
     ),
     "build_connector_meta": ((SimpleNamespace(),), StepMetadata(), "_build_step"),
-    "update_connector_output": ((SimpleNamespace(),), None, "_take_loads"),
+    "update_connector_output": ((REPORT,), None, "_take_loads"),
     "get_kv_connector_stats": ((), None, "get_kv_connector_stats"),
+    "take_events": ((), (), "take_events"),
     "request_finished": ((make_request(1), [1]), (False, None), "request_finished_all_groups"),
     "request_finished_all_groups": ((make_request(1), ([1],)), (False, None), "request_finished_all_groups"),
     "has_pending_push_work": ((), False, "has_pending_push_work"),
@@ -114,6 +122,9 @@ def test_a_hook_that_fails_answers_with_its_fallback(monkeypatch: pytest.MonkeyP
     made = _broken(monkeypatch, role)
     if hook in {"get_transfer_results", "build_connector_worker_meta"}:
         made._reports = Broken()
+    if "handshake" in hook:
+        made._geometry = made._kv_cache_config = Broken()
+    made._tally = Broken()
     made.bind_connector_metadata(STEP)
     assert getattr(made, hook)(*arguments) == fallback
     assert warning is None or warning in made.log.kinds
@@ -121,9 +132,11 @@ def test_a_hook_that_fails_answers_with_its_fallback(monkeypatch: pytest.MonkeyP
 
 def test_every_hook_is_in_these_tests() -> None:
     """A hook that is added is tested too."""
+    ours = [base for base in KVTierConnector.__mro__ if base.__module__.startswith("kvtier.")]
     hooks = {
         name
-        for name, value in vars(KVTierConnector).items()
+        for base in ours
+        for name, value in vars(base).items()
         if not name.startswith("_") and (callable(value) or isinstance(value, (property, classmethod)))
     }
     assert hooks - LIFECYCLE == WORKER_HOOKS.keys() | SCHEDULER_HOOKS.keys()
@@ -267,3 +280,16 @@ def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.Monk
     first = namespace._weights_of(_model(model=str(tmp_path)))
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     assert namespace._weights_of(_model(model=str(tmp_path))) != first
+
+
+def test_a_step_with_nothing_to_report_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most steps: neither half is troubled, so that an idle connector costs no time."""
+    scheduler, worker = _broken(monkeypatch, SCHEDULER), _broken(monkeypatch, WORKER)
+    worker.bind_connector_metadata(StepMetadata())
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    output = SimpleNamespace(
+        kv_connector_worker_meta=worker.build_connector_worker_meta(), finished_recving=set(), failed_recving=set()
+    )
+    scheduler.update_connector_output(output)
+    assert worker.log.kinds == scheduler.log.kinds == []

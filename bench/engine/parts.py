@@ -1,0 +1,118 @@
+"""The two parts of this benchmark: conversations in every configuration, and idle steps with kvtier's connector."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector, within
+from .results import IdleFound, Turns, compare
+from .runner import EngineFailed, run_engine
+from .workload import Workload
+
+__all__ = ["ABSENT", "SERVED", "Conversations", "measure_idle", "measure_turns"]
+
+SERVED, ABSENT = "server connected", "server absent"
+BLOCK_TOKENS = 128
+"""Of the idle engine: no block is filled while steps are timed, so that there is nothing to load or save."""
+PROMPT_TOKENS = 16
+BATCH = 8
+STRETCH = 8
+"""Steps on one side before the other has its turn."""
+HOOK_TOKENS = 16
+"""What each request decodes while hooks are timed."""
+
+
+@dataclass
+class Conversations:
+    """``found``: the figures of each configuration, or why it did not run. ``wrong``: what may not be, in words."""
+
+    found: dict[str, Turns | str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    _reference: list[dict[str, Any]] = field(default_factory=list)
+
+    def measure(self, configuration: Configuration, model: Path, folder: Path, workload: Workload) -> None:
+        """Runs the workload; the first configuration is the others' reference. Raises EngineFailed for those that must run."""
+        try:
+            result = _run(configuration, _turns_job(model, workload, self._reference), folder)
+        except EngineFailed as error:
+            if configuration.must_run:
+                raise
+            self.found[configuration.name] = str(error)
+            return
+        turns = self.found[configuration.name] = Turns.of(result)
+        self._reference = self._reference or result["rows"]
+        answers, ties = compare(self._reference, result["rows"])
+        self.wrong += [f"{configuration.name}: wrong answer, {answer}" for answer in answers]
+        if configuration.must_run and configuration.name != ALONE and not turns.external_hits:
+            self.wrong.append(f"{configuration.name}: nothing was found outside of the engine")
+        if ties:
+            print(f"{configuration.name}: {ties} answers differ from where two tokens tied", file=sys.stderr)
+
+
+def measure_turns(model: Path, folder: Path, workload: Workload, chosen: Collection[str]) -> Conversations:
+    """Runs the engine alone and in the chosen configurations."""
+    conversations = Conversations()
+    for configuration in CONFIGURATIONS:
+        if configuration.name in (ALONE, *chosen):
+            conversations.measure(configuration, model, folder, workload)
+    return conversations
+
+
+def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[int]) -> dict[str, IdleFound]:
+    """Returns what idle steps cost, and the hooks by batch size, with a server and without one."""
+    nobody = kvtier_connector(f"unix:{folder / 'nobody.sock'}")
+    served = next(configuration for configuration in CONFIGURATIONS if configuration.name == KVTIER)
+    found = {}
+    for name, configuration in ((SERVED, served), (ABSENT, Configuration(ABSENT, within(nobody)))):
+        job = {
+            "operation": "steps",
+            "llm": {
+                **_llm(model, BLOCK_TOKENS, 2 * max(BATCH, *hook_batches), BLOCK_TOKENS),
+                "max_num_seqs": max(BATCH, *hook_batches),
+                "distributed_executor_backend": "mp",
+            },
+            "batch": BATCH,
+            "rounds": rounds,
+            "stretch": STRETCH,
+            "prompt_tokens": PROMPT_TOKENS,
+            "answer_tokens": BLOCK_TOKENS - PROMPT_TOKENS - 1,
+            "hook_batches": hook_batches,
+            "hook_tokens": HOOK_TOKENS,
+        }
+        result = _run(Configuration(name, configuration.serve), job, folder, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        found[name] = IdleFound.of(result)
+    return found
+
+
+def _run(configuration: Configuration, job: dict[str, Any], folder: Path, **environment: str) -> dict[str, Any]:
+    print(f"measuring {job['operation']}: {configuration.name} …", file=sys.stderr, flush=True)
+    place = folder / f"{job['operation']} {configuration.name}"
+    place.mkdir()
+    return run_engine(configuration, job, place, environment)
+
+
+def _turns_job(model: Path, workload: Workload, reference: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All configurations go on with the reference's answers, so that they are asked the same."""
+    transcript: list[list[list[int]]] | None = [[] for _ in range(workload.conversations)] if reference else None
+    for row in reference:
+        assert transcript is not None
+        transcript[row["conversation"]].append(row["tokens"])
+    return {
+        "operation": "turns",
+        "llm": _llm(model, workload.block_tokens, workload.pool_blocks, workload.longest + workload.block_tokens),
+        "workload": asdict(workload),
+        "transcript": transcript,
+    }
+
+
+def _llm(model: Path, block_tokens: int, blocks: int, max_model_len: int) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "block_size": block_tokens,
+        "num_gpu_blocks_override": blocks,
+        "max_model_len": max_model_len,
+    }

@@ -1,0 +1,127 @@
+"""From what engines measured to figures."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.measure import percentile
+
+__all__ = ["Idle", "IdleFound", "Turns", "compare", "hook_microseconds", "interval"]
+
+TIE = 1e-3
+"""Log-probabilities: float32 noise is 1e-5, one wrong block 1e-2."""
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A configuration's figures of the multi-turn workload. The first turn stores; the later ones are those that may load."""
+
+    first_p50_ms: float
+    later_p50_ms: float
+    later_p95_ms: float
+    tokens_per_second: float
+    seconds: float
+    external_hits: int
+    computed: int
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> Turns:
+        """Sums up what the engine's process returned."""
+        rows = result["rows"]
+        first = [row["first_token_seconds"] for row in rows if row["turn"] == 1]
+        later = [row["first_token_seconds"] for row in rows if row["turn"] > 1]
+        prompts = sum(row["prompt_tokens"] for row in rows)
+        return cls(
+            first_p50_ms=percentile(first, 0.5),
+            later_p50_ms=percentile(later, 0.5),
+            later_p95_ms=percentile(later, 0.95),
+            tokens_per_second=sum(len(row["tokens"]) for row in rows) / result["seconds"],
+            seconds=result["seconds"],
+            external_hits=round(result["external_hits"]),
+            computed=round(prompts - result["external_hits"] - result["local_hits"]),
+        )
+
+
+def compare(reference: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], int]:
+    """Returns the answers that are wrong, and how many differ only from where the reference's two best tokens tied."""
+    wrong, ties = [], 0
+    for right, row in zip(reference, rows, strict=True):
+        differs = [a != b for a, b in zip(right["tokens"], row["tokens"], strict=True)]
+        if not any(differs):
+            continue
+        position = differs.index(True)
+        if right["margins"][position] < TIE:
+            ties += 1
+        else:
+            wrong.append(f"conversation {right['conversation']}, turn {right['turn']}, token {position + 1}")
+    return wrong, ties
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Steps with a connector against those without.
+
+    ``ratio``: the median of what each turn of stretches says when it is compared with itself, which wants a quiet machine.
+    ``undisturbed``, ``added_us``: of the fastest tenth of all steps of each side, which a busy machine moves less.
+    """
+
+    without_ms: float
+    with_ms: float
+    ratio: float
+    ratio_from: float
+    ratio_to: float
+    undisturbed: float
+    added_us: float
+    turns: int
+
+    @classmethod
+    def of(cls, turns: Sequence[Mapping[str, Sequence[float]]], side: str = "with") -> Idle:
+        """Sums up the steps of a side ("with" kvtier's connector, or an "empty" one); the ratio is in its interval with 95 %."""
+        sides = [(statistics.median(turn[side]), statistics.median(turn["without"])) for turn in turns]
+        ratios = [connected / alone for connected, alone in sides]
+        low, high = interval(ratios, statistics.median)
+        return cls(
+            without_ms=statistics.median(alone for _, alone in sides) * 1e3,
+            with_ms=statistics.median(connected for connected, _ in sides) * 1e3,
+            ratio=statistics.median(ratios),
+            ratio_from=low,
+            ratio_to=high,
+            undisturbed=_fast(turns, side) / _fast(turns, "without"),
+            added_us=(_fast(turns, side) - _fast(turns, "without")) * 1e6,
+            turns=len(turns),
+        )
+
+
+def _fast(turns: Sequence[Mapping[str, Sequence[float]]], side: str) -> float:
+    return percentile([seconds for turn in turns for seconds in turn[side]], 0.1) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class IdleFound:
+    """``hooks``: by batch size, how often a step calls each hook and the median of its seconds."""
+
+    kvtier: Idle
+    empty: Idle
+    hooks: Mapping[str, Mapping[str, tuple[float, float]]]
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> IdleFound:
+        """Sums up what the engine's process returned."""
+        return cls(Idle.of(result["turns"]), Idle.of(result["turns"], "empty"), result["hooks"])
+
+
+def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> tuple[float, float]:
+    """Returns where a statistic lies with 95 %, by resampling (the bootstrap); the same for the same values."""
+    source = random.Random(4)
+    found = sorted(statistic(source.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return found[round(0.025 * RESAMPLES)], found[round(0.975 * RESAMPLES) - 1]
+
+
+def hook_microseconds(hooks: Mapping[str, tuple[float, float]], half: str) -> float:
+    """Returns what the hooks of one half ("scheduler" or "worker") take in a step."""
+    return sum(calls * seconds for name, (calls, seconds) in hooks.items() if name.startswith(half)) * 1e6

@@ -1,0 +1,98 @@
+"""Starts an engine in a process of its own, and finds out why when it does not run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .configurations import Configuration
+
+__all__ = ["EngineFailed", "find_reason", "run_engine"]
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE_SECONDS = 600
+GRACE_SECONDS = 10
+ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*(?:\w*Error|\w*Exception|SystemExit): .+)")
+ECHOES = ("See root cause above", "root cause")
+"""What vLLM's processes say of each other's errors."""
+
+
+class EngineFailed(Exception):
+    """It ended without a result; the text is the error that it ended with."""
+
+
+def run_engine(
+    configuration: Configuration, job: Mapping[str, Any], folder: Path, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Runs a job (see child.py) with the connector of a configuration; raises EngineFailed."""
+    llm = dict(job["llm"])
+    python = configuration.python or Path(sys.executable)
+    if not python.exists():
+        raise EngineFailed(f"there is no {python}; `make bench-engine` makes it")
+    try:
+        with configuration.serve(folder) as setting:
+            if setting is not None:
+                llm["kv_transfer_config"] = dict(setting)
+            return _run(python, {**job, "llm": llm}, folder, {**configuration.environment, **environment})
+    except RuntimeError as error:
+        raise EngineFailed(find_reason(str(error))) from error
+
+
+def _run(python: Path, job: dict[str, Any], folder: Path, extra: Mapping[str, str]) -> dict[str, Any]:
+    source, target, log_path = folder / "job.json", folder / "out.json", folder / "engine.log"
+    source.write_text(json.dumps(job))
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get(
+            "VLLM_CPU_OMP_THREADS_BIND", "0"
+        ),  # one core computes, the others serve
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **extra,
+    }
+    environment.pop("PYTHONHASHSEED", None)
+    command = [str(python), "-m", "bench.engine.child", str(source), str(target)]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT, start_new_session=True)
+        try:
+            process.wait(ENGINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise EngineFailed(f"no result in {ENGINE_SECONDS} s") from None
+        finally:
+            _end_group(process)
+    if process.returncode or not target.exists():
+        raise EngineFailed(find_reason(log_path.read_text(errors="replace")))
+    result: dict[str, Any] = json.loads(target.read_text())
+    return result
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """An engine's processes may outlive the one that started them; the last to go cleans up their shared memory."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    deadline = time.monotonic() + GRACE_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def find_reason(log: str) -> str:
+    """Returns the last error that a log tells, leaving out those that only tell of another process's error."""
+    errors = [match.group(1) for line in log.splitlines() if (match := ERROR.search(line))]
+    causes = [error for error in errors if not any(echo in error for echo in ECHOES)]
+    return (causes or errors or [log.strip()[-200:] or "no output"])[-1]

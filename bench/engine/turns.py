@@ -1,0 +1,66 @@
+"""Inside an engine's process: the multi-turn workload, timed by vLLM itself."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .workload import Workload
+
+__all__ = ["run_turns"]
+
+COUNTERS = {"external_hits": "vllm:external_prefix_cache_hits", "local_hits": "vllm:prefix_cache_hits"}
+LOGPROBS = 2
+"""The two best tokens: how near the second one came tells a tie from a wrong token."""
+
+
+def run_turns(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Runs the workload; ``transcript`` has the answers to go on with, those of the engine itself where it is None."""
+    workload = Workload(**job["workload"])
+    transcript: list[list[list[int]]] | None = job["transcript"]
+    said: list[list[list[int]]] = [[] for _ in range(workload.conversations)]
+    _generate(llm, [workload.said(-1, 1)], workload.answer)  # the first call has things to build
+    before, started, rows = _counters(llm), time.perf_counter(), []
+    for turn, conversations in workload.waves():
+        history = transcript or said
+        prompts = [workload.prompt(number, turn, history[number]) for number in conversations]
+        outputs = _generate(llm, prompts, workload.answer)
+        for number, prompt, output in zip(conversations, prompts, outputs, strict=True):
+            row = _row(output, number, turn, len(prompt))
+            said[number].append(row["tokens"])
+            rows.append(row)
+    seconds = time.perf_counter() - started
+    counted = {name: value - before[name] for name, value in _counters(llm).items()}
+    return {"seconds": seconds, "rows": rows, **counted}
+
+
+def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=LOGPROBS, detokenize=False, ignore_eos=True)
+    outputs: list[Any] = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return outputs
+
+
+def _row(output: Any, conversation: int, turn: int, prompt_tokens: int) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "conversation": conversation,
+        "turn": turn,
+        "prompt_tokens": prompt_tokens,
+        "first_token_seconds": output.metrics.first_token_latency,
+        "tokens": list(completion.token_ids),
+        "margins": [_margin([item.logprob for item in step.values()]) for step in completion.logprobs],
+    }
+
+
+def _margin(logprobs: list[float]) -> float:
+    best, second, *_ = sorted(logprobs, reverse=True)
+    return best - second
+
+
+def _counters(llm: Any) -> dict[str, float]:
+    from vllm.v1.metrics.reader import Counter
+
+    values = {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
+    return {name: values.get(metric, 0) for name, metric in COUNTERS.items()}

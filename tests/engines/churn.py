@@ -1,0 +1,159 @@
+"""Requests that come, share prefixes, preempt one another and are aborted at any moment: `churn.py JOB OUT`, as `engine_run.py`.
+
+Every answer is held against what an engine without a connector says. Now and then the engine is left to rest, and looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from engine_run import describe
+from live_engine import LiveEngine
+from scenario import TOLERANCE
+
+AT_ONCE = 10
+ABORTED = 0.4
+"""The share of requests that are to be aborted, each at a moment of its own; some end before it comes."""
+ALONE = 0.15
+"""The share of requests that share blocks with nobody, so that all of their prompt is computed, in chunks."""
+STEPS_BETWEEN_RESTS = 400
+SETTLE_SECONDS = 20.0
+MOMENTS = ("arrived", "waiting", "loading", "prefill", "decode")
+
+
+class Churn:
+    """One engine's busy life; `truth` has the prompts, and what becomes of each."""
+
+    def __init__(self, live: LiveEngine, truth: list[dict[str, Any]], seed: int) -> None:
+        self.live, self.truth, self.rng = live, truth, random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.prompts: dict[str, int] = {}
+        """The requests that have not ended, each with the number of its prompt."""
+        self.doomed: dict[str, str] = {}
+        """Those that are to be aborted, and when."""
+
+    def run(self, seconds: float) -> None:
+        """Goes on for so long, and then until nothing is left to do."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            while len(self.prompts) < AT_ONCE and self.rng.random() < 0.7:
+                self._arrive()
+            self._step()
+            if self.counts["steps"] % STEPS_BETWEEN_RESTS == 0:
+                self._rest()
+        self._rest()
+
+    def _arrive(self) -> None:
+        number, name = self.rng.randrange(len(self.truth)), f"c{self.counts['arrived']}"
+        self.counts["arrived"] += 1
+        row = self.truth[number]
+        self.prompts[name] = number
+        salt = name if self.rng.random() < ALONE else None
+        self.live.add(name, row["prompt"], self.rng.randint(1, len(row["tokens"])), salt)
+        if self.rng.random() < ABORTED:
+            moment = self.rng.choice(MOMENTS)
+            if moment == "arrived":
+                self._abort(name, moment)
+            else:
+                self.doomed[name] = moment
+
+    def _step(self) -> None:
+        self.counts["steps"] += 1
+        for output in self.live.step():
+            name = output.request_id
+            if name in self.prompts:
+                self._check(describe(output), self.truth[self.prompts.pop(name)], name)
+                self.doomed.pop(name, None)
+        for request in list(self.live.scheduler.requests.values()):
+            name = request.request_id.rpartition("-")[0]
+            if name in self.doomed and self.doomed[name] == _moment_of(request) and self.rng.random() < 0.5:
+                self._abort(name, self.doomed.pop(name))
+
+    def _abort(self, name: str, moment: str) -> None:
+        self.counts[f"aborted {moment}"] += 1
+        del self.prompts[name]
+        self.live.engine.abort_request([name])
+
+    def _check(self, got: dict[str, Any], want: dict[str, Any], name: str) -> None:
+        """Tokens are equal, and log-probabilities but for noise; two tokens that are as likely may stand for one another."""
+        assert got["finish_reason"] == "length", (name, got["finish_reason"])
+        self.counts["finished"] += 1
+        for at, (token, right) in enumerate(zip(got["tokens"], want["tokens"], strict=False)):
+            ours, theirs = got["logprobs"][at], want["logprobs"][at]
+            common = ours.keys() & theirs.keys()
+            assert common, (name, at)
+            assert all(math.isclose(ours[key], theirs[key], abs_tol=TOLERANCE) for key in common), (
+                name,
+                at,
+                ours,
+                theirs,
+            )
+            if token != right:
+                assert theirs[str(right)] - theirs[str(token)] < TOLERANCE, (name, at, token, right, theirs)
+                self.counts["ties"] += 1
+                return
+
+    def _rest(self) -> None:
+        """Nothing may be left in an engine that has nothing to do."""
+        while self.prompts:
+            self._step()
+        self.live.rest()
+        left = self.live.leftovers()
+        assert not any(left.values()), left
+        self.counts["rests"] += 1
+
+
+def _moment_of(request: Any) -> str:
+    """Where a request is, of those moments at which one may be aborted."""
+    from vllm.v1.request import RequestStatus
+
+    if request.status == RequestStatus.RUNNING:
+        return "decode" if request.num_output_tokens else "prefill"
+    return "loading" if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS else "waiting"
+
+
+def _held(live: LiveEngine) -> dict[str, int]:
+    """What the server keeps on behalf of an engine at rest; each is to be 0. What is not pinned can be emptied."""
+    client = live.side._remote._client
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        status = client.status()
+        held = {"leases": status.leases, "stores": status.stores, "quarantined_bytes": status.quarantined_bytes}
+        if not any(held.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    held["not emptied"] = client.reset(wait=SETTLE_SECONDS)
+    return {**held, "blocks": client.status().tiers[0].blocks}
+
+
+def main() -> None:
+    """Runs the job: its only step says how long, with which seed, and what is right."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    live, (step,) = LiveEngine(job["llm"]), job["steps"]
+    churn = Churn(live, step["truth"], step["seed"])
+    churn.run(step["seconds"])
+    counters = live.counters()
+    counts = {
+        **churn.counts,
+        "preemptions": counters["vllm:num_preemptions"],
+        "external_hits": counters["vllm:external_prefix_cache_hits"],
+        "failed_loads": live.failed_loads,
+        "given_up": live.given_up,
+        "not_stored": live.not_stored,
+    }
+    print("churn:", counts)
+    Path(sys.argv[2]).write_text(json.dumps([{"name": "churn", "counts": counts, "held": _held(live)}]))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

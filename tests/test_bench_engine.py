@@ -1,0 +1,157 @@
+"""What the benchmark of engines asks and concludes, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.engine.configurations import ALONE, CONFIGURATIONS, Configuration
+from bench.engine.results import Idle, IdleFound, Turns, compare, hook_microseconds, interval
+from bench.engine.runner import EngineFailed, find_reason, run_engine
+from bench.engine.table import rows_of_idle, rows_of_turns, show_idle, show_turns
+from bench.engine.workload import FULL, QUICK, Workload
+from bench.report import Report
+
+
+@pytest.mark.parametrize("workload", [FULL, QUICK])
+def test_conversations_do_not_fit_the_engine(workload: Workload) -> None:
+    """The engine holds what is in flight, and has lost a conversation when its next turn comes."""
+    pool = workload.pool_blocks * workload.block_tokens
+    assert workload.at_once * (workload.longest + workload.block_tokens) <= pool
+    others = (workload.conversations - workload.at_once) * workload.opening
+    assert others + workload.at_once * workload.opening > pool
+
+
+def test_a_turn_repeats_all_that_was_said() -> None:
+    """The same conversation for whoever asks, each its own, as long as announced; and each turn is sent once."""
+    answers = [[turn] * FULL.answer for turn in range(FULL.turns)]
+    prompts = [FULL.prompt(3, turn, answers) for turn in range(1, FULL.turns + 1)]
+    for turn in range(1, FULL.turns):
+        assert prompts[turn][: len(prompts[turn - 1])] == prompts[turn - 1]
+        assert prompts[turn][len(prompts[turn - 1]) :][: FULL.answer] == answers[turn - 1]
+    assert len(prompts[-1]) + FULL.answer == FULL.longest
+    assert prompts[-1] == FULL.prompt(3, FULL.turns, answers) != FULL.prompt(4, FULL.turns, answers)
+    sent = [(turn, number) for turn, conversations in FULL.waves() for number in conversations]
+    assert sorted(sent) == [(turn, number) for turn in range(1, FULL.turns + 1) for number in range(FULL.conversations)]
+    assert [turn for turn, _ in sent] == sorted(turn for turn, _ in sent)
+
+
+def _row(turn: int, tokens: list[int], margins: list[float], seconds: float = 1.0) -> dict[str, Any]:
+    return {
+        "conversation": 0,
+        "turn": turn,
+        "tokens": tokens,
+        "margins": margins,
+        "first_token_seconds": seconds,
+        "prompt_tokens": 10 * turn,
+    }
+
+
+def test_a_wrong_token_is_told_from_a_tie() -> None:
+    """What differs first counts: with a clear best token it is wrong, with two that are equally good it is not."""
+    right = [_row(1, [5, 6, 7], [1.0, 1e-5, 1.0]), _row(2, [5, 6, 7], [1.0, 1e-5, 1.0])]
+    assert compare(right, right) == ([], 0)
+    tied = [right[0], _row(2, [5, 9, 9], [])]
+    assert compare(right, tied) == ([], 1)
+    wrong = [_row(1, [8, 6, 7], []), right[1]]
+    assert compare(right, wrong) == (["conversation 0, turn 1, token 1"], 0)
+
+
+def test_first_and_later_turns_are_told_apart() -> None:
+    """The first turn stores, the later ones load; computed is what neither the engine nor anybody else had."""
+    rows = [_row(1, [1] * 4, [], 9.0), *(_row(2, [1] * 4, [], seconds) for seconds in (1.0, 2.0, 3.0))]
+    turns = Turns.of({"rows": rows, "seconds": 8.0, "external_hits": 20.0, "local_hits": 5.0})
+    assert turns == Turns(9000, 2000, 3000, 2.0, 8.0, 20, 45)
+
+
+def test_an_interval_holds_what_most_samples_say() -> None:
+    """Equal values leave no doubt; otherwise it lies around the median, inside the values."""
+    assert interval([1.5] * 9, max) == (1.5, 1.5)
+    values = [1 + number / 1000 for number in range(41)]
+    low, high = interval(values, lambda sample: sorted(sample)[len(sample) // 2])
+    assert values[0] < low < 1.02 < high < values[-1]
+
+
+TURN = {"with": [1.01, 1.02, 9.0], "without": [0.9, 1.0, 1.1], "empty": [1.01, 1.01, 1.01]}
+HOOKS = {"1": {"scheduler: a": (1.0, 2e-6), "scheduler: b": (2.0, 3e-6), "worker: a": (4.0, 1e-6)}}
+
+
+def test_stretches_of_a_turn_are_compared_with_each_other() -> None:
+    """One slow step moves no median; a machine that is twice as slow in one turn moves no ratio."""
+    slow = {side: [2 * seconds for seconds in values] for side, values in TURN.items()}
+    idle = Idle.of([TURN, slow, TURN])
+    assert idle.ratio == idle.ratio_from == idle.ratio_to == pytest.approx(1.02)
+    assert (idle.without_ms, idle.turns) == (1000, 3)
+    assert idle.undisturbed == pytest.approx(1.01 / 0.9)
+    assert idle.added_us == pytest.approx(110_000)
+    assert Idle.of([TURN, slow, TURN], "empty").ratio == pytest.approx(1.01)
+
+
+def test_hooks_of_each_half_add_up() -> None:
+    """Calls per step times the median of a call."""
+    assert hook_microseconds(HOOKS["1"], "scheduler") == pytest.approx(8)
+    assert hook_microseconds(HOOKS["1"], "worker") == pytest.approx(4)
+
+
+LOG = """\
+(Worker pid=2) ERROR 11-20 13:56:00 [x.py:1063] ValueError: an early one that was dealt with
+(Worker pid=2) ERROR 11-20 13:56:00 [x.py:1063] Exception: only supported on GPUs
+(EngineCore pid=1) ERROR 11-20 13:56:00 [core.py:1510] RuntimeError: failed with 'x', see the trace for the root cause
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+  warnings.warn('resource_tracker: There appear to be %d '
+"""
+
+
+def test_the_reason_is_the_error_that_came_first() -> None:
+    """Not those of the processes that died of it; without any error, the log's end."""
+    assert find_reason(LOG) == "Exception: only supported on GPUs"
+    assert find_reason("RuntimeError: See root cause above") == "RuntimeError: See root cause above"
+    assert find_reason("Killed\n") == "Killed"
+    assert find_reason("") == "no output"
+
+
+def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
+    """The child is real, its environment lacks vLLM or the model: the benchmark goes on, and knows the error."""
+
+    @contextmanager
+    def serve(_: Path) -> Iterator[None]:
+        yield None
+
+    job = {"operation": "turns", "llm": {"model": str(tmp_path / "none")}}
+    with pytest.raises(EngineFailed, match="Error: "):
+        run_engine(Configuration("alone", serve), job, tmp_path, {})
+    with pytest.raises(EngineFailed, match="there is no"):
+        run_engine(Configuration("other", serve, python=Path("/nonexistent/python")), job, tmp_path, {})
+
+
+def test_rows_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    """A ratio above 1 is better than the engine alone; what did not run has its reason and no figure."""
+    from rich.console import Console
+
+    alone, better = Turns(10, 100, 200, 5.0, 10.0, 0, 1000), Turns(10, 25, 50, 10.0, 5.0, 600, 400)
+    found: dict[str, Turns | str] = {ALONE: alone, "other": better, "broken": "Exception: [no] GPU"}
+    idle = {"server there": IdleFound.of({"turns": [TURN], "hooks": HOOKS})}
+    report = Report()
+    rows_of_turns(report, found)
+    rows_of_idle(report, idle)
+    ratios = {row.name: row.ratio for row in report.rows}
+    assert ratios["other: first token, later turns, p50"] == 4
+    assert ratios["other: output"] == 2
+    assert not any("broken" in name for name in ratios)
+    console = Console(width=140)
+    show_turns(console, found)
+    show_idle(console, idle)
+    shown = capsys.readouterr().out
+    assert "broken does not run here: Exception: [no] GPU" in shown
+    assert all(text in shown for text in ("4.00", "1.0200", "server there"))
+
+
+def test_the_engine_alone_is_among_the_configurations() -> None:
+    """First, for all others are compared with it; and no two have one name."""
+    names = [configuration.name for configuration in CONFIGURATIONS]
+    assert names[0] == ALONE
+    assert len(set(names)) == len(names)
