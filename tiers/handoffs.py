@@ -29,6 +29,9 @@ EXPIRY_MARGIN_SECONDS = 5.0
 EXTENSION_PART = 2 / 3
 """What of its duration a heartbeat adds to a hold, from the time of the heartbeat on (B2.1)."""
 
+MAX_HELD_ITEMS = 4 << 20
+"""Most items that the holds of one tenant may add up to; what several hold counts for each."""
+
 _REMEMBERED = 4096
 """Names of expired holds that are remembered, for the reason that a claim is given."""
 
@@ -104,6 +107,7 @@ class Handoffs:
         if known is not None:  # what it shares with the new one is pinned by now
             self._stats[known.direction].dropped += 1
             self._end(known, now)
+        keys = [block.key for block in blocks]  # not the caller's: those of a shared prefix are kept once
         refused = self._refusal(session.tenant, blocks)
         if refused is not None:
             self._stats[direction].declined += 1
@@ -227,7 +231,8 @@ class Handoffs:
 
     def _refusal(self, tenant: str, blocks: Sequence[Block]) -> PublishStatus | None:
         """Returns why a request cannot be held, though its blocks are pinned by now."""
-        if self._table.count(tenant) >= self._max_holds:
+        most = MAX_HELD_ITEMS - len(blocks)
+        if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
             return PublishStatus.TOO_MANY
         budgets = {self._budget(block) for block in blocks}
         return PublishStatus.NO_ROOM if any(budget.used > budget.bound for budget in budgets) else None

@@ -114,6 +114,7 @@ class HoldTable:
         self._waiting: dict[Block, dict[Hold, list[int]]] = {}
         """Per block that is not there yet the holds that it is in, and which of their items it is."""
         self._per_tenant: dict[str, int] = defaultdict(int)
+        self._items: dict[str, int] = defaultdict(int)
 
     def __len__(self) -> int:
         return len(self._holds)
@@ -130,6 +131,10 @@ class HoldTable:
         """Returns how many holds a tenant has."""
         return self._per_tenant.get(tenant, 0)
 
+    def items_of(self, tenant: str) -> int:
+        """Returns how many items the holds of a tenant add up to; what several hold counts for each."""
+        return self._items.get(tenant, 0)
+
     def add(self, hold: Hold) -> None:
         """Opens a hold whose blocks are pinned already; the pins are the hold's from now on."""
         for item, block in enumerate(hold.items):
@@ -138,13 +143,15 @@ class HoldTable:
                 self._waiting.setdefault(block, {}).setdefault(hold, []).append(item)
         self._holds[hold.name] = hold
         self._per_tenant[hold.tenant] += 1
+        self._items[hold.tenant] += len(hold.keys)
 
     def remove(self, hold: Hold) -> None:
         """Closes a hold; its pins are the caller's from now on."""
         del self._holds[hold.name]
         self._per_tenant[hold.tenant] -= 1
+        self._items[hold.tenant] -= len(hold.keys)
         if not self._per_tenant[hold.tenant]:
-            del self._per_tenant[hold.tenant]
+            del self._per_tenant[hold.tenant], self._items[hold.tenant]
         for block in dict.fromkeys(hold.items) if hold.awaited else ():
             waiting = self._waiting.get(block) if block is not None else None
             if block is not None and waiting is not None:

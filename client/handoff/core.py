@@ -221,10 +221,10 @@ class HandoffCore:
 
     def _pull(self, state: HandoffState | None, request_id: str, tables: BlockTables, external_tokens: int) -> Pull:
         job = LoadJob(request_id)
-        if state is None or state.transfer is not Transfer.CLAIMED or state.claim is None:
+        if state is None or state.transfer not in (Transfer.WANTED, Transfer.CLAIMED):
             return Pull(None, job)
         claim, start = state.claim, state.offered_from
-        if claim.answer is not None and claim.usable is not None:
+        if claim is not None and claim.answer is not None and claim.usable is not None:
             end = start + external_tokens
             job.reads = plan_pull(self._geometry, claim.usable, claim.answer.lease_id, tables, start, end)
         state.transfer = Transfer.PULLING

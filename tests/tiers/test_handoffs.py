@@ -346,6 +346,19 @@ def test_a_tenant_has_so_many_holds() -> None:
     assert rig.stats() == HandoffStats(open=2, published=3, declined=1, dropped=1, held_seconds=3.0)
 
 
+def test_holds_share_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prefix that many hold costs memory for each of them all the same: so that is bounded as well."""
+    monkeypatch.setattr("kvtier.tiers.handoffs.MAX_HELD_ITEMS", 4)
+    rig = HoldRig()
+    rig.publish(keys(0, 1), "a")
+    rig.publish(keys(0, 1), "b")
+    assert rig.publish(keys(0), "c") is PublishStatus.TOO_MANY
+    first, second = rig.core.handoffs.all()
+    assert all(one is other for one, other in zip(first.keys, second.keys, strict=True))
+    rig.core.handoffs.release(rig.name("a"), 1.0)
+    assert isinstance(rig.publish(keys(0), "c"), Hold)
+
+
 def test_what_is_published_again_keeps_what_it_had() -> None:
     """A block that only the hold names goes with the last hold of that name; a new one without it lets it go."""
     rig = HoldRig()

@@ -123,6 +123,10 @@ def test_tokens_that_were_never_offered_fail_their_load() -> None:
         ("r", []),
         ("nobody knows it", []),
     ]
+    assert rig.transfer is Transfer.PULLING
+    rig.core.pull_ended("r")
+    assert rig.server.released == [PEER]
+    assert rig.match() == 0
 
 
 def test_a_pull_that_fails_was_the_transfer() -> None:

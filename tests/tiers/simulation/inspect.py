@@ -179,6 +179,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "blocks of a reset": core._primary._retired,
         "holds": core.handoffs._table._holds,
         "holds by tenant": core.handoffs._table._per_tenant,
+        "held items": core.handoffs._table._items,
         "waiting holds": core.handoffs._table._waiting,
         "pins of holds": core.handoffs._pins,
         "held bytes": core.handoffs.held_bytes,
