@@ -211,6 +211,8 @@ class TestRefusals:
         """Values that are fine one by one and cannot be meant together are refused."""
         [line] = problems(environ=ENVIRON | {"KVTIER_LEASES_DEFAULT": "20m"})
         assert line == "KVTIER_LEASES_DEFAULT: leases.default = 20m: is more than leases.max = 10m"
+        [line] = problems(environ=ENVIRON | {"KVTIER_HANDOFF_DEFAULT": "20m"})
+        assert line == "KVTIER_HANDOFF_DEFAULT: handoff.default = 20m: is more than handoff.max = 10m"
         [line] = problems(environ=ENVIRON | {"KVTIER_LIMITS_MAX_MESSAGE_BYTES": "1MiB"})
         assert "limits.max_message_bytes = 1MiB: must be at least 5392KiB" in line
         [line] = problems(environ=ENVIRON | {"KVTIER_REGION_SIZE": "900TiB"})
