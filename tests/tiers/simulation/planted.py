@@ -312,8 +312,8 @@ MUTANTS = (
         "an empty block stays",
         Invariant.LEAKS,
         "primary.py",
-        "if block.pins == 0 and (block.retired or",
-        "if block.pins == 0 and block.written and (block.retired or",
+        "        if block.pins:\n            return\n",
+        "        if block.pins or not block.written:\n            return\n",
     ),
     Mutant(
         "what a tier takes in later stands in no line",
