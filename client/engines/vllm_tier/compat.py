@@ -27,7 +27,10 @@ try:
     from vllm.platforms import current_platform
     from vllm.v1.kv_offload.base import Locality, LookupResult, OffloadPolicy, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
-except ImportError as error:
+
+    # What is relied on beside the names themselves: an answer for later, and loads that arrived in part.
+    _RELIED_ON = (LookupResult.RETRY, JobResult.__dataclass_fields__["successful_keys"])
+except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(f"{_NEEDS} ({error})") from error
 
 __all__ = [
