@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from connector_fakes import wait_for
 from server_process import ServerProcess
 from tiering_world import content_of, keys_of, request_of, world
 from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
@@ -16,13 +17,13 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 FLAG = {"do_remote_decode": True}
 BOUND_SECONDS = 12.0
+ROOM_BYTES = 32 << 20
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that runs."""
-    server = ServerProcess(tmp_path_factory.mktemp("kvtier"))
-    server.start()
+    server = _start(ServerProcess(tmp_path_factory.mktemp("kvtier")))
     yield server
     server.kill()
 
@@ -30,10 +31,18 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     """A server of the test's own, that runs."""
-    server = ServerProcess(tmp_path)
-    server.start()
+    server = _start(ServerProcess(tmp_path))
     yield server
     server.kill()
+
+
+def _start(server: ServerProcess) -> ServerProcess:
+    """Starts a server, and waits until it has memory: on a machine that is short of it that takes a while."""
+    server.start()
+    wait_for(
+        lambda: any(tier["available_bytes"] >= ROOM_BYTES for tier in server.status()["tiers"] if tier["name"] == "cpu")
+    )
+    return server
 
 
 def _pinned(server: ServerProcess) -> int:
@@ -166,7 +175,7 @@ def test_without_a_server_everything_is_a_miss(tmp_path: Path) -> None:
         engine.manager.on_new_request(context)
         assert engine.ask(context, keys) == [MISS]
         engine.run("stores", keys)
-        server.start()
+        _start(server)
         try:
             engine.until(lambda: bool(engine.tier._client and engine.tier._client.connected))
             engine.manager.reset_cache()
@@ -239,7 +248,7 @@ def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerP
         assert engine.find(context, stored) == [MISS]
         assert engine.read(context, others) == [content_of(key) for key in others]
         engine.manager.on_request_finished(context)
-        server.start()
+        _start(server)
         engine.until(lambda: bool(engine.tier._client and engine.tier._client.connected and not lookups.cooling))
         later = request_of("later", stored)
         engine.manager.on_new_request(later)
