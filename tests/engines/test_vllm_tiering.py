@@ -129,7 +129,7 @@ def test_what_was_found_stays_until_it_is_loaded_or_the_request_ends(running: Se
                 reader.until(lambda: not _pinned(running))
             reader.manager.on_request_finished(context)
             reader.until(lambda: not _pinned(running))
-            reader.manager.reset_cache()
+            reader.reset()
 
 
 def test_a_request_that_ends_while_it_is_looked_up_or_loaded_leaves_nothing(running: ServerProcess) -> None:
@@ -160,7 +160,7 @@ def test_a_reset_keeps_what_the_server_has(running: ServerProcess) -> None:
         context = request_of("r", keys)
         engine.manager.on_new_request(context)
         engine.store(context, keys)
-        engine.manager.reset_cache()
+        engine.reset()
         assert not engine.manager.has_pending_work()
         assert engine.find(context, keys) == [HIT] * 8
         assert engine.read(context, keys) == [content_of(key) for key in keys]
@@ -178,9 +178,9 @@ def test_without_a_server_everything_is_a_miss(tmp_path: Path) -> None:
         _start(server)
         try:
             engine.until(lambda: bool(engine.tier._client and engine.tier._client.connected))
-            engine.manager.reset_cache()
+            engine.reset()
             engine.run("stores again", keys)
-            engine.manager.reset_cache()
+            engine.reset()
             context = request_of("late", keys)
             engine.manager.on_new_request(context)
             assert engine.find(context, keys) == [HIT] * 4
@@ -195,7 +195,7 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
     table = {"lookup_timeout_s": 1.0, "transport": transport}
     with world(server.endpoint, tier=table) as engine:
         engine.run("stores", stored)
-        engine.manager.reset_cache()
+        engine.reset()
         pinned = request_of("pinned", stored)
         engine.manager.on_new_request(pinned)
         engine.ask(pinned, stored)
@@ -209,16 +209,16 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
         assert engine.store(hung, others) == others
         engine.idle()
         engine.manager.on_request_finished(hung)
-        engine.manager.reset_cache()
+        engine.reset()
         assert engine.store(pinned, others) == others
-        engine.manager.reset_cache()
+        engine.reset()
         assert time.monotonic() - start < 2 * BOUND_SECONDS
         server.signal(signal.SIGCONT)
         engine.until(
             lambda: bool(engine.tier._client and engine.tier._client.connected and not engine.tier._lookups.cooling)
         )  # type: ignore[union-attr]
         engine.run("after", others)
-        engine.manager.reset_cache()
+        engine.reset()
         later = request_of("later", others)
         engine.manager.on_new_request(later)
         assert engine.find(later, others) == [HIT] * 8
@@ -231,7 +231,7 @@ def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerP
     stored, others = keys_of(8, seed=8), keys_of(8, seed=9)
     with world(server.endpoint, tier={"transport": transport}) as engine:
         engine.run("stores", stored)
-        engine.manager.reset_cache()
+        engine.reset()
         context = request_of("r", stored)
         engine.manager.on_new_request(context)
         engine.ask(context, stored)
