@@ -52,7 +52,7 @@ class OffloadCore:
         self, geometry: CacheGeometry, world_size: int, options: OffloadOptions, pool: BlockPool, server: Server
     ) -> None:
         self._server = server
-        self._loads = LoadPlanner(geometry, options, server)
+        self._loads = LoadPlanner(geometry, options, pool, server)
         self._saves = SavePlanner(geometry, world_size, options.max_held_fraction, options.save_lost_after_s, pool)
         self._walk = LazyWalk(geometry, options.batched_tokens, pool) if options.mode is Mode.LAZY else None
         self._requests: dict[str, OffloadRequest] = {}

@@ -83,6 +83,10 @@ class BlockPool(Protocol):
         """How many references there are on a block."""
         ...
 
+    def known_as(self, block_id: int) -> bytes | None:
+        """The key under which the engine itself would find the block by the end of this step; None where it would not."""
+        ...
+
     def free_block(self, block_id: int) -> FreeBlock | None:
         """The block if nobody uses it."""
         ...

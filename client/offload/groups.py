@@ -28,8 +28,10 @@ class CacheGroup:
     """One KV cache group.
 
     ``retained_tokens``: how many tokens before a hit's end the group needs; None for full attention. Of a group with ``is_state``
-    (Mamba and its like) a hit needs the block that ends with it, which holds the state there.
-    ``page_bytes[i]`` is what one block of ``layers[i]`` takes on one rank, without padding.
+    (Mamba and its like) a hit needs the block that ends with it, which holds the state there. The state is computed in place and
+    moves on from block to block, so a block has it only if a step ended just there: what the engine names is what can be stored.
+    ``page_bytes[i]`` is what one block of ``layers[i]`` takes on one rank, without padding; ``formats[i]``, where given, says
+    what these bytes are.
     """
 
     index: int
@@ -37,6 +39,7 @@ class CacheGroup:
     retained_tokens: int | None
     layers: tuple[str, ...] = ()
     page_bytes: tuple[int, ...] = ()
+    formats: tuple[str, ...] = ()
     is_state: bool = False
 
     @property
@@ -87,3 +90,8 @@ class CacheGeometry:
     hash_tokens: int
     drop_last_block: bool = False
     null_block: int = 0
+
+    @property
+    def leading_group(self) -> CacheGroup:
+        """The group whose blocks stand for a request's tokens in guesses and counts: one that keeps all of them, if any does."""
+        return next((group for group in self.groups if group.kind is GroupKind.FULL), self.groups[0])

@@ -32,7 +32,7 @@ class Found:
     """What a lookup found: a hit up to ``hit_tokens`` of the request.
 
     ``items[group.index][position]`` is the (lease id, index in the lease) of each block that hit; ``sources[position]`` the tier
-    that had it in the first group.
+    that had it in the leading group.
     """
 
     hit_tokens: int

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .engine import LookupId, Server
+from .engine import BlockPool, LookupId, Server
 from .groups import BlockTables, CacheGeometry
 from .hits import Found, usable_limit
 from .options import OffloadOptions
 from .plans import LoadJob
-from .reads import count_sources, name_blocks, plan_reads
+from .reads import count_sources, lacks_blocks, name_blocks, plan_reads
 from .requests import Lookup, OffloadRequest
 
 __all__ = ["LoadPlanner"]
@@ -16,9 +16,10 @@ __all__ = ["LoadPlanner"]
 class LoadPlanner:
     """Lookups, matches and loads of all requests."""
 
-    def __init__(self, geometry: CacheGeometry, options: OffloadOptions, server: Server) -> None:
+    def __init__(self, geometry: CacheGeometry, options: OffloadOptions, pool: BlockPool, server: Server) -> None:
         self._geometry = geometry
         self._options = options
+        self._pool = pool
         self._server = server
         self._lookups: dict[LookupId, Lookup] = {}
         self._next_lookup = 1
@@ -73,7 +74,8 @@ class LoadPlanner:
         if not state.engine.whole:
             state.progress.loaded = range(start, end)
         state.sources = count_sources(self._geometry, lookup.found, start, end)
-        job.reads = plan_reads(self._geometry, lookup.found, tables, start, end)
+        if not lacks_blocks(self._geometry, self._pool, tables, start, end):
+            job.reads = plan_reads(self._geometry, lookup.found, tables, start, end)
         if job.reads:
             state.arriving = name_blocks(self._geometry, state.engine, tables, start, end)
         return job

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .engine import EngineRequest
+from .engine import BlockPool, EngineRequest
 from .groups import BlockTables, CacheGeometry
 from .hits import Found
 from .plans import BlockRead
 
-__all__ = ["count_sources", "name_blocks", "plan_reads"]
+__all__ = ["count_sources", "lacks_blocks", "name_blocks", "plan_reads"]
 
 
 def plan_reads(geometry: CacheGeometry, found: Found, tables: BlockTables, start: int, end: int) -> list[BlockRead]:
@@ -37,9 +37,22 @@ def plan_reads(geometry: CacheGeometry, found: Found, tables: BlockTables, start
     return list(reads.values())
 
 
+def lacks_blocks(geometry: CacheGeometry, pool: BlockPool, tables: BlockTables, start: int, end: int) -> bool:
+    """Whether a group lacks blocks from before ``start`` that a hit up to ``end`` needs.
+
+    An engine with state groups may take for computed what full attention has, though a sliding window lost its blocks: it
+    allocates those anew, and a lookup that began at ``start`` has never asked for them.
+    """
+    return any(
+        (block_id := tables[group.index][position]) != geometry.null_block and pool.known_as(block_id) is None
+        for group in geometry.groups
+        for position in range(group.first_needed_block(end), start // group.block_tokens)
+    )
+
+
 def count_sources(geometry: CacheGeometry, found: Found, start: int, end: int) -> dict[str, int]:
-    """Returns the tokens of [``start``, ``end``) by the tier that had their block of the first group ("" where unknown)."""
-    block_tokens = geometry.groups[0].block_tokens
+    """Returns the tokens of [``start``, ``end``) by the tier that had their block of the leading group ("" where unknown)."""
+    block_tokens = geometry.leading_group.block_tokens
     counts: dict[str, int] = {}
     for position in range(start // block_tokens, end // block_tokens):
         source = found.sources.get(position, "")

@@ -238,6 +238,9 @@ class SavePlanner:
             block_id = table[position]
             if block_id == self._null_block or position * group.block_tokens in progress.loaded:
                 continue
+            if group.is_state and self._pool.known_as(block_id) != request.key(group, position):
+                # No step ended where this block does: it has the state of some other place, or none.
+                continue
             place = _Place(progress, group.index, position)
             if block_id in self._in_flight:
                 self._in_flight[block_id].append(place)

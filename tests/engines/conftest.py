@@ -18,7 +18,7 @@ sys.path.insert(0, str(HERE))
 
 from scenario import RunEngine  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
-from tiny_models import make_dense, make_hybrid  # noqa: E402
+from tiny_models import make_dense, make_hybrid, make_state  # noqa: E402
 
 ENGINE_SECONDS = 240
 PATIENCE_SECONDS = 20.0
@@ -35,10 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the models `dense` and `hybrid`."""
+    """A folder with the models `dense`, `hybrid` and `state`."""
     folder = tmp_path_factory.mktemp("models")
     make_dense(folder / "dense")
     make_hybrid(folder / "hybrid")
+    make_state(folder / "state")
     return folder
 
 

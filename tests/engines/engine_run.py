@@ -27,8 +27,20 @@ def main() -> None:
         seed=0,
         **{"max_model_len": 4096, **job["llm"]},
     )
-    results = [_step(llm, dict(step)) for step in job["steps"]]
+    results: list[dict[str, Any]] = []
+    for step in job["steps"]:
+        results.append(_step(llm, _continued(dict(step), results)))
     Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+def _continued(step: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """A prompt may begin with what an earlier step was asked and answered."""
+    name = step.pop("continues", None)
+    earlier = next((result for result in results if name and result.get("name") == name), None)
+    if earlier is not None:
+        turns = zip(earlier["prompts"], earlier["rows"], step["prompts"], strict=True)
+        step["prompts"] = [asked + row["tokens"] + prompt for asked, row, prompt in turns]
+    return step
 
 
 def _step(llm: Any, step: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +79,7 @@ def _generate(
     after = _counters(llm)
     return {
         "name": name,
+        "prompts": prompts,
         "seconds": seconds,
         "external_hits": after.get("vllm:external_prefix_cache_hits", 0)
         - before.get("vllm:external_prefix_cache_hits", 0),

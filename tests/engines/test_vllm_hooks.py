@@ -14,6 +14,7 @@ from kvtier.client.engines.vllm import KVTierConnector, connector, namespace
 from kvtier.client.engines.vllm.compat import CacheHitSource, KVConnectorRole, KVConnectorTransferResults
 from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
 from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.ranks import Parts
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
@@ -74,6 +75,7 @@ def _blocks() -> Any:
 
 WORKER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
     "register_kv_caches": (({},), None, "register_kv_caches"),
+    "get_handshake_metadata": ((), None, "get_handshake_metadata"),
     "handle_preemptions": ((STEP,), None, None),
     "start_load_kv": ((None,), None, "_start_loads"),
     "wait_for_layer_load": (("layer",), None, None),
@@ -85,6 +87,7 @@ WORKER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
 }
 SCHEDULER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
     "bind_gpu_block_pool": ((object(),), None, "bind_gpu_block_pool"),
+    "set_xfer_handshake_metadata_pp_aware": (({(0, 0): Parts((), "")},), None, "set_xfer_handshake_metadata_pp_aware"),
     "on_new_request": ((make_request(1),), None, "on_new_request"),
     "get_num_new_matched_tokens": ((make_request(1), 0), (0, False), "get_num_new_matched_tokens"),
     "update_state_after_alloc": ((make_request(1), _blocks(), 4), None, "update_state_after_alloc"),
@@ -114,6 +117,8 @@ def test_a_hook_that_fails_answers_with_its_fallback(monkeypatch: pytest.MonkeyP
     made = _broken(monkeypatch, role)
     if hook in {"get_transfer_results", "build_connector_worker_meta"}:
         made._reports = Broken()
+    if "handshake" in hook:
+        made._geometry = made._kv_cache_config = Broken()
     made.bind_connector_metadata(STEP)
     assert getattr(made, hook)(*arguments) == fallback
     assert warning is None or warning in made.log.kinds

@@ -1,4 +1,4 @@
-"""Two tiny models with random weights, whose outputs depend on every part of their KV cache.
+"""Tiny models with random weights, whose outputs depend on every part of their KV cache.
 
 Weights are scaled by fan-in, and queries and keys so that attention is peaked: one wrong block moves log-probabilities by 1e-2,
 float32 noise by 1e-5.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["VOCABULARY", "make_dense", "make_hybrid"]
+__all__ = ["VOCABULARY", "make_dense", "make_hybrid", "make_state"]
 
 VOCABULARY = 1024
 _SIZES: dict[str, Any] = {
@@ -49,6 +49,39 @@ def make_hybrid(path: Path) -> None:
     )
     model = Gemma3ForCausalLM(config)
     _randomize(model, normed=True)
+    model.save_pretrained(path)
+
+
+def make_state(path: Path) -> None:
+    """Writes a Granite hybrid whose layers are Mamba2 but for one of full attention.
+
+    A state is smaller than the 32 tokens of an attention block, so that blocks can be of 32 tokens. Time steps are small and decay
+    is slow: what a state holds shows up hundreds of tokens later.
+    """
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    layers = ["full_attention" if number == 2 else "linear_attention" for number in range(4)]
+    sizes = {name: size for name, size in _SIZES.items() if name != "head_dim"}
+    config = GraniteMoeHybridConfig(
+        num_hidden_layers=4,
+        layer_types=layers,
+        num_local_experts=0,
+        shared_intermediate_size=512,
+        attention_multiplier=0.125,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_d_state=8,
+        mamba_chunk_size=8192,  # vLLM on CPU goes wrong where a prompt is several chunks
+        **sizes,
+    )
+    model = GraniteMoeHybridForCausalLM(config)
+    _randomize(model, normed=False)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.copy_(torch.linspace(-2.0, 1.0, len(weight)))
+            elif name.endswith("dt_bias"):
+                weight.fill_(-3.0)
     model.save_pretrained(path)
 
 

@@ -17,6 +17,7 @@ except ImportError as error:  # pragma: no cover - only without vLLM
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
         KVConnectorTransferResults,
@@ -36,6 +37,7 @@ try:
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
@@ -52,12 +54,14 @@ __all__ = [
     "FullAttentionSpec",
     "KVCacheConfig",
     "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "MLAAttentionSpec",
+    "MambaSpec",
     "SlidingWindowSpec",
     "SupportsHMA",
     "UniformTypeKVCacheSpecs",

@@ -22,6 +22,7 @@ from .background import LimitedLog, logger
 from .compat import (
     CacheHitSource,
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorStats,
@@ -30,9 +31,10 @@ from .compat import (
     SupportsHMA,
 )
 from .config import ConnectorConfig
-from .groups import Unsupported, resolve_geometry
+from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
 from .metadata import StepMetadata
 from .namespace import build_namespace, namespace_digest
+from .ranks import Parts, merge_stages, parts_of, resolve_ranks
 from .reports import WorkerReports
 from .scheduler import SchedulerSide
 from .stats import SaveStats
@@ -71,6 +73,14 @@ def _no_sources() -> dict[CacheHitSource, int]:
 
 def _no_stats() -> KVConnectorStats | None:
     return None
+
+
+def _no_parts() -> KVConnectorHandshakeMetadata | None:
+    return None
+
+
+def _have_told(metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> bool:
+    return any(isinstance(told, Parts) for told in metadata.values())
 
 
 def _no_report() -> KVConnectorWorkerMetadata | None:
@@ -116,6 +126,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._reports = WorkerReports()
         # Requests for whose loads the engine waits, and of which no worker knows yet.
         self._unsent_loads: set[str] = set()
+        self._geometry: CacheGeometry | None = None
+        self._block_pool: Any = None
+        self._kv_caches: dict[str, Any] = {}
+        # What all workers hold, where they had to tell each other (see ranks.py).
+        self._told: Parts | None = None
         warn = logger.warning if role == KVConnectorRole.SCHEDULER else logger.debug
         self._config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, warn)
         try:
@@ -131,8 +146,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _set_up(self) -> None:
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
         assert kv_cache_config is not None
-        geometry = resolve_geometry(vllm_config, kv_cache_config)
-        namespace = build_namespace(vllm_config, kv_cache_config, geometry, self._config.tenant)
+        self._geometry = geometry = resolve_geometry(vllm_config, kv_cache_config)
+        parts = parts_of(geometry, kv_cache_config)
         if self.role == KVConnectorRole.SCHEDULER:
             policy = vllm_config.kv_transfer_config.kv_load_failure_policy
             if policy != "recompute":
@@ -140,13 +155,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                     "kvtier: kv_load_failure_policy is %r: a load that fails will fail its request; set it to 'recompute'",
                     policy,
                 )
-            self._scheduler = self._make_scheduler_side(namespace, geometry)
-        else:
-            self._worker = self._make_worker_side(namespace, geometry)
+            if vllm_config.parallel_config.pipeline_parallel_size == 1:
+                self._scheduler = self._make_scheduler_side(geometry, parts)
+        elif is_known_to_scheduler(vllm_config, kv_cache_config):
+            self._worker = self._make_worker_side(geometry, parts)
 
-    def _make_scheduler_side(self, namespace: Namespace, geometry: CacheGeometry) -> SchedulerSide:
+    def _make_scheduler_side(self, geometry: CacheGeometry, parts: Parts) -> SchedulerSide:
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
+        namespace = self._namespace(geometry, parts)
         digest, config = namespace_digest(namespace), self._scheduler_config()
         client = self._connect(namespace, None)
         try:
@@ -162,7 +179,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             geometry,
             digest,
             config,
-            self._vllm_config.parallel_config.world_size,
+            resolve_ranks(self._vllm_config, parts).workers,
             may_load=transfer.is_kv_consumer,
             may_save=transfer.is_kv_producer,
             log=self.log,
@@ -177,17 +194,23 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return replace(config, lazy_offload=False)
         return config
 
-    def _make_worker_side(self, namespace: Namespace, geometry: CacheGeometry) -> WorkerSide:
+    def _make_worker_side(self, geometry: CacheGeometry, parts: Parts) -> WorkerSide:
         assert self._kv_cache_config is not None
-        rank = self._vllm_config.parallel_config.rank
+        rank, ranks = self._vllm_config.parallel_config.rank, resolve_ranks(self._vllm_config, parts)
+        namespace = self._namespace(geometry, parts)
         return WorkerSide(
-            lambda pin: self._connect(namespace, rank, pin),
+            lambda pin: self._connect(namespace, ranks.part(rank), pin),
             geometry.groups,
             namespace_digest(namespace),
             self._kv_cache_config.num_blocks,
             self._reports,
             self.log,
+            stores=ranks.stores(rank),
         )
+
+    def _namespace(self, geometry: CacheGeometry, parts: Parts) -> Namespace:
+        assert self._kv_cache_config is not None
+        return build_namespace(self._vllm_config, self._kv_cache_config, geometry, self._config.tenant, parts)
 
     def _connect(self, namespace: Namespace, rank: int | None, pin: Pin | None = None) -> Client:
         transfer = self._vllm_config.kv_transfer_config
@@ -212,12 +235,36 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Called once, when the KV tensors have been allocated."""
-        if self._worker is None:
-            return
+        self._kv_caches = kv_caches
+        if self._worker is not None:
+            self._register(self._worker)
+
+    def _register(self, worker: WorkerSide) -> None:
         try:
-            self._worker.register(kv_caches)
+            worker.register(self._kv_caches)
         except Unsupported as reason:
             logger.warning("kvtier: this worker loads and saves nothing: %s", reason)
+
+    @_contained(_no_parts)
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Called once, when the KV tensors are registered: what this worker holds, if the scheduler does not know.
+
+        None otherwise: of several connectors in one engine only one may say something.
+        """
+        geometry, kv_cache_config = self._geometry, self._kv_cache_config
+        if geometry is None or kv_cache_config is None or is_known_to_scheduler(self._vllm_config, kv_cache_config):
+            return None
+        return parts_of(geometry, kv_cache_config)
+
+    @_contained(_nothing)
+    def _join(self, parts: Parts) -> None:
+        """The first step says what all workers hold."""
+        self._told = parts
+        if self._worker is None and self._geometry is not None:
+            worker = self._make_worker_side(self._geometry, parts)
+            self._register(worker)
+            worker.await_server()
+            self._worker = worker
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called each step before blocks are overwritten. Nothing to do: blocks being saved carry a reference (B4.12)."""
@@ -225,6 +272,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Called each step, after the forward was submitted (loads here are always asynchronous)."""
         step = self._connector_metadata
+        if isinstance(step, StepMetadata) and step.parts is not None and self._told is None:
+            self._join(step.parts)
         if isinstance(step, StepMetadata) and not self._start_loads(step):
             self._reports.refuse_loads(step)
 
@@ -270,8 +319,28 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Called once, when the scheduler has built its cache manager."""
+        self._block_pool = gpu_block_pool
         if self._scheduler is not None:
             self._scheduler.bind_pool(gpu_block_pool)
+
+    @_contained(_nothing)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Called once, before any request, with what get_handshake_metadata of all workers said."""
+        geometry = self._geometry
+        if geometry is None or (self._scheduler is not None and not _have_told(metadata)):
+            return
+        self._close_scheduler()
+        self._scheduler = None
+        parallel = self._vllm_config.parallel_config
+        try:
+            self._told = merge_stages(metadata, parallel.pipeline_parallel_size, parallel.tensor_parallel_size)
+            self._scheduler = self._make_scheduler_side(geometry, self._told)
+        except Unsupported as reason:
+            logger.warning("kvtier: the connector is disabled, every request is a miss: %s", reason)
+            return
+        self._scheduler.bind_pool(self._block_pool)
 
     @_contained(_nothing)
     def on_new_request(self, request: Any) -> None:
@@ -314,6 +383,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         from a step that failed would be reported twice.
         """
         step = self._build_step(scheduler_output)
+        step.parts = self._told
         jobs = {job.request_id: job for job in step.loads}
         step.loads = [jobs.get(request_id) or LoadJob(request_id) for request_id in sorted(self._unsent_loads)]
         self._unsent_loads.clear()

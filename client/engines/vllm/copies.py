@@ -7,18 +7,50 @@ team beside the engine's. CUDA engines gather on the device first, so that one b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .layout import GroupLayout, Segment
 
 __all__ = ["BlockCopier", "CpuCopier", "CudaCopier", "make_copier"]
 
+_Bytes: TypeAlias = NDArray[np.uint8]
+
+
+class _Run(NamedTuple):
+    """Blocks that follow each other, in slots ``distance`` bytes apart; 0 where there is one block only."""
+
+    block_id: int
+    offset: int
+    count: int
+    distance: int
+
+
+def _runs(block_ids: Sequence[int], offsets: Sequence[int]) -> Iterator[_Run]:
+    """Splits a batch into as few runs as its order allows: blocks and slots are mostly given out in a row."""
+    run: _Run | None = None
+    for block_id, offset in zip(block_ids, offsets, strict=True):
+        if run is not None:
+            distance = offset - (run.offset + (run.count - 1) * run.distance)
+            if block_id == run.block_id + run.count and distance > 0 and run.distance in (0, distance):
+                run = _Run(run.block_id, run.offset, run.count + 1, distance)
+                continue
+            yield run
+        run = _Run(block_id, offset, 1, 0)
+    if run is not None:
+        yield run
+
 
 class BlockCopier(Protocol):
-    """Copies whole blocks of one group; both calls return when the bytes are there, and raise only on broken devices."""
+    """Copies whole blocks of one group; both calls return when the bytes are there, and raise only on broken devices.
+
+    ``device`` is the one that the KV tensors are on.
+    """
+
+    device: torch.device
 
     def mark(self) -> Any:
         """Note, on the engine's thread, the compute submitted so far; ``after`` of the copies waits for it."""
@@ -36,12 +68,14 @@ class BlockCopier(Protocol):
 
 def make_copier(layouts: Sequence[GroupLayout]) -> BlockCopier:
     """The copier for the device that the KV tensors are on."""
-    device = layouts[0].segments[0].pages.device
+    device = next(segment.pages.device for layout in layouts for segment in layout.segments)
     return CpuCopier(layouts) if device.type == "cpu" else CudaCopier(layouts, device)
 
 
 class CpuCopier:
-    """For KV tensors in host memory: one strided NumPy copy per block and segment."""
+    """For KV tensors in host memory: one strided NumPy copy per segment and run of blocks."""
+
+    device = torch.device("cpu")
 
     def __init__(self, layouts: Sequence[GroupLayout]) -> None:
         self._segments = {
@@ -58,25 +92,29 @@ class CpuCopier:
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None
     ) -> None:
         """See BlockCopier."""
-        flat = np.frombuffer(memory, dtype=np.uint8)
-        for pages, slot_offset, slot_bytes in self._segments[group]:
-            for block_id, offset in zip(block_ids, offsets, strict=True):
-                at = offset + slot_offset
-                np.copyto(flat[at : at + slot_bytes].reshape(pages.shape[1:]), pages[block_id])
+        for pages, slots in self._pairs(group, block_ids, memory, offsets):
+            np.copyto(slots, pages)
 
     def copy_in(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None
     ) -> None:
         """See BlockCopier."""
-        flat = np.frombuffer(memory, dtype=np.uint8)
-        for pages, slot_offset, slot_bytes in self._segments[group]:
-            for block_id, offset in zip(block_ids, offsets, strict=True):
-                at = offset + slot_offset
-                np.copyto(pages[block_id], flat[at : at + slot_bytes].reshape(pages.shape[1:]))
+        for pages, slots in self._pairs(group, block_ids, memory, offsets):
+            np.copyto(pages, slots)
+
+    def _pairs(
+        self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int]
+    ) -> Iterator[tuple[_Bytes, _Bytes]]:
+        """Views of pages and of where they are in the slots, ``[blocks, layers, page_bytes]`` each."""
+        for run in _runs(block_ids, offsets):
+            for pages, slot_offset, slot_bytes in self._segments[group]:
+                strides = (run.distance or slot_bytes, pages.shape[2], 1)
+                slots = np.ndarray((run.count, *pages.shape[1:]), np.uint8, memory, run.offset + slot_offset, strides)
+                yield pages[run.block_id : run.block_id + run.count], slots
 
 
 class CudaCopier:
-    """For KV tensors on a GPU: gather into a device buffer, one transfer per block, on streams of its own.
+    """For KV tensors on a GPU: gather into a device buffer, one transfer per run of adjacent slots, on streams of its own.
 
     Transfers overlap with compute only when the region is pinned; otherwise they are merely correct.
     """
@@ -84,7 +122,7 @@ class CudaCopier:
     _STAGING_BYTES = 64 << 20
 
     def __init__(self, layouts: Sequence[GroupLayout], device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._segments: dict[int, tuple[Segment, ...]] = {layout.group.index: layout.segments for layout in layouts}
         # The lowest priority: copies yield to the engine's kernels.
         self._out_stream = torch.cuda.Stream(device, priority=0)
@@ -93,7 +131,7 @@ class CudaCopier:
     def mark(self) -> torch.cuda.Event:
         """See BlockCopier."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def copy_out(
@@ -101,12 +139,12 @@ class CudaCopier:
     ) -> None:
         """See BlockCopier."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._out_stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._out_stream):
             self._out_stream.wait_event(after)
             for segment, ids, starts in self._batches(group, block_ids, offsets):
                 staging = segment.pages.index_select(0, self._indices(ids)).view(len(ids), -1)
-                for row, start in zip(staging.unbind(0), starts, strict=True):
-                    flat[start : start + segment.slot_bytes].copy_(row, non_blocking=True)
+                for rows, slots in _transfers(staging, flat, starts):
+                    slots.copy_(rows, non_blocking=True)
             self._out_stream.synchronize()
 
     def copy_in(
@@ -114,12 +152,12 @@ class CudaCopier:
     ) -> None:
         """See BlockCopier."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._in_stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._in_stream):
             self._in_stream.wait_event(after)
             for segment, ids, starts in self._batches(group, block_ids, offsets):
-                staging = torch.empty((len(ids), segment.slot_bytes), dtype=torch.uint8, device=self._device)
-                for row, start in zip(staging.unbind(0), starts, strict=True):
-                    row.copy_(flat[start : start + segment.slot_bytes], non_blocking=True)
+                staging = torch.empty((len(ids), segment.slot_bytes), dtype=torch.uint8, device=self.device)
+                for rows, slots in _transfers(staging, flat, starts):
+                    rows.copy_(slots, non_blocking=True)
                 pages = staging.view(len(ids), *segment.pages.shape[1:])
                 segment.pages.index_copy_(0, self._indices(ids), pages)
             self._in_stream.synchronize()
@@ -134,4 +172,16 @@ class CudaCopier:
                 yield segment, ids, [offset + segment.slot_offset for offset in offsets[first : first + count]]
 
     def _indices(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        return torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+
+
+def _transfers(
+    staging: torch.Tensor, flat: torch.Tensor, starts: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of the device's buffer and the host's memory for them: in one piece each, or it would not be one transfer."""
+    slot_bytes = staging.shape[1]
+    first = 0
+    for end in range(1, len(starts) + 1):
+        if end == len(starts) or starts[end] != starts[end - 1] + slot_bytes:
+            yield staging[first:end].view(-1), flat[starts[first] : starts[end - 1] + slot_bytes]
+            first = end

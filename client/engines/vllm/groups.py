@@ -11,6 +11,7 @@ from ...offload import CacheGeometry, CacheGroup
 from .compat import (
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -18,7 +19,7 @@ from .compat import (
     resolve_kv_cache_block_sizes,
 )
 
-__all__ = ["REPRODUCIBLE_HASHES", "Unsupported", "resolve_geometry"]
+__all__ = ["REPRODUCIBLE_HASHES", "Unsupported", "is_known_to_scheduler", "resolve_geometry"]
 
 REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 
@@ -28,15 +29,33 @@ class Unsupported(Exception):
 
 
 def resolve_geometry(vllm_config: Any, kv_cache_config: KVCacheConfig) -> CacheGeometry:
-    """Read the groups of an engine. Raises Unsupported, with the reason, for what this connector does not serve (yet)."""
+    """Read the groups of an engine, as far as this process knows their layers (see is_known_to_scheduler).
+
+    Raises Unsupported, with the reason, for what this connector does not serve (yet).
+    """
     _refuse_unsupported(vllm_config, kv_cache_config)
     step_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     groups = tuple(_read_group(index, spec) for index, spec in enumerate(kv_cache_config.kv_cache_groups))
     if not groups:
         raise Unsupported("the model has no KV cache")
+    if not any(group.layers for group in groups):
+        raise Unsupported("a pipeline stage has no layers with a KV cache")
     speculative = vllm_config.speculative_config
+    if speculative is not None and any(group.is_state for group in groups):
+        raise Unsupported("state-space layers with speculative decoding are not supported yet")
     drop = speculative is not None and speculative.use_eagle_block_drop()
     return CacheGeometry(groups, step_tokens, hash_tokens, drop)
+
+
+def is_known_to_scheduler(vllm_config: Any, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether the scheduler's configuration says of all layers what a worker's does.
+
+    It has the layers of the first pipeline stage only, and takes all layers of a group for one like its first.
+    """
+    return vllm_config.parallel_config.pipeline_parallel_size == 1 and all(
+        len({(_page_bytes(spec), _format(spec)) for spec in _layer_specs(group)}) == 1
+        for group in kv_cache_config.kv_cache_groups
+    )
 
 
 def _refuse_unsupported(vllm_config: Any, kv_cache_config: KVCacheConfig) -> None:
@@ -48,8 +67,6 @@ def _refuse_unsupported(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Non
             f"prefix_caching_hash_algo={cache.prefix_caching_hash_algo!r} gives other block hashes in every process or may"
             f" collide; use one of {', '.join(REPRODUCIBLE_HASHES)}"
         )
-    if parallel.pipeline_parallel_size > 1:
-        raise Unsupported("pipeline parallelism is not supported yet")
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise Unsupported("context parallelism is not supported yet")
     if len(kv_cache_config.prefix_cacheable_group_ids) != len(kv_cache_config.kv_cache_groups):
@@ -57,25 +74,54 @@ def _refuse_unsupported(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Non
 
 
 def _read_group(index: int, group: Any) -> CacheGroup:
-    spec = group.kv_cache_spec
-    per_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
-    layer_specs = [per_layer.get(layer, spec) for layer in group.layer_names]
-    retained = {_retained_tokens(layer_spec) for layer_spec in layer_specs}
-    if len(retained) != 1:
+    specs = _layer_specs(group)
+    # A pipeline stage may have no layer of a group.
+    kinds = {(_is_state(spec), _retained_tokens(spec)) for spec in specs or [group.kv_cache_spec]}
+    if len(kinds) != 1:
         raise Unsupported(f"KV cache group {index} mixes attention windows")
+    is_state, retained_tokens = kinds.pop()
     return CacheGroup(
         index=index,
-        block_tokens=resolve_dcp_kv_block_size(spec, 1),
-        retained_tokens=retained.pop(),
+        block_tokens=resolve_dcp_kv_block_size(group.kv_cache_spec, 1),
+        retained_tokens=retained_tokens,
         layers=tuple(group.layer_names),
-        page_bytes=tuple(layer_spec.unpadded_page_size_bytes for layer_spec in layer_specs),
+        page_bytes=tuple(map(_page_bytes, specs)),
+        formats=tuple(map(_format, specs)),
+        is_state=is_state,
     )
+
+
+def _layer_specs(group: Any) -> list[Any]:
+    spec = group.kv_cache_spec
+    per_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+    return [per_layer.get(layer, spec) for layer in group.layer_names]
+
+
+def _is_state(spec: Any) -> bool:
+    if type(spec) is not MambaSpec:
+        return False
+    if spec.mamba_cache_mode == "none":
+        raise Unsupported("state-space layers have states to reuse only with --mamba-cache-mode align (or all)")
+    return True
+
+
+def _page_bytes(spec: Any) -> int:
+    size = spec.state_content_size_bytes if isinstance(spec, MambaSpec) else spec.unpadded_page_size_bytes
+    return int(size)
+
+
+def _format(spec: Any) -> str:
+    """What the bytes of a page are, where their number, the cache's type and the attention back end do not tell."""
+    if not isinstance(spec, MambaSpec):
+        return ""
+    states = [f"{dtype}{list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    return f"{spec.mamba_type} {spec.mamba_cache_mode} {' '.join(states)}"
 
 
 def _retained_tokens(spec: Any) -> int | None:
     # Exact types: subclasses add meaning that this adapter does not know (gaps inside a prefix, replayed windows, …).
-    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec, MambaSpec):
         return None
     if type(spec) is SlidingWindowSpec:
         return int(spec.sliding_window) - 1 + int(spec.extra_retained_tokens)
-    raise Unsupported(f"{type(spec).__name__} layers (state-space, chunked or cross attention) are not supported yet")
+    raise Unsupported(f"{type(spec).__name__} layers (chunked or cross attention, …) are not supported yet")

@@ -1,7 +1,8 @@
 """An engine's KV tensors as bytes: for each group, where the pages of a block lie and in which order they fill a slot.
 
 A slot holds the pages of the group's layers one after the other, in the group's order, without padding. vLLM usually carves all
-layers of a group out of one allocation at even distances: then a block is one strided view, and one copy.
+layers of a group out of one allocation at even distances: then a block is one strided view, and one copy. The states of a
+state-space layer are one page, or several tensors whose pages follow each other in the slot.
 """
 
 # vLLM is not in the environment that is checked:
@@ -50,33 +51,45 @@ class _LayerPages:
 
 
 def build_layouts(
-    groups: Sequence[CacheGroup], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+    groups: Sequence[CacheGroup], kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int
 ) -> list[GroupLayout]:
     """Views of ``kv_caches`` for every group. Raises Unsupported when a block's bytes are not where its spec says."""
     layouts = []
     for group in groups:
         layers = [
-            _layer_pages(name, kv_caches, num_blocks, page_bytes)
+            pages
             for name, page_bytes in zip(group.layers, group.page_bytes, strict=True)
+            for pages in _layer_pages(name, kv_caches.get(name), num_blocks, page_bytes)
         ]
         layouts.append(GroupLayout(group, tuple(_segments(layers, num_blocks))))
     return layouts
 
 
-def _layer_pages(name: str, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, page_bytes: int) -> _LayerPages:
-    tensor = kv_caches.get(name)
-    if not isinstance(tensor, torch.Tensor):
-        raise Unsupported(f"layer {name} has no single KV tensor")
+def _layer_pages(
+    name: str, cache: torch.Tensor | Sequence[torch.Tensor] | None, num_blocks: int, page_bytes: int
+) -> list[_LayerPages]:
+    tensors = list(cache) if isinstance(cache, (list, tuple)) else [cache]
+    if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise Unsupported(f"layer {name} has no KV tensor")
+    pages = [_pages(name, tensor, num_blocks) for tensor in tensors]
+    found = sum(page.page_bytes for page in pages)
+    if found != page_bytes:
+        raise Unsupported(f"a block of layer {name} has {found} bytes, not {page_bytes}")
+    return pages
+
+
+def _pages(name: str, tensor: torch.Tensor, num_blocks: int) -> _LayerPages:
     if tensor.shape[0] % num_blocks:
         raise Unsupported(f"layer {name} has {tensor.shape[0]} rows for {num_blocks} blocks")
     blocks = group_kernel_blocks(tensor, num_blocks)
     element = blocks.element_size()
     block = blocks[0]
     span = 1 + sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True))
-    if span != block.numel() or block.numel() * element != page_bytes:
+    page_bytes = block.numel() * element
+    if span != block.numel():
         raise Unsupported(
-            f"a block of layer {name} is {block.numel() * element} bytes spread over {span * element}, not one run of"
-            f" {page_bytes} (KV cache layout with heads outside of blocks?)"
+            f"a block of layer {name} is {page_bytes} bytes spread over {span * element}, not one run"
+            " (KV cache layout with heads outside of blocks?)"
         )
     return _LayerPages(
         blocks.untyped_storage(), blocks.storage_offset() * element, blocks.stride(0) * element, page_bytes

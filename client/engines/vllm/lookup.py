@@ -170,7 +170,7 @@ class LookupService(RequestCalls):
             if statuses[index] == KeyStatus.HIT:
                 hits.append(place)
                 lookup.found.items.setdefault(place.group.index, {})[place.position] = (lease.id, index)
-                if place.group.index == self._geometry.groups[0].index:
+                if place.group.index == self._geometry.leading_group.index:
                     lookup.found.sources[place.position] = sources[index]
             elif prefix:
                 break

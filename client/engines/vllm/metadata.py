@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ...offload import LoadJob, SaveJob
 from .compat import KVConnectorMetadata, KVConnectorWorkerMetadata
+from .ranks import Parts
 
 __all__ = ["SAVE_LOST_AFTER_S", "SAVE_WITHIN_S", "StepMetadata", "WorkerReport"]
 
@@ -29,7 +30,7 @@ class StepMetadata(KVConnectorMetadata):
     """One step's loads and saves (see StepPlan).
 
     ``idle``: the step computes nothing, so that a worker may wait a moment for its copies. ``sent_at``: the time of the day, by
-    which a worker that was stopped knows that its saves are old.
+    which a worker that was stopped knows that its saves are old. ``parts``: what all workers hold, where they cannot know it.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -37,6 +38,7 @@ class StepMetadata(KVConnectorMetadata):
     namespace_digest: str = ""
     idle: bool = False
     sent_at: float = math.inf
+    parts: Parts | None = None
 
 
 @dataclass

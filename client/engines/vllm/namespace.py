@@ -19,12 +19,18 @@ import torch
 
 from ... import Group, GroupKind, Namespace
 from ...offload import CacheGeometry
+from ...offload import GroupKind as OffloadKind
 from .compat import KVCacheConfig, vllm_version
 from .groups import Unsupported
+from .ranks import Parts, Ranks, parts_of, resolve_ranks
 
 __all__ = ["build_namespace", "model_attributes", "namespace_digest"]
 
-_KINDS = {True: GroupKind.FULL_ATTENTION, False: GroupKind.SLIDING_WINDOW}
+_KINDS = {
+    OffloadKind.FULL: GroupKind.FULL_ATTENTION,
+    OffloadKind.WINDOW: GroupKind.SLIDING_WINDOW,
+    OffloadKind.STATE: GroupKind.STATE,
+}
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 8
@@ -32,16 +38,24 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def build_namespace(
-    vllm_config: Any, kv_cache_config: KVCacheConfig, geometry: CacheGeometry, tenant: str = ""
+    vllm_config: Any,
+    kv_cache_config: KVCacheConfig,
+    geometry: CacheGeometry,
+    tenant: str = "",
+    parts: Parts | None = None,
 ) -> Namespace:
     """Returns the Namespace of this engine and tenant. Reads a local model's files a little (see _model_fingerprint).
 
+    ``parts`` is what all ranks hold, where that is not what this process knows from ``geometry``. Data parallel engines, each with
+    blocks for any of the others, have one namespace.
+
     Raises Unsupported where it cannot tell which weights the model has, and OSError for files that cannot be read.
     """
-    model = vllm_config.model_config
+    parts = parts or parts_of(geometry, kv_cache_config)
+    model, ranks = vllm_config.model_config, resolve_ranks(vllm_config, parts)
     groups = tuple(
-        Group(name=g.name, kind=_KINDS[g.retained_tokens is None], block_tokens=g.block_tokens, part_bytes=g.part_bytes)
-        for g in geometry.groups
+        Group(name=g.name, kind=_KINDS[g.kind], block_tokens=g.block_tokens, part_bytes=part_bytes)
+        for g, part_bytes in zip(geometry.groups, parts.part_bytes, strict=True)
     )
     return Namespace(
         model=str(model.model),
@@ -49,15 +63,12 @@ def build_namespace(
         hash_scheme=f"vllm:{vllm_config.cache_config.prefix_caching_hash_algo}:{geometry.hash_tokens}",
         layout=f"vllm:{kv_cache_config.kv_cache_layout}",
         revision=str(model.revision or ""),
-        world_size=vllm_config.parallel_config.world_size,
+        world_size=ranks.parts,
         groups=groups,
         tenant=tenant,
         attributes=model_attributes(vllm_config)
-        | {
-            "layers": hashlib.sha256(
-                json.dumps([[list(g.layers), list(g.page_bytes)] for g in geometry.groups]).encode()
-            ).hexdigest(),
-        },
+        # Ranks that hold the same have one part: engines of any number of them share blocks.
+        | {"tensor_parallel_size": str(ranks.shards), "layers": parts.digest},
     )
 
 
@@ -74,7 +85,7 @@ def namespace_digest(namespace: Namespace) -> str:
 
 def model_attributes(vllm_config: Any) -> dict[str, str]:
     """Returns what tells this engine's model, its weights and the inner format of its pages from others. Raises as above."""
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     return {
         # The inner format of a page is the attention back end's, which vLLM may pick or change with its version and the device.
@@ -85,7 +96,6 @@ def model_attributes(vllm_config: Any) -> dict[str, str]:
         "quantization": str(model.quantization),
         "load_format": str(vllm_config.load_config.load_format),
         "hf_overrides": _stable_text(model.hf_overrides),
-        "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "draft_model": str(speculative.model) if speculative is not None else "",
         "weights": _weights_of(model),
     }

@@ -76,7 +76,7 @@ class VllmBlockPool:
 
     def cached_tokens(self, request: VllmRequest) -> int:
         """A guess of how much of the prefix the engine has itself: not worth a promotion from disk."""
-        group = self._geometry.groups[0]
+        group = self._geometry.leading_group
         hashes, count = request.hashes(group), 0
         if self._pool is not None:
             while count < len(hashes) and self._pool.get_cached_block(hashes[count], [group.index]):
@@ -99,6 +99,10 @@ class VllmBlockPool:
     def references(self, block_id: int) -> int:
         """See BlockPool."""
         return int(self._pool.blocks[block_id].ref_cnt)
+
+    def known_as(self, block_id: int) -> bytes | None:
+        """See BlockPool; vLLM names a block in the step that completes it."""
+        return self._name(self._pool.blocks[block_id]).key
 
     def free_block(self, block_id: int) -> FreeBlock | None:
         """See BlockPool."""

@@ -30,6 +30,7 @@ __all__ = ["WorkerSide"]
 
 _BATCH_BYTES = 128 << 20
 _COOL_DOWN_S = 2.0
+_CONNECT_WITHIN_S = 2.0
 _HAS = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
 
 
@@ -44,8 +45,11 @@ class WorkerSide:
         num_blocks: int,
         reports: WorkerReports,
         log: LimitedLog,
+        *,
+        stores: bool = True,
     ) -> None:
         self._connect = connect
+        self._stores = stores
         self._groups = {group.index: group for group in groups}
         self._digest = namespace_digest
         self._num_blocks = num_blocks
@@ -61,13 +65,18 @@ class WorkerSide:
         """The KV tensors exist: lay views over them and connect. Raises Unsupported for layouts that cannot be served."""
         layouts = build_layouts(list(self._groups.values()), kv_caches, self._num_blocks)
         self._copier = make_copier(layouts)
-        device = layouts[0].segments[0].pages.device
+        device = self._copier.device
         self._client = self._connect(self._pin_for(device))
         on_start = leave_compute_cores if device.type == "cpu" else None
         self._threads = (
             BackgroundThreads("load", self._log, on_start=on_start),
             BackgroundThreads("save", self._log, on_start=on_start),
         )
+
+    def await_server(self) -> None:
+        """Have the jobs that come wait for the connection, briefly: it is being made only now, and the first load is under way."""
+        for threads in self._threads or ():
+            threads.submit(self._await_connection)
 
     def start_loads(self, step: StepMetadata) -> None:
         """Queue the step's loads, ordered behind the compute submitted so far (it may still use the blocks' last content).
@@ -91,6 +100,10 @@ class WorkerSide:
     def start_saves(self, step: StepMetadata) -> None:
         """Queue the step's saves, ordered behind the compute that wrote the blocks (B4.11). Raises like start_loads."""
         if not step.saves:
+            return
+        if not self._stores:
+            for job in step.saves:
+                self._reports.save_ended(job.job_id)
             return
         if not self._usable(step):
             self._reports.refuse_saves(step)
@@ -132,6 +145,11 @@ class WorkerSide:
         self._threads[thread].submit(job)
 
     # ---- background threads from here on
+
+    def _await_connection(self) -> None:
+        if self._client is not None:
+            with suppress(KVTierError):
+                self._client.wait_until_connected(_CONNECT_WITHIN_S)
 
     def _load(self, job: LoadJob, after: Any) -> None:
         failed = True

@@ -2,6 +2,9 @@
 
 KV is modelled as labels. The label of a token's KV stands for all tokens up to it, so a block with anything else than its own
 labels is a wrong block, and the next token is a function of the last label. Each rank has its own copy of every block.
+
+The blocks of a state group are like vLLM's ("align"): a step reads the state from the block of the last token before it, and leaves
+the one at its end in the block of its last token, over whatever was there. Blocks between the two are not even allocated.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.client.offload import CacheGeometry, CacheGroup, FreeBlock
+from kvtier.client.offload import CacheGeometry, CacheGroup, FreeBlock, GroupKind
 
 NULL = 0
 GARBAGE = -1
@@ -33,7 +36,7 @@ class Script:
     def key(self, labels: Sequence[int], group: CacheGroup, position: int) -> bytes:
         start, end = position * group.block_tokens, (position + 1) * group.block_tokens
         key = b"%d/%d" % (labels[end - 1], group.index)
-        self.meaning[key] = list(labels[start:end])
+        self.meaning[key] = [labels[end - 1]] * group.block_tokens if group.is_state else list(labels[start:end])
         return key
 
 
@@ -69,6 +72,8 @@ class ModelRequest:
     preemptions: int = 0
     tables: list[list[int]] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
+    ends: set[int] = field(default_factory=set)
+    """Where a step ended, or a load: where there is a state."""
 
     def __repr__(self) -> str:
         return f"<{self.request_id} {self.status.name} {self.computed}/{self.known}>"
@@ -153,6 +158,10 @@ class Pool:
     def references(self, block_id: int) -> int:
         return self.refs[block_id]
 
+    def known_as(self, block_id: int) -> bytes | None:
+        named = self.named.get(block_id)
+        return named.key if named is not None else None
+
     def free_block(self, block_id: int) -> FreeBlock | None:
         return self.named.get(block_id, FreeBlock(block_id, 0, None)) if block_id in self.queue else None
 
@@ -196,17 +205,27 @@ class Layout:
             return range(max(0, tokens - 1), tokens)
         return range(0 if group.retained_tokens is None else max(0, tokens - group.retained_tokens), tokens)
 
-    def local_hit(self, pool: Pool, request: ModelRequest) -> int:
+    def local_hit(self, pool: Pool, request: ModelRequest, groups: Sequence[CacheGroup] | None = None) -> int:
         """How much of its prefix the engine has itself, in every group."""
         step = self.geometry.step_tokens
         for hit in range((request.known - 1) // step * step, 0, -step):
             if all(
                 pool.find(request.key(group, position)) is not None
-                for group in self.geometry.groups
+                for group in groups or self.geometry.groups
                 for position in range(group.first_needed_block(hit), hit // group.block_tokens)
             ):
                 return hit
         return 0
+
+    def hopeful_hit(self, pool: Pool, request: ModelRequest) -> int:
+        """What vLLM tells a connector that it has, if there are state groups: what full attention has (unless others have more)."""
+        groups = self.geometry.groups
+        full = [group for group in groups if group.kind is GroupKind.FULL]
+        if not full or not any(group.is_state for group in groups):
+            return self.local_hit(pool, request)
+        hit = self.local_hit(pool, request, full)
+        ahead = any(self.local_hit(pool, request, [group]) > hit for group in groups)
+        return self.local_hit(pool, request) if ahead else hit
 
     def compute(self, pool: Pool, work: Work) -> None:
         """Runs a request's part of a step on every rank: whatever it looks at must be right."""
@@ -217,6 +236,9 @@ class Layout:
         for content in pool.content:
             for group in self.geometry.groups:
                 table, size = work.tables[group.index], group.block_tokens
+                if group.is_state:
+                    self.compute_state(content, work, table, size)
+                    continue
                 for at in self.needed(group, work.start):
                     assert table[at // size] != NULL, (
                         f"{request.request_id}: token {at} of group {group.index} is missing"
@@ -225,3 +247,13 @@ class Layout:
                     assert got == labels[at], f"{request.request_id}: wrong KV of token {at}, group {group.index}"
                 for at in range(work.start, work.end):
                     content[table[at // size]][at % size] = labels[at] if at < work.right_end else GARBAGE
+
+    def compute_state(self, content: list[list[int]], work: Work, table: list[int], size: int) -> None:
+        labels, name = work.request.all_labels(), work.request.request_id
+        if work.start:
+            source = table[(work.start - 1) // size]
+            assert source != NULL, f"{name}: the state at {work.start} is missing"
+            assert content[source][:size] == [labels[work.start - 1]] * size, f"{name}: wrong state at {work.start}"
+        target = table[(work.right_end - 1) // size]
+        assert target != NULL, f"{name}: nowhere to leave the state at {work.right_end}"
+        content[target][:size] = [labels[work.right_end - 1]] * size

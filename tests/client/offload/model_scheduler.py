@@ -9,6 +9,8 @@ from model_server import ModelServer, ModelWorker
 
 from kvtier.client.offload import CacheGeometry, Computed, LoadJob, OffloadCore, OffloadOptions, SaveJob
 
+UNALIGNED = 0.1
+
 
 class ModelScheduler:
     """Chunked prefill of at most ``budget`` tokens per step, four requests at once, the last one preempted when blocks run out.
@@ -91,10 +93,10 @@ class ModelScheduler:
             if request.known + request.placeholders >= request.max_tokens:
                 todo = min(todo, request.known + request.placeholders - request.computed)
                 drafts = 0
-            count = min(todo, budget) + drafts
+            count = self.chunk(request, request.computed, min(todo, budget)) + drafts
             if count <= 0 or (request.placeholders and request.known + request.placeholders > request.max_tokens):
                 continue
-            granted, stall = self.make_room(request, request.computed + count)
+            granted, stall = self.make_room(request, request.computed + count, drafts)
             preempted = preempted or (not granted and not stall)
             if granted:
                 budget -= count
@@ -106,32 +108,50 @@ class ModelScheduler:
             works += admitted
         return works
 
+    def chunk(self, request: ModelRequest, start: int, count: int) -> int:
+        """With state groups a step ends where a state can be used again, mostly: each block, and the last one of what is known."""
+        step, end = self.geometry.step_tokens, start + count
+        last = (request.known - 1) // step * step
+        if not any(group.is_state for group in self.geometry.groups) or self.rng.random() < UNALIGNED:
+            return count
+        if end < request.known:
+            return max(end // step * step, start) - start or count
+        return (last if start < last < end else end) - start
+
     def work(self, request: ModelRequest, count: int, drafts: int) -> Work:
         end = request.computed + count
         samples = end - drafts == request.known + request.placeholders
         tables = [list(table) for table in request.tables]
         return Work(request, request.computed, end, drafts, samples, request.preemptions, tables)
 
-    def make_room(self, request: ModelRequest, tokens: int) -> tuple[bool, bool]:
+    def make_room(self, request: ModelRequest, tokens: int, drafts: int) -> tuple[bool, bool]:
         """Returns whether the request has blocks for `tokens`, and if not whether it may wait for saves."""
-        while not self.grow(request, tokens):
+        while not self.grow(request, tokens, drafts):
             if self.core.frees_pending:
                 return False, True
             victim = self.running[-1]
             self.preempt(victim)
             if victim is request:
                 return False, False
+        if not drafts:
+            request.ends.add(tokens)
         self.name_blocks(request, tokens)
         return True, False
 
-    def grow(self, request: ModelRequest, tokens: int) -> bool:
+    def grow(self, request: ModelRequest, tokens: int, drafts: int = 0) -> bool:
         self.drop_unneeded(request)
-        sizes = {g.index: -(-tokens // g.block_tokens) - len(request.tables[g.index]) for g in self.geometry.groups}
-        blocks = self.pool.allocate(sum(max(0, size) for size in sizes.values()))
+        new: list[tuple[int, bool]] = []
+        for group in self.geometry.groups:
+            size = group.block_tokens
+            # Of a state group only where the state will be, however many drafts are accepted.
+            first = (tokens - drafts - 1) // size if group.is_state else 0
+            positions = range(len(request.tables[group.index]), -(-tokens // size))
+            new += [(group.index, position >= first) for position in positions]
+        blocks = self.pool.allocate(sum(wanted for _, wanted in new))
         if blocks is None:
             return False
-        for index, size in sizes.items():
-            request.tables[index] += [blocks.pop() for _ in range(size)]
+        for index, wanted in new:
+            request.tables[index].append(blocks.pop() if wanted else NULL)
         return True
 
     def drop_unneeded(self, request: ModelRequest) -> None:
@@ -148,12 +168,15 @@ class ModelScheduler:
         for group in self.geometry.groups:
             for position in range(min(tokens // group.block_tokens, request.final_blocks(group))):
                 block = request.tables[group.index][position]
+                if group.is_state and (position + 1) * group.block_tokens not in request.ends:
+                    continue
                 if block != NULL:
                     self.pool.name(block, group.index, request.key(group, position))
 
     def admit(self, request: ModelRequest, budget: int) -> list[Work] | None:
         """Tries a waiting request; returns its work, none when it is being looked up or loaded. None: there is no room."""
-        local = self.layout.local_hit(self.pool, request) if request.may_load else 0
+        shared = self.layout.local_hit(self.pool, request) if request.may_load else 0
+        local = self.layout.hopeful_hit(self.pool, request) if request.may_load else 0
         if request.computed:  # its load has ended
             local, external = request.computed, 0
         else:
@@ -163,9 +186,12 @@ class ModelScheduler:
             assert answer == 0 or request.may_load
             assert local + answer < request.known, "nothing left to compute"
             external = self.accept(answer)
-            (self.takes_all.add if external == answer else self.takes_all.discard)(request.request_id)
+            whole = external == answer and local == shared
+            (self.takes_all.add if whole else self.takes_all.discard)(request.request_id)
+            # Only what is loaded would make more of it than all groups have.
+            local = local if external else shared
         self.hits[request.request_id] = local + external
-        count = min(request.known - local - external, budget) if not external else 0
+        count = self.chunk(request, local, min(request.known - local, budget)) if not external else 0
         # Room for all that is known, where it is loaded: nobody who waits with blocks may be stuck for more of them.
         if not request.computed and not self.place(
             request, local, external, request.known if external else local + count
@@ -181,6 +207,7 @@ class ModelScheduler:
             return []
         request.status = Status.RUNNING
         self.running.append(request)
+        request.ends.add(request.computed + count)
         self.name_blocks(request, request.computed + count)
         return [self.work(request, count, 0)]
 
@@ -193,22 +220,26 @@ class ModelScheduler:
         """Builds the block tables: what the engine has, room for what is loaded, room for what is computed."""
         tables: list[list[int]] = []
         shared = []
+        new: list[tuple[int, int]] = []
         for group in self.geometry.groups:
             first = group.first_needed_block(local + external) if local + external else 0
             table = [NULL] * (local // group.block_tokens)
             for position in range(first, local // group.block_tokens):
                 block = self.pool.find(request.key(group, position))
-                assert block is not None
-                table[position] = block
-                shared.append(block)
+                assert block is not None or external
+                if block is None:
+                    new.append((group.index, position))
+                else:
+                    table[position] = block
+                    shared.append(block)
             tables.append(table)
         self.pool.hold(shared)
-        new: list[tuple[int, int]] = []
         for group in self.geometry.groups:
             first = group.first_needed_block(local + external) if local + external else 0
             for position in range(len(tables[group.index]), -(-tokens // group.block_tokens)):
                 tables[group.index].append(NULL)
-                if position >= first:
+                last = position == (tokens - 1) // group.block_tokens
+                if position >= first and (last or external or not group.is_state):
                     new.append((group.index, position))
         blocks = self.pool.allocate(len(new))
         if blocks is None:
@@ -217,6 +248,7 @@ class ModelScheduler:
         for (index, position), block in zip(new, blocks, strict=True):
             tables[index][position] = block
         request.tables = tables
+        request.ends = {local + external}
         return True
 
     def preempt(self, request: ModelRequest) -> None:
@@ -254,6 +286,7 @@ class ModelScheduler:
             request.computed -= work.drafts - work.accepted
             if work.samples:
                 request.known = max(request.known, work.right_end + 1)
+                request.ends.add(request.computed)
                 self.name_blocks(request, min(request.computed - request.placeholders, request.known))
             if request.known >= request.max_tokens:
                 self.finish(request)

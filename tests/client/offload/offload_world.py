@@ -31,6 +31,8 @@ GEOMETRIES = (
     CacheGeometry((FULL, CacheGroup(1, 4, 7)), 4, 4),
     CacheGeometry((CacheGroup(0, 4, 5), CacheGroup(1, 8, None)), 8, 4),
     CacheGeometry((FULL, CacheGroup(1, 4, 7), CacheGroup(2, 4, None, is_state=True)), 4, 4),
+    CacheGeometry((CacheGroup(0, 8, None, is_state=True), CacheGroup(1, 4, None)), 8, 4),
+    CacheGeometry((CacheGroup(0, 4, None, is_state=True),), 4, 4),
 )
 TIMEOUT_S = 2.0
 LOST_S = 40.0

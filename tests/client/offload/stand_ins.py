@@ -48,6 +48,7 @@ class References:
         self.refs = [1] * num_blocks
         self.queue: list[FreeBlock] = []
         self.released: list[int] = []
+        self.names: dict[int, bytes] = {}
 
     def free(self, *blocks: FreeBlock) -> None:
         """Blocks that nobody uses any more."""
@@ -67,6 +68,9 @@ class References:
 
     def references(self, block_id: int) -> int:
         return self.refs[block_id]
+
+    def known_as(self, block_id: int) -> bytes | None:
+        return self.names.get(block_id)
 
     def free_block(self, block_id: int) -> FreeBlock | None:
         return next((block for block in self.queue if block.block_id == block_id), None)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from stand_ins import FULL, STATE, WINDOW
+from stand_ins import FULL, STATE, WINDOW, References
 
 from kvtier.client.offload import BlockRead, CacheGeometry, Found, Place, search
 from kvtier.client.offload.hits import longest_hit, usable_limit
-from kvtier.client.offload.reads import plan_reads
+from kvtier.client.offload.reads import lacks_blocks, plan_reads
 
 
 @pytest.mark.parametrize(("num_tokens", "limit"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
@@ -95,3 +95,24 @@ def test_a_block_that_was_not_found_makes_the_load_impossible() -> None:
     whole = plan_reads(geometry, found, [[1, 2, 3, 4], [0, 0, 7, 8]], 0, 16)
     assert whole == [BlockRead(9, [0, 1, 2, 3], [0] * 4, [1, 2, 3, 4]), BlockRead(8, [0, 1], [1, 1], [7, 8])]
     assert plan_reads(geometry, found, [[1, 2, 3], [0, 6, 7]], 0, 12) == []
+
+
+def test_a_window_that_was_lost_before_the_start_makes_the_load_impossible() -> None:
+    """B4.10 An engine may count what full attention has, and allocate anew what a window lost: nobody asked for that block."""
+    pool, geometry = References(), CacheGeometry((FULL, WINDOW, STATE), 4, 4)
+    tables = [[1, 2, 3, 4], [0, 6, 7, 8], [0, 0, 0, 9]]
+    pool.names = {1: b"0.0", 2: b"1.0", 3: b"2.0"}
+    assert lacks_blocks(geometry, pool, tables, 12, 16)
+    pool.names |= {7: b"2.1"}
+    assert not lacks_blocks(geometry, pool, tables, 12, 16), (
+        "of the window, the third block is the first that the hit needs"
+    )
+
+
+def test_only_the_last_state_is_read() -> None:
+    """B4.10 An engine allocates one block for the state of a hit; those before it are null."""
+    geometry = CacheGeometry((FULL, STATE), 4, 4)
+    found = Found(8, {0: {0: (9, 0), 1: (9, 1)}, 2: {1: (8, 0)}})
+    reads = plan_reads(geometry, found, [[1, 2], [], [0, 5]], 0, 8)
+    assert reads == [BlockRead(9, [0, 1], [0, 0], [1, 2]), BlockRead(8, [0], [2], [5])]
+    assert plan_reads(geometry, found, [[1], [], [5]], 0, 4) == [], "the state there was never looked up"

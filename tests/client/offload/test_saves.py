@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from stand_ins import FULL, WINDOW, References, Request
+from stand_ins import FULL, STATE, WINDOW, References, Request
 
 from kvtier.client.offload import BlockTables, CacheGeometry, SaveJob
 from kvtier.client.offload.saves import SavePlanner, SaveProgress
@@ -233,3 +233,13 @@ def test_blocks_that_leave_their_window_are_offered_before_those_that_stay() -> 
     job = planner.plan(Request(2), SaveProgress(), 8, lambda: [[1, 2], [3, 4]], 0.0)
     assert job is not None
     assert (job.groups, job.block_ids) == ([1, 1], [3, 4])
+
+
+def test_a_state_is_stored_where_the_engine_names_it() -> None:
+    """B4.10 A block that holds the running state, or that of another place, looks like any other block of the table."""
+    pool = References()
+    pool.names = {8: b"1.2", 10: b"2.2"}
+    planner = SavePlanner(CacheGeometry((STATE,), 4, 4), 1, 1.0, LOST_S, pool)
+    job = planner.plan(Request(4), SaveProgress(), 16, lambda: [[], [], [0, 8, 9, 10]], 100.0)
+    assert job is not None
+    assert (job.keys, job.block_ids) == ([b"1.2"], [8]), "the third is unnamed, the fourth has the third's state"

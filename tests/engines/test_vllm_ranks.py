@@ -1,0 +1,335 @@
+"""Tensor, pipeline and data parallel engines: real connectors of every rank against a real server, but no engine around them."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from server_process import ServerProcess
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvtier.client import KeyStatus, make_key
+from kvtier.client.engines.vllm import KVTierConnector
+from kvtier.client.engines.vllm.compat import KVConnectorRole
+from kvtier.client.engines.vllm.groups import Unsupported
+from kvtier.client.engines.vllm.metadata import StepMetadata
+from kvtier.client.engines.vllm.ranks import Parts, Ranks, merge_stages, resolve_ranks
+from kvtier.client.offload import BlockRead, LoadJob, SaveJob
+
+TOKENS, BLOCKS = 4, 8
+KEYS = [make_key(bytes([number]) * 32, 0) for number in range(2)]
+FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+LATENT = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32, max_tp_shards=1)
+WINDOW = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=8)
+
+
+class Engine:
+    """The connectors of one engine: the scheduler's, and those of all workers in the order of their ranks.
+
+    ``stages[number]`` are the layers of a pipeline stage, per group; ``spec`` is what they all are, per group.
+    """
+
+    def __init__(
+        self, server: ServerProcess, folder: Path, specs: list[Any], stages: list[list[list[str]]], **ranks: Any
+    ) -> None:
+        self.server, self.folder, self.specs = server, folder, specs
+        self.tensor, self.ranks = ranks.pop("tensor", 1), ranks
+        self.name, self.copies = ranks.pop("name", "engine"), ranks.pop("copies", 1)
+        self.stages = stages
+        count = self.tensor * len(stages)
+        self.workers = [
+            KVTierConnector(self.config(rank), KVConnectorRole.WORKER, self.cache(stages[rank // self.tensor]))
+            for rank in range(count)
+        ]
+        # As vLLM does it: the scheduler has the layers of the first stage, and hears of the others when all have registered.
+        self.scheduler = KVTierConnector(self.config(0), KVConnectorRole.SCHEDULER, self.scheduler_cache())
+        self.scheduler.bind_gpu_block_pool(SimpleNamespace(num_gpu_blocks=BLOCKS))
+        self.caches = [self.tensors(worker) for worker in self.workers]
+        told: dict[tuple[int, int], Any] = {}
+        for rank, (worker, caches) in enumerate(zip(self.workers, self.caches, strict=True)):
+            worker.register_kv_caches(caches)
+            if (metadata := worker.get_handshake_metadata()) is not None:
+                told[divmod(rank, self.tensor)] = pickle.loads(pickle.dumps(metadata))  # noqa: S301 - our own
+        self.scheduler.set_xfer_handshake_metadata_pp_aware(told)
+        for worker in self.workers:
+            if worker._worker is not None and worker._worker._client is not None:
+                worker._worker._client.wait_until_connected(20)
+
+    def config(self, rank: int) -> Any:
+        transfer = SimpleNamespace(
+            kv_connector_extra_config={"endpoint": self.server.endpoint},
+            kv_load_failure_policy="recompute",
+            is_kv_consumer=True,
+            is_kv_producer=True,
+            engine_id=self.name,
+        )
+        parallel = SimpleNamespace(
+            **{
+                "world_size": self.tensor * len(self.stages),
+                "rank": rank,
+                "tensor_parallel_size": self.tensor,
+                "pipeline_parallel_size": len(self.stages),
+                "decode_context_parallel_size": 1,
+                "data_parallel_rank": 0,
+                **self.ranks,
+            }
+        )
+        cache = SimpleNamespace(
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256",
+            block_size=TOKENS,
+            prefix_match_unit=None,
+            cache_dtype="auto",
+        )
+        model = SimpleNamespace(
+            model=str(self.folder), dtype=torch.float32, revision=None, quantization=None, hf_overrides={}
+        )
+        return SimpleNamespace(
+            kv_transfer_config=transfer,
+            parallel_config=parallel,
+            cache_config=cache,
+            model_config=model,
+            speculative_config=None,
+            attention_config=None,
+            load_config=SimpleNamespace(load_format="auto"),
+            device_config=SimpleNamespace(device_type="cpu"),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        )
+
+    def cache(self, layers: list[list[str]], *, merged: bool = False) -> KVCacheConfig:
+        groups = []
+        for names, spec in zip(layers, self.specs, strict=True):
+            if isinstance(spec, dict):
+                own = {name: spec[name] for name in names}
+                one = next(iter(own.values())) if merged else UniformTypeKVCacheSpecs(TOKENS, own)
+                groups.append(KVCacheGroupSpec(names, one))
+            else:
+                groups.append(KVCacheGroupSpec(names, spec))
+        return KVCacheConfig(BLOCKS, [], groups, kv_tp_replicas=self.copies)
+
+    def scheduler_cache(self) -> KVCacheConfig:
+        return self.cache(self.stages[0], merged=True)
+
+    def tensors(self, worker: KVTierConnector) -> dict[str, torch.Tensor]:
+        """One tensor per layer of the worker, with bytes of its own in every block."""
+        assert worker._geometry is not None
+        seed = torch.Generator().manual_seed(worker._vllm_config.parallel_config.rank // self.copies)
+        return {
+            name: torch.randint(0, 255, (BLOCKS, page), generator=seed, dtype=torch.uint8)
+            for group in worker._geometry.groups
+            for name, page in zip(group.layers, group.page_bytes, strict=True)
+        }
+
+    # ---- what an engine does
+
+    def step(self, worker: KVTierConnector, loads: list[LoadJob], saves: list[SaveJob]) -> None:
+        """Gives a worker a step as the scheduler's connector sends it."""
+        digest = self.scheduler._scheduler._digest if self.scheduler._scheduler is not None else ""
+        step = StepMetadata(loads, saves, digest, parts=self.scheduler._told)
+        worker.bind_connector_metadata(pickle.loads(pickle.dumps(step)))  # noqa: S301 - our own
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+
+    def save(self, number: int, block_ids: list[int], groups: list[int] | None = None) -> Mapping[int, set[int]]:
+        """A worker saves blocks under KEYS; returns what it says it did not store."""
+        worker, groups = self.workers[number], groups or [0] * len(block_ids)
+        keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
+        self.step(worker, [], [SaveJob(1, "r", keys, groups, block_ids)])
+        deadline = time.monotonic() + 20
+        while (report := worker.build_connector_worker_meta()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert report.ended_saves == {1: 1}  # type: ignore[attr-defined]
+        return report.not_stored  # type: ignore[attr-defined,no-any-return]
+
+    def lookup(self, groups: tuple[int, ...] = (0, 0)) -> Any:
+        """Asks the server with the scheduler's client."""
+        assert self.scheduler._scheduler is not None
+        keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
+        return self.scheduler._scheduler._remote._client.lookup(keys, request_id="r", wait=0.0, prefix=False)
+
+    def load(self, block_ids: list[int], groups: list[int] | None = None) -> None:
+        """Every worker loads what KEYS have into blocks."""
+        lease = self.lookup(tuple(groups or (0, 0)))
+        assert list(lease.statuses) == [KeyStatus.HIT] * 2
+        for worker in self.workers:
+            read = BlockRead(lease.id, [0, 1], groups or [0, 0], block_ids)
+            self.step(worker, [LoadJob("r", [read])], [])
+            deadline = time.monotonic() + 20
+            while not (results := worker.get_transfer_results(set())).finished_recving:
+                assert time.monotonic() < deadline
+            assert not results.failed_recving
+        lease.release()
+
+    def close(self) -> None:
+        for one in (self.scheduler, *self.workers):
+            one.shutdown()
+
+
+@pytest.fixture
+def engine(server: ServerProcess, tmp_path: Path) -> Iterator[Any]:
+    """Makes engines; all of one test have the same model."""
+    (tmp_path / "config.json").write_text(f'"{time.monotonic_ns()}"')
+    with contextlib.suppress(FileNotFoundError):
+        server.kill()
+    server.start()
+    with contextlib.ExitStack() as stack:
+
+        def make(specs: list[Any], stages: list[list[list[str]]], **ranks: Any) -> Engine:
+            made = Engine(server, tmp_path, specs, stages, **ranks)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def _namespaces(engine: Engine) -> set[str]:
+    """The digests of scheduler and workers."""
+    sides = [engine.scheduler._scheduler, *(worker._worker for worker in engine.workers)]
+    return {side._digest for side in sides if side is not None}
+
+
+def _assert_loaded(engine: Engine, before: list[dict[str, torch.Tensor]], blocks: dict[int, int]) -> None:
+    for caches, old in zip(engine.caches, before, strict=True):
+        for name, cache in caches.items():
+            for source, target in blocks.items():
+                assert torch.equal(cache[target], old[name][source]), name
+
+
+def _copy(engine: Engine) -> list[dict[str, torch.Tensor]]:
+    return [{name: cache.clone() for name, cache in caches.items()} for caches in engine.caches]
+
+
+def test_ranks_with_the_same_bytes_store_one_copy(engine: Any, server: ServerProcess) -> None:
+    """B4.5 Of latent attention every tensor parallel rank has all: the first stores it, all report, all load it."""
+    two = engine([LATENT], [[["a", "b"]]], tensor=2, copies=2)
+    assert two.save(1, [2, 3]) == {}, "the second rank reports at once"
+    assert list(two.lookup().statuses) == [KeyStatus.MISS] * 2, "and stores nothing"
+    assert two.save(0, [2, 3]) == {}
+    [cpu] = [tier for tier in server.status()["tiers"] if tier["name"] == "cpu"]
+    assert cpu["blocks"] == 2
+    [namespace] = _namespaces(two)
+    before = _copy(two)
+    two.load([5, 6])
+    _assert_loaded(two, before, {2: 5, 3: 6})
+    # An engine with another number of ranks has the same bytes, and so the same blocks.
+    one = engine([LATENT], [[["a", "b"]]], name="other")
+    assert _namespaces(one) == {namespace}
+    one.load([5, 6])
+    assert torch.equal(one.caches[0]["b"][6], before[0]["b"][3])
+
+
+def test_pipeline_stages_have_a_part_each(engine: Any) -> None:
+    """B4.5 Of unequal size, and of different groups: a block is visible when every stage has stored its layers of it."""
+    stages = [[["a", "b", "c"], ["u"]], [["d"], []]]
+    two = engine([FULL, WINDOW], stages)
+    assert two.save(0, [2, 3], [0, 1]) == {}
+    assert list(two.lookup((0, 1)).statuses) == [KeyStatus.MISS] * 2
+    assert two.save(1, [2, 3], [0, 1]) == {}
+    assert len(_namespaces(two)) == 1
+    before = _copy(two)
+    two.load([5, 6], [0, 1])
+    for name in "abc":
+        assert torch.equal(two.caches[0][name][5], before[0][name][2])
+        assert torch.equal(two.caches[0][name][6], before[0][name][6]), "the window's block, of other layers"
+    assert torch.equal(two.caches[0]["u"][6], before[0]["u"][3])
+    assert torch.equal(two.caches[1]["d"][5], before[1]["d"][2])
+    # Cut elsewhere, the same layers are other parts.
+    other = engine([FULL, WINDOW], [[["a", "b"], ["u"]], [["c", "d"], []]], name="other")
+    assert list(other.lookup((0, 1)).statuses) == [KeyStatus.MISS] * 2
+
+
+def test_pipeline_stages_of_tensor_parallel_ranks(engine: Any) -> None:
+    """B4.5 Four parts, and with latent attention two: the first of each stage stores."""
+    four = engine([FULL], [[["a", "b"]], [["c"]]], tensor=2)
+    for rank in range(4):
+        assert list(four.lookup().statuses) == [KeyStatus.MISS] * 2
+        assert four.save(rank, [2, 3]) == {}
+    before = _copy(four)
+    four.load([5, 6])
+    _assert_loaded(four, before, {2: 5, 3: 6})
+    latent = engine([LATENT], [[["a", "b"]], [["c"]]], tensor=2, copies=2, name="latent")
+    for rank in (1, 3, 0):
+        assert latent.save(rank, [2, 3]) == {}
+        assert list(latent.lookup().statuses) == [KeyStatus.MISS] * 2
+    assert latent.save(2, [2, 3]) == {}
+    before = _copy(latent)
+    latent.load([5, 6])
+    _assert_loaded(latent, before, {2: 5, 3: 6})
+
+
+def test_the_scheduler_learns_what_its_configuration_does_not_say(engine: Any) -> None:
+    """A group of layers with pages of different sizes looks to vLLM's scheduler like one of equal ones."""
+    small = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=4, dtype=torch.float32)
+    mixed = engine([{"a": FULL, "b": small}], [[["a", "b"]]])
+    assert mixed.save(0, [2, 3]) == {}
+    assert len(_namespaces(mixed)) == 1
+    before = _copy(mixed)
+    mixed.load([5, 6])
+    _assert_loaded(mixed, before, {2: 5, 3: 6})
+
+
+def test_a_worker_that_says_nothing_disables_the_connector(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage of which nothing is known would be a part that nobody stores: requests are misses."""
+    monkeypatch.setattr(KVTierConnector, "get_handshake_metadata", lambda _: None)
+    made = engine([FULL], [[["a"]], [["b"]]])
+    assert made.scheduler._scheduler is None
+    request = SimpleNamespace(request_id="r")
+    assert made.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert made.scheduler.build_connector_meta(SimpleNamespace()) == StepMetadata()
+
+
+def test_data_parallel_engines_share_blocks(engine: Any) -> None:
+    """Each is an engine of its own, whose world is its tensor and pipeline parallel ranks: what one stores all find."""
+    first, second = (
+        engine([FULL], [[["a", "b"]]], tensor=2, name=f"engine_dp{rank}", data_parallel_rank=rank) for rank in (0, 1)
+    )
+    assert _namespaces(first) == _namespaces(second)
+    assert len(_namespaces(first)) == 1
+    for rank in (0, 1):
+        first.save(rank, [2, 3])
+    before = _copy(first)
+    second.load([5, 6])
+    for caches, old in zip(second.caches, before, strict=True):
+        assert torch.equal(caches["a"][5], old["a"][2])
+        assert torch.equal(caches["b"][6], old["b"][3])
+
+
+def test_ranks_are_counted_within_one_engine() -> None:
+    """A launcher may number the workers of all data parallel engines through; a scheduler per rank hears of one worker only."""
+    assert [Ranks(2, 2).part(rank) for rank in (0, 3, 4, 7)] == [0, 3, 0, 3]
+    assert [Ranks(4, 2, 2).part(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [rank for rank in range(8) if Ranks(4, 2, 2).stores(rank)] == [0, 2, 4, 6]
+    parallel = SimpleNamespace(
+        tensor_parallel_size=1, pipeline_parallel_size=1, distributed_executor_backend="external_launcher"
+    )
+    assert resolve_ranks(SimpleNamespace(parallel_config=parallel), Parts((), "")).workers == 1
+    parallel.tensor_parallel_size = 2
+    with pytest.raises(Unsupported, match="external launcher"):
+        resolve_ranks(SimpleNamespace(parallel_config=parallel), Parts((), ""))
+
+
+def test_ranks_of_one_stage_must_agree() -> None:
+    """What is told is merged only when it is one thing per stage; copies count where all stages have them."""
+    a, b = Parts((8, 4), "a", 2), Parts((6, 5), "b")
+    assert merge_stages({(0, 0): a, (0, 1): a}, 1, 2) == a
+    assert merge_stages({(0, 0): a, (1, 0): b}, 2, 1).part_bytes == (8, 5)
+    assert merge_stages({(0, 0): a, (1, 0): b}, 2, 1).copies == 1
+    assert merge_stages({(0, 0): a, (1, 0): b}, 2, 1) != merge_stages({(0, 0): b, (1, 0): a}, 2, 1)
+    for told in ({(0, 0): a}, {(0, 0): a, (0, 1): b}, {(0, 0): a, (0, 1): "other"}, {}):
+        with pytest.raises(Unsupported):
+            merge_stages(told, 1, 2)
