@@ -68,8 +68,9 @@ def build_layouts(
 def _layer_pages(
     name: str, cache: torch.Tensor | Sequence[torch.Tensor] | None, num_blocks: int, page_bytes: int
 ) -> list[_LayerPages]:
-    tensors = list(cache) if isinstance(cache, (list, tuple)) else [cache]
-    if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+    several = cache if isinstance(cache, (list, tuple)) else (cache,)
+    tensors = [tensor for tensor in several if isinstance(tensor, torch.Tensor)]
+    if not tensors:
         raise Unsupported(f"layer {name} has no KV tensor")
     pages = [_pages(name, tensor, num_blocks) for tensor in tensors]
     found = sum(page.page_bytes for page in pages)
