@@ -25,7 +25,7 @@ class _Run(NamedTuple):
 
     block_id: int
     offset: int
-    count: int
+    blocks: int
     distance: int
 
 
@@ -34,9 +34,9 @@ def _runs(block_ids: Sequence[int], offsets: Sequence[int]) -> Iterator[_Run]:
     run: _Run | None = None
     for block_id, offset in zip(block_ids, offsets, strict=True):
         if run is not None:
-            distance = offset - (run.offset + (run.count - 1) * run.distance)
-            if block_id == run.block_id + run.count and distance > 0 and run.distance in (0, distance):
-                run = _Run(run.block_id, run.offset, run.count + 1, distance)
+            distance = offset - (run.offset + (run.blocks - 1) * run.distance)
+            if block_id == run.block_id + run.blocks and distance > 0 and run.distance in (0, distance):
+                run = _Run(run.block_id, run.offset, run.blocks + 1, distance)
                 continue
             yield run
         run = _Run(block_id, offset, 1, 0)
@@ -109,8 +109,8 @@ class CpuCopier:
         for run in _runs(block_ids, offsets):
             for pages, slot_offset, slot_bytes in self._segments[group]:
                 strides = (run.distance or slot_bytes, pages.shape[2], 1)
-                slots = np.ndarray((run.count, *pages.shape[1:]), np.uint8, memory, run.offset + slot_offset, strides)
-                yield pages[run.block_id : run.block_id + run.count], slots
+                slots = np.ndarray((run.blocks, *pages.shape[1:]), np.uint8, memory, run.offset + slot_offset, strides)
+                yield pages[run.block_id : run.block_id + run.blocks], slots
 
 
 class CudaCopier:
