@@ -10,7 +10,7 @@ from connector_fakes import FULL, PAGE, FakeClient, FakeTransfers, make_request,
 from server_process import ServerProcess
 
 from kvtier.client import Client, Group, InvalidRequest, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
-from kvtier.client.engines.vllm import lookup
+from kvtier.client.engines.vllm import calls
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.reports import WorkerReports
@@ -137,7 +137,7 @@ def test_votes_that_cannot_be_had_keep_nobody_waiting() -> None:
 @pytest.mark.parametrize("may_load", [True, False])
 def test_a_refusal_is_no_reason_to_leave_the_server_in_peace(monkeypatch: Any, *, may_load: bool) -> None:
     """What the server refuses of one request says nothing of the next, which is looked up and voted on."""
-    monkeypatch.setattr(lookup, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(calls, "_COOL_DOWN_S", 600.0)
     client = FakeClient(set(_keys(2)))
 
     def refuse() -> None:

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from .compat import init_logger
 
-__all__ = ["BackgroundThreads", "LimitedLog"]
+__all__ = ["BackgroundThreads", "LimitedLog", "leave_compute_cores"]
 
 logger = init_logger("vllm." + __name__)
 
@@ -79,3 +81,9 @@ class BackgroundThreads:
                 job()
             except Exception as error:  # noqa: BLE001 - a thread that dies would leave the engine waiting
                 self._log.warn("background", f"a background job failed: {error!r}", exc_info=True)
+
+
+def leave_compute_cores() -> None:
+    """A CPU engine pins its main thread to a compute core, and threads started from it inherit that: let this one run anywhere."""
+    with suppress(OSError, AttributeError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -19,9 +19,9 @@ from .compat import (
     resolve_kv_cache_block_sizes,
 )
 
-__all__ = ["Unsupported", "is_known_to_scheduler", "resolve_geometry"]
+__all__ = ["REPRODUCIBLE_HASHES", "Unsupported", "is_known_to_scheduler", "resolve_geometry"]
 
-_REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
+REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 
 
 class Unsupported(Exception):
@@ -62,10 +62,10 @@ def _refuse_unsupported(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Non
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if not cache.enable_prefix_caching:
         raise Unsupported("prefix caching is off (--enable-prefix-caching turns it on)")
-    if cache.prefix_caching_hash_algo not in _REPRODUCIBLE_HASHES:
+    if cache.prefix_caching_hash_algo not in REPRODUCIBLE_HASHES:
         raise Unsupported(
             f"prefix_caching_hash_algo={cache.prefix_caching_hash_algo!r} gives other block hashes in every process or may"
-            f" collide; use one of {', '.join(_REPRODUCIBLE_HASHES)}"
+            f" collide; use one of {', '.join(REPRODUCIBLE_HASHES)}"
         )
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise Unsupported("context parallelism is not supported yet")

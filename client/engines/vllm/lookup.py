@@ -7,21 +7,20 @@ waited for, and after a failure no lookups are made for a moment: a hung server 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ... import Client, InvalidRequest, KeyStatus, KVTierError, Lease, make_key
+from ... import Client, KeyStatus, KVTierError, Lease, make_key
 from ...offload import CacheGeometry, Found, LookupId, Place, Question, search
-from .announcements import Announcement, plain_params
-from .background import BackgroundThreads, LimitedLog, logger
+from .announcements import Announcement
+from .background import BackgroundThreads, LimitedLog
+from .calls import RequestCalls
 
 __all__ = ["Lookup", "LookupService", "LookupState"]
 
-_COOL_DOWN_S = 2.0
 _WAIT_SHARE = 0.8
 
 
@@ -52,20 +51,15 @@ class Lookup:
     done_at: float = 0.0
 
 
-class LookupService:
+class LookupService(RequestCalls):
     """Runs lookups and gives their leases back. ``start`` and ``drop`` are called on the scheduler's thread and never block."""
 
     def __init__(self, client: Client, geometry: CacheGeometry, timeout_s: float, log: LimitedLog) -> None:
-        self._client = client
+        super().__init__(client, log)
         self._geometry = geometry
         self._timeout_s = timeout_s
-        self._log = log
-        self._lock = threading.Lock()
-        self._cool_until = 0.0
         self._done_lookups: deque[Lookup] = deque()
         self._lookups = BackgroundThreads("lookup", log, threads=2)
-        # Its own thread: giving back must not queue behind lookups that wait for promotions.
-        self._returns = BackgroundThreads("release", log)
 
     def start(
         self,
@@ -79,15 +73,9 @@ class LookupService:
 
         ``hashes[group][i]`` is that of the i-th one after ``start``. Returns None when the server is not there: a miss at once.
         """
-        now = time.monotonic()
-        if not self._client.connected:
-            self._log.warn(
-                "disconnected", "no kvtier server is connected; requests are computed as if nothing were cached"
-            )
+        if not self.reachable():
             return None
-        if now < self._cool_until:
-            return None
-        lookup = Lookup(number, request, start, limit, hashes, now + self._timeout_s, Found(start))
+        lookup = Lookup(number, request, start, limit, hashes, time.monotonic() + self._timeout_s, Found(start))
         self.hold(request)
         self._lookups.submit(lambda: self._run(lookup))
         return lookup
@@ -106,87 +94,32 @@ class LookupService:
 
     def timed_out(self, lookup: Lookup) -> None:
         """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
-        self._cool_until = time.monotonic() + _COOL_DOWN_S
+        self.cool_down()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
         self.drop(lookup)
-
-    def announce(self, request: Announcement) -> None:
-        """Have the tiers vote on a request that is not looked up: they may want blocks that the engine has itself (B1.1)."""
-        if self._client.connected and time.monotonic() >= self._cool_until:
-            self.hold(request)
-            request.voting = True
-            self._returns.submit(lambda: self._announce(request))
-
-    def hold(self, request: Announcement) -> None:
-        """A call about the request begins: the server is not told of its end before as many ``let_go``."""
-        with self._lock:
-            request.pending += 1
-
-    def let_go(self, request: Announcement) -> None:
-        """A call about the request has ended."""
-        with self._lock:
-            request.pending -= 1
-            finish = request.ended and request.pending == 0
-        if finish:
-            self._submit_finish(request)
-
-    def finish_request(self, request: Announcement) -> None:
-        """Tell the server, in the background, that the request has ended: once nothing of it is pending."""
-        with self._lock:
-            request.ended = True
-            finish = request.pending == 0
-        if finish:
-            self._submit_finish(request)
 
     def close(self) -> None:
         """End the threads; called at shutdown."""
         self._lookups.close(0.5)
-        self._returns.close(1.0)
-
-    def _submit_finish(self, request: Announcement) -> None:
-        if self._client.connected:
-            self._returns.submit(lambda: self._finish(request.request_id))
-
-    def _finish(self, request_id: str) -> None:
-        try:
-            self._client.finish_request(request_id)
-        except KVTierError as error:
-            self._log.warn("finish", f"could not end a request: {error}")
+        super().close()
 
     def _release(self, lookup: Lookup) -> None:
         leases, lookup.leases = lookup.leases, []
-        for lease in leases:
-            self._returns.submit(lease.release)
+        self.release(leases)
 
     # ---- background threads from here on
-
-    def _announce(self, request: Announcement) -> None:
-        try:
-            if not request.begun:
-                self._call(request, (), 0.0, prefix=True)
-        except KVTierError as error:
-            self._cool_down(error)
-            self._log.warn("announce", f"could not announce a request: {error}")
-        finally:
-            request.voting = False
-            self.let_go(request)
 
     def _run(self, lookup: Lookup) -> None:
         hit = lookup.start
         try:
-            if lookup.state is LookupState.PENDING and self._cool_until <= time.monotonic() < lookup.deadline:
+            if lookup.state is LookupState.PENDING and not self.cooling and time.monotonic() < lookup.deadline:
                 hit = self._search(lookup)
         except KVTierError as error:
-            self._cool_down(error)
+            self.cool_down(error)
             self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
         finally:
             # Whatever happened: a lookup that is never done would make its request wait for its whole budget.
             self._done(lookup, hit)
-
-    def _cool_down(self, error: KVTierError) -> None:
-        """Leaves the server in peace for a moment; but not for a refusal, which says something of one request only."""
-        if not isinstance(error, InvalidRequest):
-            self._cool_until = time.monotonic() + _COOL_DOWN_S
 
     def _done(self, lookup: Lookup, hit: int) -> None:
         with self._lock:
@@ -229,7 +162,7 @@ class LookupService:
         ]
         # Less than the budget: what is ready by then comes back in time to be used.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
-        lease = self._call(lookup.request, keys, wait, prefix=prefix)
+        lease = self.ask(lookup.request, keys, wait, prefix=prefix)
         lookup.leases.append(lease)
         statuses, sources = lease.statuses, lease.sources
         hits = []
@@ -242,25 +175,3 @@ class LookupService:
             elif prefix:
                 break
         return hits
-
-    def _call(self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool) -> Lease:
-        """A request's first call announces it, so that the tiers vote on it; the others only look up."""
-        with self._lock:
-            first, request.begun = not request.begun, True
-        if not first:
-            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix)
-        try:
-            lease = self._client.begin_request(
-                request.request_id,
-                keys,
-                prompt_tokens=request.prompt_tokens,
-                kv_transfer_params=plain_params(request.kv_transfer_params),
-                wait=wait,
-                prefix=prefix,
-            )
-        except KVTierError:
-            request.begun = False
-            raise
-        request.policy = lease.policy
-        logger.debug("kvtier: request %s: %s, votes %s", request.request_id, lease.policy, lease.votes)
-        return lease

@@ -24,7 +24,7 @@ from .compat import KVCacheConfig, vllm_version
 from .groups import Unsupported
 from .ranks import Parts, Ranks, parts_of, resolve_ranks
 
-__all__ = ["build_namespace", "namespace_digest"]
+__all__ = ["build_namespace", "model_attributes", "namespace_digest"]
 
 _KINDS = {
     OffloadKind.FULL: GroupKind.FULL_ATTENTION,
@@ -66,7 +66,9 @@ def build_namespace(
         world_size=ranks.parts,
         groups=groups,
         tenant=tenant,
-        attributes=_attributes(vllm_config, ranks, parts),
+        attributes=model_attributes(vllm_config)
+        # Ranks that hold the same have one part: engines of any number of them share blocks.
+        | {"tensor_parallel_size": str(ranks.shards), "layers": parts.digest},
     )
 
 
@@ -81,10 +83,11 @@ def namespace_digest(namespace: Namespace) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _attributes(vllm_config: Any, ranks: Ranks, parts: Parts) -> dict[str, str]:
+def model_attributes(vllm_config: Any) -> dict[str, str]:
+    """Returns what tells this engine's model, its weights and the inner format of its pages from others. Raises as above."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
-    attributes = {
+    return {
         # The inner format of a page is the attention back end's, which vLLM may pick or change with its version and the device.
         "engine": f"vllm {vllm_version}",
         "device": _device_name(vllm_config),
@@ -93,13 +96,9 @@ def _attributes(vllm_config: Any, ranks: Ranks, parts: Parts) -> dict[str, str]:
         "quantization": str(model.quantization),
         "load_format": str(vllm_config.load_config.load_format),
         "hf_overrides": _stable_text(model.hf_overrides),
-        # Ranks that hold the same have one part: engines of any number of them share blocks.
-        "tensor_parallel_size": str(ranks.shards),
         "draft_model": str(speculative.model) if speculative is not None else "",
-        "layers": parts.digest,
+        "weights": _weights_of(model),
     }
-    attributes["weights"] = _weights_of(model)
-    return attributes
 
 
 def _weights_of(model: Any) -> str:

@@ -10,10 +10,8 @@ threads, so that a load never queues behind saves.
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from ....cuda.pinning import CudaRegistrar, PinError, Pinning
 from ... import Client, KVTierError, StoreStatus
 from ...keeper import Pin
 from ...offload import BlockRead, CacheGroup, LoadJob, SaveJob
-from .background import BackgroundThreads, LimitedLog
+from .background import BackgroundThreads, LimitedLog, leave_compute_cores
 from .copies import BlockCopier, make_copier
 from .layout import build_layouts
 from .metadata import SAVE_WITHIN_S, StepMetadata
@@ -69,7 +67,7 @@ class WorkerSide:
         self._copier = make_copier(layouts)
         device = self._copier.device
         self._client = self._connect(self._pin_for(device))
-        on_start = _leave_compute_cores if device.type == "cpu" else None
+        on_start = leave_compute_cores if device.type == "cpu" else None
         self._threads = (
             BackgroundThreads("load", self._log, on_start=on_start),
             BackgroundThreads("save", self._log, on_start=on_start),
@@ -223,9 +221,3 @@ def _by_group(groups: Sequence[int]) -> dict[int, list[int]]:
     for row, group in enumerate(groups):
         rows.setdefault(group, []).append(row)
     return rows
-
-
-def _leave_compute_cores() -> None:
-    """A CPU engine pins its main thread to a compute core, and threads started from it inherit that: let this one run anywhere."""
-    with suppress(OSError, AttributeError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -1,0 +1,94 @@
+"""The one place that knows which vLLM this is: everything that the tier takes from it is imported here.
+
+Written against 0.32; later versions may differ in what this module and ``manager`` do not rely on:
+
+- Names: the policy for new blocks is ``CHUNK_LEVEL``, was ``BLOCK_LEVEL`` (B3.1); jobs have ``chunk_ids``, had ``block_ids``.
+- Some versions lack the back-pressure detector, and some results a number of bytes: neither is passed where vLLM did not give it.
+- Some call a tier from another thread than the scheduler's, never two at once, and add hooks for tiers that serve other engines.
+"""
+
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+try:
+    from vllm import __version__ as vllm_version
+except ImportError as error:  # pragma: no cover - only without vLLM
+    raise ImportError("kvtier.client.engines.vllm_tier runs inside vLLM, which is not installed here") from error
+
+_NEEDS = f"kvtier as a tier of vLLM's own tiering needs vLLM 0.32 or 0.33; this is vLLM {vllm_version}"
+
+try:
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_offload.base import Locality, LookupResult, OffloadPolicy, RequestOffloadingContext
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+except ImportError as error:
+    raise ImportError(f"{_NEEDS} ({error})") from error
+
+__all__ = [
+    "BLOCK_LEVEL",
+    "JobResult",
+    "Locality",
+    "LookupResult",
+    "OffloadPolicy",
+    "RequestOffloadingContext",
+    "SecondaryTierManager",
+    "block_level_of",
+    "check_hooks",
+    "end_token",
+    "find_engine_config",
+    "on_cpu",
+    "rows_of",
+]
+
+
+def check_hooks(asked: frozenset[str], offered: frozenset[str]) -> None:
+    """Raises ImportError where vLLM asks a tier for hooks that are not ``offered``, before it fails with something less clear."""
+    missing = asked - offered
+    if missing:
+        raise ImportError(f"{_NEEDS} (it asks a tier for {', '.join(sorted(missing))})")
+
+
+def block_level_of(policies: Any) -> Any:
+    """Returns what this vLLM calls the policy that stores new blocks only (B3.1)."""
+    return getattr(policies, "CHUNK_LEVEL", None) or policies.BLOCK_LEVEL
+
+
+BLOCK_LEVEL = block_level_of(OffloadPolicy)
+
+
+def rows_of(job: Any) -> list[int]:
+    """Returns the rows of the primary tier that a job is about, in the order of its keys."""
+    rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return [int(row) for row in rows]
+
+
+def end_token(req_context: Any, key: Any) -> int:
+    """Returns where the chunk with this key ends in its request, in tokens; 0 where this vLLM does not say."""
+    position = getattr(req_context, "get_offload_key_position", None)
+    return (position(key) or 0) if position is not None else 0
+
+
+def on_cpu() -> bool:
+    """Whether the engine computes on this host's processor, which then is pinned to cores."""
+    return bool(current_platform.is_cpu())
+
+
+def find_engine_config(engine_id: str) -> Any:
+    """Returns the configuration of the engine that is being built, or None where it cannot be seen.
+
+    A tier is given the configuration of the offloading only, which does not tell one set of weights from another. So this looks
+    for the engine's among the variables of its callers: the connector that builds the tier was given it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        config = frame.f_locals.get("vllm_config")
+        if isinstance(config, VllmConfig) and getattr(config.kv_transfer_config, "engine_id", None) == engine_id:
+            return config
+        frame = frame.f_back
+    return None

@@ -1,0 +1,282 @@
+"""vLLM's hooks for a secondary tier, and what is behind each of them.
+
+All of them are called by vLLM's tiering manager, one at a time, on the scheduler's thread (later versions: or under a lock that it
+waits for). None of them calls the server, none blocks but ``drain_jobs`` and ``shutdown``, and none raises: an exception here ends
+the engine.
+"""
+
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ....cuda.copy import address_of
+from ... import Client, InvalidRequest, KVTierError, Namespace, OffloadPolicy, Timeouts
+from ..vllm.background import BackgroundThreads, LimitedLog, leave_compute_cores, logger
+from ..vllm.groups import Unsupported
+from ..vllm.namespace import namespace_digest
+from . import compat
+from .compat import JobResult, Locality, LookupResult, RequestOffloadingContext, SecondaryTierManager
+from .config import TierConfig
+from .lookups import Answer, TierLookups, TierRequest
+from .namespace import build_tier_namespace
+from .transfers import Job, PrimaryTier, Transfers
+
+__all__ = ["KVTierSecondaryTier"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_START_SECONDS = 2.0
+_DRAIN_SECONDS = 5.0
+_TRANSFER_SECONDS = 10.0
+
+_ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.UNKNOWN: LookupResult.RETRY}
+_POLICIES = {
+    OffloadPolicy.BLOCK_LEVEL: compat.BLOCK_LEVEL,
+    OffloadPolicy.REQUEST_LEVEL: compat.OffloadPolicy.REQUEST_LEVEL,
+}
+
+
+def _contained(
+    fallback: Callable[[], R],
+) -> Callable[[Callable[Concatenate[KVTierSecondaryTier, P], R]], Callable[Concatenate[KVTierSecondaryTier, P], R]]:
+    """What a hook raises is logged, and vLLM gets ``fallback()``."""
+
+    def decorate(
+        hook: Callable[Concatenate[KVTierSecondaryTier, P], R],
+    ) -> Callable[Concatenate[KVTierSecondaryTier, P], R]:
+        @functools.wraps(hook)
+        def contained(self: KVTierSecondaryTier, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:
+                text = f"{hook.__name__} failed: {error!r}"
+                self.log.warn(hook.__name__, text, exc_info=True)  # noqa: G010 - a LimitedLog, not a Logger
+                return fallback()
+
+        return contained
+
+    return decorate
+
+
+def _nothing() -> None:
+    return None
+
+
+def _miss() -> Any:
+    return LookupResult.MISS
+
+
+def _no_results() -> list[Any]:
+    return []
+
+
+class KVTierSecondaryTier(SecondaryTierManager):
+    """kvtier as a secondary tier of vLLM's own tiering."""
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        """Called once, in the scheduler's process, while the engine starts. ``settings``: see TierConfig.
+
+        Raises ValueError for settings that are wrong, a typo in the endpoint included; for nothing else.
+        """
+        given = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **given)
+        self.log = LimitedLog()
+        self._settings = TierConfig.parse(settings, logger.warning)
+        self.locality = Locality(self._settings.locality) if self._settings.locality else None
+        self._requests: dict[str, TierRequest] = {}
+        self._asking: dict[int, TierRequest] = {}
+        # Jobs that could not even begin.
+        self._refused: list[int] = []
+        self._client: Client | None = None
+        self._lookups: TierLookups | None = None
+        self._transfers: Transfers | None = None
+        try:
+            self._set_up(offloading_spec.config, primary_kv_view)
+        except Unsupported as reason:
+            logger.warning("kvtier: the tier is disabled, every request is a miss: %s", reason)
+        except InvalidRequest as error:
+            raise ValueError(f"kvtier: {error}") from error
+        except Exception as error:  # noqa: BLE001 - a cache that cannot start must not keep the engine from starting
+            logger.warning("kvtier: the tier is disabled, its set-up failed: %r", error, exc_info=True)
+
+    def _set_up(self, config: Any, view: memoryview) -> None:
+        address, size = address_of(view, writable=True)
+        primary = PrimaryTier(address, size // len(view), len(view))
+        engine_config = compat.find_engine_config(config.engine_id)
+        settings = self._settings
+        namespace = build_tier_namespace(
+            config, engine_config, primary.row_bytes, tenant=settings.tenant, identity=settings.identity
+        )
+        self._client = client = self._connect(config, namespace)
+        on_start = leave_compute_cores if compat.on_cpu() else None
+        threads = functools.partial(BackgroundThreads, log=self.log, threads=2, on_start=on_start)
+        self._lookups = TierLookups(client, settings.lookup_timeout_s, self.log, threads("lookup"))
+        self._transfers = Transfers(client, primary, self._lookups, self.log, (threads("load"), threads("store")))
+        logger.info(
+            "kvtier: namespace %s, rows of %d bytes, transport %s",
+            namespace_digest(namespace),
+            primary.row_bytes,
+            client.transport,
+        )
+
+    def _connect(self, config: Any, namespace: Namespace) -> Client:
+        client = Client(
+            self._settings.endpoint,
+            namespace=namespace,
+            name="vllm-tiering",
+            engine_id=str(config.engine_id),
+            transport=self._settings.transport,
+            timeouts=Timeouts(transfer=_TRANSFER_SECONDS),
+        )
+        try:
+            # Requests may come right away, and the start of an engine takes half a minute anyway.
+            client.wait_until_connected(_START_SECONDS)
+        except KVTierError as error:
+            logger.warning("kvtier: no server yet, the engine starts without: %s", error)
+        return client
+
+    # ---- a request's life
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Called when a request comes, before anything else about it. Its policy is known by experience: see ``policy_of``."""
+        return RequestOffloadingContext(policy=_POLICIES[self._begin(req_context)])
+
+    @_contained(lambda: OffloadPolicy.BLOCK_LEVEL)
+    def _begin(self, req_context: Any) -> OffloadPolicy:
+        if self._lookups is None:
+            return OffloadPolicy.BLOCK_LEVEL
+        return self._lookups.policy_of(self._request_of(req_context))
+
+    @_contained(_miss)
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        """Called for one key after the other, in each step in which the request is considered; RETRY means: in the next step."""
+        if self._lookups is None:
+            return LookupResult.MISS
+        request = self._request_of(req_context)
+        answer = self._lookups.answer(request, bytes(key), compat.end_token(req_context, key))
+        if request.new:
+            self._asking[id(request)] = request
+        return _ANSWERS[answer]
+
+    @_contained(_nothing)
+    def on_schedule_end(self, context: Any) -> None:
+        """Called at the end of each step: look-ups leave; what requests that run now did not load is given back."""
+        if self._lookups is None:
+            return
+        asking, self._asking = self._asking, {}
+        for request in asking.values():
+            if request.new and not request.ended:
+                self._lookups.send(request)
+        for request_id in context.new_req_ids:
+            scheduled = self._requests.get(request_id)
+            if scheduled is not None:
+                self._lookups.settle(scheduled)
+                if not scheduled.announcement.begun:
+                    self._lookups.announce(scheduled.announcement)
+
+    @_contained(_nothing)
+    def on_request_finished(self, req_context: Any) -> None:
+        """Called once at a request's end, however it came; no job of it is submitted after that, but some may still run."""
+        request = self._requests.pop(req_context.req_id, None)
+        if self._lookups is not None and request is not None:
+            self._lookups.end(request)
+
+    def touch(self, keys: Collection[Any], req_context: Any) -> None:
+        """Called with keys that the engine uses, most of which it has itself. The server orders its blocks by its own look-ups."""
+
+    # ---- jobs
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Called when chunks are in the primary tier, pinned there until the job is reported."""
+        self._submit(job_metadata, load=False)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Called at the end of the step in which ``lookup`` answered HIT, with rows that are the job's until it is reported."""
+        self._submit(job_metadata, load=True)
+
+    def _submit(self, metadata: Any, *, load: bool) -> None:
+        if not self._begin_job(metadata, load=load):
+            # A job that is neither begun nor reported would pin its rows for ever.
+            self._refused.append(metadata.job_id)
+
+    @_contained(lambda: False)
+    def _begin_job(self, metadata: Any, *, load: bool) -> bool:
+        if self._transfers is None:
+            return False
+        request, rows = self._request_of(metadata.req_context), compat.rows_of(metadata)
+        # In the order of the request's tokens: what a prefix begins with is stored, and read, first.
+        order = sorted(
+            zip(map(bytes, metadata.keys), rows, strict=True),
+            key=lambda pair: compat.end_token(metadata.req_context, pair[0]),
+        )
+        keys: Sequence[bytes] = [key for key, _ in order]
+        pins = [request.known.get(key) for key in keys] if load else None
+        if load:
+            # None of them is a hit again before this one has ended, and it may not even begin.
+            for key in keys:
+                request.known[key] = None
+        self._transfers.submit(Job(metadata.job_id, request, keys, [row for _, row in order], pins))
+        request.loading += load
+        return True
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Called once per step: each job is reported once, partly failed loads with the keys that did arrive (B3.18)."""
+        refused, self._refused = self._refused, []
+        return [*(JobResult(number, success=False) for number in refused), *self._finished()]
+
+    @_contained(_no_results)
+    def _finished(self) -> list[JobResult]:
+        if self._transfers is None:
+            return []
+        return [self._result_of(job) for job in self._transfers.take_finished()]
+
+    def _result_of(self, job: Job) -> JobResult:
+        done = JobResult(job.number, success=job.succeeded, transfer_time=job.seconds)
+        if job.pins is not None and self._lookups is not None:
+            done.successful_keys = tuple(job.done) if job.done and not job.succeeded else None
+            for key, pin in zip(job.keys, job.pins, strict=True):
+                if key in job.done:
+                    # vLLM has it in its primary tier, and asks for it again only if that has to evict it.
+                    job.request.known[key] = pin
+            self._lookups.loads_ended(job.request)
+        return done
+
+    @_contained(_nothing)
+    def drain_jobs(self) -> None:
+        """Called between steps before the primary tier is emptied: afterwards nothing reads or writes its rows. In bounded time."""
+        if self._transfers is not None:
+            self._transfers.drain(_DRAIN_SECONDS)
+
+    @_contained(_nothing)
+    def shutdown(self) -> None:
+        """Called once at the end of the process, before the primary tier is unmapped."""
+        if self._transfers is not None:
+            self._transfers.close(_DRAIN_SECONDS)
+        if self._lookups is not None:
+            self._lookups.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _request_of(self, req_context: Any) -> TierRequest:
+        assert self._lookups is not None
+        request = self._requests.get(req_context.req_id)
+        if request is None:
+            request = self._lookups.begin(req_context.req_id, req_context.kv_transfer_params)
+            self._requests[req_context.req_id] = request
+        return request
+
+
+compat.check_hooks(frozenset(SecondaryTierManager.__abstractmethods__), frozenset(vars(KVTierSecondaryTier)))

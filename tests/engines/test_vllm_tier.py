@@ -1,0 +1,145 @@
+"""Real engines with vLLM's own OffloadingConnector and tiering, and kvtier as the tier below.
+
+vLLM offloads on this device only with a copier of ours (`cpu_tiering`); all the rest is vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scenario import BLOCK, RunEngine, assert_same, generate, hit_limit, server_step, tokens, wait_until_durable
+from server_process import ServerProcess
+
+BASE = [tokens(81, 16 * BLOCK), tokens(82, 12 * BLOCK + 1), tokens(83, 9 * BLOCK - 1), tokens(84, 3 * BLOCK + 7)]
+HALF = BASE[0][: 8 * BLOCK] + tokens(85, 100)
+CROWD = [*BASE, HALF, tokens(86, 300)]
+LATER = [tokens(87, 6 * BLOCK + 5)]
+RESET = {"op": "reset"}
+RESET_ALL = {"op": "reset", "reset_connector": True}
+PATIENCE_SECONDS = 20.0
+
+
+def _tiering(endpoint: str, **tier: Any) -> dict[str, Any]:
+    """Returns the engine's `kv_transfer_config`."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "cpu_tiering",
+            "cpu_bytes_to_use": 256 << 20,
+            "secondary_tiers": [
+                {
+                    "type": "KVTierSecondaryTier",
+                    "module_path": "kvtier.client.engines.vllm_tier",
+                    "endpoint": endpoint,
+                    **tier,
+                }
+            ],
+        },
+    }
+
+
+def _assert_all_found(result: dict[str, Any], prompts: list[list[int]]) -> None:
+    """All whole blocks are hits; vLLM may count the last block of an aligned prompt, of which it computes a token anew."""
+    assert hit_limit(prompts) <= result["external_hits"] <= sum(len(prompt) // BLOCK * BLOCK for prompt in prompts)
+
+
+@pytest.fixture(scope="module")
+def truth(run_engine: RunEngine) -> dict[str, Any]:
+    """What an engine without any offloading answers."""
+    return run_engine([generate("base", BASE), RESET, generate("crowd", CROWD, at_once=True), generate("later", LATER)])
+
+
+@pytest.fixture(scope="module")
+def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
+    """An engine with an empty store."""
+    server.start()
+    config = _tiering(server.endpoint, lookup_timeout_s=PATIENCE_SECONDS, transport="shm")
+    results = run_engine([generate("base", BASE)], kv_transfer_config=config)
+    return results | {"blocks": wait_until_durable(server)}
+
+
+@pytest.fixture(scope="module")
+def second(run_engine: RunEngine, server: ServerProcess, first: dict[str, Any]) -> dict[str, Any]:
+    """Another engine, after the server was killed and started again; it dies, hangs and comes back during this one's life."""
+    assert first["blocks"]["lmdb"] > 0
+    server.kill()
+    server.start()
+    config = _tiering(server.endpoint, lookup_timeout_s=PATIENCE_SECONDS / 2, transport="grpc")
+    return run_engine(
+        [
+            generate("base", BASE),
+            RESET_ALL,
+            generate("crowd", CROWD, at_once=True),
+            RESET_ALL,
+            server_step(server, "hang"),
+            generate("hung", LATER),
+            RESET_ALL,
+            server_step(server, "kill"),
+            generate("killed", BASE),
+            RESET_ALL,
+            server_step(server, "start"),
+            {"op": "shell", "command": ["sleep", "4"]},
+            generate("back", BASE),
+        ],
+        kv_transfer_config=config,
+    )
+
+
+def test_storing_changes_no_answer(truth: dict[str, Any], first: dict[str, Any]) -> None:
+    """An engine that stores answers as if nothing were stored, and finds nothing."""
+    assert "kvtier: namespace" in first["log"]
+    assert_same(truth["base"], first["base"])
+    assert first["base"]["external_hits"] == 0
+
+
+def test_another_engine_finds_all_after_a_sigkill_of_the_server(truth: dict[str, Any], second: dict[str, Any]) -> None:
+    """B3.15, B3.16 What one engine's tiering stored, another's loads: through the other transport, with the same answers."""
+    assert_same(truth["base"], second["base"])
+    _assert_all_found(second["base"], BASE)
+
+
+def test_many_at_once_after_a_reset(truth: dict[str, Any], second: dict[str, Any]) -> None:
+    """B3.19 A reset of vLLM's caches keeps what kvtier has; concurrent loads, stores and decodes do not disturb one another."""
+    assert_same(truth["crowd"], second["crowd"])
+    assert second["crowd"]["external_hits"] >= hit_limit(BASE) // 2
+
+
+@pytest.mark.parametrize(("moment", "question"), [("hung", "later"), ("killed", "base"), ("back", "base")])
+def test_whatever_happens_to_the_server(
+    truth: dict[str, Any], second: dict[str, Any], moment: str, question: str
+) -> None:
+    """A server that hangs or dies is a miss, never a wrong answer or an error; its LMDB tier serves again when it is back."""
+    assert_same(truth[question], second[moment])
+    if moment == "back":
+        _assert_all_found(second[moment], BASE)
+    else:
+        assert second[moment]["external_hits"] == 0
+
+
+def test_no_hook_failed(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Nothing was contained that should not have happened."""
+    for life in (first, second):
+        assert "the tier is disabled" not in life["log"]
+        assert "Traceback" not in life["log"]
+
+
+def test_a_hybrid_model(run_engine: RunEngine, server: ServerProcess, second: dict[str, Any]) -> None:
+    """B4.10 Windows and full attention: another engine finds what all groups can serve, and answers the same."""
+    assert second["back"]["external_hits"]
+    config = _tiering(server.endpoint, lookup_timeout_s=PATIENCE_SECONDS, transport="shm")
+    fills = run_engine([generate("base", BASE)], model="hybrid", kv_transfer_config=config)
+    wait_until_durable(server)
+    server.kill()
+    server.start()
+    finds = run_engine(
+        [generate("base", BASE), RESET_ALL, generate("crowd", CROWD, at_once=True), RESET, generate("half", [HALF])],
+        model="hybrid",
+        kv_transfer_config=config,
+    )
+    assert fills["base"]["external_hits"] == 0
+    assert_same(fills["base"], finds["base"])
+    _assert_all_found(finds["base"], BASE)

@@ -1,0 +1,336 @@
+"""Parts of the tier by themselves: jobs that are given up, leases that are lost, policies, settings, namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from connector_fakes import FakeClient, wait_for
+from tiering_world import ROW, keys_of, make_config, request_of
+from vllm.config import VllmConfig
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+from kvtier.client import LeaseLost, NotConnected, OffloadPolicy, StoreStatus
+from kvtier.client.engines.vllm.background import BackgroundThreads, LimitedLog
+from kvtier.client.engines.vllm.groups import Unsupported
+from kvtier.client.engines.vllm.namespace import namespace_digest
+from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
+from kvtier.client.engines.vllm_tier.config import TierConfig
+from kvtier.client.engines.vllm_tier.lookups import Answer, Pin, TierLookups, TierRequest
+from kvtier.client.engines.vllm_tier.namespace import build_tier_namespace
+from kvtier.client.engines.vllm_tier.transfers import Job, PrimaryTier, Transfers
+
+FLAG = {"do_remote_decode": True}
+BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
+KEYS = keys_of(4)
+
+
+class SlotClient(FakeClient):
+    """Reads and writes over one piece of memory, with hooks before the memory is handed out and before it is confirmed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = np.full((8, ROW), 7, np.int8)
+        self.told: list[str] = []
+        self.statuses = bytes([StoreStatus.GRANTED] * len(KEYS))
+        self.hand_out: Callable[[], None] = lambda: None
+        self.confirm: Callable[[int], object] = str
+
+    def _batch(self, items: Sequence[int]) -> Any:
+        self.hand_out()
+        return SimpleNamespace(
+            address=self.memory.ctypes.data, offsets=[ROW * item for item in items], sizes=[ROW] * len(items)
+        )
+
+    @contextlib.contextmanager
+    def read(self, lease: Any, items: Sequence[int]) -> Iterator[Any]:
+        yield self._batch(items)
+        self.confirm(lease.id)
+
+    @contextlib.contextmanager
+    def write(self, keys: Sequence[bytes], *, request_id: str) -> Iterator[Any]:
+        batch = self._batch([number for number in range(len(keys)) if self.statuses[number] == StoreStatus.GRANTED])
+        batch.wanted, batch.statuses = [offset // ROW for offset in batch.offsets], self.statuses[: len(keys)]
+        yield batch
+        self.told.append(f"stored for {request_id}")
+
+    def finish_request(self, request_id: str) -> None:
+        self.told.append(f"finished {request_id}")
+
+
+@dataclasses.dataclass
+class Room:
+    """Transfers over a primary tier of four rows, which are all 1 to begin with."""
+
+    client: SlotClient
+    rows: np.ndarray
+    lookups: TierLookups
+    transfers: Transfers
+
+    def job(self, number: int, request: TierRequest, leases: Sequence[int] | None = None) -> Job:
+        """A store, or a load of which each key is in the lease with that number."""
+        pins = None if leases is None else [Pin(SimpleNamespace(id=lease), 0, 1e9) for lease in leases]  # type: ignore[arg-type]
+        return Job(number, request, KEYS, range(len(KEYS)), pins)
+
+    def finished(self) -> dict[int, frozenset[bytes]]:
+        """Waits for something to be reported."""
+        found: dict[int, frozenset[bytes]] = {}
+
+        def reported() -> bool:
+            found.update({job.number: job.done for job in self.transfers.take_finished()})
+            return bool(found)
+
+        wait_for(reported)
+        return found
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    """Transfers and lookups over a client that is a stand-in."""
+    client, rows, log = SlotClient(), np.full((len(KEYS), ROW), 1, np.int8), LimitedLog()
+    lookups = TierLookups(client, 1.0, log, BackgroundThreads("lookup", log))  # type: ignore[arg-type]
+    threads = [BackgroundThreads(name, log) for name in ("load", "store")]
+    primary = PrimaryTier(rows.ctypes.data, ROW, len(rows))
+    yield Room(client, rows, lookups, Transfers(client, primary, lookups, log, threads))  # type: ignore[arg-type]
+    for part in (*threads, lookups):
+        part.close()
+
+
+@pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
+def test_a_job_that_was_given_up_never_touches_the_rows_again(room: Room, leases: list[int] | None) -> None:
+    """B3.19 A call hangs while the cache is reset: the job is reported as failed, once, and what it gets later goes nowhere."""
+    handed_out = threading.Event()
+    room.client.hand_out = lambda: (handed_out.wait(20), None)[1]
+    request = room.lookups.begin("r", None)
+    room.transfers.submit(room.job(1, request, leases))
+    room.transfers.drain(0.05)
+    assert room.finished() == {1: frozenset()}
+    room.rows[:] = 3
+    handed_out.set()
+    room.lookups.end(request)
+    wait_for(lambda: any(said == "finished r" for said in room.client.told))
+    assert (room.rows == 3).all()
+    assert (room.client.memory == 7).all()
+    assert room.transfers.take_finished() == []
+
+
+def test_a_job_that_takes_too_long_is_reported_without_a_drain(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B5.6 in spirit: a job whose call never comes back frees its rows in bounded time."""
+    handed_out = threading.Event()
+    room.client.hand_out = lambda: (handed_out.wait(20), None)[1]
+    room.transfers.submit(room.job(1, room.lookups.begin("r", None)))
+    monkeypatch.setattr(transfers, "_JOB_SECONDS", 0.0)
+    assert room.finished() == {1: frozenset()}
+    handed_out.set()
+
+
+def test_a_load_is_good_for_the_leases_that_held(room: Room) -> None:
+    """B3.18 What was read under a lease that was lost meanwhile is not used; the rest of the job is."""
+
+    def confirm(lease: int) -> None:
+        if lease == 1:
+            raise LeaseLost("gone")
+
+    room.client.confirm = confirm
+    room.transfers.submit(room.job(1, room.lookups.begin("r", None), [1, 2, 1, 2]))
+    assert room.finished() == {1: {KEYS[1], KEYS[3]}}
+    assert not room.lookups.cooling
+
+
+def test_a_key_without_a_lease_is_not_loaded(room: Room) -> None:
+    """B3.18 A job may name what was never found, or not any more."""
+    job = room.job(1, room.lookups.begin("r", None), [1, 1, 1, 1])
+    room.transfers.submit(dataclasses.replace(job, pins=[None, *list(job.pins or ())[1:]]))
+    assert room.finished() == {1: set(KEYS[1:])}
+    assert (room.rows[0] == 1).all()
+    assert (room.rows[1:] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("status", "done"), [(StoreStatus.PRESENT, 4), (StoreStatus.IN_PROGRESS, 4), (StoreStatus.NO_ROOM, 3)]
+)
+def test_a_store_says_what_is_stored(room: Room, status: StoreStatus, done: int) -> None:
+    """B1.5, B3.5 What is there already is not written again; what found no room makes the job a failed one."""
+    room.client.statuses = bytes([StoreStatus.GRANTED, status, StoreStatus.GRANTED, StoreStatus.GRANTED])
+    room.transfers.submit(room.job(1, room.lookups.begin("r", None)))
+    assert len(room.finished()[1]) == done
+    assert [int(slot[0]) for slot in room.client.memory[:4]] == [1, 7, 1, 1]
+
+
+def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Room) -> None:
+    """B3.12 It is said once, when nothing of the request runs any more."""
+    stored = threading.Event()
+    room.client.hand_out = lambda: (stored.wait(20), None)[1]
+    request = room.lookups.begin("r", None)
+    for number in range(3):
+        room.transfers.submit(room.job(number, request))
+    room.lookups.end(request)
+    said_by_now = threading.Event()
+    room.lookups._returns.submit(said_by_now.set)
+    assert said_by_now.wait(20)
+    assert room.client.told == []
+    stored.set()
+    wait_for(lambda: "finished r" in room.client.told)
+    assert room.client.told == ["stored for r"] * 3 + ["finished r"]
+
+
+def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: Room) -> None:
+    """B1.6, B3.1: before that it is what the shipped rule says: a flagged request is offloaded whole."""
+    lookups, client = room.lookups, room.client
+    for params, at_first, answer in ((None, BLOCK, REQUEST), (FLAG, REQUEST, BLOCK)):
+        first = lookups.begin(f"first {params}", params)
+        assert lookups.policy_of(first) is at_first
+        client.policy = answer
+        assert lookups.answer(first, KEYS[0], 16) is Answer.UNKNOWN
+        lookups.send(first)
+        wait_for(lambda first=first: lookups.answer(first, KEYS[0], 16) is Answer.MISS)  # type: ignore[misc]
+        assert lookups.policy_of(lookups.begin(f"second {params}", params)) is answer
+        assert client.begun[f"first {params}"] == (16, params)
+
+
+def test_policies_have_the_names_that_the_running_vllm_gives_them() -> None:
+    """B3.1 `chunk_level` where it is called that, `block_level` where it still is."""
+    new = Enum("OffloadPolicy", {"CHUNK_LEVEL": "chunk_level", "REQUEST_LEVEL": "request_level"})
+    old = Enum("OffloadPolicy", {"BLOCK_LEVEL": "block_level", "REQUEST_LEVEL": "request_level"})
+    assert compat.block_level_of(new).value == "chunk_level"
+    assert compat.block_level_of(old).value == "block_level"
+
+
+def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room) -> None:
+    """An error of the server, and an answer that does not come, are misses of that request, and the server is left in peace."""
+    answered = threading.Event()
+    request = room.lookups.begin("waits", None)
+    room.client.before = lambda: (answered.wait(20), None)[1]
+    room.lookups._timeout_s = 0.05
+    room.lookups.answer(request, KEYS[0], 16)
+    room.lookups.send(request)
+    wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
+    assert room.lookups.cooling
+    assert room.lookups.answer(room.lookups.begin("other", None), KEYS[0], 16) is Answer.MISS
+    room.client.keys = set(KEYS)
+    answered.set()
+    wait_for(lambda: bool(room.lookups._done))
+    assert room.lookups.answer(request, KEYS[0], 16) is Answer.MISS
+    wait_for(lambda: room.client.released == [1])
+
+    def refuse() -> None:
+        raise NotConnected("gone")
+
+    room.client.before, room.lookups._timeout_s, room.lookups._cool_until = refuse, 20.0, 0.0
+    failed = room.lookups.begin("fails", None)
+    room.lookups.answer(failed, KEYS[0], 16)
+    room.lookups.send(failed)
+    wait_for(lambda: room.lookups.answer(failed, KEYS[0], 16) is Answer.MISS)
+    assert room.lookups.cooling
+
+
+def test_settings_are_checked_at_start() -> None:
+    """An unknown key is a warning with the nearest known one; a wrong value is an error."""
+    warnings: list[str] = []
+    config = TierConfig.parse({"endpoint": "unix:/x", "tennant": "a", "identity": "m"}, warnings.append)
+    assert (config.endpoint, config.identity, config.tenant) == ("unix:/x", "m", "")
+    assert [
+        warning for warning in warnings if "'tennant'" in warning and "did you mean 'tenant'" in warning
+    ] == warnings
+    for wrong in ({"identity": 1}, {"locality": "near"}, {"transport": "tcp"}, {"lookup_timeout_s": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            TierConfig.parse(wrong, warnings.append)
+
+
+def _engine(**fields: Any) -> Any:
+    model = SimpleNamespace(
+        model="m", dtype="float32", revision="a" * 40, quantization=None, hf_overrides={}, hf_config=None
+    )
+    parts = {
+        "model_config": model,
+        "cache_config": SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        "parallel_config": SimpleNamespace(tensor_parallel_size=1),
+        "speculative_config": None,
+        "lora_config": None,
+        "device_config": SimpleNamespace(device_type="cpu"),
+        "attention_config": SimpleNamespace(backend=None),
+        "load_config": SimpleNamespace(load_format="auto"),
+    }
+    return SimpleNamespace(**(parts | fields))
+
+
+def test_namespaces_differ_by_all_that_changes_a_row() -> None:
+    """Rows of engines that differ in what they compute or how they lay it out never meet; equal engines' do."""
+    config, engine = make_config({}), _engine()
+    parallel = dataclasses.replace(config.parallel, tp_size=2, world_size=2)
+    cache = dataclasses.replace(config.cache, blocks_per_chunk=4)
+    changed = dict(vars(engine.model_config))
+    spaces = [
+        build_tier_namespace(config, engine, ROW),
+        build_tier_namespace(config, engine, 2 * ROW),
+        build_tier_namespace(config, engine, ROW, tenant="t"),
+        build_tier_namespace(config, engine, ROW, identity="i"),
+        build_tier_namespace(dataclasses.replace(config, parallel=parallel), engine, ROW),
+        build_tier_namespace(dataclasses.replace(config, cache=cache), engine, ROW),
+        build_tier_namespace(dataclasses.replace(config, canonical_layout=True), engine, ROW),
+        build_tier_namespace(dataclasses.replace(config, kv_cache_layout="LBHNC"), engine, ROW),
+        build_tier_namespace(make_config({}, groups=2), engine, ROW),
+        build_tier_namespace(config, _engine(model_config=SimpleNamespace(**changed | {"quantization": "fp8"})), ROW),
+        build_tier_namespace(config, _engine(model_config=SimpleNamespace(**changed | {"dtype": "float16"})), ROW),
+        build_tier_namespace(config, _engine(model_config=SimpleNamespace(**changed | {"revision": "b" * 40})), ROW),
+    ]
+    assert len({namespace_digest(space) for space in spaces}) == len(spaces)
+    replica = dataclasses.replace(config.parallel, rank=3, data_parallel_index=1, data_parallel_size=2)
+    again = dataclasses.replace(config, engine_id="another", extra_config={"x": 1}, parallel=replica)
+    assert namespace_digest(build_tier_namespace(again, engine, ROW)) == namespace_digest(spaces[0])
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        (None, "identity"),
+        (_engine(lora_config=object()), "LoRA"),
+        (_engine(cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="xxhash")), "xxhash"),
+    ],
+)
+def test_engines_whose_rows_may_be_mistaken_are_refused(engine: Any, why: str) -> None:
+    """Keys that do not tell one set of bytes from another are not used."""
+    with pytest.raises(Unsupported, match=why):
+        build_tier_namespace(make_config({}), engine, ROW)
+
+
+def test_a_disabled_tier_says_why_once_and_misses(caplog: pytest.LogCaptureFixture) -> None:
+    """A set-up that cannot be served ends no engine: all is a miss, and every job is reported."""
+    config = make_config({})
+    with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("vllm"), "propagate", True)
+        tier = KVTierSecondaryTier(SimpleNamespace(config=config), memoryview(np.zeros((4, ROW), np.int8)), "kvtier")
+    assert "disabled" in caplog.text
+    assert "'identity'" in caplog.text
+    context = request_of("r", KEYS)
+    assert tier.on_new_request(context).policy is compat.BLOCK_LEVEL
+    assert tier.lookup(KEYS[0], context) is compat.LookupResult.MISS
+    tier.submit_store(TransferJob(5, KEYS, np.arange(4), False, context))
+    assert [(done.job_id, done.success) for done in tier.get_finished_jobs()] == [(5, False)]
+    tier.on_schedule_end(SimpleNamespace(new_req_ids=["r"], preempted_req_ids=[]))
+    tier.on_request_finished(context)
+    tier.drain_jobs()
+    tier.shutdown()
+
+
+def test_the_engine_is_found_among_the_callers() -> None:
+    """The configuration of the engine that builds the tier is seen, and no other one's."""
+    vllm_config = VllmConfig.__new__(VllmConfig)
+    vllm_config.kv_transfer_config = SimpleNamespace(engine_id="this")  # type: ignore[assignment]
+    assert compat.find_engine_config("this") is vllm_config
+    assert compat.find_engine_config("that") is None
+
+
+def test_a_vllm_that_asks_for_unknown_hooks_is_refused_with_one_clear_message() -> None:
+    """A version whose contract has grown names what is missing, instead of failing where the class is made."""
+    compat.check_hooks(frozenset({"lookup"}), frozenset({"lookup", "touch"}))
+    with pytest.raises(ImportError, match=r"needs vLLM .*this is vLLM .*asks a tier for beam_up, warp"):
+        compat.check_hooks(frozenset({"lookup", "warp", "beam_up"}), frozenset({"lookup"}))

@@ -1,0 +1,277 @@
+"""kvtier below vLLM's own tiering manager and primary tier, with a real server and no engine."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess
+from tiering_world import content_of, keys_of, request_of, world
+from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+FLAG = {"do_remote_decode": True}
+BOUND_SECONDS = 12.0
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that runs."""
+    server = ServerProcess(tmp_path_factory.mktemp("kvtier"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server of the test's own, that runs."""
+    server = ServerProcess(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def _pinned(server: ServerProcess) -> int:
+    status = server.status()
+    return int(status["leases"]) + int(status["stores"])
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_what_one_engine_stored_another_loads_to_the_byte(running: ServerProcess, transport: str) -> None:
+    """B3.15 What nobody stored is a miss; what another engine stored is unknown first, then a hit, and arrives as it was."""
+    keys = keys_of(40, seed=len(transport))
+    with world(running.endpoint, tier={"transport": transport, "tenant": transport}) as first:
+        assert first.tier._client is not None
+        assert first.tier._client.transport == transport
+        early = request_of("early", keys)
+        first.manager.on_new_request(early)
+        assert first.ask(early, keys) == [RETRY] * 40
+        assert first.find(early, keys) == [MISS]
+        first.run("stores", keys)
+    with world(running.endpoint, tier={"transport": transport, "tenant": transport}) as second:
+        late = request_of("late", keys)
+        second.manager.on_new_request(late)
+        assert second.ask(late, keys)[0] is RETRY
+        assert second.find(late, keys) == [HIT] * 40
+        assert second.read(late, keys) == [content_of(key) for key in keys]
+        second.step("late")
+        second.manager.on_request_finished(late)
+        second.until(lambda: _pinned(running) == 0)
+
+
+def test_a_prefix_ends_where_the_store_does(running: ServerProcess) -> None:
+    """Chunks up to the first that nobody stored are hits; the same chunks of another tenant, model or layout are not there."""
+    keys = keys_of(6, seed=1)
+    with world(running.endpoint) as filler:
+        filler.run("stores", keys[:3])
+    with world(running.endpoint) as reader:
+        context = request_of("r", keys)
+        reader.manager.on_new_request(context)
+        assert reader.find(context, keys) == [HIT, HIT, HIT, MISS]
+    for other in ({"tier": {"tenant": "other"}}, {"tier": {"identity": "other"}}, {"kv_cache_layout": "LBHNC"}):
+        with world(running.endpoint, **other) as stranger:
+            context = request_of("r", keys)
+            stranger.manager.on_new_request(context)
+            assert stranger.find(context, keys) == [MISS], other
+
+
+def test_windows_are_found_from_their_end(running: ServerProcess) -> None:
+    """B4.10 vLLM asks for a group of windows from the end: what is missing there hides nothing before it."""
+    whole, windows = keys_of(6, seed=2), keys_of(6, seed=2, group=1)
+    with world(running.endpoint, groups=2) as filler:
+        filler.run("stores", whole)
+        filler.run("stores windows", windows[2:4])
+    with world(running.endpoint, groups=2) as reader:
+        context = request_of("r", whole)
+        for number, key in enumerate(windows):
+            context.set_offload_key_position(key, 16 * (number + 1))
+        reader.manager.on_new_request(context)
+
+        def asked() -> list[LookupResult]:
+            answers = [reader.manager.lookup(key, context) for key in (*whole, *reversed(windows))]
+            reader.step()
+            return answers
+
+        reader.until(lambda: not {RETRY, LookupResult.HIT_PENDING} & set(asked()))
+        assert asked() == [HIT] * 6 + [MISS, MISS, HIT, HIT, MISS, MISS]
+        assert reader.read(context, windows[2:4]) == [content_of(key) for key in windows[2:4]]
+
+
+def test_what_was_found_stays_until_it_is_loaded_or_the_request_ends(running: ServerProcess) -> None:
+    """B4.3 A hit is pinned at the server: until its request runs, or ends before that."""
+    keys = keys_of(4, seed=3)
+    with world(running.endpoint) as filler:
+        filler.run("stores", keys)
+    with world(running.endpoint, tier={"transport": "grpc"}) as reader:
+        for name in ("runs", "aborted"):
+            context = request_of(name, keys)
+            reader.manager.on_new_request(context)
+            assert reader.manager.lookup(keys[0], context) is RETRY
+            reader.step()
+            reader.until(lambda: bool(_pinned(running)))
+            if name == "runs":
+                reader.find(context, keys)
+                reader.step(name)
+                reader.until(lambda: not _pinned(running))
+            reader.manager.on_request_finished(context)
+            reader.until(lambda: not _pinned(running))
+            reader.manager.reset_cache()
+
+
+def test_a_request_that_ends_while_it_is_looked_up_or_loaded_leaves_nothing(running: ServerProcess) -> None:
+    """B4.3 Ended at any moment: each job is reported, nothing stays pinned, and the next request finds all."""
+    keys = keys_of(8, seed=4)
+    with world(running.endpoint) as filler:
+        filler.run("stores", keys)
+    with world(running.endpoint) as reader:
+        for moment in range(4):
+            context = request_of(f"aborted {moment}", keys)
+            reader.manager.on_new_request(context)
+            for _ in range(moment):
+                reader.ask(context, keys)
+                time.sleep(0.03)
+            reader.manager.on_request_finished(context)
+        reader.idle()
+        reader.until(lambda: not _pinned(running))
+        context = request_of("next", keys)
+        reader.manager.on_new_request(context)
+        assert reader.find(context, keys) == [HIT] * 8
+        assert reader.read(context, keys) == [content_of(key) for key in keys]
+
+
+def test_a_reset_keeps_what_the_server_has(running: ServerProcess) -> None:
+    """B3.19 Jobs end, the primary tier is emptied, and what kvtier has is found again, by requests from before as well."""
+    keys = keys_of(8, seed=5)
+    with world(running.endpoint) as engine:
+        context = request_of("r", keys)
+        engine.manager.on_new_request(context)
+        engine.store(context, keys)
+        engine.manager.reset_cache()
+        assert not engine.manager.has_pending_work()
+        assert engine.find(context, keys) == [HIT] * 8
+        assert engine.read(context, keys) == [content_of(key) for key in keys]
+
+
+def test_without_a_server_everything_is_a_miss(tmp_path: Path) -> None:
+    """A server that is not there is a miss at once, and each store is reported; one that comes later is used."""
+    keys = keys_of(4)
+    server = ServerProcess(tmp_path)
+    with world(server.endpoint) as engine:
+        context = request_of("r", keys)
+        engine.manager.on_new_request(context)
+        assert engine.ask(context, keys) == [MISS]
+        engine.run("stores", keys)
+        server.start()
+        try:
+            engine.until(lambda: bool(engine.tier._client and engine.tier._client.connected))
+            engine.manager.reset_cache()
+            engine.run("stores again", keys)
+            engine.manager.reset_cache()
+            context = request_of("late", keys)
+            engine.manager.on_new_request(context)
+            assert engine.find(context, keys) == [HIT] * 4
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -> None:
+    """A server that hangs: lookups become misses, stores, loads and a reset end, all in bounded time; then it goes on."""
+    stored, others = keys_of(8, seed=6), keys_of(8, seed=7)
+    table = {"lookup_timeout_s": 1.0, "transport": transport}
+    with world(server.endpoint, tier=table) as engine:
+        engine.run("stores", stored)
+        engine.manager.reset_cache()
+        pinned = request_of("pinned", stored)
+        engine.manager.on_new_request(pinned)
+        engine.ask(pinned, stored)
+        engine.until(lambda: engine.manager.lookup(stored[0], pinned) is not RETRY)
+        server.signal(signal.SIGSTOP)
+        start = time.monotonic()
+        assert engine.find(pinned, stored)[-1] is MISS
+        hung = request_of("hung", others)
+        engine.manager.on_new_request(hung)
+        assert engine.find(hung, others) == [MISS]
+        assert engine.store(hung, others) == others
+        engine.idle()
+        engine.manager.on_request_finished(hung)
+        engine.manager.reset_cache()
+        assert engine.store(pinned, others) == others
+        engine.manager.reset_cache()
+        assert time.monotonic() - start < 2 * BOUND_SECONDS
+        server.signal(signal.SIGCONT)
+        engine.until(
+            lambda: bool(engine.tier._client and engine.tier._client.connected and not engine.tier._lookups.cooling)
+        )  # type: ignore[union-attr]
+        engine.run("after", others)
+        engine.manager.reset_cache()
+        later = request_of("later", others)
+        engine.manager.on_new_request(later)
+        assert engine.find(later, others) == [HIT] * 8
+        assert engine.read(later, others) == [content_of(key) for key in others]
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerProcess, transport: str) -> None:
+    """B3.18 Loads and stores that a dead server took are reported once, nothing of them is used, and a new server's are."""
+    stored, others = keys_of(8, seed=8), keys_of(8, seed=9)
+    with world(server.endpoint, tier={"transport": transport}) as engine:
+        engine.run("stores", stored)
+        engine.manager.reset_cache()
+        context = request_of("r", stored)
+        engine.manager.on_new_request(context)
+        engine.ask(context, stored)
+        lookups = engine.tier._lookups
+        assert lookups is not None
+        engine.until(lambda: bool(lookups._done))
+        server.signal(signal.SIGSTOP)
+        assert [engine.manager.lookup(key, context) for key in stored] == [LookupResult.HIT_PENDING] * 8
+        engine.store(context, others)
+        engine.step()
+        assert engine.manager.has_pending_work()
+        server.kill()
+        engine.idle()
+        assert engine.find(context, stored) == [MISS]
+        assert engine.read(context, others) == [content_of(key) for key in others]
+        engine.manager.on_request_finished(context)
+        server.start()
+        engine.until(lambda: bool(engine.tier._client and engine.tier._client.connected and not lookups.cooling))
+        later = request_of("later", stored)
+        engine.manager.on_new_request(later)
+        assert engine.find(later, stored) == [HIT] * 8
+        assert engine.read(later, stored) == [content_of(key) for key in stored]
+
+
+def test_policies_by_their_names_here(running: ServerProcess) -> None:
+    """B3.1 What the server calls block_level is this vLLM's chunk_level; a flagged request is offloaded whole (B1.6)."""
+    keys = keys_of(4, seed=10)
+    with world(running.endpoint) as engine:
+        plain, flagged = request_of("plain", keys), request_of("flagged", keys, FLAG)
+        assert engine.manager.on_new_request(plain).policy is OffloadPolicy.CHUNK_LEVEL
+        assert engine.manager.on_new_request(flagged).policy is OffloadPolicy.REQUEST_LEVEL
+
+
+@pytest.mark.parametrize(("params", "offered"), [(None, 0), (FLAG, 4)])
+def test_a_flagged_request_stores_what_the_primary_tier_has_already(
+    running: ServerProcess, params: dict[str, bool] | None, offered: int
+) -> None:
+    """B1.1, B3.6 Chunks that vLLM holds are offered to kvtier again for a request that is wanted whole, and for no other."""
+    keys = keys_of(4, seed=11)
+    with world(running.endpoint) as engine:
+        engine.run("stores", keys)
+        submitted: list[bytes] = []
+        submit = engine.tier.submit_store
+
+        def spy(job: TransferJob) -> None:
+            submitted.extend(job.keys)
+            submit(job)
+
+        engine.tier.submit_store = spy  # type: ignore[method-assign]
+        engine.run("again", keys, params)
+        assert len(submitted) == offered
+        assert not engine.manager.has_pending_work()

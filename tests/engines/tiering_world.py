@@ -1,0 +1,152 @@
+"""vLLM's real tiering manager, with its primary tier and kvtier below, without an engine: tests play the connector's scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvtier.client.engines.vllm_tier import KVTierSecondaryTier
+
+__all__ = ["ROW", "World", "content_of", "keys_of", "make_config", "request_of", "world"]
+
+ROW = 4096
+MODULE = "kvtier.client.engines.vllm_tier"
+PATIENCE_SECONDS = 20.0
+
+
+def make_config(extra: dict[str, Any], *, groups: int = 1, **fields: Any) -> OffloadingConfig:
+    """Returns what vLLM would tell its offloading of an engine with two layers per group."""
+    return OffloadingConfig(
+        groups=tuple(OffloadingGroupConfig(16, (f"layer {2 * g}", f"layer {2 * g + 1}"), g) for g in range(groups)),
+        worker_kv_bytes_per_block=3000,
+        enable_kv_cache_events=False,
+        extra_config=extra,
+        engine_id=uuid.uuid4().hex,
+        model=OffloadingModelConfig("model", "float32"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, is_parallelism_agnostic=False),
+        **fields,
+    )
+
+
+def keys_of(count: int, seed: int = 0, group: int = 0) -> list[Any]:
+    """Returns the keys of a prompt's chunks."""
+    return [make_offload_key(bytes([seed, number]) * 16, group) for number in range(count)]
+
+
+def request_of(request_id: str, keys: Sequence[Any] = (), params: dict[str, Any] | None = None) -> ReqContext:
+    """Returns a request, of whose prompt these are the chunks."""
+    context = ReqContext(request_id, params)
+    for number, key in enumerate(keys):
+        context.set_offload_key_position(key, 16 * (number + 1))
+    return context
+
+
+def content_of(key: bytes) -> bytes:
+    """Returns a row's bytes that tell it from any other."""
+    return (key * ROW)[:ROW]
+
+
+class World:
+    """One engine's tiering, and what a scheduler does with it."""
+
+    def __init__(self, spec: TieringOffloadingSpec) -> None:
+        self.spec = spec
+        self.manager: Any = spec.get_manager()
+        self.tier: KVTierSecondaryTier = self.manager.secondary_tiers[0]
+        self.rows: Any = np.asarray(self.manager.primary_tier.get_kv_memoryview())
+
+    def step(self, *new: str) -> None:
+        """Ends a step in which the requests `new` were scheduled for the first time."""
+        self.manager.on_schedule_end(ScheduleEndContext(new, ()))
+
+    def until(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+        """Steps until a condition holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline
+            self.step()
+            time.sleep(0.002)
+
+    def idle(self) -> None:
+        """Steps until no job runs."""
+        self.until(lambda: not self.manager.has_pending_work())
+
+    def store(self, context: ReqContext, keys: Sequence[Any]) -> list[Any]:
+        """Computes chunks and stores them; returns the keys that the primary tier lacked. Does not wait for kvtier."""
+        prepared = self.manager.prepare_store(keys, context)
+        if prepared is None or not prepared.keys_to_store:
+            return []
+        for key, row in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
+            self.rows[row] = np.frombuffer(content_of(key), np.int8)
+        self.manager.complete_store(prepared.keys_to_store, context)
+        return list(prepared.keys_to_store)
+
+    def run(self, name: str, keys: Sequence[Any], params: dict[str, Any] | None = None) -> None:
+        """Lives a request from its arrival to its end, with everything stored."""
+        context = request_of(name, keys, params)
+        self.manager.on_new_request(context)
+        self.store(context, keys)
+        self.step(name)
+        self.manager.on_request_finished(context)
+        self.idle()
+
+    def ask(self, context: ReqContext, keys: Sequence[Any]) -> list[LookupResult]:
+        """Looks the chunks of a prompt up as vLLM does, up to the first miss, and ends the step."""
+        answers = []
+        for key in keys:
+            answers.append(self.manager.lookup(key, context))
+            if answers[-1] is LookupResult.MISS:
+                break
+        self.step()
+        return answers
+
+    def find(self, context: ReqContext, keys: Sequence[Any]) -> list[LookupResult]:
+        """Asks until nothing is pending; returns the last answers."""
+        answers: list[LookupResult] = []
+
+        def settled() -> bool:
+            answers[:] = self.ask(context, keys)
+            return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(answers)
+
+        self.until(settled)
+        return answers
+
+    def read(self, context: ReqContext, keys: Sequence[Any]) -> list[bytes]:
+        """Returns the bytes of chunks that are in the primary tier."""
+        rows = self.manager.prepare_load(keys, context).chunk_ids
+        found = [self.rows[row].tobytes() for row in rows]
+        self.manager.complete_load(keys, context)
+        return found
+
+
+@contextlib.contextmanager
+def world(
+    endpoint: str, *, rows: int = 64, groups: int = 1, tier: dict[str, Any] | None = None, **fields: Any
+) -> Iterator[World]:
+    """The tiering of an engine over kvtier, made from a configuration as a user would write it."""
+    table = {"type": "KVTierSecondaryTier", "module_path": MODULE, "endpoint": endpoint, "identity": "test"}
+    extra = {
+        "cpu_bytes_to_use": rows * ROW,
+        "secondary_tiers": [table | {"lookup_timeout_s": PATIENCE_SECONDS} | (tier or {})],
+    }
+    made = World(TieringOffloadingSpec(make_config(extra, groups=groups, **fields)))
+    try:
+        yield made
+    finally:
+        made.rows = None
+        made.manager.shutdown()
