@@ -22,7 +22,7 @@ from ...offload import CacheGeometry
 from ...offload import GroupKind as OffloadKind
 from .compat import KVCacheConfig, vllm_version
 from .groups import Unsupported
-from .ranks import Parts, Ranks, parts_of, resolve_ranks
+from .ranks import Parts, parts_of, resolve_ranks
 
 __all__ = ["build_namespace", "model_attributes", "namespace_digest"]
 
