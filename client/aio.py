@@ -94,6 +94,12 @@ class AsyncClient:
         return self._keeper.link is not None
 
     @property
+    def epoch(self) -> int | None:
+        """Which life of which server answers, a random number; None while there is no session."""
+        link = self._keeper.link
+        return link.ref.epoch if link is not None else None
+
+    @property
     def transport(self) -> str | None:
         """How bytes move: "shm" or "grpc"; None while there is no session."""
         link = self._keeper.link

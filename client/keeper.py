@@ -176,6 +176,9 @@ class Keeper:
     def _make_link(
         self, first: session_pb2.OpenResponse, capabilities: session_pb2.CapabilitiesResponse, transport: str
     ) -> Link:
+        if first.session.epoch != capabilities.epoch:
+            # What the one said of its tiers and limits is not true of the other.
+            raise NotConnected("the server was restarted while a session was opened")
         if transport == "grpc":
             return Link(first.session, capabilities, None, "asked for" if self._asked_for("grpc") else "another host")
         try:

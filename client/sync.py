@@ -122,6 +122,12 @@ class Client:
         return link.limits.max_keys if link is not None else None
 
     @property
+    def epoch(self) -> int | None:
+        """Which life of which server answers, a random number; None while there is no session."""
+        link = self._wire.link
+        return link.ref.epoch if link is not None else None
+
+    @property
     def transport(self) -> str | None:
         """How bytes move: "shm" or "grpc"; None while there is no session."""
         link = self._wire.link

@@ -204,7 +204,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
         setting(
             "How the tier votes on a request: tables with `policy` (block_level or request_level), and as conditions "
             "`kv_transfer_params`, `tenant`, `min_prompt_tokens`, `min_priority`; the first that matches decides.",
-            default="request_level where `do_remote_decode` is set",
+            default="request_level where `do_remote_decode` is set, or `offload_policy` says so",
         ),
     ] = None
     options: Annotated[

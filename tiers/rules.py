@@ -118,6 +118,11 @@ DEFAULT_RULES: tuple[Rule, ...] = (
         "do_remote_decode: another engine will decode it",
         kv_transfer_params={"do_remote_decode": True},
     ),
+    Rule(
+        OffloadPolicy.REQUEST_LEVEL,
+        "offload_policy: the request asks for it",
+        kv_transfer_params={"offload_policy": "request_level"},
+    ),
 )
 """What a tier votes by unless it is configured otherwise (B1.6)."""
 

@@ -12,6 +12,7 @@ from .groups import BlockTables, CacheGeometry, CacheGroup, GroupKind
 from .hits import Found, Place, Question, search
 from .options import Mode, OffloadOptions
 from .plans import BlockRead, LoadJob, SaveJob, StepPlan
+from .saves import EndedSave
 
 __all__ = [
     "BlockPool",
@@ -20,6 +21,7 @@ __all__ = [
     "CacheGeometry",
     "CacheGroup",
     "Computed",
+    "EndedSave",
     "EngineRequest",
     "Found",
     "FreeBlock",

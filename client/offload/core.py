@@ -6,8 +6,8 @@ StepPlan; what the server is to do goes out through ``Server``. In the order of 
 
     arrived -> match (until it is known) -> allocated -> [loads_ended] -> plan_saves, take_plan (every step) -> finished
 
-and besides: ``lookup_ended``, ``saves_ended``, ``preempted``, ``reset`` and ``emptied``. Requests that the core does not know are
-computed and not stored: an engine goes on whatever happened to its connector.
+and besides: ``lookup_ended``, ``saves_ended``, ``preempted``, ``server_changed``, ``reset`` and ``emptied``. Requests that the core
+does not know are computed and not stored: an engine goes on whatever happened to its connector.
 """
 
 from __future__ import annotations
@@ -133,21 +133,16 @@ class OffloadCore:
 
     # ---- saves
 
-    def plan_saves(self, computed: Iterable[Computed], now: float) -> None:
-        """Called once per step, after the engine has decided what it computes: offer what is full when the step is over."""
-        self._took_end(self._saves.expire(now), now)
-        if self._reset is not _Reset.NONE:
-            return
-        for request_id, tokens, read_table, drafts in computed:
-            state = self._requests.get(request_id)
-            if state is not None and self._stores_eagerly(state):
-                if not drafts:
-                    self._saves.step_ends(state.progress, tokens)
-                self._add_save(state, self._saves.plan(state.engine, state.progress, tokens, read_table, now))
-        if self._walk is not None and (blocks := self._walk.choose(self._saves.room, now)):
-            job = self._saves.plan_free(blocks)
-            if job is not None:
-                self._plan.saves.append(job)
+    def plan_saves(self, computed: Iterable[Computed], now: float) -> list[EndedSave]:
+        """Called once per step, after the engine has decided what it computes: offer what is full when the step is over.
+
+        Returns the jobs that are lost: nobody has reported them for too long.
+        """
+        lost = self._saves.expire(now)
+        self._took_end(lost, now)
+        if self._reset is _Reset.NONE:
+            self._offer(computed, now)
+        return lost
 
     def take_plan(self, now: float) -> StepPlan:
         """Returns what the step's workers are to move, given to them now; each job is in one plan."""
@@ -155,14 +150,16 @@ class OffloadCore:
         self._saves.sent(plan.saves, now)
         return plan
 
-    def saves_ended(self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]], now: float) -> int:
+    def saves_ended(
+        self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]], now: float
+    ) -> list[EndedSave]:
         """Workers have ended these jobs, so many of them each; ``not_stored``: positions in a job's keys that one did not store.
 
-        A block is stored when all of them stored it (B4.5). Returns how many blocks were not, of the jobs that all have ended now.
+        Returns the jobs that all of them have ended now. A block is stored when all of them stored it (B4.5).
         """
         complete = self._saves.report(ended, not_stored, now)
         self._took_end(complete, now)
-        return sum(len(save.not_stored) for save in complete)
+        return complete
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """These lost their blocks, and will be matched and computed anew (B4.12).
@@ -219,12 +216,33 @@ class OffloadCore:
         """The server has forgotten all that it was asked to: running requests store from their start again (B3.19)."""
         if self._reset is _Reset.EMPTYING:
             self._reset = _Reset.NONE
-            for state in self._requests.values():
-                state.progress.restart()
-            if self._walk is not None:
-                self._walk.restart()
+            self._store_anew()
+
+    def server_changed(self) -> None:
+        """Another server, or another life of it, answers from now on: it may have nothing of what was stored or found before.
+
+        Every request is looked up anew, and running requests store from their start again, so that no hole is left (B4.15). What
+        is in flight counts for nothing that the new server has.
+        """
+        self._saves.doubt()
+        for state in self._requests.values():
+            self._loads.drop(state)
+            state.arriving = []
+        self._store_anew()
 
     # ---- details
+
+    def _offer(self, computed: Iterable[Computed], now: float) -> None:
+        for request_id, tokens, read_table, drafts in computed:
+            state = self._requests.get(request_id)
+            if state is not None and self._stores_eagerly(state):
+                if not drafts:
+                    self._saves.step_ends(state.progress, tokens)
+                self._add_save(state, self._saves.plan(state.engine, state.progress, tokens, read_table, now))
+        if self._walk is not None and (blocks := self._walk.choose(self._saves.room, now)):
+            job = self._saves.plan_free(blocks)
+            if job is not None:
+                self._plan.saves.append(job)
 
     def _may_look_up(self, state: OffloadRequest) -> bool:
         return self._reset is _Reset.NONE and state.engine.may_load
@@ -232,6 +250,12 @@ class OffloadCore:
     def _stores_eagerly(self, state: OffloadRequest) -> bool:
         """Lazy mode is about when ordinary requests are stored: who is to read a whole request's blocks will not wait for that."""
         return state.engine.may_save and (self._walk is None or state.engine.whole)
+
+    def _store_anew(self) -> None:
+        for state in self._requests.values():
+            state.progress.restart()
+        if self._walk is not None:
+            self._walk.restart()
 
     def _restart(self, state: OffloadRequest) -> None:
         self._loads.drop(state)

@@ -13,6 +13,9 @@ __all__ = ["LazyWalk"]
 
 # Two steps' worth: while one step's blocks are taken the next one's are being copied.
 _STEPS_AHEAD = 2
+# The server does not say what it evicts, so what is stored is believed so long, and up to twice as long. Then a block that was used
+# meanwhile is offered again: where the server still has it, that costs a name in a call.
+_BELIEVED_S = 60.0
 
 
 class LazyWalk:
@@ -27,8 +30,10 @@ class LazyWalk:
         self._pool = pool
         self._cursor: FreeBlock | None = None
         # By block: the content that the store is known to have. The engine's own blocks bound it, and a block that was reused
-        # has another key.
+        # has another key. What was learned last, and what before.
         self._stored: dict[int, bytes] = {}
+        self._stored_before: dict[int, bytes] = {}
+        self._age_at = 0.0
         self._backoff = Backoff()
 
     def choose(self, room: int, now: float) -> list[FreeBlock]:
@@ -36,19 +41,22 @@ class LazyWalk:
         if not self._backoff.is_over(now):
             return []
         self._check_cursor()
+        self._age(now)
         chosen: list[FreeBlock] = []
         after = self._cursor.block_id if self._cursor is not None else None
         for visited, block in enumerate(self._pool.free_blocks(after)):
             if visited >= self.target or len(chosen) >= room:
                 break
-            if block.key is None or self._stored.get(block.block_id) == block.key:
+            if block.key is None or self._is_stored(block):
                 self._cursor = block
             else:
                 chosen.append(block)
         return chosen
 
     def ended(self, save: EndedSave, now: float) -> None:
-        """Note what a save came to."""
+        """Note what a save came to; of one from before a restart, nothing is known."""
+        if save.doubtful:
+            return
         job = save.job
         for index, (block_id, key) in enumerate(zip(job.block_ids, job.keys, strict=True)):
             if index not in save.not_stored:
@@ -65,8 +73,17 @@ class LazyWalk:
     def restart(self) -> None:
         """The store was emptied, or is another: it has nothing."""
         self._stored.clear()
+        self._stored_before.clear()
         self._cursor = None
         self._backoff.reset()
+
+    def _is_stored(self, block: FreeBlock) -> bool:
+        return block.key in (self._stored.get(block.block_id), self._stored_before.get(block.block_id))
+
+    def _age(self, now: float) -> None:
+        if now >= self._age_at:
+            self._stored_before, self._stored = self._stored, {}
+            self._age_at = now + _BELIEVED_S
 
     def _check_cursor(self) -> None:
         """A cursor whose block came back into use, or was used meanwhile, says nothing about those before it any more."""

@@ -76,10 +76,14 @@ class SaveProgress:
 
 
 class EndedSave(NamedTuple):
-    """A job that all workers have ended, or of which nothing was heard for too long."""
+    """A job that all workers have ended, or of which nothing was heard for too long.
+
+    ``doubtful``: what it did store may have been stored by a server that is not there any more.
+    """
 
     job: SaveJob
     not_stored: frozenset[int]
+    doubtful: bool = False
 
 
 class _Place(NamedTuple):
@@ -96,6 +100,7 @@ class _Held:
     expires_at: float = math.inf
     reports: int = 0
     not_stored: set[int] = field(default_factory=set)
+    doubtful: bool = False
 
 
 class SavePlanner:
@@ -217,18 +222,23 @@ class SavePlanner:
             lost.append(held)
         return [self._end(held, now) for held in lost]
 
+    def doubt(self) -> None:
+        """The server has changed: whatever will be reported of the jobs in flight, their blocks are to be offered again."""
+        for held in self._jobs.values():
+            held.doubtful = True
+
     def _end(self, held: _Held, now: float) -> EndedSave:
         job = held.job
         del self._jobs[job.job_id]
         for index, block_id in enumerate(job.block_ids):
             for progress, group_index, position in self._in_flight.pop(block_id, []):
-                if index in held.not_stored:
+                if held.doubtful or index in held.not_stored:
                     progress.miss(group_index, position, now)
                 else:
                     progress.stored()
         # Tail first, like an engine itself: the tail of a prefix is to be evicted before its head.
         self._pool.release(job.block_ids[::-1])
-        return EndedSave(job, frozenset(held.not_stored))
+        return EndedSave(job, frozenset(held.not_stored), held.doubtful)
 
     def _offer(
         self,

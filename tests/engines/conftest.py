@@ -64,6 +64,8 @@ def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEng
         lookup_timeout_s: float = PATIENCE_SECONDS,
         bind: str = "0",
         extra: dict[str, Any] | None = None,
+        runner: str = "engine_run.py",
+        seconds: float = ENGINE_SECONDS,
         **llm: Any,
     ) -> dict[str, Any]:
         settings = {"model": str(models / model), "block_size": 32, **llm}
@@ -81,9 +83,9 @@ def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEng
             "HF_HUB_OFFLINE": "1",
         }
         environment.pop("PYTHONHASHSEED", None)
-        command = [sys.executable, HERE / "engine_run.py", path.with_suffix(".job"), path.with_suffix(".json")]
+        command = [sys.executable, HERE / runner, path.with_suffix(".job"), path.with_suffix(".json")]
         with path.with_suffix(".log").open("wb") as log:
-            done = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=ENGINE_SECONDS, check=False)
+            done = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=seconds, check=False)
         log_text = path.with_suffix(".log").read_text(errors="replace")
         if done.returncode:
             pytest.fail(f"engine ended with {done.returncode}:\n{log_text[-4000:]}")

@@ -12,6 +12,7 @@ from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.scheduler import SchedulerSide
+from kvtier.client.engines.vllm.stats import Tally
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
 __all__ = [
@@ -87,7 +88,7 @@ def make_step(tables: dict[str, list[list[int]]], **scheduled: int) -> Any:
 
 @contextlib.contextmanager
 def scheduler_side(
-    client: FakeClient, world_size: int = 1, *, may_load: bool = True
+    client: FakeClient, world_size: int = 1, *, may_load: bool = True, tally: Tally | None = None, events: bool = False
 ) -> Iterator[tuple[SchedulerSide, FakePool]]:
     """The scheduler's half over one group of full attention, in an engine whose own prefix cache is empty."""
     pool = FakePool()
@@ -100,6 +101,8 @@ def scheduler_side(
         may_load=may_load,
         may_save=True,
         log=LimitedLog(),
+        tally=tally,
+        publish_events=events,
     )
     side.bind_pool(pool)
     yield side, pool
@@ -111,6 +114,7 @@ class FakeClient:
 
     def __init__(self, keys: set[bytes] | None = None, before: Callable[[], None] = lambda: None) -> None:
         self.connected = True
+        self.epoch: int | None = 1
         self.max_keys: int | None = None
         self.begun: dict[str, Any] = {}
         self.finished: list[str] = []
@@ -120,14 +124,16 @@ class FakeClient:
         self.released: list[int] = []
         self.policy = OffloadPolicy.BLOCK_LEVEL
         self.resets: list[Any] = []
+        self.options: list[dict[str, Any]] = []
 
     def reset(self, *, wait: float) -> int:
         """Answers with what the test put into `resets`, the last first; then with 0."""
         answer = self.resets.pop() if self.resets else 0
         return answer() if callable(answer) else answer
 
-    def lookup(self, keys: Sequence[bytes], *, request_id: str, wait: float, prefix: bool) -> Any:
+    def lookup(self, keys: Sequence[bytes], *, request_id: str, wait: float, prefix: bool, **options: Any) -> Any:
         self.before()
+        self.options.append(options)
         self.asked.append(len(keys))
         number = len(self.asked)
         return SimpleNamespace(
@@ -148,10 +154,11 @@ class FakeClient:
         kv_transfer_params: Any,
         wait: float,
         prefix: bool,
+        **options: Any,
     ) -> Any:
         assert request_id not in self.begun
         self.begun[request_id] = (prompt_tokens, kv_transfer_params)
-        return self.lookup(keys, request_id=request_id, wait=wait, prefix=prefix)
+        return self.lookup(keys, request_id=request_id, wait=wait, prefix=prefix, **options)
 
     def finish_request(self, request_id: str) -> None:
         self.finished.append(request_id)

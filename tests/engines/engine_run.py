@@ -27,9 +27,11 @@ def main() -> None:
         seed=0,
         **{"max_model_len": 4096, **job["llm"]},
     )
+    events = _subscribe(job["llm"].get("kv_events_config"))
     results: list[dict[str, Any]] = []
     for step in job["steps"]:
         results.append(_step(llm, _continued(dict(step), results)))
+        results[-1]["events"] = _take_events(events)
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 
@@ -62,12 +64,20 @@ def _generate(
     name: str = "",
     max_tokens: int = 8,
     salt: str | None = None,
+    settings: dict[str, Any] | None = None,
     *,
     at_once: bool = False,
 ) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=3, detokenize=False, ignore_eos=True)
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        logprobs=3,
+        detokenize=False,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": {"kvtier": settings}} if settings else None,
+    )
     inputs: list[dict[str, Any]] = [
         {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})} for tokens in prompts
     ]
@@ -84,11 +94,13 @@ def _generate(
         "external_hits": after.get("vllm:external_prefix_cache_hits", 0)
         - before.get("vllm:external_prefix_cache_hits", 0),
         "preemptions": after.get("vllm:num_preemptions", 0) - before.get("vllm:num_preemptions", 0),
-        "rows": [_row(output) for output in outputs],
+        "kvtier": {name: value for name, value in after.items() if name.startswith("vllm:kvtier_")},
+        "rows": [describe(output) for output in outputs],
     }
 
 
-def _row(output: Any) -> dict[str, Any]:
+def describe(output: Any) -> dict[str, Any]:
+    """Returns what a request came to, as JSON has it."""
     completion = output.outputs[0]
     return {
         "tokens": list(completion.token_ids),
@@ -98,9 +110,41 @@ def _row(output: Any) -> dict[str, Any]:
 
 
 def _counters(llm: Any) -> dict[str, float]:
-    from vllm.v1.metrics.reader import Counter
+    """All counters, of one outcome as NAME:OUTCOME, and how often each histogram was fed."""
+    from vllm.v1.metrics.reader import Counter, Histogram
 
-    return {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if isinstance(metric, Counter):
+            outcome = metric.labels.get("outcome")
+            found[f"{metric.name}:{outcome}" if outcome else metric.name] = metric.value
+        elif isinstance(metric, Histogram):
+            found[metric.name] = metric.count
+    return found
+
+
+def _subscribe(config: dict[str, Any] | None) -> Any:
+    if config is None:
+        return None
+    import zmq
+
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.connect(config["endpoint"])
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    return socket
+
+
+def _take_events(socket: Any) -> list[list[Any]]:
+    """What the engine has published by now: kind, medium and block hashes of each event."""
+    from msgspec.msgpack import Decoder
+    from vllm.distributed.kv_events import KVEventBatch
+
+    decoder, events = Decoder(type=KVEventBatch), []
+    while socket is not None and socket.poll(200):
+        for event in decoder.decode(socket.recv_multipart()[-1]).events:
+            hashes = [str(block_hash) for block_hash in getattr(event, "block_hashes", ())]
+            events.append([type(event).__name__, getattr(event, "medium", None), hashes])
+    return events
 
 
 if __name__ == "__main__":

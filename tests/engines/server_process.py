@@ -46,11 +46,20 @@ class ServerProcess:
             os.kill(int((self.folder / "pid").read_text()), number)
 
     def kill(self) -> None:
-        """Kills it without notice."""
+        """Kills it without notice, and waits until it is gone: another one cannot have its socket before."""
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError):
+            process = Path("/proc", (self.folder / "pid").read_text(), "stat")
+            while process.read_text().rpartition(")")[2].split()[0] not in "ZX":
+                time.sleep(0.01)
         (self.folder / "pid").unlink(missing_ok=True)
-        time.sleep(0.2)
+
+    def restart_twice(self) -> None:
+        """Kills it twice, and starts it each time."""
+        for _ in range(2):
+            self.kill()
+            self.start()
 
     def status(self) -> dict[str, Any]:
         """Asks what it holds."""
@@ -61,6 +70,8 @@ class ServerProcess:
 
 
 if __name__ == "__main__":
+    # Whoever runs this may be pinned to a processor that it keeps busy.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
     server = ServerProcess(Path(sys.argv[1]))
     match sys.argv[2]:
         case "start":
@@ -69,5 +80,13 @@ if __name__ == "__main__":
             server.kill()
         case "hang":
             server.signal(signal.SIGSTOP)
+        case "resume":
+            server.signal(signal.SIGCONT)
+        case "restart-twice":  # and whose process id this is sees the third life only
+            os.kill(int(sys.argv[3]), signal.SIGSTOP)
+            try:
+                server.restart_twice()
+            finally:
+                os.kill(int(sys.argv[3]), signal.SIGCONT)
         case "status":
             print(json.dumps(server.status()))

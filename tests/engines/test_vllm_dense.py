@@ -15,6 +15,7 @@ OTHER_HEAD = tokens(23, BLOCK) + BASE[2][BLOCK:]
 CROWD = [*BASE, HALF, UNALIGNED, tokens(31, 300), tokens(32, 40)]
 LONG_ANSWER = 40
 RESET = {"op": "reset"}
+SKIP = {"skip_load": True, "retain_for_s": 5}
 
 QUESTIONS = [
     generate("base", BASE, max_tokens=LONG_ANSWER),
@@ -41,7 +42,14 @@ def truth(run_engine: RunEngine) -> dict[str, Any]:
 def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
     """An engine with an empty store."""
     server.start()
-    results = run_engine([QUESTIONS[0]], endpoint=server.endpoint)
+    events = f"ipc://{server.folder}/events"
+    # The last prompts give what the first ones saved the time to be counted, and published.
+    steps = [QUESTIONS[0], generate("after", [tokens(50, 2 * BLOCK)]), generate("later", [tokens(51, BLOCK)])]
+    results = run_engine(
+        steps,
+        endpoint=server.endpoint,
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events},
+    )
     return results | {"blocks": wait_until_durable(server)}
 
 
@@ -57,7 +65,15 @@ def second(
         prompt + row["tokens"] + tokens(40, 50) for prompt, row in zip(BASE, truth["base"]["rows"], strict=True)
     ]
     results = run_engine(
-        [*QUESTIONS, RESET, generate("next turn", next_turn), RESET, generate("next turn again", next_turn)],
+        [
+            *QUESTIONS,
+            RESET,
+            generate("next turn", next_turn),
+            RESET,
+            generate("next turn again", next_turn),
+            RESET,
+            generate("skipped", [HALF], settings=SKIP),
+        ],
         endpoint=server.endpoint,
     )
     return results | {"next turn prompts": next_turn}
@@ -67,6 +83,47 @@ def test_storing_changes_no_answer(truth: dict[str, Any], first: dict[str, Any])
     """An engine that stores answers as if nothing were stored, and finds nothing."""
     assert_same(truth["base"], first["base"])
     assert first["base"]["external_hits"] == 0
+
+
+def test_what_is_stored_is_counted_and_announced(first: dict[str, Any]) -> None:
+    """B4.5, B4.14 Every block that fills is saved, say vLLM's own metrics; and its KV events name it, on GPU and CPU alike."""
+    blocks = sum((len(prompt) + LONG_ANSWER - 1) // BLOCK for prompt in BASE)
+    counted = {name.removeprefix("vllm:kvtier_"): value for name, value in first["later"]["kvtier"].items()}
+    assert counted["save_blocks:stored"] >= blocks
+    assert counted["save_blocks:not_stored"] == counted["load_blocks:loaded"] == counted["load_bytes"] == 0
+    assert counted["save_bytes"] % counted["save_blocks:stored"] == 0
+    assert counted["save_seconds"] >= len(BASE)
+    assert (counted["lookups:miss"], counted["lookups:hit"]) == (len(BASE) + 1, 0), "the last prompt is one block"
+    assert counted["lookup_seconds"] == len(BASE) + 1
+    events = [event for name in ("base", "after", "later") for event in first[name]["events"]]
+    stored = {
+        medium: {
+            block_hash
+            for kind, where, hashes in events
+            if (kind, where) == ("BlockStored", medium)
+            for block_hash in hashes
+        }
+        for medium in ("GPU", "CPU")
+    }
+    assert len(stored["CPU"]) >= blocks
+    assert stored["CPU"] <= stored["GPU"]
+
+
+def test_what_is_loaded_is_counted(second: dict[str, Any]) -> None:
+    """What became of each lookup, and of each load, is in vLLM's own metrics."""
+    counted = {name.removeprefix("vllm:kvtier_"): value for name, value in second["base"]["kvtier"].items()}
+    assert (counted["lookups:hit"], counted["lookups:partial"]) == (len(BASE), 0)
+    assert counted["load_blocks:loaded"] == hit_limit(BASE) // BLOCK
+    assert counted["load_blocks:failed"] == 0
+    assert counted["load_bytes"] % counted["load_blocks:loaded"] == 0
+    assert counted["load_seconds"] == len(BASE)
+    assert "KV Transfer metrics" not in second["log"] or "load_blocks_loaded" in second["log"]
+
+
+def test_a_request_may_be_computed_regardless(truth: dict[str, Any], second: dict[str, Any]) -> None:
+    """What a request asks for in its kv_transfer_params reaches the connector."""
+    assert_same(truth["half"], second["skipped"])
+    assert second["skipped"]["external_hits"] == 0
 
 
 def test_another_engine_finds_all_after_a_sigkill_of_the_server(truth: dict[str, Any], second: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from kvtier.client.engines.vllm.ranks import Parts
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
-LIFECYCLE = {"__init__", "requires_kv_delivery", "build_kv_connector_stats"}
+LIFECYCLE = {"requires_kv_delivery", "build_kv_connector_stats", "build_prom_metrics", "log"}
 STEP = StepMetadata(
     loads=[LoadJob("r", [BlockRead(1, [0], [0], [2])])],
     saves=[SaveJob(7, "r", [b"k0", b"k1"], [0, 0], [4, 5])],
@@ -76,6 +76,8 @@ def _blocks() -> Any:
 WORKER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
     "register_kv_caches": (({},), None, "register_kv_caches"),
     "get_handshake_metadata": ((), None, "get_handshake_metadata"),
+    "unregister_kv_caches": ((), None, "unregister_kv_caches"),
+    "restore_kv_caches": ((), None, "restore_kv_caches"),
     "handle_preemptions": ((STEP,), None, None),
     "start_load_kv": ((None,), None, "_start_loads"),
     "wait_for_layer_load": (("layer",), None, None),
@@ -99,6 +101,7 @@ SCHEDULER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
     "build_connector_meta": ((SimpleNamespace(),), StepMetadata(), "_build_step"),
     "update_connector_output": ((SimpleNamespace(),), None, "_take_loads"),
     "get_kv_connector_stats": ((), None, "get_kv_connector_stats"),
+    "take_events": ((), (), "take_events"),
     "request_finished": ((make_request(1), [1]), (False, None), "request_finished_all_groups"),
     "request_finished_all_groups": ((make_request(1), ([1],)), (False, None), "request_finished_all_groups"),
     "has_pending_push_work": ((), False, "has_pending_push_work"),
@@ -119,6 +122,7 @@ def test_a_hook_that_fails_answers_with_its_fallback(monkeypatch: pytest.MonkeyP
         made._reports = Broken()
     if "handshake" in hook:
         made._geometry = made._kv_cache_config = Broken()
+    made._tally = Broken()
     made.bind_connector_metadata(STEP)
     assert getattr(made, hook)(*arguments) == fallback
     assert warning is None or warning in made.log.kinds
@@ -126,9 +130,11 @@ def test_a_hook_that_fails_answers_with_its_fallback(monkeypatch: pytest.MonkeyP
 
 def test_every_hook_is_in_these_tests() -> None:
     """A hook that is added is tested too."""
+    ours = [base for base in KVTierConnector.__mro__ if base.__module__.startswith("kvtier.")]
     hooks = {
         name
-        for name, value in vars(KVTierConnector).items()
+        for base in ours
+        for name, value in vars(base).items()
         if not name.startswith("_") and (callable(value) or isinstance(value, (property, classmethod)))
     }
     assert hooks - LIFECYCLE == WORKER_HOOKS.keys() | SCHEDULER_HOOKS.keys()

@@ -57,6 +57,9 @@ def prepare(rig: Rig, names: list[bytes], request_id: str = "r") -> Any:
         ({"do_remote_prefill": True}, BLOCK),
         ({"do_remote_decode": True}, REQUEST),
         ({"do_remote_decode": 1, "remote_host": "p"}, REQUEST),
+        ({"offload_policy": "request_level"}, REQUEST),
+        ({"offload_policy": "block_level"}, BLOCK),
+        ({"offload_policy": True}, BLOCK),
     ],
 )
 def test_do_remote_decode_is_one_cause_of_request_level(params: dict[str, object], policy: OffloadPolicy) -> None:

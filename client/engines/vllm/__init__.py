@@ -1,15 +1,19 @@
-"""vLLM's connector to kvtier (vLLM 0.32 and newer).
+"""vLLM's connector to kvtier (vLLM 0.32 and 0.33; a newer one is tried, with a warning).
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "kvtier.client.engines.vllm", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": "unix:/run/kvtier/kvtier.sock"}}'
 
-Where things are: ``connector`` maps vLLM's hooks; ``scheduler`` translates them for ``client/offload``, which decides (``requests``
-is what it sees of vLLM, ``remote`` how it reaches the server, with ``lookup`` and ``resets``); ``worker`` copies (with ``layout``,
-``copies``, ``reports``); ``groups`` and ``namespace`` say what an engine's blocks are; ``metadata`` travels between the two.
+Where things are: ``connector`` is what vLLM makes, ``scheduler_hooks`` and ``worker_hooks`` are what it calls there
+(``containment``: none of it raises); ``scheduler`` translates for ``client/offload``, which decides (``requests`` is what it sees
+of vLLM, ``remote`` how it reaches the server, with ``lookup``, ``calls`` and ``resets``); ``worker`` copies (with ``layout``,
+``copies``, ``reports``, ``sleep``); ``groups`` and ``namespace`` say what an engine's blocks are; ``metadata`` travels between the
+two. ``stats`` and ``metrics`` are what vLLM publishes of it, ``events`` what it tells of single blocks. ``compat`` and ``versions``
+know which vLLM this is.
 
-Settings are in ``config``. By default a block is stored as soon as it is full; with ``lazy_offload`` when the engine is about to
-evict it: fewer copies, but what an engine still holds is lost with it, and no other engine finds it.
+An engine's settings are in ``config``, a request's in ``settings``. By default a block is stored as soon as it is full; with
+``lazy_offload`` when the engine is about to evict it: fewer copies, but what an engine still holds is lost with it, and no other
+engine finds it.
 
 Limits, of which vLLM gives a connector no way around:
 

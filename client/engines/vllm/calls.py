@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from ... import Client, InvalidRequest, KVTierError, Lease
 from .announcements import Announcement, plain_params
@@ -95,12 +96,20 @@ class RequestCalls:
 
     # ---- background threads from here on
 
-    def ask(self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool) -> Lease:
-        """A request's first call announces it, so that the tiers vote on it; the others only look up. Raises KVTierError."""
+    def ask(
+        self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
+    ) -> Lease:
+        """A request's first call announces it, so that the tiers vote on it; the others only look up. Raises KVTierError.
+
+        ``min_hits``: with ``prefix``, fewer leading hits are misses.
+        """
+        options: dict[str, Any] = request.lookup_options()
+        if min_hits > 1:
+            options["min_hits"] = min_hits
         with self._lock:
             first, request.begun = not request.begun, True
         if not first:
-            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix)
+            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix, **options)
         try:
             lease = self._client.begin_request(
                 request.request_id,
@@ -109,6 +118,8 @@ class RequestCalls:
                 kv_transfer_params=plain_params(request.kv_transfer_params),
                 wait=wait,
                 prefix=prefix,
+                **options,
+                **request.begin_options(),
             )
         except KVTierError:
             request.begun = False

@@ -1,20 +1,32 @@
 """The one place that knows which vLLM this is: everything this adapter takes from it is imported here.
 
-Written against 0.32 and 0.33. What differs between them needs no branch here:
+Written against 0.32 and 0.33 (``tests/engines/connector_api.json``). What differs between them needs no branch here:
 
-- 0.33 renamed the third item of ``yield_req_data`` and added sleep-mode hooks; neither is used (block tables are read from
-  ``scheduler_output.kv_connector_block_state``, which both have).
+- 0.33 renamed the third item of ``yield_req_data``, which is not used: block tables are read from
+  ``scheduler_output.kv_connector_block_state``, which both have.
+- 0.33 tells connectors of sleep and wake (``unregister_kv_caches``, ``restore_kv_caches``); 0.32 calls neither.
 - 0.33 asserts less about the null block in ``BlockPool.touch``; this adapter never touches it in either.
+
+An older release, and one that lacks what is imported here, is refused with one ImportError; a newer one is one warning.
 """
 
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
+
+from .versions import is_known, refuse_text, unknown_text
 
 try:
     from vllm import __version__ as vllm_version
 except ImportError as error:  # pragma: no cover - only without vLLM
     raise ImportError("kvtier.client.engines.vllm runs inside vLLM, which is not installed here") from error
 
+if _too_old := refuse_text(vllm_version):
+    raise ImportError(_too_old)
+
 try:
+    from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,
@@ -24,11 +36,12 @@ try:
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.logger import init_logger
     from vllm.v1.core.kv_cache_utils import (
         get_block_hash,
         get_group_id,
+        maybe_convert_block_hash,
         resolve_block_hashes,
         resolve_dcp_kv_block_size,
         resolve_kv_cache_block_sizes,
@@ -45,17 +58,25 @@ try:
     )
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError as error:
-    raise ImportError(f"kvtier's connector needs vLLM 0.32 or newer; this is vLLM {vllm_version} ({error})") from error
+    raise ImportError(refuse_text(vllm_version, str(error))) from error
 
 del _KVConnectorBlockState  # imported only to refuse a vLLM that does not offer block tables to its connector
 
+if not is_known(vllm_version):
+    init_logger("vllm." + __name__).warning(unknown_text(vllm_version))
+
 __all__ = [
+    "MEDIUM_CPU",
+    "AllBlocksCleared",
+    "BlockStored",
     "CacheHitSource",
     "FullAttentionSpec",
     "KVCacheConfig",
+    "KVCacheEvent",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorTransferResults",
@@ -69,6 +90,7 @@ __all__ = [
     "get_group_id",
     "group_kernel_blocks",
     "init_logger",
+    "maybe_convert_block_hash",
     "resolve_block_hashes",
     "resolve_dcp_kv_block_size",
     "resolve_kv_cache_block_sizes",

@@ -68,9 +68,9 @@ def build_layouts(
 def _layer_pages(
     name: str, cache: torch.Tensor | Sequence[torch.Tensor] | None, num_blocks: int, page_bytes: int
 ) -> list[_LayerPages]:
-    several = cache if isinstance(cache, (list, tuple)) else (cache,)
-    tensors = [tensor for tensor in several if isinstance(tensor, torch.Tensor)]
-    if not tensors:
+    listed = cache if isinstance(cache, (list, tuple)) else [cache]
+    tensors = [tensor for tensor in listed if isinstance(tensor, torch.Tensor)]
+    if not tensors or len(tensors) < len(listed):
         raise Unsupported(f"layer {name} has no KV tensor")
     pages = [_pages(name, tensor, num_blocks) for tensor in tensors]
     found = sum(page.page_bytes for page in pages)

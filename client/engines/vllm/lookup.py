@@ -18,6 +18,8 @@ from ...offload import CacheGeometry, Found, LookupId, Place, Question, search
 from .announcements import Announcement
 from .background import BackgroundThreads, LimitedLog
 from .calls import RequestCalls
+from .outcomes import LookupCounts
+from .stats import Tally
 
 __all__ = ["Lookup", "LookupService", "LookupState"]
 
@@ -54,8 +56,11 @@ class Lookup:
 class LookupService(RequestCalls):
     """Runs lookups and gives their leases back. ``start`` and ``drop`` are called on the scheduler's thread and never block."""
 
-    def __init__(self, client: Client, geometry: CacheGeometry, timeout_s: float, log: LimitedLog) -> None:
+    def __init__(
+        self, client: Client, geometry: CacheGeometry, timeout_s: float, log: LimitedLog, tally: Tally | None = None
+    ) -> None:
         super().__init__(client, log)
+        self._counts = LookupCounts(geometry, tally or Tally())
         self._geometry = geometry
         self._timeout_s = timeout_s
         self._done_lookups: deque[Lookup] = deque()
@@ -74,6 +79,10 @@ class LookupService(RequestCalls):
         ``hashes[group][i]`` is that of the i-th one after ``start``. Returns None when the server is not there: a miss at once.
         """
         if not self.reachable():
+            # A request that waits for room in the engine is looked up at every step.
+            if not request.unasked:
+                self._counts.not_begun()
+            request.unasked = True
             return None
         lookup = Lookup(number, request, start, limit, hashes, time.monotonic() + self._timeout_s, Found(start))
         self.hold(request)
@@ -86,17 +95,14 @@ class LookupService(RequestCalls):
 
     def drop(self, lookup: Lookup) -> None:
         """Nobody will load what this lookup found: give its leases back, now or when it ends."""
-        with self._lock:
-            was_done = lookup.state is LookupState.DONE
-            lookup.state = LookupState.DROPPED
-        if was_done:
-            self._release(lookup)
+        self._drop(lookup)
 
     def timed_out(self, lookup: Lookup) -> None:
         """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
+        if not self._drop(lookup):
+            self._counts.timed_out(self._timeout_s)
         self.cool_down()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
-        self.drop(lookup)
 
     def close(self) -> None:
         """End the threads; called at shutdown."""
@@ -107,10 +113,19 @@ class LookupService(RequestCalls):
         leases, lookup.leases = lookup.leases, []
         self.release(leases)
 
+    def _drop(self, lookup: Lookup) -> bool:
+        """Whether it was done already."""
+        with self._lock:
+            was_done = lookup.state is LookupState.DONE
+            lookup.state = LookupState.DROPPED
+        if was_done:
+            self._release(lookup)
+        return was_done
+
     # ---- background threads from here on
 
     def _run(self, lookup: Lookup) -> None:
-        hit = lookup.start
+        hit = None
         try:
             if lookup.state is LookupState.PENDING and not self.cooling and time.monotonic() < lookup.deadline:
                 hit = self._search(lookup)
@@ -121,15 +136,18 @@ class LookupService(RequestCalls):
             # Whatever happened: a lookup that is never done would make its request wait for its whole budget.
             self._done(lookup, hit)
 
-    def _done(self, lookup: Lookup, hit: int) -> None:
+    def _done(self, lookup: Lookup, hit: int | None) -> None:
+        """The lookup has ended with a hit up to ``hit`` tokens; None: nobody knows."""
         with self._lock:
             dropped = lookup.state is LookupState.DROPPED
-            lookup.found.hit_tokens, lookup.done_at = hit, time.monotonic()
+            lookup.found.hit_tokens, lookup.done_at = hit or lookup.start, time.monotonic()
             if not dropped:
                 lookup.state = LookupState.DONE
-        if dropped or hit <= lookup.start:
+        if dropped or lookup.found.hit_tokens <= lookup.start:
             self._release(lookup)
         if not dropped:
+            seconds = lookup.done_at - lookup.deadline + self._timeout_s
+            self._counts.answered(lookup.start, lookup.limit, hit, seconds)
             self._done_lookups.append(lookup)
         self.let_go(lookup.request)
 
@@ -141,7 +159,8 @@ class LookupService(RequestCalls):
             while True:
                 question = questions.send(self._ask(lookup, question))
         except StopIteration as end:
-            return int(end.value)
+            hit = int(end.value)
+        return hit if hit - lookup.start >= lookup.request.settings.min_hit_tokens else lookup.start
 
     def _ask(self, lookup: Lookup, question: Question) -> set[Place]:
         """Looks up in calls of at most the server's number of keys; returns what hit."""
@@ -149,20 +168,22 @@ class LookupService(RequestCalls):
         found: set[Place] = set()
         for first in range(0, len(question.places), most):
             chunk = question.places[first : first + most]
-            hits = self._ask_once(lookup, chunk, prefix=question.prefix)
+            hits = self._ask_once(lookup, chunk, prefix=question.prefix, first=first == 0)
             found.update(hits)
             if question.prefix and len(hits) < len(chunk):
                 break
         return found
 
-    def _ask_once(self, lookup: Lookup, places: Sequence[Place], *, prefix: bool) -> list[Place]:
+    def _ask_once(self, lookup: Lookup, places: Sequence[Place], *, prefix: bool, first: bool) -> list[Place]:
         keys = [
             make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
             for g, position in places
         ]
         # Less than the budget: what is ready by then comes back in time to be used.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
-        lease = self.ask(lookup.request, keys, wait, prefix=prefix)
+        # So that nothing is brought up from a lower tier for a hit that is too short.
+        least = -(-lookup.request.settings.min_hit_tokens // places[0].group.block_tokens) if prefix and first else 0
+        lease = self.ask(lookup.request, keys, wait, prefix=prefix, min_hits=min(least, len(places)))
         lookup.leases.append(lease)
         statuses, sources = lease.statuses, lease.sources
         hits = []

@@ -11,6 +11,7 @@ from .background import LimitedLog
 from .lookup import Lookup, LookupService
 from .requests import VllmRequest
 from .resets import CacheReset
+from .stats import Tally
 
 __all__ = ["Remote"]
 
@@ -18,12 +19,15 @@ __all__ = ["Remote"]
 class Remote:
     """The core's ``Server``. Every method is called on the scheduler's thread, and none blocks."""
 
-    def __init__(self, client: Client, geometry: CacheGeometry, lookup_timeout_s: float, log: LimitedLog) -> None:
+    def __init__(
+        self, client: Client, geometry: CacheGeometry, lookup_timeout_s: float, log: LimitedLog, tally: Tally
+    ) -> None:
         self._client = client
         self._geometry = geometry
-        self._service = LookupService(client, geometry, lookup_timeout_s, log)
+        self._service = LookupService(client, geometry, lookup_timeout_s, log, tally)
         self.resets = CacheReset(client, log)
         self._lookups: dict[LookupId, Lookup] = {}
+        self._epoch: int | None = None
 
     def announce(self, request: Announcement) -> None:
         """Have the tiers vote on a request that is not looked up."""
@@ -33,6 +37,14 @@ class Remote:
         """What the server has answered since the last call, with the time at which it did."""
         for lookup in self._service.take_done():
             yield lookup.number, lookup.found, lookup.done_at
+
+    def has_changed(self) -> bool:
+        """Whether another server, or another life of it, is there than was at the last call (or there was none)."""
+        epoch = self._client.epoch
+        if epoch in (None, self._epoch):
+            return False
+        self._epoch = epoch
+        return True
 
     def close(self) -> None:
         """End the threads and the session."""

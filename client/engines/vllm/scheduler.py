@@ -14,14 +14,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ... import Client
-from ...offload import CacheGeometry, Computed, Mode, OffloadCore, OffloadOptions
+from ...offload import CacheGeometry, Computed, EndedSave, LoadJob, Mode, OffloadCore, OffloadOptions
 from .announcements import Announcement, server_name
 from .background import LimitedLog
-from .compat import CacheHitSource
+from .compat import CacheHitSource, KVCacheEvent
 from .config import ConnectorConfig
+from .events import KVEvents
 from .metadata import SAVE_LOST_AFTER_S, StepMetadata, WorkerReport
 from .remote import Remote
 from .requests import VllmBlockPool, VllmRequest
+from .settings import RequestSettings
+from .stats import Tally
 
 __all__ = ["SchedulerSide"]
 
@@ -29,7 +32,10 @@ _SOURCES = {"cpu": CacheHitSource.HOST, "lmdb": CacheHitSource.DISK, "disk": Cac
 
 
 class SchedulerSide:
-    """Behind KVTierConnector in the scheduler's process. ``batched_tokens``: the most that a step computes."""
+    """Behind KVTierConnector in the scheduler's process.
+
+    ``batched_tokens``: the most that a step computes. ``publish_events``: whether vLLM publishes KV events.
+    """
 
     def __init__(
         self,
@@ -42,7 +48,9 @@ class SchedulerSide:
         may_load: bool,
         may_save: bool,
         log: LimitedLog,
+        tally: Tally | None = None,
         batched_tokens: int = 0,
+        publish_events: bool = False,
     ) -> None:
         self._geometry = geometry
         self._digest = namespace_digest
@@ -50,7 +58,9 @@ class SchedulerSide:
         self._may_load = may_load
         self._may_save = may_save
         self._pool = VllmBlockPool(geometry)
-        self._remote = Remote(client, geometry, config.lookup_timeout_s, log)
+        self._tally = tally or Tally()
+        self._events = KVEvents(geometry.groups, enabled=publish_events)
+        self._remote = Remote(client, geometry, config.lookup_timeout_s, log, self._tally)
         options = OffloadOptions(
             mode=Mode.LAZY if config.lazy_offload else Mode.EAGER,
             lookup_timeout_s=config.lookup_timeout_s,
@@ -60,7 +70,9 @@ class SchedulerSide:
         )
         self._core = OffloadCore(geometry, world_size, options, self._pool, self._remote)
         self._requests: dict[str, VllmRequest] = {}
-        self._not_stored_blocks = 0
+        # Loads that workers are at, each with its blocks; and whether what is saved is about to be forgotten.
+        self._loading: dict[str, int] = {}
+        self._forgetting = False
 
     def bind_pool(self, block_pool: Any) -> None:
         """Take note of the engine's block pool, once."""
@@ -104,11 +116,12 @@ class SchedulerSide:
         try:
             self._core.preempted(scheduler_output.preempted_req_ids or ())
             if self._may_save:
-                self._core.plan_saves(self._computed(scheduler_output), time.monotonic())
+                self._count_saves(self._core.plan_saves(self._computed(scheduler_output), time.monotonic()))
         except Exception as error:  # noqa: BLE001 - as the comment says
             # The step's loads must reach the workers all the same: requests wait for them.
             self._log.warn("plan", f"planning saves failed: {error!r}", exc_info=True)
         plan = self._core.take_plan(time.monotonic())
+        self._loading.update((job.request_id, _blocks_of(job)) for job in plan.loads)
         return StepMetadata(
             loads=plan.loads,
             saves=plan.saves,
@@ -119,15 +132,16 @@ class SchedulerSide:
 
     def loads_reported(self, finished_loads: Iterable[str], failed_loads: Iterable[str]) -> None:
         """Loads that all workers have ended since the last step."""
+        finished_loads, failed_loads = set(finished_loads), set(failed_loads)
+        for request_id in finished_loads:
+            outcome = "failed" if request_id in failed_loads else "loaded"
+            self._tally.count(f"load_blocks:{outcome}", self._loading.pop(request_id, 0))
         self._core.loads_ended(finished_loads, failed_loads)
 
     def saves_reported(self, report: object) -> None:
         """Saves that workers have ended since the last step."""
         if isinstance(report, WorkerReport):
-            missed = self._core.saves_ended(report.ended_saves, report.not_stored, time.monotonic())
-            self._not_stored_blocks += missed
-            if missed:
-                self._log.warn("missed", f"{missed} blocks were not stored; requests that still run offer them again")
+            self._count_saves(self._core.saves_ended(report.ended_saves, report.not_stored, time.monotonic()))
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """The request has ended: offer the blocks that its last step filled (B4.14), give everything else back."""
@@ -135,10 +149,9 @@ class SchedulerSide:
         confirmed = request.num_computed_tokens - request.num_output_placeholders
         self._core.finished(request.request_id, block_ids, confirmed, time.monotonic())
 
-    def take_not_stored(self) -> int:
-        """Returns how many blocks were offered and not stored since the last call."""
-        count, self._not_stored_blocks = self._not_stored_blocks, 0
-        return count
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Returns the KV events since the last call."""
+        return self._events.take()
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping for jobs to be sent or reported (B4.8)."""
@@ -153,6 +166,8 @@ class SchedulerSide:
 
         The server is not waited for: until it has done so every request is a miss, and nothing is saved.
         """
+        self._forgetting = True
+        self._events.cleared()
         return self._core.reset()
 
     def close(self) -> None:
@@ -162,20 +177,43 @@ class SchedulerSide:
     # ---- details
 
     def _hear(self) -> None:
-        """Tell the core what the server has answered."""
+        """Tell the core what the server has answered, and whether it still is the one that was asked."""
+        if self._remote.has_changed():
+            self._core.server_changed()
         for lookup, found, at in self._remote.answers():
             self._core.lookup_ended(lookup, found, at)
         if self._remote.resets.take_done():
             self._core.emptied()
+            self._forgetting = False
+
+    def _count_saves(self, ended: Iterable[EndedSave]) -> None:
+        """Save jobs have ended; those from before a reset count, but nothing of them is there."""
+        missed = 0
+        for save in ended:
+            missed += len(save.not_stored)
+            self._tally.count("save_blocks:stored", len(save.job.keys) - len(save.not_stored))
+            if not self._forgetting and not save.doubtful:
+                self._events.stored(save)
+        self._tally.count("save_blocks:not_stored", missed)
+        if missed:
+            self._log.warn("missed", f"{missed} blocks were not stored; requests that still run offer them again")
 
     def _view(self, request: Any) -> VllmRequest:
         served = self._serves(request)
+        settings = RequestSettings.parse(request.kv_transfer_params, functools.partial(self._log.warn, "settings"))
         view = self._requests[request.request_id] = VllmRequest(
             request,
-            Announcement(server_name(request.request_id), request.num_prompt_tokens, request.kv_transfer_params),
+            Announcement(
+                server_name(request.request_id),
+                request.num_prompt_tokens,
+                settings.passed_on(request.kv_transfer_params),
+                settings,
+                # Of vLLM's numbers the lowest is the most urgent.
+                priority=-getattr(request, "priority", 0),
+            ),
             self._geometry,
-            may_load=self._may_load and served and not request.skip_reading_prefix_cache,
-            may_save=self._may_save and served,
+            may_load=self._may_load and served and not request.skip_reading_prefix_cache and not settings.skip_load,
+            may_save=self._may_save and served and not settings.skip_save,
         )
         return view
 
@@ -196,3 +234,7 @@ class SchedulerSide:
             if view is not None and not view.announcement.voting:
                 tokens = view.request.num_computed_tokens + new_tokens
                 yield Computed(request_id, tokens, functools.partial(tables.get_block_ids, request_id))
+
+
+def _blocks_of(job: LoadJob) -> int:
+    return sum(len(read.block_ids) for read in job.reads)

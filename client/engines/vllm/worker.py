@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ....cuda.pinning import CudaRegistrar, PinError, Pinning
-from ... import Client, KVTierError, StoreStatus
+from ... import Client, InvalidRequest, KVTierError, StoreStatus
 from ...keeper import Pin
 from ...offload import BlockRead, CacheGroup, LoadJob, SaveJob
 from .background import BackgroundThreads, LimitedLog, leave_compute_cores
@@ -26,12 +26,15 @@ from .copies import BlockCopier, make_copier
 from .layout import build_layouts
 from .metadata import SAVE_WITHIN_S, StepMetadata
 from .reports import WorkerReports
+from .sleep import Asleep, SleepGate
+from .stats import Tally
 
 __all__ = ["WorkerSide"]
 
 _BATCH_BYTES = 128 << 20
 _COOL_DOWN_S = 2.0
 _CONNECT_WITHIN_S = 2.0
+_END_OF_COPIES_S = 60.0
 _HAS = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
 
 
@@ -46,6 +49,7 @@ class WorkerSide:
         num_blocks: int,
         reports: WorkerReports,
         log: LimitedLog,
+        tally: Tally | None = None,
         *,
         stores: bool = True,
     ) -> None:
@@ -60,12 +64,21 @@ class WorkerSide:
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
         self._save_after = 0.0
         self._reports = reports
+        self._tally = tally or Tally()
+        self._gate = SleepGate()
         self._serving = False
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The KV tensors exist: lay views over them and connect. Raises Unsupported for layouts that cannot be served."""
+        """The KV tensors exist: lay views over them and connect. Raises Unsupported for layouts that cannot be served.
+
+        Called again with other tensors, it lets go of the ones before.
+        """
         layouts = build_layouts(list(self._groups.values()), kv_caches, self._num_blocks)
+        self.suspend()
         self._copier = make_copier(layouts)
+        self.resume()
+        if self._client is not None:
+            return
         device = self._copier.device
         self._client = self._connect(self._pin_for(device))
         on_start = leave_compute_cores if device.type == "cpu" else None
@@ -73,6 +86,17 @@ class WorkerSide:
             BackgroundThreads("load", self._log, on_start=on_start),
             BackgroundThreads("save", self._log, on_start=on_start),
         )
+
+    def suspend(self) -> None:
+        """The KV tensors are about to lose their memory: end the copies that run, and refuse what comes until ``resume``."""
+        if not self._gate.close(_END_OF_COPIES_S):
+            self._log.warn(
+                "sleep", f"a copy still runs after {_END_OF_COPIES_S:g} s; the engine goes to sleep regardless"
+            )
+
+    def resume(self) -> None:
+        """The KV tensors have memory again, at the same addresses: the views over them hold."""
+        self._gate.open()
 
     def await_server(self) -> None:
         """Have the jobs that come wait for the connection, briefly: it is being made only now, and the first load is under way."""
@@ -94,7 +118,7 @@ class WorkerSide:
         after = self._copier.mark()
         for job in step.loads:
             if job.reads:
-                self._queue(0, functools.partial(self._load, job, after))
+                self._queue(0, functools.partial(self._load, job, after, time.monotonic()))
             else:
                 self._reports.load_ended(job.request_id, failed=True)
 
@@ -111,9 +135,10 @@ class WorkerSide:
             return
         assert self._copier is not None
         after = self._copier.mark()
-        give_up_at = time.monotonic() + SAVE_WITHIN_S - max(0.0, time.time() - step.sent_at)
+        now = time.monotonic()
+        give_up_at = now + SAVE_WITHIN_S - max(0.0, time.time() - step.sent_at)
         for job in step.saves:
-            self._queue(1, functools.partial(self._save, job, after, give_up_at))
+            self._queue(1, functools.partial(self._save, job, after, now, give_up_at))
 
     def close(self) -> None:
         """Let queued copies end, briefly, and disconnect."""
@@ -134,7 +159,7 @@ class WorkerSide:
         return lambda region: Pinning(region, registrar, allowed=lambda: self._serving)
 
     def _usable(self, step: StepMetadata) -> bool:
-        if self._client is None or self._threads is None:
+        if self._client is None or self._threads is None or not self._gate.is_open:
             return False
         if step.namespace_digest != self._digest:
             self._log.warn("namespace", "scheduler and worker disagree about the namespace; nothing is loaded or saved")
@@ -152,15 +177,17 @@ class WorkerSide:
             with suppress(KVTierError):
                 self._client.wait_until_connected(_CONNECT_WITHIN_S)
 
-    def _load(self, job: LoadJob, after: Any) -> None:
+    def _load(self, job: LoadJob, after: Any, queued_at: float) -> None:
         failed = True
         try:
             for read in job.reads:
                 self._read(read, after)
             failed = False
-        except KVTierError as error:
+        except (KVTierError, Asleep) as error:
             self._log.warn("load", f"a load failed, its blocks are computed instead: {error}")
         finally:
+            # Counted before it is reported: the engine may stop stepping then.
+            self._tally.observe("load_seconds", time.monotonic() - queued_at)
             self._reports.load_ended(job.request_id, failed=failed)
 
     def _read(self, read: BlockRead, after: Any) -> None:
@@ -172,9 +199,11 @@ class WorkerSide:
             with self._client.read(read.lease_id, read.indices[chunk]) as batch:
                 for group, rows in _by_group(groups).items():
                     offsets = [batch.offsets[row] for row in rows]
-                    self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after)
+                    with self._gate.copying():
+                        self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after)
+            self._tally.count("load_bytes", self._bytes_of(groups))
 
-    def _save(self, job: SaveJob, after: Any, give_up_at: float) -> None:
+    def _save(self, job: SaveJob, after: Any, queued_at: float, give_up_at: float) -> None:
         not_stored = set(range(len(job.keys)))
         try:
             # A hung server costs one deadline, not one per job: blocks are held back from reuse meanwhile.
@@ -185,10 +214,13 @@ class WorkerSide:
                         self._log.warn("late", "saves take minutes; blocks are not stored")
                         break
                     not_stored.difference_update(self._write(job, chunk, after))
-        except KVTierError as error:
-            self._save_after = time.monotonic() + _COOL_DOWN_S
+        except (KVTierError, Asleep) as error:
+            if not isinstance(error, (InvalidRequest, Asleep)):
+                # A refusal says something of one request only: the next one's saves are none the worse for it.
+                self._save_after = time.monotonic() + _COOL_DOWN_S
             self._log.warn("save", f"a save failed, its blocks are not stored: {error}")
         finally:
+            self._tally.observe("save_seconds", time.monotonic() - queued_at)
             self._reports.save_ended(job.job_id, not_stored)
 
     def _write(self, job: SaveJob, chunk: slice, after: Any) -> list[int]:
@@ -200,8 +232,13 @@ class WorkerSide:
             wanted, offsets = list(batch.wanted), list(batch.offsets)
             for group, rows in _by_group([groups[index] for index in wanted]).items():
                 ids = [block_ids[wanted[row]] for row in rows]
-                self._copier.copy_out(group, ids, batch.memory, [offsets[row] for row in rows], after)
+                with self._gate.copying():
+                    self._copier.copy_out(group, ids, batch.memory, [offsets[row] for row in rows], after)
+        self._tally.count("save_bytes", self._bytes_of([groups[index] for index in wanted]))
         return [chunk.start + index for index, status in enumerate(batch.statuses) if status in _HAS]
+
+    def _bytes_of(self, groups: Sequence[int]) -> int:
+        return sum(self._groups[group].part_bytes for group in groups)
 
     def _chunks(self, groups: Sequence[int]) -> list[slice]:
         """Slices of at most _BATCH_BYTES and the server's number of keys (and at least one block) each."""

@@ -88,7 +88,10 @@ def find_engine_config(engine_id: str) -> Any:
     frame = inspect.currentframe()
     while frame is not None:
         config = frame.f_locals.get("vllm_config")
-        if isinstance(config, VllmConfig) and getattr(config.kv_transfer_config, "engine_id", None) == engine_id:
+        if (
+            isinstance(config, VllmConfig)
+            and getattr(getattr(config, "kv_transfer_config", None), "engine_id", None) == engine_id
+        ):
             return config
         frame = frame.f_back
     return None

@@ -221,9 +221,11 @@ class TierLookups(RequestCalls):
             if question.prefix and len(hits) < len(keys):
                 return
 
-    def ask(self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool) -> Lease:
+    def ask(
+        self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
+    ) -> Lease:
         """As in RequestCalls; and notes how the server wants requests of this kind to be offloaded."""
-        lease = super().ask(request, keys, wait, prefix=prefix)
+        lease = super().ask(request, keys, wait, prefix=prefix, min_hits=min_hits)
         if lease.policy is not None:
             if len(self._policies) >= _MOST_KINDS:  # their names are the users'
                 self._policies.clear()

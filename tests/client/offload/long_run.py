@@ -6,13 +6,16 @@ import sys
 
 from offload_world import refill, run
 
+from kvtier.client.offload import Mode
+
 
 def main(first: int, last: int, steps: int = 1500) -> None:
     """Lives the lives of these seeds; stops at the first that breaks something."""
     for seed in range(first, last):
         print(f"\rseed {seed}", end="", flush=True)
         run(seed, steps)
-        refill(seed, steps)
+        for mode in Mode:
+            refill(seed, steps, mode)
     print(f"\r{last - first} lives of {steps} steps: nothing broke")
 
 

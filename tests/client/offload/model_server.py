@@ -51,6 +51,9 @@ class ModelServer:
         self.asked: dict[LookupId, Asked] = {}
         self.ended: list[str] = []
         self.empties = 0
+        self.gone: set[bytes] = set()
+        """What was evicted in this life: who has heard of it as stored knows no better."""
+        self.life = 1
         self._lease_ids = 0
 
     # ---- what the core asks for
@@ -131,14 +134,22 @@ class ModelServer:
         victim = next((key for key in self.blocks if key not in pinned), None)
         if victim is not None:
             del self.blocks[victim]
+            self.gone.add(victim)
         return victim is not None
 
     def forget_all(self) -> None:
         self.blocks.clear()
 
     def crash(self) -> None:
+        """Another life begins at once, with nothing."""
         self.blocks.clear()
         self.leases.clear()
+        self.gone.clear()
+        self.life += 1
+
+    def may_have(self, key: bytes) -> bool:
+        """Whether whoever stored a block in this life may take it for stored."""
+        return key in self.gone or len(self.blocks.get(key, ())) == self.ranks
 
 
 @dataclass

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+from beliefs import check_beliefs
 from model_engine import NULL, ModelRequest, Pool, Script, Status
 from model_scheduler import ModelScheduler
 from model_server import CALM, ModelServer, ModelWorker
@@ -18,6 +19,7 @@ from kvtier.client.offload import (
     CacheGeometry,
     CacheGroup,
     LoadJob,
+    LookupId,
     Mode,
     OffloadOptions,
     SaveJob,
@@ -65,6 +67,7 @@ class World(ModelScheduler):
         self.job_ids: set[int] = set()
         self.load_reports: Counter[str] = Counter()
         self.failed_loads: set[str] = set()
+        self.noticed_life = server.life
         actions: dict[Callable[[], object], float] = {
             self.step: 30,
             self.arrive: 8,
@@ -76,7 +79,8 @@ class World(ModelScheduler):
             self.emptied: 4,
             self.evict: 2,
             self.tick: 4,
-            self.crash: 0.1,
+            self.crash: 0.3,
+            self.notice: 2,
             self.lose_report: 2,
             self.wipe: 2,
         }
@@ -178,6 +182,13 @@ class World(ModelScheduler):
         """The server loses all; transfers in flight fail, or go to the one that comes after it."""
         self.server.crash()
 
+    def notice(self) -> None:
+        """The engine hears that the server it knew is gone; it may have had several lives meanwhile."""
+        if self.noticed_life != self.server.life:
+            self.noticed_life = self.server.life
+            self.core.server_changed()
+            assert not self.server.asked.keys() - self.loading_lookups(), "a pin of an earlier life"
+
     def lose_report(self) -> None:
         """No worker will say what became of a job (the report of the first is lost; the others' are not enough)."""
         lost = [job_id for job_id in self.saves if self.rng.random() < self.server.faults.report_lost]
@@ -218,6 +229,11 @@ class World(ModelScheduler):
         wanted |= {state.loading.number for state in core._requests.values() if state.loading is not None}
         assert wanted == self.server.asked.keys(), "a pin that nobody wants, or one that was lost"
         assert core._requests.keys() == self.requests.keys()
+        if self.noticed_life == self.server.life and not self.server.empties and self.rng.random() < 0.2:
+            check_beliefs(core, self.geometry, self.server)
+
+    def loading_lookups(self) -> set[LookupId]:
+        return {state.loading.number for state in self.core._requests.values() if state.loading is not None}
 
     def is_loading(self, request: ModelRequest) -> bool:
         return request.status is Status.LOADING or (request.status is Status.FINISHED and bool(request.tables))
@@ -233,16 +249,26 @@ class World(ModelScheduler):
         for _ in range(STEPS_TO_SETTLE):
             if not (self.requests or self.core.pending or self.server.empties):
                 break
-            self.now += 0.3
-            self.step()
-            while self.answer_lookup():
-                pass
-            self.emptied()
-            for worker in self.workers:
-                worker.run(self.now)
-            self.report()
-            self.check()
+            self.step_calmly()
         assert not self.requests, f"requests that never end: {list(self.requests.values())}"
+
+    def step_calmly(self) -> None:
+        self.now += 0.3
+        self.step()
+        while self.answer_lookup():
+            pass
+        self.emptied()
+        self.notice()
+        for worker in self.workers:
+            worker.run(self.now)
+        self.report()
+        self.check()
+
+    def rest(self) -> None:
+        """A minute passes, and then steps in which nothing is computed: lazy mode gets to every free block."""
+        self.now += 60
+        for _ in range(self.pool.num_blocks):
+            self.step_calmly()
 
     def check_settled(self) -> None:
         self.check()
@@ -266,19 +292,25 @@ def run(seed: int, steps: int, mode: Mode | None = None) -> World:
     return world
 
 
-def refill(seed: int, steps: int) -> None:
+def refill(seed: int, steps: int, mode: Mode) -> None:
     """After any life, prompts that are computed again are found whole, whatever the server had lost of them (B4.15).
 
     Not always at the second time: what is put off, because saves hold too many blocks, may have fallen out of its window before.
-    And with few enough blocks to hold, short requests end before it is their turn, each time: so there is no such limit here.
+    And with few enough blocks to hold, short requests end before it is their turn, each time: so there is no such limit here. In
+    lazy mode a request that takes the blocks that another has just freed is faster than the walk: there they come one by one.
     """
-    world = run(seed, steps, Mode.EAGER)
+    world = run(seed, steps, mode)
     world.core._saves._max_held_fraction = 1.0
     step = world.geometry.step_tokens
     whole = (len(world.chains[0]) - 1) // step * step - step * world.geometry.drop_last_block
     for _ in range(10):
         world.pool.wipe()
-        requests = [world.submit(chain, 1) for chain in world.chains]
+        requests = []
+        for chain in world.chains:
+            requests.append(world.submit(chain, 1))
+            if mode is Mode.LAZY:
+                world.settle()
+                world.rest()
         world.settle()
         if all(world.hits[request.request_id] >= whole for request in requests):
             return

@@ -112,10 +112,24 @@ def test_a_full_server_is_asked_now_and_then() -> None:
     pool.free(*_free(5))
     core.plan_saves((), 0.0)
     (job,) = core.take_plan(0.0).saves
-    assert core.saves_ended({job.job_id: 1}, {job.job_id: {0}}, 0.0) == 1
+    (ended,) = core.saves_ended({job.job_id: 1}, {job.job_id: {0}}, 0.0)
+    assert ended.not_stored == {0}
     pool.free(*_free(5))
     assert _step(core, 1.0) == []
     assert _step(core, 60.0) == [5]
+
+
+def test_what_is_stored_is_believed_for_a_while() -> None:
+    """B4.15 The server may have evicted it since: a block that comes back from use minutes later is offered again."""
+    pool = References()
+    core = _core(pool)
+    pool.free(*_free(5))
+    assert _step(core) == [5]
+    for now, offered in ((50.0, []), (100.0, []), (200.0, [5]), (201.0, [])):
+        pool.queue.clear()
+        assert _step(core, now) == []
+        pool.free(*_free(5))
+        assert _step(core, now) == offered, now
 
 
 def test_lazy_mode_finds_no_block_in_flight() -> None:

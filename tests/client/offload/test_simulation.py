@@ -23,10 +23,11 @@ def test_what_must_hold_holds_through_random_lives(mode: Mode, first: int) -> No
             pytest.fail(f"seed {seed}, {mode}: {error}")
 
 
-def test_holes_are_filled_after_random_lives() -> None:
+@pytest.mark.parametrize("mode", Mode)
+def test_holes_are_filled_after_random_lives(mode: Mode) -> None:
     """B4.15: what the server evicted, lost or was not given is stored again when it is computed, or found in the engine, again."""
     for seed in range(30):
         try:
-            refill(seed, STEPS)
+            refill(seed, STEPS, mode)
         except AssertionError as error:
-            pytest.fail(f"seed {seed}: {error}")
+            pytest.fail(f"seed {seed}, {mode}: {error}")

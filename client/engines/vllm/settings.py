@@ -1,0 +1,137 @@
+"""What a request may ask of the connector: ``kv_transfer_params["kvtier"]``, as its user sent it.
+
+    {"kv_transfer_params": {"kvtier": {"retain_for_s": 600, "exclude": ["lmdb"], "skip_save": true}}}
+
+It comes from outside: what is wrong in it is one warning, and the request goes on without it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ... import Medium, TierFilter
+
+__all__ = ["RequestSettings"]
+
+_KEY = "kvtier"
+_MAX_NAMES = 16
+_MAX_RETAIN_S = 30 * 86400.0
+_MAX_TOKENS = 1 << 31
+# vLLM 0.33 and newer call the ordinary policy "chunk_level"; kvtier keeps the older name (B3.1).
+_POLICIES = {"block_level": "block_level", "chunk_level": "block_level", "request_level": "request_level"}
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """One request's settings.
+
+    ``retain_for_s``: for how long its blocks are not to be evicted, as far as the server lets that be.
+    ``exclude``, ``exclude_media`` ("disk", "network"), ``exclude_remote``: tiers that nothing is loaded from: by name, by what they
+    lie on, by not being on the server's host.
+    ``min_hit_tokens``: fewer tokens than that are not worth loading.
+    ``offload_policy``: ``request_level`` asks that tiers get every block of it; their rules may think otherwise.
+    ``skip_load``, ``skip_save``: compute it as if nothing were stored; store nothing of it.
+    """
+
+    retain_for_s: float | None = None
+    exclude: tuple[str, ...] = ()
+    exclude_media: tuple[Medium, ...] = ()
+    exclude_remote: bool = False
+    min_hit_tokens: int = 0
+    offload_policy: str | None = None
+    skip_load: bool = False
+    skip_save: bool = False
+
+    @classmethod
+    def parse(cls, params: object, warn: Callable[[str], None]) -> RequestSettings:
+        """Read a request's ``kv_transfer_params``. What is wrong in them is left out; ``warn`` is told of it, once."""
+        given = params.get(_KEY) if isinstance(params, Mapping) else None
+        if given is None:
+            return _NO_SETTINGS
+        if not isinstance(given, Mapping):
+            warn(f"kv_transfer_params[{_KEY!r}] of a request is ignored: it is {reprlib.repr(given)}, not a mapping")
+            return _NO_SETTINGS
+        values: dict[str, Any] = {}
+        wrong: list[str] = []
+        for name, value in given.items():
+            try:
+                values[name] = _CHECKS[name](value)
+            except KeyError:
+                wrong.append(f"{reprlib.repr(name)} is unknown (known: {', '.join(_CHECKS)})")
+            except (TypeError, ValueError) as error:
+                wrong.append(f"{name} {error}, not {reprlib.repr(value)}")
+        if wrong:
+            warn(f"of kv_transfer_params[{_KEY!r}] of a request is ignored: {'; '.join(wrong[:3])}")
+        return cls(**values)
+
+    @property
+    def tier_filter(self) -> TierFilter | None:
+        """The tiers that lookups leave out."""
+        if not (self.exclude or self.exclude_media or self.exclude_remote):
+            return None
+        return TierFilter(self.exclude, self.exclude_media, self.exclude_remote)
+
+    def passed_on(self, params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Returns ``params`` as the tiers are to see them: without these settings, but for the policy that is asked for."""
+        if not params or _KEY not in params:
+            return params
+        others = {name: value for name, value in params.items() if name != _KEY}
+        return others if self.offload_policy is None else others | {"offload_policy": self.offload_policy}
+
+
+_NO_SETTINGS = RequestSettings()
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("must be true or false")
+    return value
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError("must be a number of seconds")
+    if not 0 <= value <= _MAX_RETAIN_S:
+        raise ValueError(f"must be from 0 to {_MAX_RETAIN_S:g} seconds")
+    return float(value)
+
+
+def _tokens(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_TOKENS:
+        raise TypeError("must be a number of tokens")
+    return value
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) > _MAX_NAMES or not all(isinstance(x, str) for x in value):
+        raise TypeError(f"must be a list of at most {_MAX_NAMES} names")
+    return tuple(value)
+
+
+def _media(value: object) -> tuple[Medium, ...]:
+    known = {medium.name.lower(): medium for medium in Medium}
+    names = _names(value)
+    if not set(names) <= known.keys():
+        raise ValueError(f"must be of {', '.join(known)}")
+    return tuple(known[name] for name in names)
+
+
+def _policy(value: object) -> str:
+    if not isinstance(value, str) or value not in _POLICIES:
+        raise ValueError(f"must be one of {', '.join(_POLICIES)}")
+    return _POLICIES[value]
+
+
+_CHECKS: Mapping[str, Callable[[object], Any]] = {
+    "retain_for_s": _seconds,
+    "exclude": _names,
+    "exclude_media": _media,
+    "exclude_remote": _flag,
+    "min_hit_tokens": _tokens,
+    "offload_policy": _policy,
+    "skip_load": _flag,
+    "skip_save": _flag,
+}

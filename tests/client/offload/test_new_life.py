@@ -1,0 +1,136 @@
+"""The server was restarted, and may have nothing: what the core does about it."""
+
+from __future__ import annotations
+
+from stand_ins import FULL, References, Request, Wishes
+
+from kvtier.client.offload import (
+    CacheGeometry,
+    Computed,
+    Found,
+    FreeBlock,
+    LookupId,
+    Mode,
+    OffloadCore,
+    OffloadOptions,
+)
+
+TABLES = [[1, 2, 3, 4, 5]]
+FOUND = Found(8, {0: {0: (9, 0), 1: (9, 1)}})
+FREE = [FreeBlock(number, 0, b"k%d" % number) for number in (5, 6)]
+
+
+class Engine:
+    """A core, its block pool and its server."""
+
+    def __init__(self, mode: Mode = Mode.EAGER) -> None:
+        self.pool, self.server = References(), Wishes()
+        options = OffloadOptions(mode, batched_tokens=16)
+        self.core = OffloadCore(CacheGeometry((FULL,), 4, 4), 1, options, self.pool, self.server)
+
+    def start(self, tokens: int = 0) -> None:
+        """Begins a request of four blocks, of which ``tokens`` are loaded."""
+        self.core.arrived(Request(4), 0, 0.0)
+        self.core.lookup_ended(LookupId(1), FOUND, 0.0)
+        assert self.core.match("r", 0, 0.0) == 8
+        self.core.allocated("r", TABLES, tokens)
+
+    def plan(self, now: float = 0.0, tokens: int | None = None) -> dict[int, list[int]]:
+        """Returns the blocks that a step saves, by job."""
+        computed = [Computed("r", tokens, lambda: TABLES)] if tokens is not None else []
+        self.core.plan_saves(computed, now)
+        return {job.job_id: job.block_ids for job in self.core.take_plan(now).saves}
+
+    def stored(self, jobs: dict[int, list[int]], now: float = 0.0) -> None:
+        self.core.saves_ended(dict.fromkeys(jobs, 1), {}, now)
+
+
+def test_running_requests_offer_their_blocks_again() -> None:
+    """B4.15 What is behind the cursor, loaded blocks included, is a hole in a server that has nothing."""
+    engine = Engine()
+    engine.start(8)
+    engine.core.loads_ended(["r"], [])
+    engine.core.allocated("r", TABLES, 0)
+    engine.stored(engine.plan(tokens=16))
+    assert engine.plan(tokens=17) == {}
+    engine.core.server_changed()
+    assert list(engine.plan(tokens=17).values()) == [[1, 2, 3, 4]]
+
+
+def test_a_save_that_the_change_overtook_counts_for_nothing() -> None:
+    """B4.5, B4.15 It may have been stored by the server that is gone: its blocks are offered again, and held until then."""
+    engine = Engine()
+    engine.start()
+    jobs = engine.plan(tokens=16)
+    engine.core.server_changed()
+    assert engine.plan(tokens=17) == {}, "the blocks are being copied"
+    engine.stored(jobs, now=1.0)
+    assert engine.pool.refs[1:5] == [1, 1, 1, 1]
+    again = engine.plan(now=2.0, tokens=17)
+    assert list(again.values()) == [[1, 2, 3, 4]]
+    engine.stored(again, now=2.0)
+    assert engine.plan(now=99.0, tokens=17) == {}
+
+
+def test_what_was_found_before_is_asked_for_again() -> None:
+    """B4.3 A lease of an earlier life is not used: its request is looked up once more, answered or not."""
+    engine = Engine()
+    engine.core.arrived(Request(4), 0, 0.0)
+    engine.core.arrived(Request(4, "unanswered"), 0, 0.0)
+    engine.core.lookup_ended(LookupId(1), FOUND, 0.0)
+    engine.core.server_changed()
+    assert engine.server.dropped == [1, 2]
+    engine.core.lookup_ended(LookupId(2), FOUND, 0.0)  # of the earlier life, and late
+    assert [engine.core.match(name, 0, 0.1) for name in ("r", "unanswered")] == [None, None]
+    assert [name for _, name, _, _ in engine.server.asked] == ["r", "unanswered"] * 2
+
+
+def test_a_load_goes_on_and_ends_by_itself() -> None:
+    """B4.4 Whether it was copied in time the workers know: its pin is kept until they say so, and given back once."""
+    engine = Engine()
+    engine.start(8)
+    assert engine.core.take_plan(0.0).loads
+    engine.core.server_changed()
+    assert (engine.core.pending, engine.server.dropped) == (True, [])
+    engine.core.loads_ended(["r"], ["r"])
+    assert (engine.core.pending, engine.server.dropped) == (False, [1])
+
+
+def test_lazy_mode_begins_anew() -> None:
+    """B4.7 What is free is stored again, a block whose save the change overtook included."""
+    engine = Engine(Mode.LAZY)
+    engine.pool.free(*FREE)
+    engine.stored(engine.plan())
+    engine.pool.free(*FREE)
+    assert engine.plan() == {}
+    engine.core.server_changed()
+    jobs = engine.plan()
+    assert list(jobs.values()) == [[5, 6]]
+    engine.core.server_changed()
+    engine.stored(jobs)
+    engine.pool.free(*FREE)
+    assert list(engine.plan().values()) == [[5, 6]]
+
+
+def test_lazy_mode_does_not_take_what_was_loaded_before_for_stored() -> None:
+    """B4.7 It came from a server that is gone."""
+    engine = Engine(Mode.LAZY)
+    engine.start(8)
+    engine.core.server_changed()
+    engine.core.loads_ended(["r"], [])
+    engine.pool.free(FreeBlock(1, 0, b"0.0"), FreeBlock(2, 0, b"1.0"))
+    assert list(engine.plan().values()) == [[1, 2]]
+
+
+def test_a_reset_goes_on_with_the_new_server() -> None:
+    """B3.19, B4.13 A life that began before the server was emptied may have brought back what is to be forgotten."""
+    engine = Engine()
+    engine.start()
+    jobs = engine.plan(tokens=16)
+    assert not engine.core.reset()
+    engine.core.server_changed()
+    assert (engine.plan(tokens=17), engine.server.emptied) == ({}, 0)
+    engine.stored(jobs)
+    assert engine.server.emptied == 1
+    engine.core.emptied()
+    assert list(engine.plan(tokens=17).values()) == [[1, 2, 3, 4]]

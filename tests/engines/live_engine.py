@@ -1,0 +1,171 @@
+"""A vLLM engine in this process, stepped by hand: so that a test knows where it is, and sees what is left in it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+__all__ = ["LiveEngine"]
+
+IDLE_SECONDS = 60.0
+"""So long an engine that has nothing to compute may step on for its connector: then it hangs."""
+
+
+class LiveEngine:
+    """One engine. `moments` are called each time when it gets there, before it goes on.
+
+    Moments: "asking" (a request arrives, its lookup is about to begin), "loading" (a hit was taken, its load is about to begin),
+    "saving" (saves are about to begin), "decoding" (a request has its first token).
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        defaults = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": True, "max_model_len": 4096}
+        llm = LLM(disable_log_stats=False, skip_tokenizer_init=True, seed=0, **defaults | settings)
+        self.engine: Any = llm.llm_engine
+        self.llm = llm
+        self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.moments: dict[str, Callable[[], None]] = {}
+        self.given_up = self.failed_loads = self.not_stored = 0
+        if self.scheduler.connector is not None:
+            self._watch(self.scheduler.connector)
+
+    @property
+    def side(self) -> Any:
+        """The connector's half in the scheduler."""
+        return self.scheduler.connector._scheduler
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
+        """Hands in a request; it is computed by `step`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            logprobs=3,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self.engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
+
+    def step(self) -> list[Any]:
+        """One step; returns what has ended with it."""
+        outputs: list[Any] = self.engine.step()
+        if any(request.num_output_tokens for request in self.scheduler.running):
+            self._at("decoding")
+        return outputs
+
+    def run(self) -> list[Any]:
+        """Steps until all requests have ended; returns their outputs."""
+        outputs = []
+        while self.engine.has_unfinished_requests():
+            outputs += self.step()
+        return outputs
+
+    def rest(self) -> None:
+        """Steps until the connector has nothing to do either."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        while self.scheduler.has_requests():
+            self.step()
+            assert time.monotonic() < deadline, "the connector never ends"
+
+    def reset(self) -> bool:
+        """Empties the engine's own prefix cache; returns whether that was possible."""
+        return bool(self.llm.reset_prefix_cache())
+
+    def meet(self, epoch: int, seconds: float = 30.0) -> None:
+        """Waits until the connector's sessions are with this life of the server, and it shuns it no more for what went wrong."""
+        remote, worker, walk = self.side._remote, self._worker(), self.side._core._walk
+        deadline = time.monotonic() + seconds
+        while (
+            any(client.epoch != epoch for client in (remote._client, worker._client))
+            or time.monotonic() < max(remote._service._cool_until, worker._save_after)
+            or (walk is not None and not walk._backoff.is_over(time.monotonic()))
+        ):
+            assert time.monotonic() < deadline, "the connector does not find the server"
+            time.sleep(0.02)
+
+    def counters(self) -> dict[str, float]:
+        """Returns vLLM's own counters."""
+        from vllm.v1.metrics.reader import Counter
+
+        values: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if isinstance(metric, Counter):
+                values[metric.name] = values.get(metric.name, 0) + metric.value
+        return values
+
+    def leftovers(self) -> dict[str, Any]:
+        """What an engine at rest may not have: each of these is to be empty, 0 or False."""
+        core = self.side._core
+        return {
+            "blocks in use": self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks(),
+            "references": sum(block.ref_cnt for block in self.pool.blocks if not block.is_null),
+            "requests": [*self.scheduler.requests, *self.side._requests],
+            "pending": core.pending,
+            "core": [*core._requests, *core._saving, *core._loading, *core._saves._in_flight, *core._loads._lookups],
+            "lookups": [*self.side._remote._lookups],
+        }
+
+    def _worker(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker  # type: ignore[attr-defined]
+
+    def _at(self, moment: str) -> None:
+        self.moments.get(moment, lambda: None)()
+
+    def _watch(self, connector: Any) -> None:
+        """Puts the moments, and the counting, around the connector's hooks."""
+        _before(connector, "on_new_request", lambda *_: self._at("asking"))
+        _after(self.side._remote, "give_up_lookup", lambda *_: self._count("given_up", 1))
+
+        def allocated(_: Any, __: Any, ___: Any, external_tokens: int) -> None:
+            if external_tokens:
+                self._at("loading")
+
+        def built(meta: Any, _: Any) -> None:
+            if meta.saves:
+                self._at("saving")
+
+        def loads_ended(_: Any, __: Any, failed: Sequence[str]) -> None:
+            self._count("failed_loads", len(failed))
+
+        _after(connector, "update_state_after_alloc", allocated)
+        _after(connector, "build_connector_meta", built)
+        _after(self.side, "loads_reported", loads_ended)
+        _after(self.side._core, "saves_ended", lambda missed, *_: self._count("not_stored", missed))
+
+    def _count(self, name: str, more: int) -> None:
+        setattr(self, name, getattr(self, name) + more)
+
+
+def _before(owner: Any, name: str, first: Callable[..., None]) -> None:
+    """Has `first` called with what a method is given, each time."""
+    method = getattr(owner, name)
+
+    def call(*arguments: Any) -> Any:
+        first(*arguments)
+        return method(*arguments)
+
+    setattr(owner, name, call)
+
+
+def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
+    """Has `then` called with what a method returned and was given, each time."""
+    method = getattr(owner, name)
+
+    def call(*arguments: Any) -> Any:
+        result = method(*arguments)
+        then(result, *arguments)
+        return result
+
+    setattr(owner, name, call)

@@ -1,0 +1,110 @@
+"""Runs a `LiveEngine` through steps during which things happen to the server: `live_run.py JOB OUT`, as `engine_run.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from engine_run import describe
+from live_engine import LiveEngine
+
+SETTLE_SECONDS = 30.0
+
+
+def main() -> None:
+    """Runs the job."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    live = LiveEngine(job["llm"])
+    results = [_step(live, dict(step)) for step in job["steps"]]
+    Path(sys.argv[2]).write_text(json.dumps(results))
+    sys.stdout.flush()
+    os._exit(0)  # what vLLM does at its end in a process of one is of no interest
+
+
+def _step(live: LiveEngine, step: dict[str, Any]) -> dict[str, Any]:
+    match step.pop("op"):
+        case "generate":
+            return _generate(live, **step)
+        case "reset":
+            live.rest()
+            assert live.reset()
+        case "server":
+            _run(step["command"])
+        case "meet":
+            live.meet(int(json.loads(_run(step["command"]))["epoch"], 16))
+        case "settle":
+            return {"name": step["name"], **_settle(live, step["command"])}
+        case unknown:
+            raise ValueError(unknown)
+    return {}
+
+
+def _generate(
+    live: LiveEngine,
+    prompts: list[list[int]],
+    name: str,
+    max_tokens: int = 8,
+    act: dict[str, Any] | None = None,
+    *,
+    at_once: bool = True,
+) -> dict[str, Any]:
+    """`act`: what is done to the server, once, "when" the engine gets to a moment."""
+    acted: list[str] = []
+    if act is not None:
+
+        def once() -> None:
+            if not acted:
+                acted.append(act["when"])
+                _run([*act["command"], str(os.getpid())])
+
+        live.moments = {act["when"]: once}
+    before, known = live.counters(), (live.given_up, live.failed_loads, live.not_stored)
+    start, outputs = time.perf_counter(), []
+    for number, prompt in enumerate(prompts):
+        live.add(f"{name}/{number}", prompt, max_tokens)
+        if not at_once:
+            outputs += live.run()
+    outputs += live.run()
+    seconds = time.perf_counter() - start
+    live.moments = {}
+    live.rest()
+    after = live.counters()
+    outputs.sort(key=lambda output: int(output.request_id.rpartition("/")[2]))
+    return {
+        "name": name,
+        "acted": bool(acted),
+        "seconds": seconds,
+        "given_up": live.given_up - known[0],
+        "failed_loads": live.failed_loads - known[1],
+        "not_stored": live.not_stored - known[2],
+        "external_hits": after["vllm:external_prefix_cache_hits"] - before["vllm:external_prefix_cache_hits"],
+        "preemptions": after["vllm:num_preemptions"] - before["vllm:num_preemptions"],
+        "rows": [describe(output) for output in outputs],
+    }
+
+
+def _settle(live: LiveEngine, command: list[str]) -> dict[str, Any]:
+    """Returns what the server still holds, and the engine, when they have had time to let go."""
+    live.rest()
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        status = json.loads(_run(command))
+        held = {name: int(status[name]) for name in ("leases", "stores", "quarantined_bytes")}
+        if not any(held.values()) or time.monotonic() > deadline:
+            return {"server": held, "engine": live.leftovers()}
+        time.sleep(0.1)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""KV events for those who watch the engine's caches."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from kvtier.client.engines.vllm.metadata import SAVE_LOST_AFTER_S, WorkerReport
+
+TABLE = [[7, 8, 9]]
+
+
+def _save(scheduler: Any, request_id: str = "r") -> Any:
+    request = make_request(3, request_id)
+    scheduler.new_request(request)
+    (job,) = scheduler.build_step(make_step({request_id: TABLE}, **{request_id: 12})).saves
+    return job
+
+
+def test_a_block_is_announced_when_every_worker_has_stored_it() -> None:
+    """B4.5 One event per block, with the hash that the engine's own event had; not for one that a rank did not store."""
+    with scheduler_side(FakeClient(), world_size=2, events=True) as (scheduler, _):
+        job = _save(scheduler)
+        scheduler.saves_reported(WorkerReport({job.job_id: 1}))
+        assert not list(scheduler.take_events())
+        scheduler.saves_reported(WorkerReport({job.job_id: 1}, {job.job_id: {1}}))
+        events: list[Any] = list(scheduler.take_events())
+        assert not list(scheduler.take_events()), "each is taken once"
+    assert all(isinstance(event, BlockStored) for event in events)
+    hashes = [maybe_convert_block_hash(BlockHash(bytes([number]) * 32)) for number in (0, 2)]
+    assert [event.block_hashes for event in events] == [[block_hash] for block_hash in hashes]
+    assert {(event.medium, event.group_idx, event.block_size, len(event.token_ids)) for event in events} == {
+        ("CPU", 0, 4, 0)
+    }
+
+
+def test_nothing_is_collected_where_nobody_publishes() -> None:
+    """Nobody would empty the list."""
+    with scheduler_side(FakeClient()) as (scheduler, _):
+        job = _save(scheduler)
+        scheduler.saves_reported(WorkerReport({job.job_id: 1}))
+        scheduler.reset()
+        assert not list(scheduler.take_events())
+
+
+def test_a_reset_clears_and_what_was_in_flight_is_not_announced() -> None:
+    """B4.13 What ends after the reset was stored before it, and goes with the rest; what comes then is announced again."""
+    with scheduler_side(FakeClient(), events=True) as (scheduler, _):
+        flying = _save(scheduler)
+        assert not scheduler.reset()
+        assert [type(event) for event in scheduler.take_events()] == [AllBlocksCleared]
+        scheduler.saves_reported(WorkerReport({flying.job_id: 1}))
+        assert not list(scheduler.take_events())
+        wait_for(lambda: not scheduler._remote.resets.pending)
+        (again,) = scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
+        scheduler.saves_reported(WorkerReport({again.job_id: 1}))
+        assert [type(event) for event in scheduler.take_events()] == [BlockStored] * 3
+
+
+def test_a_save_of_which_nothing_is_heard_is_not_announced(monkeypatch: Any) -> None:
+    """B5.6 It is let go, and counts as not stored."""
+    with scheduler_side(FakeClient(), events=True) as (scheduler, _):
+        _save(scheduler)
+        later = time.monotonic() + 2 * SAVE_LOST_AFTER_S
+        monkeypatch.setattr("kvtier.client.engines.vllm.scheduler.time.monotonic", lambda: later)
+        scheduler.build_step(make_step({}))
+        assert not list(scheduler.take_events())
+        assert scheduler._tally.take().data["save_blocks:not_stored"] == 3  # type: ignore[union-attr]

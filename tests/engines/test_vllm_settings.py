@@ -1,0 +1,139 @@
+"""What a request may ask of the connector in its `kv_transfer_params`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
+
+from kvtier.client import Medium, TierFilter, make_key
+from kvtier.client.engines.vllm.settings import RequestSettings
+
+KEYS = [make_key(bytes([number]) * 32, 0) for number in range(6)]
+TABLE = [[1, 2, 3, 4, 5, 6]]
+
+
+def _run(client: FakeClient, settings: Any, **fields: Any) -> tuple[int, list[bytes]]:
+    """Runs a request of four blocks up to its first step; returns the hit in tokens, and the keys that it offers."""
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(4, kv_transfer_params={"kvtier": settings, "peer": 1}, **fields)
+        scheduler.new_request(request)
+        wait_for(lambda: scheduler.matched_tokens(request, 0)[0] is not None)
+        hit, _ = scheduler.matched_tokens(request, 0)
+        scheduler.blocks_allocated(request, TABLE, hit or 0)
+        if hit:
+            scheduler.build_step(make_step({}))
+            scheduler.loads_reported({"r"}, ())
+        wait_for(lambda: not scheduler._requests["r"].announcement.voting)
+        request.num_computed_tokens = hit
+        saves = scheduler.build_step(make_step({"r": TABLE}, r=16 - (hit or 0))).saves
+        return hit or 0, [key for save in saves for key in save.keys]
+
+
+def test_what_is_asked_for_is_passed_on() -> None:
+    """Retention and priority with the request's announcement; tiers to leave out, and what is too little, with its lookups."""
+    client = FakeClient(set(KEYS[:2]))
+    asked = {
+        "retain_for_s": 60,
+        "exclude": ["lmdb"],
+        "exclude_media": ["network"],
+        "exclude_remote": True,
+        "min_hit_tokens": 5,
+        "offload_policy": "request_level",
+    }
+    assert _run(client, asked, priority=-3)[0] == 8
+    tiers = TierFilter(("lmdb",), (Medium.NETWORK,), remote=True)
+    assert client.options == [{"exclude": tiers, "min_hits": 2, "retain_for": 60.0, "priority": 3}]
+    assert client.begun == {"r": (17, {"peer": 1, "offload_policy": "request_level"})}
+
+
+def test_a_request_that_asks_for_nothing_says_nothing() -> None:
+    """An ordinary request's calls are what they were."""
+    client = FakeClient(set(KEYS[:2]))
+    assert _run(client, {}) == (8, KEYS[2:4])
+    assert client.options == [{}]
+    assert client.begun == {"r": (17, {"peer": 1})}
+
+
+@pytest.mark.parametrize(("least", "hit"), [(8, 8), (9, 0), (400, 0)])
+def test_a_hit_that_is_too_short_is_not_loaded(least: int, hit: int) -> None:
+    """What is given back is computed, and stored if the store lacks it."""
+    client = FakeClient(set(KEYS[:2]))
+    assert _run(client, {"min_hit_tokens": least})[0] == hit
+    assert client.released == [1], "its pin is given back either way"
+
+
+def test_loading_and_saving_can_be_left_out() -> None:
+    """One does not follow from the other; the tiers hear of a request that stores."""
+    client = FakeClient(set(KEYS[:2]))
+    assert _run(client, {"skip_load": True}) == (0, KEYS[:4])
+    assert (client.asked, list(client.begun)) == ([0], ["r"])
+    client = FakeClient(set(KEYS[:2]))
+    assert _run(client, {"skip_save": True}) == (8, [])
+    client = FakeClient(set(KEYS[:2]))
+    assert _run(client, {"skip_save": True, "skip_load": True}) == (0, [])
+    assert not client.begun
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [("block_level", "block_level"), ("chunk_level", "block_level"), ("request_level", "request_level")],
+)
+def test_policies_have_the_names_of_the_service(given: str, policy: str) -> None:
+    """B3.1 Newer releases of vLLM say chunk_level for block_level: the adapter maps it."""
+    client = FakeClient()
+    _run(client, {"offload_policy": given})
+    assert client.begun["r"][1]["offload_policy"] == policy
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"retain_for_s": "long"},
+        {"retain_for_s": float("nan")},
+        {"retain_for_s": -1},
+        {"retain_for_s": 10**400},
+        {"retain_for_s": True},
+        {"exclude": "lmdb"},
+        {"exclude": [1]},
+        {"exclude": ["t"] * 999},
+        {"exclude_media": ["paper"]},
+        {"exclude_remote": 1},
+        {"min_hit_tokens": -1},
+        {"min_hit_tokens": 1 << 40},
+        {"min_hit_tokens": 2.5},
+        {"offload_policy": "all"},
+        {"offload_policy": {}},
+        {"skip_load": "yes"},
+        {"skip_save": None},
+        {"retain_for": 60},
+        [],
+        "x" * 9999,
+    ],
+)
+def test_what_is_wrong_is_one_warning(wrong: Any) -> None:
+    """The rest of the settings holds, and the request goes on."""
+    warnings: list[str] = []
+    given = wrong | {"skip_load": True} if isinstance(wrong, dict) and "skip_load" not in wrong else wrong
+    settings = RequestSettings.parse({"kvtier": given}, warnings.append)
+    assert settings == RequestSettings(skip_load=given is not wrong)
+    assert len(warnings) == 1
+    assert len(warnings[0]) < 400
+    assert "of a request" in warnings[0]
+    assert _run(FakeClient(set(KEYS[:2])), wrong) == (8, KEYS[2:4])
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, {"kvtier": None}, "text"])
+def test_no_settings_are_no_warning(params: Any) -> None:
+    """B1.2 Absent means an ordinary request."""
+    warnings: list[str] = []
+    assert RequestSettings.parse(params, warnings.append) == RequestSettings()
+    assert not warnings
+
+
+def test_a_priority_that_no_server_takes_is_the_nearest_one() -> None:
+    """It is a user's number."""
+    client = FakeClient()
+    _run(client, {}, priority=-(10**30))
+    assert client.options[0] == {"priority": (1 << 31) - 1}

@@ -1,0 +1,144 @@
+"""What a worker does while the engine sleeps, and its KV tensors have no memory."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from connector_fakes import FULL, PAGE, FakeTransfers
+
+from kvtier.client import InvalidRequest, KVTierError, LimitExceeded
+from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.reports import WorkerReports
+from kvtier.client.engines.vllm.sleep import Asleep, SleepGate
+from kvtier.client.engines.vllm.worker import WorkerSide
+from kvtier.client.offload import BlockRead, LoadJob, SaveJob
+
+LOADS = StepMetadata([LoadJob("r", [BlockRead(1, [0], [0], [2])])], [], "ns")
+SAVES = StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns")
+
+
+def _caches() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(8, PAGE, dtype=torch.uint8) for name in ("a", "b")}
+
+
+@contextlib.contextmanager
+def _worker(client: Any) -> Iterator[tuple[WorkerSide, WorkerReports, list[int]]]:
+    """A worker, what it reports, and the clients that it made."""
+    reports, made = WorkerReports(), []
+
+    def connect(_: Any) -> Any:
+        made.append(1)
+        return client
+
+    side = WorkerSide(connect, [FULL], "ns", 8, reports, LimitedLog())
+    side.register(_caches())
+    yield side, reports, made
+    side.close()
+
+
+class Slow:
+    """A copier whose copies end when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun, self.gate, self.done = threading.Event(), threading.Event(), 0
+
+    def mark(self) -> None:
+        """Nothing to wait for."""
+
+    def copy_out(self, *_: Any) -> None:
+        """Copies."""
+        self.begun.set()
+        assert self.gate.wait(10)
+        self.done += 1
+
+    copy_in = copy_out
+
+
+@pytest.mark.parametrize("step", [LOADS, SAVES])
+def test_a_sleep_waits_for_copies_that_run_and_lets_none_begin(step: StepMetadata) -> None:
+    """A copy into memory that is given back would end the engine; what comes too late is reported as not done."""
+    with _worker(FakeTransfers()) as (side, reports, _):
+        slow: Any = Slow()
+        side._copier = slow
+        side.start_loads(step)
+        side.start_saves(step)
+        assert slow.begun.wait(10)
+        sleeping = threading.Thread(target=side.suspend, daemon=True)
+        sleeping.start()
+        sleeping.join(0.1)
+        assert sleeping.is_alive(), "it waits for the copy"
+        slow.gate.set()
+        sleeping.join(10)
+        assert slow.done == 1
+        side.start_loads(LOADS)
+        side.start_saves(SAVES)
+        assert slow.done == 1
+    assert reports.take_results(idle=False).failed_recving == {"r"}
+    report = reports.take_report()
+    assert report is not None
+    assert report.not_stored == {1: {0, 1}}
+
+
+def test_a_copy_that_was_queued_before_the_sleep_does_not_begin_in_it() -> None:
+    """A save whose server answers only when the engine sleeps stores nothing, and the next one is none the worse for it."""
+    client = FakeTransfers()
+    with _worker(client) as (side, reports, _):
+        slow: Any = Slow()
+        side._copier = slow
+        slow.gate.set()
+        side._gate.close(1)
+        side._save(SAVES.saves[0], None, 0.0, float("inf"))
+        assert not slow.begun.is_set()
+        assert reports.take_report() == WorkerReport({1: 1}, {1: {0, 1}})
+        side.resume()
+        side._save(SAVES.saves[0], None, 0.0, float("inf"))
+        assert slow.done == 1
+        assert reports.take_report() == WorkerReport({1: 1})
+
+
+def test_after_waking_up_all_is_as_before() -> None:
+    """Either hook may be called twice, or again with other tensors: there is one connection, and copies go to the new ones."""
+    client = FakeTransfers()
+    with _worker(client) as (side, reports, made):
+        side.suspend()
+        side.suspend()
+        side.resume()
+        side.resume()
+        caches = {name: cache + 7 for name, cache in _caches().items()}
+        side.register(caches)
+        side.start_saves(SAVES)
+    assert made == [1]
+    assert reports.take_report() == WorkerReport({1: 1})
+    assert bytes(client.memory[: 2 * PAGE]) == bytes([7]) * (2 * PAGE)
+
+
+def test_the_gate_counts_copies() -> None:
+    """It is closed when the last of them has ended."""
+    gate = SleepGate()
+    with gate.copying():
+        with gate.copying():
+            pass
+        assert not gate.close(0.01)
+        with pytest.raises(Asleep), gate.copying():
+            pass
+    assert gate.close(0.01)
+    gate.open()
+    assert gate.is_open
+
+
+@pytest.mark.parametrize(("error", "again"), [(InvalidRequest("odd"), True), (LimitExceeded("full"), False)])
+def test_a_refusal_of_one_save_holds_up_no_other(error: KVTierError, *, again: bool) -> None:
+    """What the server refuses of one request says nothing of the next; after a failure it is left in peace for a moment."""
+    client = FakeTransfers(error)
+    with _worker(client) as (side, _, _):
+        side._copier = SimpleNamespace(mark=lambda: None, copy_out=lambda *_: None)  # type: ignore[assignment]
+        side.start_saves(SAVES)
+        side.start_saves(SAVES)
+    assert len(client.written) == (2 if again else 1)
