@@ -30,11 +30,15 @@ __all__ = ["Computed", "OffloadCore"]
 
 
 class Computed(NamedTuple):
-    """A request of the step that is being planned: its tokens when the step is over, and its blocks."""
+    """A request of the step that is being planned: its tokens when the step is over, and its blocks.
+
+    ``drafts``: whether some of the tokens may be rejected.
+    """
 
     request_id: str
     tokens: int
     read_table: Callable[[], BlockTables | None]
+    drafts: bool = False
 
 
 class _Reset(Enum):
@@ -229,9 +233,11 @@ class OffloadCore:
     # ---- details
 
     def _offer(self, computed: Iterable[Computed], now: float) -> None:
-        for request_id, tokens, read_table in computed:
+        for request_id, tokens, read_table, drafts in computed:
             state = self._requests.get(request_id)
             if state is not None and self._stores_eagerly(state):
+                if not drafts:
+                    self._saves.step_ends(state.progress, tokens)
                 self._add_save(state, self._saves.plan(state.engine, state.progress, tokens, read_table, now))
         if self._walk is not None and (blocks := self._walk.choose(self._saves.room, now)):
             job = self._saves.plan_free(blocks)

@@ -29,7 +29,7 @@ class CacheGroup:
 
     ``retained_tokens``: how many tokens before a hit's end the group needs; None for full attention. Of a group with ``is_state``
     (Mamba and its like) a hit needs the block that ends with it, which holds the state there. The state is computed in place and
-    moves on from block to block, so a block has it only if a step ended just there: what the engine names is what can be stored.
+    moves on from block to block: a block has the one at its end only if a step ended just there.
     ``page_bytes[i]`` is what one block of ``layers[i]`` takes on one rank, without padding; ``formats[i]``, where given, says
     what these bytes are.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .engine import BlockPool, EngineRequest
-from .groups import BlockTables, CacheGeometry
+from .groups import BlockTables, CacheGeometry, GroupKind
 from .hits import Found
 from .plans import BlockRead
 
@@ -38,14 +38,17 @@ def plan_reads(geometry: CacheGeometry, found: Found, tables: BlockTables, start
 
 
 def lacks_blocks(geometry: CacheGeometry, pool: BlockPool, tables: BlockTables, start: int, end: int) -> bool:
-    """Whether a group lacks blocks from before ``start`` that a hit up to ``end`` needs.
+    """Whether a sliding window lacks blocks from before ``start`` that a hit up to ``end`` needs.
 
     An engine with state groups may take for computed what full attention has, though a sliding window lost its blocks: it
     allocates those anew, and a lookup that began at ``start`` has never asked for them.
     """
+    if not any(group.is_state for group in geometry.groups):
+        return False
     return any(
         (block_id := tables[group.index][position]) != geometry.null_block and pool.known_as(block_id) is None
         for group in geometry.groups
+        if group.kind is GroupKind.WINDOW
         for position in range(group.first_needed_block(end), start // group.block_tokens)
     )
 

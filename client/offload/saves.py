@@ -31,13 +31,15 @@ class SaveProgress:
     """How far a request's blocks have been offered: per group, the first position not looked at.
 
     ``loaded`` is the range of tokens that came from the server: not worth offering again, unless a tier asks for the whole request
-    (B1.1). ``missed`` are the positions behind the cursor that were offered and not stored; ``backoff`` says when they are offered
-    again. Below ``quiet_until`` computed tokens no block is full that was not looked at: most steps of most requests end there.
+    (B1.1). ``ends`` is where steps ended, if at the end of a state group's block. ``missed`` are the positions behind the cursor
+    that were offered and not stored; ``backoff`` says when they are offered again. Below ``quiet_until`` computed tokens no block
+    is full that was not looked at: most steps of most requests end there.
     """
 
     next_position: dict[int, int] = field(default_factory=dict)
     quiet_until: int = 0
     loaded: range = range(0)
+    ends: set[int] = field(default_factory=set)
     missed: dict[int, set[int]] = field(default_factory=dict)
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -45,6 +47,7 @@ class SaveProgress:
         """Look at every block again: they are others now (B4.12), or the store was emptied (B3.19)."""
         self.next_position.clear()
         self.quiet_until = 0
+        self.ends.clear()
         self.missed.clear()
         self.loaded = range(0)
 
@@ -116,6 +119,7 @@ class SavePlanner:
         self._null_block = geometry.null_block
         # First those whose blocks go while the request runs, out of their window; full attention's are there in the next step too.
         self._groups = sorted(geometry.groups, key=lambda group: group.kind is GroupKind.FULL)
+        self._state_sizes = {group.block_tokens for group in geometry.groups if group.is_state}
         self._world_size = world_size
         self._max_held_fraction = max_held_fraction
         self._lost_after_s = lost_after_s
@@ -140,6 +144,11 @@ class SavePlanner:
     def holds_only_reference(self) -> bool:
         """Whether some block would be free by now, were it not for a save in flight."""
         return any(self._pool.references(block_id) == 1 for block_id in self._in_flight)
+
+    def step_ends(self, progress: SaveProgress, tokens: int) -> None:
+        """The step that is being planned computes a request up to here, whatever it finds: no tokens that may be rejected."""
+        if any(tokens % size == 0 for size in self._state_sizes):
+            progress.ends.add(tokens)
 
     def plan(
         self,
@@ -254,8 +263,7 @@ class SavePlanner:
             block_id = table[position]
             if block_id == self._null_block or position * group.block_tokens in progress.loaded:
                 continue
-            if group.is_state and self._pool.known_as(block_id) != request.key(group, position):
-                # No step ended where this block does: it has the state of some other place, or none.
+            if group.is_state and not self._has_state(request, progress, group, position, block_id):
                 continue
             place = _Place(progress, group.index, position)
             if block_id in self._in_flight:
@@ -270,6 +278,13 @@ class SavePlanner:
                 end = position
                 break
         progress.next_position[group.index] = max(cursor, end)
+
+    def _has_state(
+        self, request: EngineRequest, progress: SaveProgress, group: CacheGroup, position: int, block_id: int
+    ) -> bool:
+        """Whether a block has the state at its end, and not that of some other place where a step ended."""
+        end = (position + 1) * group.block_tokens
+        return end in progress.ends or self._pool.known_as(block_id) == request.key(group, position)
 
     def _hold(self, job: SaveJob) -> SaveJob | None:
         if not job.block_ids:

@@ -12,33 +12,36 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering import spec as tiering_spec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 __all__ = ["CpuTieringSpec"]
 
 
 class CpuTieringSpec(TieringOffloadingSpec):
-    """vLLM's tiering, for an engine whose KV cache is in host memory."""
+    """The tiering of vLLM, for an engine whose KV cache is in host memory."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Returns the worker that copies between the engine's KV cache and the primary tier."""
         if not self._worker:
-            region = SharedOffloadRegion(
-                engine_id=self._engine_id,
-                num_chunks=self.num_chunks,
-                rank=self.config.parallel.rank,
-                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                cpu_page_size=self.cpu_page_size_per_worker,
-            )
-            self._worker = _Worker(kv_caches, self.blocks_per_chunk, region)
+            tiering_spec.CPUOffloadingWorker = _Worker
+            self._worker = self.create_worker(kv_caches)
         return self._worker
 
 
 class _Worker(OffloadingWorker):
     """Copies within the call, in vLLM's direct layout (see `SingleDirectionOffloadingHandler`)."""
 
-    def __init__(self, caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        blocks_per_chunk: int,
+        num_cpu_chunks: int,
+        mmap_region: Any,
+        **others: Any,
+    ) -> None:
+        assert not others.get("canonical_layout"), "not written for it"
+        caches, region = kv_caches, mmap_region
         self._refs = caches.group_data_refs
         self._blocks_per_chunk = blocks_per_chunk
         self._region = region
@@ -54,7 +57,7 @@ class _Worker(OffloadingWorker):
         """Engine to primary tier."""
         return self._copy(job_id, src_spec, dst_spec, store=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: FBT001, FBT002
         """Primary tier to engine."""
         return self._copy(job_id, dst_spec, src_spec, store=False)
 

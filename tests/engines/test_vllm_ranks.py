@@ -180,17 +180,21 @@ class Engine:
             one.shutdown()
 
 
-@pytest.fixture
-def engine(server: ServerProcess, tmp_path: Path) -> Iterator[Any]:
-    """Makes engines; all of one test have the same model."""
-    (tmp_path / "config.json").write_text(f'"{time.monotonic_ns()}"')
-    with contextlib.suppress(FileNotFoundError):
-        server.kill()
+@pytest.fixture(scope="module")
+def running(server: ServerProcess) -> ServerProcess:
+    """One server for all tests here."""
     server.start()
+    return server
+
+
+@pytest.fixture
+def engine(running: ServerProcess, tmp_path: Path) -> Iterator[Any]:
+    """Makes engines; all of one test have the same model, which no other test has."""
+    (tmp_path / "config.json").write_text(f'"{time.monotonic_ns()}"')
     with contextlib.ExitStack() as stack:
 
         def make(specs: list[Any], stages: list[list[list[str]]], **ranks: Any) -> Engine:
-            made = Engine(server, tmp_path, specs, stages, **ranks)
+            made = Engine(running, tmp_path, specs, stages, **ranks)
             stack.callback(made.close)
             return made
 
@@ -214,14 +218,18 @@ def _copy(engine: Engine) -> list[dict[str, torch.Tensor]]:
     return [{name: cache.clone() for name, cache in caches.items()} for caches in engine.caches]
 
 
-def test_ranks_with_the_same_bytes_store_one_copy(engine: Any, server: ServerProcess) -> None:
+def _blocks(server: ServerProcess) -> int:
+    [cpu] = [tier for tier in server.status()["tiers"] if tier["name"] == "cpu"]
+    return int(cpu["blocks"])
+
+
+def test_ranks_with_the_same_bytes_store_one_copy(engine: Any, running: ServerProcess) -> None:
     """B4.5 Of latent attention every tensor parallel rank has all: the first stores it, all report, all load it."""
-    two = engine([LATENT], [[["a", "b"]]], tensor=2, copies=2)
+    two, held = engine([LATENT], [[["a", "b"]]], tensor=2, copies=2), _blocks(running)
     assert two.save(1, [2, 3]) == {}, "the second rank reports at once"
     assert list(two.lookup().statuses) == [KeyStatus.MISS] * 2, "and stores nothing"
     assert two.save(0, [2, 3]) == {}
-    [cpu] = [tier for tier in server.status()["tiers"] if tier["name"] == "cpu"]
-    assert cpu["blocks"] == 2
+    assert _blocks(running) == held + 2
     [namespace] = _namespaces(two)
     before = _copy(two)
     two.load([5, 6])

@@ -11,6 +11,7 @@ from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -54,9 +55,9 @@ CHECKPOINTED = _state(num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignm
 class Engine:
     """vLLM's cache manager with groups of these specs, driven as its scheduler does, and the offload core's halves on it."""
 
-    def __init__(self, *specs: Any, hash_tokens: int = TOKENS) -> None:
+    def __init__(self, *specs: Any, hash_tokens: int = TOKENS, interval: int | None = None) -> None:
         groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
-        self.config = KVCacheConfig(BLOCKS, [], groups)
+        self.config = KVCacheConfig(BLOCKS, [], groups, prefix_cache_retention_interval=interval)
         self.geometry = resolve_geometry(_config(prefix_match_unit=hash_tokens), self.config)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(hash_tokens, sha256)
@@ -67,6 +68,7 @@ class Engine:
         self.progress = SaveProgress()
         self.offered: set[tuple[bytes, int]] = set()
         self.handed: set[tuple[bytes, int]] = set()
+        self.state_at: dict[int, int] = {}
 
     def request(self, tokens: list[int]) -> tuple[Request, VllmRequest]:
         request = Request("r", tokens, SamplingParams(max_tokens=100), None, block_hasher=self.hasher)
@@ -78,17 +80,33 @@ class Engine:
         self.manager.new_step_starts()
         assert self.manager.allocate_slots(request, tokens) is not None
         end = request.num_computed_tokens + tokens
+        self.compute(end)
+        self.planner.step_ends(self.progress, end)
         job = self.planner.plan(view, self.progress, end, self.tables, 0.0)
-        states = {group.index for group in self.geometry.groups if group.is_state}
         for entries in self.manager.take_boundary_state_offloads().values():
             for group, block_id, boundary in entries:
                 if boundary % TOKENS == 0:
                     self.handed.add((view.key(self.geometry.groups[group], boundary // TOKENS - 1), block_id))
         if job is not None:
-            places = zip(job.keys, job.block_ids, job.groups, strict=True)
-            self.offered |= {(key, block) for key, block, group in places if group in states}
+            for key, block_id, number in zip(job.keys, job.block_ids, job.groups, strict=True):
+                group = self.geometry.groups[number]
+                if group.is_state:
+                    self.offered.add((key, block_id))
+                    assert key == view.key(group, self.state_at[block_id] // TOKENS - 1), "a state under another's name"
             self.planner.report({job.job_id: 1}, {}, 0.0)
         request.num_computed_tokens = end
+
+    def compute(self, end: int) -> None:
+        """Notes which state the step leaves in which block, as vLLM's workers do it."""
+        for manager, table in zip(self.manager.coordinator.single_type_managers, self.tables(), strict=True):
+            if not isinstance(manager, MambaManager):
+                continue
+            if manager.mamba_cache_mode == "all":
+                self.state_at |= {block: (position + 1) * TOKENS for position, block in enumerate(table)}
+                continue
+            for position, column in manager._checkpoints.values():
+                self.state_at[table[column]] = position
+            self.state_at[table[(end - 1) // TOKENS]] = end
 
     def tables(self) -> BlockTables:
         return self.manager.get_block_ids("r")
@@ -120,27 +138,31 @@ def _geometry(*specs: Any) -> CacheGeometry:
     [
         (_state(), TOKENS, [16, 32, 16, 16, 5]),  # as the scheduler cuts a prompt: at blocks, and before its last one
         (_state(), TOKENS, [48, 32, 5]),
-        (_state(), TOKENS, [10, 6, 20, 44, 5]),  # ends that no block has: nothing is left there
+        (_state(), TOKENS, [10, 6, 16, 48, 5]),  # a block that is more than a step
         (CHECKPOINTED, TOKENS, [85]),
         (CHECKPOINTED, TOKENS, [32, 53]),
         (CHECKPOINTED, 4, [32, 53]),  # the state in the block is that of token 84, inside the next block
         (_state(mamba_cache_mode="all"), TOKENS, [16, 64, 5]),
     ],
 )
-def test_what_the_engine_hands_off_is_offered(spec: MambaSpec, hash_tokens: int, chunks: list[int]) -> None:
-    """B4.10 Each state that vLLM would find again by a block's hash is offered under it, from the block that has it."""
-    engine = Engine(FULL, spec, hash_tokens=hash_tokens)
+@pytest.mark.parametrize("interval", [None, 0])
+def test_what_the_engine_hands_off_is_offered(
+    spec: MambaSpec, hash_tokens: int, chunks: list[int], interval: int | None
+) -> None:
+    """B4.10 Each state at a block's end is offered under its hash, from the block that has it: all that vLLM keeps, and more."""
+    engine = Engine(FULL, spec, hash_tokens=hash_tokens, interval=interval)
     request, view = engine.request(list(range(sum(chunks))))
     for chunk in chunks:
         engine.step(request, view, chunk)
     for token in range(40):
         request.append_output_token_ids(1000 + token)
         engine.step(request, view, 1)
-    if spec.mamba_cache_mode == "align":
-        assert engine.offered == engine.handed
+    assert engine.offered >= engine.handed
     assert len(engine.offered) >= 3, "two blocks of the answer at least, and one of the prompt"
-    for key, block_id in engine.offered:
-        assert engine.manager.block_pool.blocks[block_id].block_hash is None or engine.pool.known_as(block_id) == key
+    if interval is None and spec.mamba_cache_mode == "align":
+        assert engine.offered == engine.handed
+    if interval == 0:
+        assert len(engine.handed) < len(engine.offered), "what vLLM itself does not keep is stored too"
 
 
 def test_only_the_state_at_the_end_of_a_hit_is_loaded() -> None:

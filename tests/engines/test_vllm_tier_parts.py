@@ -204,6 +204,14 @@ def test_policies_have_the_names_that_the_running_vllm_gives_them() -> None:
     assert compat.block_level_of(old).value == "block_level"
 
 
+def test_jobs_are_read_by_either_version_s_names() -> None:
+    """Rows are `chunk_ids` here and were `block_ids`; where a chunk ends in its request, not every version says."""
+    assert compat.rows_of(SimpleNamespace(chunk_ids=np.array([3, 1]))) == [3, 1]
+    assert compat.rows_of(SimpleNamespace(block_ids=np.array([2]))) == [2]
+    assert compat.end_token(request_of("r", KEYS), KEYS[1]) == 32
+    assert compat.end_token(SimpleNamespace(), KEYS[1]) == 0
+
+
 def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room) -> None:
     """An error of the server, and an answer that does not come, are misses of that request, and the server is left in peace."""
     answered = threading.Event()
@@ -230,6 +238,22 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room) -> None:
     room.lookups.send(failed)
     wait_for(lambda: room.lookups.answer(failed, KEYS[0], 16) is Answer.MISS)
     assert room.lookups.cooling
+
+
+def test_what_comes_when_a_request_runs_already_is_given_back(room: Room) -> None:
+    """B4.3 An answer that nobody waits for any more pins nothing, and is asked for anew if the request is preempted."""
+    answered = threading.Event()
+    room.client.keys, room.client.before = set(KEYS), lambda: (answered.wait(20), None)[1]
+    request = room.lookups.begin("runs", None)
+    room.lookups.answer(request, KEYS[0], 16)
+    room.lookups.send(request)
+    room.lookups.settle(request)
+    answered.set()
+    wait_for(lambda: bool(room.lookups._done))
+    assert room.lookups.answer(request, KEYS[0], 16) is Answer.UNKNOWN
+    wait_for(lambda: room.client.released == [1])
+    room.lookups.send(request)
+    wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.HIT)
 
 
 def test_settings_are_checked_at_start() -> None:

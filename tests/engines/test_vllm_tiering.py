@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from connector_fakes import wait_for
 from server_process import ServerProcess
 from tiering_world import content_of, keys_of, request_of, world
 from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
@@ -16,13 +17,13 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 FLAG = {"do_remote_decode": True}
 BOUND_SECONDS = 12.0
+ROOM_BYTES = 32 << 20
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that runs."""
-    server = ServerProcess(tmp_path_factory.mktemp("kvtier"))
-    server.start()
+    server = _start(ServerProcess(tmp_path_factory.mktemp("kvtier")))
     yield server
     server.kill()
 
@@ -30,10 +31,18 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     """A server of the test's own, that runs."""
-    server = ServerProcess(tmp_path)
-    server.start()
+    server = _start(ServerProcess(tmp_path))
     yield server
     server.kill()
+
+
+def _start(server: ServerProcess) -> ServerProcess:
+    """Starts a server, and waits until it has memory: on a machine that is short of it that takes a while."""
+    server.start()
+    wait_for(
+        lambda: any(tier["available_bytes"] >= ROOM_BYTES for tier in server.status()["tiers"] if tier["name"] == "cpu")
+    )
+    return server
 
 
 def _pinned(server: ServerProcess) -> int:
@@ -120,7 +129,7 @@ def test_what_was_found_stays_until_it_is_loaded_or_the_request_ends(running: Se
                 reader.until(lambda: not _pinned(running))
             reader.manager.on_request_finished(context)
             reader.until(lambda: not _pinned(running))
-            reader.manager.reset_cache()
+            reader.reset()
 
 
 def test_a_request_that_ends_while_it_is_looked_up_or_loaded_leaves_nothing(running: ServerProcess) -> None:
@@ -151,7 +160,7 @@ def test_a_reset_keeps_what_the_server_has(running: ServerProcess) -> None:
         context = request_of("r", keys)
         engine.manager.on_new_request(context)
         engine.store(context, keys)
-        engine.manager.reset_cache()
+        engine.reset()
         assert not engine.manager.has_pending_work()
         assert engine.find(context, keys) == [HIT] * 8
         assert engine.read(context, keys) == [content_of(key) for key in keys]
@@ -166,12 +175,12 @@ def test_without_a_server_everything_is_a_miss(tmp_path: Path) -> None:
         engine.manager.on_new_request(context)
         assert engine.ask(context, keys) == [MISS]
         engine.run("stores", keys)
-        server.start()
+        _start(server)
         try:
             engine.until(lambda: bool(engine.tier._client and engine.tier._client.connected))
-            engine.manager.reset_cache()
+            engine.reset()
             engine.run("stores again", keys)
-            engine.manager.reset_cache()
+            engine.reset()
             context = request_of("late", keys)
             engine.manager.on_new_request(context)
             assert engine.find(context, keys) == [HIT] * 4
@@ -186,7 +195,7 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
     table = {"lookup_timeout_s": 1.0, "transport": transport}
     with world(server.endpoint, tier=table) as engine:
         engine.run("stores", stored)
-        engine.manager.reset_cache()
+        engine.reset()
         pinned = request_of("pinned", stored)
         engine.manager.on_new_request(pinned)
         engine.ask(pinned, stored)
@@ -200,16 +209,16 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
         assert engine.store(hung, others) == others
         engine.idle()
         engine.manager.on_request_finished(hung)
-        engine.manager.reset_cache()
+        engine.reset()
         assert engine.store(pinned, others) == others
-        engine.manager.reset_cache()
+        engine.reset()
         assert time.monotonic() - start < 2 * BOUND_SECONDS
         server.signal(signal.SIGCONT)
         engine.until(
             lambda: bool(engine.tier._client and engine.tier._client.connected and not engine.tier._lookups.cooling)
         )  # type: ignore[union-attr]
         engine.run("after", others)
-        engine.manager.reset_cache()
+        engine.reset()
         later = request_of("later", others)
         engine.manager.on_new_request(later)
         assert engine.find(later, others) == [HIT] * 8
@@ -222,7 +231,7 @@ def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerP
     stored, others = keys_of(8, seed=8), keys_of(8, seed=9)
     with world(server.endpoint, tier={"transport": transport}) as engine:
         engine.run("stores", stored)
-        engine.manager.reset_cache()
+        engine.reset()
         context = request_of("r", stored)
         engine.manager.on_new_request(context)
         engine.ask(context, stored)
@@ -239,7 +248,7 @@ def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerP
         assert engine.find(context, stored) == [MISS]
         assert engine.read(context, others) == [content_of(key) for key in others]
         engine.manager.on_request_finished(context)
-        server.start()
+        _start(server)
         engine.until(lambda: bool(engine.tier._client and engine.tier._client.connected and not lookups.cooling))
         later = request_of("later", stored)
         engine.manager.on_new_request(later)

@@ -13,7 +13,8 @@ know which vLLM this is.
 
 An engine's settings are in ``config``, a request's in ``settings``. By default a block is stored as soon as it is full; with
 ``lazy_offload`` when the engine is about to evict it: fewer copies, but what an engine still holds is lost with it, and no other
-engine finds it.
+engine finds it; and of windows and states only those are stored that vLLM itself keeps a name for, so that hits of a hybrid model
+end where earlier prompts and answers did.
 
 Limits, of which vLLM gives a connector no way around:
 

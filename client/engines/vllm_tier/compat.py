@@ -1,10 +1,11 @@
 """The one place that knows which vLLM this is: everything that the tier takes from it is imported here.
 
-Written against 0.32; later versions may differ in what this module and ``manager`` do not rely on:
+Written against 0.32 and 0.33. What differs between them, and before, needs no branch elsewhere:
 
-- Names: the policy for new blocks is ``CHUNK_LEVEL``, was ``BLOCK_LEVEL`` (B3.1); jobs have ``chunk_ids``, had ``block_ids``.
-- Some versions lack the back-pressure detector, and some results a number of bytes: neither is passed where vLLM did not give it.
-- Some call a tier from another thread than the scheduler's, never two at once, and add hooks for tiers that serve other engines.
+- 0.33 calls tiers under a lock, and may do so from another thread than the scheduler's; never two at once.
+- 0.33 holds promotions back after a reset until its workers have flushed: then a hit is a miss, without a load (B3.19).
+- Some versions call the policy for new blocks ``BLOCK_LEVEL`` and a job's rows ``block_ids``; now these are ``CHUNK_LEVEL`` (B3.1)
+  and ``chunk_ids``.
 """
 
 # vLLM is not in the environment that is checked:
@@ -27,7 +28,10 @@ try:
     from vllm.platforms import current_platform
     from vllm.v1.kv_offload.base import Locality, LookupResult, OffloadPolicy, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
-except ImportError as error:
+
+    # What is relied on beside the names themselves: an answer for later, and loads that arrived in part.
+    _RELIED_ON = (LookupResult.RETRY, JobResult.__dataclass_fields__["successful_keys"])
+except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(f"{_NEEDS} ({error})") from error
 
 __all__ = [

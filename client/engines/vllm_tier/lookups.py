@@ -154,6 +154,7 @@ class TierLookups(RequestCalls):
     def settle(self, request: TierRequest) -> None:
         """The request is computed from here on: what was found and not loaded is given back, unless a load still reads it."""
         request.settled = True
+        request.waiting.clear()
         if request.loading == 0:
             leases, request.leases = request.leases, []
             request.known.clear()

@@ -61,6 +61,7 @@ class ModelRequest:
     tokens: list[int]
     known: int
     max_tokens: int
+    prompt: int
     groups: Sequence[CacheGroup]
     may_load: bool = True
     may_save: bool = True

@@ -33,7 +33,7 @@ class ModelScheduler:
         pipelined: bool,
     ) -> None:
         self.rng, self.geometry, self.server, self.workers = rng, geometry, server, workers
-        self.pool, self.script, self.pipelined = pool, script, pipelined
+        self.pool, self.script, self.pipelined, self.sparse = pool, script, pipelined, rng.random() < 0.5
         self.now = 100.0
         self.budget = options.batched_tokens
         self.layout = Layout(geometry)
@@ -56,7 +56,15 @@ class ModelScheduler:
         self.arrivals += 1
         name, length = f"r{self.arrivals}", len(prompt)
         request = ModelRequest(
-            name, self.script, list(prompt), length, length + output, self.geometry.groups, may_load=load, may_save=save
+            name,
+            self.script,
+            list(prompt),
+            length,
+            length + output,
+            length,
+            self.geometry.groups,
+            may_load=load,
+            may_save=save,
         )
         request.whole = self.rng.random() < 0.1
         self.requests[name] = request
@@ -69,7 +77,9 @@ class ModelScheduler:
         works = self.schedule()
         self.core.preempted(self.preempted)
         self.preempted.clear()
-        computed = [Computed(w.request.request_id, w.end, lambda w=w: w.request.tables) for w in works]  # type: ignore[misc]
+        computed = [
+            Computed(w.request.request_id, w.end, lambda w=w: w.request.tables, drafts=bool(w.drafts)) for w in works
+        ]  # type: ignore[misc]
         self.core.plan_saves(computed, self.now)
         plan = self.core.take_plan(self.now)
         self.check_plan(plan.loads, plan.saves)
@@ -168,10 +178,15 @@ class ModelScheduler:
         for group in self.geometry.groups:
             for position in range(min(tokens // group.block_tokens, request.final_blocks(group))):
                 block = request.tables[group.index][position]
-                if group.is_state and (position + 1) * group.block_tokens not in request.ends:
+                if group.is_state and not self.keeps_state(request, (position + 1) * group.block_tokens):
                     continue
                 if block != NULL:
                     self.pool.name(block, group.index, request.key(group, position))
+
+    def keeps_state(self, request: ModelRequest, end: int) -> bool:
+        """Whether the prefix cache is to have the state there: if there is one, and (like vLLM) not of each block."""
+        step = self.geometry.step_tokens
+        return end in request.ends and not (self.sparse and end != (request.prompt - 1) // step * step)
 
     def admit(self, request: ModelRequest, budget: int) -> list[Work] | None:
         """Tries a waiting request; returns its work, none when it is being looked up or loaded. None: there is no room."""
