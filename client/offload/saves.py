@@ -25,6 +25,9 @@ from .plans import SaveJob
 
 __all__ = ["EndedSave", "SavePlanner", "SaveProgress"]
 
+# Waiting for saves beats computing a preempted request again only if it is short.
+_PROMPT_S = 0.5
+
 
 @dataclass
 class SaveProgress:
@@ -100,7 +103,7 @@ class _Place(NamedTuple):
 @dataclass
 class _Held:
     job: SaveJob
-    expires_at: float = math.inf
+    sent_at: float = math.inf
     reports: int = 0
     not_stored: set[int] = field(default_factory=set)
     doubtful: bool = False
@@ -141,8 +144,11 @@ class SavePlanner:
         """How many more blocks may be held now."""
         return max(0, int(self._pool.num_blocks * self._max_held_fraction) - len(self._in_flight))
 
-    def holds_only_reference(self) -> bool:
-        """Whether some block would be free by now, were it not for a save in flight."""
+    def holds_only_reference(self, now: float) -> bool:
+        """Whether some block would be free by now, were it not for a save in flight; False while saves are slow to end."""
+        first = next(iter(self._jobs.values()), None)
+        if first is None or now - first.sent_at > _PROMPT_S:
+            return False
         return any(self._pool.references(block_id) == 1 for block_id in self._in_flight)
 
     def step_ends(self, progress: SaveProgress, tokens: int) -> None:
@@ -165,7 +171,7 @@ class SavePlanner:
         ``read_table()`` is called only when there is something to offer. When too many blocks are held already, the cursor stays
         and the rest is offered in a later step. ``last``: there is no later step.
         """
-        if computed_tokens < progress.quiet_until and not progress.missed:
+        if (computed_tokens < progress.quiet_until and not progress.missed) or self.room <= 0:
             return None
         retry = bool(progress.missed) and (last or progress.backoff.is_over(now))
         ends: dict[int, int] = {}
@@ -201,7 +207,7 @@ class SavePlanner:
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
         """These are given to the workers now: from now on their reports are waited for."""
         for job in jobs:
-            self._jobs[job.job_id].expires_at = now + self._lost_after_s
+            self._jobs[job.job_id].sent_at = now
 
     def report(
         self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]], now: float
@@ -222,8 +228,8 @@ class SavePlanner:
         """Lets go of the jobs whose reports were lost; returns them, as not stored (B5.6)."""
         lost = []
         for held in self._jobs.values():
-            if held.expires_at > now:
-                # Later jobs expire later, or have yet to be sent.
+            if held.sent_at + self._lost_after_s > now:
+                # Later jobs were sent later, or have yet to be.
                 break
             held.not_stored.update(range(len(held.job.keys)))
             lost.append(held)

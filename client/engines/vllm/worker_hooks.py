@@ -69,6 +69,8 @@ class WorkerHooks(KVConnectorBase_V1):
         step = self._connector_metadata
         if isinstance(step, StepMetadata) and step.parts is not None:
             self._join(step.parts)
+        if self._worker is not None:
+            self._worker.serving = True
         if isinstance(step, StepMetadata) and step.loads and not self._start_loads(step):
             self._reports.refuse_loads(step)
 

@@ -87,6 +87,5 @@ def _groups(config: Any, row_bytes: int) -> tuple[Group, ...]:
 def _row_digest(config: Any, row_bytes: int) -> str:
     """A digest of all that vLLM knows of a row; what is new in a later version counts, rather than to be forgotten."""
     plain = {name: text for name, text in dataclasses.asdict(config).items() if name not in _OF_THE_PROCESS}
-    plain["model"].pop("max_model_len", None)  # how long a request may be changes no block of it
     plain["parallel"] = {name: text for name, text in plain["parallel"].items() if name not in _OF_THE_REPLICA}
     return hashlib.sha256(json.dumps([plain, row_bytes], sort_keys=True, default=str).encode()).hexdigest()
