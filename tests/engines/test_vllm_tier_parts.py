@@ -266,6 +266,16 @@ def test_engines_whose_rows_may_be_mistaken_are_refused(engine: Any, why: str) -
         build_tier_namespace(make_config({}), engine, ROW)
 
 
+@pytest.mark.parametrize("engine", [None, _engine()])
+@pytest.mark.parametrize("size", ["dcp_size", "pcp_size"])
+def test_context_parallel_engines_are_refused(engine: Any, size: str) -> None:
+    """Which tokens a rank has of a block is not known: such rows are not shared, whether or not the engine can be seen."""
+    config = make_config({})
+    split = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **{size: 2}))
+    with pytest.raises(Unsupported, match="context parallelism"):
+        build_tier_namespace(split, engine, ROW, identity="given")
+
+
 def test_a_disabled_tier_says_why_once_and_misses(caplog: pytest.LogCaptureFixture) -> None:
     """A set-up that cannot be served ends no engine: all is a miss, and every job is reported."""
     config = make_config({})

@@ -16,7 +16,7 @@ copies straight between the engine and kvtier and needs no primary tier. The two
 Limits:
 
 - vLLM wants a request's policy before the server can be asked: it is offloaded as the server wanted the last one of its kind.
-- With LoRA adapters the tier is disabled: vLLM does not tell a tier which requests have one.
+- With LoRA adapters the tier is disabled: vLLM does not tell a tier which requests have one. So it is with context parallelism.
 - Chunks that vLLM finds in its own tiers are not looked up here, and so not marked as used.
 - A reset of vLLM's caches keeps what kvtier has, as it does with every secondary tier (B3.19). An engine whose weights are updated
   in place would find the old weights' KV: start it from other files, or with another ``tenant``.
