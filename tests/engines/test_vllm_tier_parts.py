@@ -173,6 +173,33 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room) -> None:
     assert room.lookups.cooling
 
 
+def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: Room) -> None:
+    """A burst: requests whose turn does not come in time are computed, and those after them ask a server that only is slow."""
+    answered, asked = threading.Event(), threading.Event()
+    room.client.before = lambda: (asked.set(), answered.wait(20), None)[2]
+    first, queued = room.lookups.begin("first", None), room.lookups.begin("queued", None)
+    room.lookups.answer(first, KEYS[0], 16)
+    room.lookups.send(first)
+    assert asked.wait(20)
+    room.lookups._timeout_s = 0.05
+    room.lookups.answer(queued, KEYS[0], 16)
+    room.lookups.send(queued)
+    wait_for(lambda: room.lookups.answer(queued, KEYS[0], 16) is Answer.MISS)
+    assert not room.lookups.cooling
+    answered.set()
+
+
+def test_stores_do_not_fail_because_lookups_did(room: Room) -> None:
+    """A server that is left in peace by lookups for a moment still takes what was computed."""
+    room.lookups.cool_down()
+    room.transfers.submit(room.job(1, room.lookups.begin("stores", None)))
+    room.transfers.submit(room.job(2, room.lookups.begin("loads", None), [1] * 4))
+    found = room.finished()
+    wait_for(lambda: bool(found.update(room.finished() if len(found) < 2 else {})) or len(found) == 2)
+    assert room.lookups.cooling
+    assert found == {1: set(KEYS), 2: set()}
+
+
 def test_what_comes_when_a_request_runs_already_is_given_back(room: Room) -> None:
     """B4.3 An answer that nobody waits for any more pins nothing, and is asked for anew if the request is preempted."""
     answered = threading.Event()

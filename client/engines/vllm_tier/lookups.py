@@ -24,6 +24,8 @@ __all__ = ["Answer", "Pin", "TierLookups", "TierRequest"]
 _WAIT_SHARE = 0.8
 _GROUP_BYTES = 4
 _MOST_KINDS = 256
+# Who asked so late that this share of the budget was over knows nothing of the server: only of how many asked before.
+_LATE_SHARE = 0.5
 # Less than the server's lease, which is a minute by default: what was found earlier is looked up again.
 _PIN_SECONDS = 40.0
 
@@ -50,14 +52,16 @@ class TierRequest:
     """What the tier knows of a request. Belongs to the scheduler's thread, but for the announcement.
 
     ``known`` has a Pin for a hit and None for a miss; ``waiting`` the time until which the answer is waited for; ``new`` the keys
-    that were asked for in this step, with the token at which each ends. ``loading`` counts loads of it that run; ``settled``: it
-    was scheduled, so that nothing more of what was found will be loaded.
+    that were asked for in this step, with the token at which each ends; ``asked`` those that the server is being asked for, with
+    the time since when (the background threads'). ``loading`` counts loads of it that run; ``settled``: it was scheduled, so that
+    nothing more of what was found will be loaded.
     """
 
     announcement: Announcement
     known: dict[bytes, Pin | None] = field(default_factory=dict)
     waiting: dict[bytes, float] = field(default_factory=dict)
     new: dict[bytes, int] = field(default_factory=dict)
+    asked: dict[bytes, float] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
     loading: int = 0
     settled: bool = False
@@ -119,7 +123,8 @@ class TierLookups(RequestCalls):
             return self._ask_later(request, key, end_token, now + self._timeout_s)
         if now < request.waiting[key]:
             return Answer.UNKNOWN
-        self.cool_down()
+        if request.asked.get(key, now) < now - self._timeout_s * _LATE_SHARE:
+            self.cool_down()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
         return self.miss(request, key)
 
@@ -197,12 +202,15 @@ class TierLookups(RequestCalls):
     def _run(self, question: _Question) -> None:
         try:
             if not question.request.ended and not self.cooling and time.monotonic() < question.deadline:
+                question.request.asked |= dict.fromkeys(question.keys, time.monotonic())
                 self._look_up(question)
         except KVTierError as error:
             self.cool_down(error)
             self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
         finally:
             # Whatever happened: a question without an answer would make its request wait for its whole budget.
+            for key in question.keys:
+                question.request.asked.pop(key, None)
             self._done.append(question)
             self.let_go(question.request.announcement)
 

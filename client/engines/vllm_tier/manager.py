@@ -34,6 +34,8 @@ R = TypeVar("R")
 _START_SECONDS = 2.0
 _DRAIN_SECONDS = 5.0
 _TRANSFER_SECONDS = 10.0
+# They only wait: a burst of requests is not to queue behind the few that came first.
+_LOOKUP_THREADS = 8
 
 _ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.UNKNOWN: LookupResult.RETRY}
 _POLICIES = {
@@ -122,9 +124,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
         )
         self._client = client = self._connect(config, namespace)
         on_start = leave_compute_cores if compat.on_cpu() else None
-        threads = functools.partial(BackgroundThreads, log=self.log, threads=2, on_start=on_start)
-        self._lookups = TierLookups(client, settings.lookup_timeout_s, self.log, threads("lookup"))
-        self._transfers = Transfers(client, primary, self._lookups, self.log, (threads("load"), threads("store")))
+        threads = functools.partial(BackgroundThreads, log=self.log, on_start=on_start)
+        self._lookups = TierLookups(
+            client, settings.lookup_timeout_s, self.log, threads("lookup", threads=_LOOKUP_THREADS)
+        )
+        self._transfers = Transfers(
+            client, primary, self._lookups, self.log, (threads("load", threads=2), threads("store", threads=2))
+        )
         logger.info(
             "kvtier: namespace %s, rows of %d bytes, transport %s",
             namespace_digest(namespace),
