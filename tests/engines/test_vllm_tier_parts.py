@@ -18,7 +18,7 @@ from tiering_world import ROW, make_config, request_of
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from kvtier.client import LeaseLost, NotConnected, OffloadPolicy, StoreStatus
+from kvtier.client import LeaseLost, NotConnected, OffloadPolicy, StoreStatus, TierFilter
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.namespace import namespace_digest
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
@@ -116,9 +116,15 @@ def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Room
 
 
 def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: Room) -> None:
-    """B1.6, B3.1: before that it is what the shipped rule says: a flagged request is offloaded whole."""
+    """B1.6, B3.1: before that it is what the shipped rules say: a flagged request is offloaded whole."""
     lookups, client = room.lookups, room.client
-    for params, at_first, answer in ((None, BLOCK, REQUEST), (FLAG, REQUEST, BLOCK)):
+    kinds: list[tuple[dict[str, Any] | None, OffloadPolicy, OffloadPolicy]] = [
+        (None, BLOCK, REQUEST),
+        (FLAG, REQUEST, BLOCK),
+        ({"offload_policy": "request_level"}, REQUEST, BLOCK),
+        ({"offload_policy": "block_level"}, BLOCK, REQUEST),
+    ]
+    for params, at_first, answer in kinds:
         first = lookups.begin(f"first {params}", params)
         assert lookups.policy_of(first) is at_first
         client.policy = answer
@@ -127,6 +133,25 @@ def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: 
         wait_for(lambda first=first: lookups.answer(first, KEYS[0], 16) is Answer.MISS)  # type: ignore[misc]
         assert lookups.policy_of(lookups.begin(f"second {params}", params)) is answer
         assert client.begun[f"first {params}"] == (16, params)
+
+
+def test_a_request_s_settings_reach_the_server(room: Room) -> None:
+    """B3.1 in spirit: what a user asks of kvtier goes with the request's calls, and tiers see the policy that is asked for only."""
+    wishes = {"retain_for_s": 60, "exclude": ["lmdb"], "offload_policy": "request_level"}
+    request = room.lookups.begin("r", {"kvtier": wishes, "other": 1})
+    assert room.lookups.policy_of(request) is REQUEST
+    room.lookups.answer(request, KEYS[0], 16)
+    room.lookups.send(request)
+    wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
+    assert room.client.options == [{"exclude": TierFilter(("lmdb",)), "retain_for": 60.0}]
+    assert room.client.begun["r"] == (16, {"other": 1, "offload_policy": "request_level"})
+
+
+def test_a_request_may_skip_what_is_stored(room: Room) -> None:
+    """`skip_load` is a miss at once, and the server is not asked."""
+    request = room.lookups.begin("r", {"kvtier": {"skip_load": True}})
+    assert room.lookups.answer(request, KEYS[0], 16) is Answer.MISS
+    assert not request.new
 
 
 def test_policies_have_the_names_that_the_running_vllm_gives_them() -> None:

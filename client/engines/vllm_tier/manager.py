@@ -100,7 +100,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.locality = Locality(self._settings.locality) if self._settings.locality else None
         self._requests: dict[str, TierRequest] = {}
         self._asking: dict[int, TierRequest] = {}
-        # Jobs that could not even begin.
+        # Jobs that could not even begin, or were not to.
         self._refused: list[int] = []
         self._client: Client | None = None
         self._lookups: TierLookups | None = None
@@ -223,6 +223,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         if self._transfers is None:
             return False
         request, rows = self._request_of(metadata.req_context), compat.rows_of(metadata)
+        if request.announcement.settings.skip_save and not load:
+            return False
         # In the order of the request's tokens: what a prefix begins with is stored, and read, first.
         order = sorted(
             zip(map(bytes, metadata.keys), rows, strict=True),
