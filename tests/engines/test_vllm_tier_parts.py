@@ -347,6 +347,19 @@ def test_a_disabled_tier_says_why_once_and_misses(caplog: pytest.LogCaptureFixtu
     tier.shutdown()
 
 
+def test_a_job_whose_result_cannot_be_told_takes_no_other_s_with_it(room: Room) -> None:
+    """Each job that has ended is reported, whatever goes wrong with another: its rows are pinned until then."""
+    config = make_config({})
+    tier = KVTierSecondaryTier(SimpleNamespace(config=config), memoryview(np.zeros((4, ROW), np.int8)), "kvtier")
+    tier._lookups, tier._transfers = room.lookups, room.transfers
+    request = room.lookups.begin("r", None)
+    broken, sound = room.job(1, request, [1] * 4), room.job(2, request)
+    broken.request = None  # type: ignore[assignment]
+    broken.done = sound.done = frozenset(KEYS)
+    room.transfers._finished += [broken, sound]
+    assert [(done.job_id, done.success) for done in tier.get_finished_jobs()] == [(1, False), (2, True)]
+
+
 def test_the_engine_is_found_among_the_callers() -> None:
     """The configuration of the engine that builds the tier is seen, and no other one's."""
     vllm_config = VllmConfig.__new__(VllmConfig)

@@ -66,7 +66,7 @@ def _contained(
     return decorate
 
 
-def _nothing() -> None:
+def _nothing() -> Any:
     return None
 
 
@@ -74,7 +74,7 @@ def _miss() -> Any:
     return LookupResult.MISS
 
 
-def _no_results() -> list[Any]:
+def _no_jobs() -> list[Job]:
     return []
 
 
@@ -179,7 +179,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     @_contained(_nothing)
     def on_schedule_end(self, context: Any) -> None:
-        """Called at the end of each step: look-ups leave; what requests that run now did not load is given back."""
+        """Called at the end of each step: look-ups leave; what requests that run now did not load is given back.
+
+        vLLM does not say which preempted requests run again: what those did not load is pinned until they end or the lease does.
+        """
         if self._lookups is None:
             return
         asking, self._asking = self._asking, {}
@@ -243,15 +246,19 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Called once per step: each job is reported once, partly failed loads with the keys that did arrive (B3.18)."""
         refused, self._refused = self._refused, []
-        return [*(JobResult(number, success=False) for number in refused), *self._finished()]
+        results = [JobResult(number, success=False) for number in refused]
+        for job in self._take_finished():
+            # Each by itself: a job that is taken and not reported pins its rows for ever.
+            result = self._result_of(job)
+            results.append(JobResult(job.number, success=False) if result is None else result)
+        return results
 
-    @_contained(_no_results)
-    def _finished(self) -> list[JobResult]:
-        if self._transfers is None:
-            return []
-        return [self._result_of(job) for job in self._transfers.take_finished()]
+    @_contained(_no_jobs)
+    def _take_finished(self) -> list[Job]:
+        return [] if self._transfers is None else self._transfers.take_finished()
 
-    def _result_of(self, job: Job) -> JobResult:
+    @_contained(_nothing)
+    def _result_of(self, job: Job) -> JobResult | None:
         done = JobResult(job.number, success=job.succeeded, transfer_time=job.seconds)
         if job.pins is not None and self._lookups is not None:
             done.successful_keys = tuple(job.done) if job.done and not job.succeeded else None
