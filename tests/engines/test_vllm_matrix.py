@@ -42,7 +42,6 @@ class Cell(NamedTuple):
 
 
 CELLS = [
-    Cell("dense", 1, "eager", "grpc"),
     Cell("dense", 1, "lazy", "shm"),
     Cell("dense", 2, "eager", "shm"),
     Cell("hybrid", 2, "lazy", "grpc"),
