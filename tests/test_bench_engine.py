@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from bench.engine.configurations import ALONE, CONFIGURATIONS, Configuration
-from bench.engine.results import Idle, IdleFound, Turns, compare, hook_microseconds, interval
+from bench.engine.parts import wrong_steps
+from bench.engine.results import Idle, IdleFound, Turns, Verdict, compare, hook_microseconds, interval
 from bench.engine.runner import EngineFailed, find_reason, run_engine
-from bench.engine.table import rows_of_idle, rows_of_turns, show_idle, show_turns
+from bench.engine.steps import gather
+from bench.engine.table import BUSY_LOAD, rows_of_idle, rows_of_turns, show_idle, show_load, show_turns
 from bench.engine.workload import FULL, QUICK, Workload
 from bench.report import Report
 
@@ -89,6 +91,61 @@ def test_stretches_of_a_turn_are_compared_with_each_other() -> None:
     assert idle.undisturbed == pytest.approx(1.01 / 0.9)
     assert idle.added_us == pytest.approx(110_000)
     assert Idle.of([TURN, slow, TURN], "empty").ratio == pytest.approx(1.01)
+
+
+def _turn(ratio: float) -> dict[str, list[float]]:
+    return {"with": [ratio], "without": [1.0], "empty": [1.0]}
+
+
+CLEAR, SLOW, UNSURE = [_turn(1.01)] * 8, [_turn(1.03)] * 8, [_turn(0.98), _turn(1.06)] * 4
+
+
+@pytest.mark.parametrize(
+    ("turns", "verdict"),
+    [(CLEAR, Verdict.YES), (SLOW, Verdict.NO), (UNSURE, Verdict.OPEN), ([_turn(1.02)], Verdict.YES)],
+)
+def test_the_whole_interval_decides(turns: list[dict[str, list[float]]], verdict: Verdict) -> None:
+    """Yes with its upper end within the target, no with its lower end above; and only a "no" is wrong."""
+    assert Idle.of(turns).verdict is verdict
+    found = {"server there": IdleFound.of({"turns": turns, "hooks": HOOKS})}
+    assert bool(wrong_steps(found)) is (verdict is Verdict.NO)
+
+
+def test_a_median_within_the_target_is_not_yet_a_yes() -> None:
+    """An interval that reaches above it decides nothing."""
+    idle = Idle.of([_turn(ratio) for ratio in (0.95, 0.99, 1.0, 1.0, 1.1, 1.2, 1.3)])
+    assert idle.ratio == 1.0
+    assert idle.verdict is Verdict.OPEN
+
+
+def _gathered(first: list[dict[str, list[float]]], more: list[dict[str, list[float]]]) -> int:
+    """Returns the rounds taken: those asked for bring ``first``, further ones ``more``, and each takes a second of thirty."""
+    taken = 0
+
+    def compare() -> list[dict[str, list[float]]]:
+        nonlocal taken
+        taken += 1
+        return first if taken <= 2 else more
+
+    gather(compare, 2, 30.0, clock=lambda: float(taken))
+    return taken
+
+
+def test_rounds_are_taken_until_they_decide() -> None:
+    """No more than asked for when these decide; otherwise until the verdict is clear, or the time has ended."""
+    assert _gathered(CLEAR, CLEAR) == _gathered(SLOW, CLEAR) == 2
+    assert 2 < _gathered(UNSURE, CLEAR) < 32
+    assert _gathered(UNSURE, UNSURE) == 34
+
+
+def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Above the limit the output says that nothing of it is to be quoted; at the limit it says nothing."""
+    from rich.console import Console
+
+    show_load(Console(width=140), BUSY_LOAD)
+    assert not capsys.readouterr().out
+    show_load(Console(width=140), 11.5)
+    assert "load 11.5 at the start): these figures are not to be quoted" in capsys.readouterr().out
 
 
 def test_hooks_of_each_half_add_up() -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector, within
-from .results import IdleFound, Turns, compare
+from .results import TARGET, IdleFound, Turns, Verdict, compare
 from .runner import EngineFailed, run_engine
 from .workload import Workload
 
-__all__ = ["ABSENT", "SERVED", "Conversations", "measure_idle", "measure_turns"]
+__all__ = ["ABSENT", "SERVED", "Conversations", "measure_idle", "measure_turns", "wrong_steps"]
 
 SERVED, ABSENT = "server connected", "server absent"
 BLOCK_TOKENS = 128
@@ -62,8 +62,22 @@ def measure_turns(model: Path, folder: Path, workload: Workload, chosen: Collect
     return conversations
 
 
-def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[int]) -> dict[str, IdleFound]:
-    """Returns what idle steps cost, and the hooks by batch size, with a server and without one."""
+def wrong_steps(found: Mapping[str, IdleFound]) -> list[str]:
+    """Returns, in words, where kvtier's idle steps are slower than they may be; what is not decided is not wrong."""
+    return [
+        f"{name}: idle steps take {of_name.kvtier.ratio_from:.4f} to {of_name.kvtier.ratio_to:.4f} times as long, not <= {TARGET}"
+        for name, of_name in found.items()
+        if of_name.kvtier.verdict is Verdict.NO
+    ]
+
+
+def measure_idle(
+    model: Path, folder: Path, rounds: int, more_seconds: float, hook_batches: Sequence[int]
+) -> dict[str, IdleFound]:
+    """Returns what idle steps cost, and the hooks by batch size, with a server and without one.
+
+    Each of the two takes up to ``more_seconds`` more, while its rounds do not decide whether the target is kept.
+    """
     nobody = kvtier_connector(f"unix:{folder / 'nobody.sock'}")
     served = next(configuration for configuration in CONFIGURATIONS if configuration.name == KVTIER)
     found = {}
@@ -77,6 +91,7 @@ def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[
             },
             "batch": BATCH,
             "rounds": rounds,
+            "more_seconds": more_seconds,
             "stretch": STRETCH,
             "prompt_tokens": PROMPT_TOKENS,
             "answer_tokens": BLOCK_TOKENS - PROMPT_TOKENS - 1,

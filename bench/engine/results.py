@@ -6,15 +6,18 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from bench.measure import percentile
 
-__all__ = ["Idle", "IdleFound", "Turns", "compare", "hook_microseconds", "interval"]
+__all__ = ["TARGET", "Idle", "IdleFound", "Turns", "Verdict", "compare", "hook_microseconds", "interval"]
 
 TIE = 1e-3
 """Log-probabilities: float32 noise is 1e-5, one wrong block 1e-2."""
 RESAMPLES = 2000
+TARGET = 1.02
+"""What an idle connector's steps may take, against those without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,14 @@ def compare(reference: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, 
     return wrong, ties
 
 
+class Verdict(Enum):
+    """Whether idle steps keep to the target; the value is what people read."""
+
+    YES = "yes"
+    NO = "no"
+    OPEN = "not decided"
+
+
 @dataclass(frozen=True, slots=True)
 class Idle:
     """Steps with a connector against those without.
@@ -95,6 +106,13 @@ class Idle:
             added_us=(_fast(turns, side) - _fast(turns, "without")) * 1e6,
             turns=len(turns),
         )
+
+    @property
+    def verdict(self) -> Verdict:
+        """The whole interval has to be on one side of the target: a ratio alone says nothing on a machine that is not quiet."""
+        if self.ratio_to <= TARGET:
+            return Verdict.YES
+        return Verdict.NO if self.ratio_from > TARGET else Verdict.OPEN
 
 
 def _fast(turns: Sequence[Mapping[str, Sequence[float]]], side: str) -> float:
