@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench.engine.configurations import ALONE, CONFIGURATIONS, Configuration
+from bench.engine.configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector
 from bench.engine.parts import wrong_steps
-from bench.engine.results import Idle, IdleFound, Turns, Verdict, compare, hook_microseconds, interval
+from bench.engine.results import Idle, IdleFound, Runs, Turns, Verdict, compare, hook_microseconds, interval
 from bench.engine.runner import EngineFailed, find_reason, run_engine
 from bench.engine.steps import gather
 from bench.engine.table import BUSY_LOAD, rows_of_idle, rows_of_turns, show_idle, show_load, show_turns
@@ -68,6 +68,30 @@ def test_first_and_later_turns_are_told_apart() -> None:
     rows = [_row(1, [1] * 4, [], 9.0), *(_row(2, [1] * 4, [], seconds) for seconds in (1.0, 2.0, 3.0))]
     turns = Turns.of({"rows": rows, "seconds": 8.0, "external_hits": 20.0, "local_hits": 5.0})
     assert turns == Turns(9000, 2000, 3000, 2.0, 8.0, 20, 45)
+
+
+def test_runs_of_a_configuration_show_their_spread() -> None:
+    """The figures are the middle of the runs; how many times faster reaches from the worst of both sides to the best."""
+    alone = Runs((Turns(10, 100, 200, 5.0, 10.0, 0, 1000), Turns(10, 140, 200, 5.0, 10.0, 0, 1000)))
+    other = Runs((Turns(10, 20, 30, 5.0, 10.0, 601, 400), Turns(20, 10, 50, 7.0, 20.0, 600, 400)))
+    assert other.middle == Turns(15, 15, 40, 6.0, 15.0, 600, 400)
+    assert other.later_p50s == (10, 20)
+    assert other.faster(alone) == (5, 14)
+
+
+def test_what_is_not_a_default_is_shown() -> None:
+    """LMCache runs with its own chunks and with small ones; kvtier has nothing of its own but what is said."""
+    settings = {configuration.name: configuration.settings for configuration in CONFIGURATIONS}
+    assert all(text for name, text in settings.items() if name != ALONE)
+    assert "--chunk-size" not in settings["LMCache server"]
+    assert settings["LMCache server, small chunks"].endswith(f"--chunk-size {FULL.block_tokens}")
+    for configuration in CONFIGURATIONS:
+        if "kvtier" in configuration.name:
+            assert configuration.must_run
+    assert kvtier_connector("unix:x", transport="shm")["kv_connector_extra_config"] == {
+        "endpoint": "unix:x",
+        "transport": "shm",
+    }
 
 
 def test_an_interval_holds_what_most_samples_say() -> None:
@@ -190,7 +214,12 @@ def test_rows_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     alone, better = Turns(10, 100, 200, 5.0, 10.0, 0, 1000), Turns(10, 25, 50, 10.0, 5.0, 600, 400)
-    found: dict[str, Turns | str] = {ALONE: alone, "other": better, "broken": "Exception: [no] GPU"}
+    found: dict[str, Runs | str] = {
+        ALONE: Runs((alone,)),
+        KVTIER: Runs((better, better)),
+        "other": Runs((better,)),
+        "broken": "Exception: [no] GPU",
+    }
     idle = {"server there": IdleFound.of({"turns": [TURN], "hooks": HOOKS})}
     report = Report()
     rows_of_turns(report, found)
@@ -204,7 +233,9 @@ def test_rows_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     show_idle(console, idle)
     shown = capsys.readouterr().out
     assert "broken does not run here: Exception: [no] GPU" in shown
-    assert all(text in shown for text in ("4.00", "1.0200", "server there"))
+    assert all(
+        text in shown for text in ("4.0 - 4.0", "1.0200", "server there", "kvtier, shm: transport=shm; server: ")
+    )
 
 
 def test_the_engine_alone_is_among_the_configurations() -> None:

