@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench.engine.configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector
-from bench.engine.parts import wrong_steps
-from bench.engine.results import Idle, IdleFound, Runs, Turns, Verdict, compare, hook_microseconds, interval
+from bench.engine.decode import ANSWER_TOKENS, PROMPT_TOKENS, decode_seconds
+from bench.engine.parts import Conversations, wrong_steps
+from bench.engine.results import Idle, IdleFound, Processes, Runs, Turns, Verdict, compare, hook_microseconds, interval
 from bench.engine.runner import EngineFailed, find_reason, run_engine
 from bench.engine.steps import gather
-from bench.engine.table import BUSY_LOAD, rows_of_idle, rows_of_turns, show_idle, show_load, show_turns
+from bench.engine.table import (
+    BUSY_LOAD,
+    rows_of_idle,
+    rows_of_processes,
+    rows_of_turns,
+    show_idle,
+    show_load,
+    show_processes,
+    show_turns,
+)
 from bench.engine.workload import FULL, QUICK, Workload
 from bench.report import Report
 
@@ -160,6 +171,50 @@ def test_rounds_are_taken_until_they_decide() -> None:
     assert _gathered(CLEAR, CLEAR) == _gathered(SLOW, CLEAR) == 2
     assert 2 < _gathered(UNSURE, CLEAR) < 32
     assert _gathered(UNSURE, UNSURE) == 34
+
+
+class _Steps:
+    """An engine whose requests end one after the other, from its twelfth step on."""
+
+    def __init__(self) -> None:
+        self.left = 15
+
+    def has_unfinished_requests(self) -> bool:
+        return self.left > 0
+
+    def step(self) -> list[SimpleNamespace]:
+        self.left -= 1
+        return [SimpleNamespace(finished=True)] if self.left < 4 else []
+
+
+def test_steps_count_while_all_decode() -> None:
+    """Neither the first ones, which have prompts to compute, nor those after the first request has ended; none is left."""
+    engine = _Steps()
+    assert len(decode_seconds(engine)) == 15 - 4 - 4
+    assert engine.left == 0
+
+
+def test_no_block_is_filled_by_an_idle_step() -> None:
+    """Otherwise there would be something to save."""
+    assert PROMPT_TOKENS + ANSWER_TOKENS < FULL.block_tokens == QUICK.block_tokens
+
+
+def test_whole_processes_are_compared_with_their_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each process counts by its median step; the spread is that of any two; where a side lacks there is nothing to compare."""
+    from rich.console import Console
+
+    alone, connected = [[0.010, 0.010, 9.0], [0.012]], [[0.011], [0.013]]
+    found = Conversations(steps={ALONE: alone, KVTIER: connected}).processes
+    assert found is not None
+    assert found == Processes((10.0, 12.0), (11.0, 13.0))
+    assert found.ratio == pytest.approx(12 / 11)
+    assert found.spread == pytest.approx((11 / 12, 1.3))
+    assert Conversations(steps={ALONE: alone}).processes is None
+    report = Report()
+    rows_of_processes(report, found)
+    assert {row.value for row in report.rows} >= {10.0, 12.0, 11.0, 13.0}
+    show_processes(Console(width=140), found)
+    assert "10.00, 12.00" in capsys.readouterr().out
 
 
 def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str]) -> None:

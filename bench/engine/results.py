@@ -11,7 +11,18 @@ from typing import Any
 
 from bench.measure import percentile
 
-__all__ = ["TARGET", "Idle", "IdleFound", "Runs", "Turns", "Verdict", "compare", "hook_microseconds", "interval"]
+__all__ = [
+    "TARGET",
+    "Idle",
+    "IdleFound",
+    "Processes",
+    "Runs",
+    "Turns",
+    "Verdict",
+    "compare",
+    "hook_microseconds",
+    "interval",
+]
 
 TIE = 1e-3
 """Log-probabilities: float32 noise is 1e-5, one wrong block 1e-2."""
@@ -158,6 +169,30 @@ class IdleFound:
     def of(cls, result: Mapping[str, Any]) -> IdleFound:
         """Sums up what the engine's process returned."""
         return cls(Idle.of(result["turns"]), Idle.of(result["turns"], "empty"), result["hooks"])
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Idle steps of whole engines: the median step of each process, in milliseconds, in the order of the runs."""
+
+    without_ms: tuple[float, ...]
+    with_ms: tuple[float, ...]
+
+    @classmethod
+    def of(cls, without: Sequence[Sequence[float]], connected: Sequence[Sequence[float]]) -> Processes:
+        """Sums up the seconds of the processes' steps; at least one process on each side."""
+        alone, others = ([statistics.median(steps) * 1e3 for steps in runs] for runs in (without, connected))
+        return cls(tuple(alone), tuple(others))
+
+    @property
+    def ratio(self) -> float:
+        """Of the sides' medians."""
+        return statistics.median(self.with_ms) / statistics.median(self.without_ms)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The least and the most that one process says against one of the other side."""
+        return min(self.with_ms) / max(self.without_ms), max(self.with_ms) / min(self.without_ms)
 
 
 def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> tuple[float, float]:

@@ -10,9 +10,18 @@ from rich.table import Table
 from bench.report import Report
 
 from .configurations import ALONE, CONFIGURATIONS
-from .results import TARGET, IdleFound, Runs, hook_microseconds
+from .results import TARGET, IdleFound, Processes, Runs, hook_microseconds
 
-__all__ = ["BUSY_LOAD", "rows_of_idle", "rows_of_turns", "show_idle", "show_load", "show_turns"]
+__all__ = [
+    "BUSY_LOAD",
+    "rows_of_idle",
+    "rows_of_processes",
+    "rows_of_turns",
+    "show_idle",
+    "show_load",
+    "show_processes",
+    "show_turns",
+]
 
 BUSY_LOAD = 2.5
 """Of the minute before the start, on the two cores this is meant for: above it, somebody else computes too."""
@@ -58,6 +67,15 @@ def rows_of_idle(report: Report, found: Mapping[str, IdleFound]) -> None:
         for batch, hooks in of_name.hooks.items():
             for half in ("scheduler", "worker"):
                 report.add(f"hooks, {name}, {batch} requests: {half}", hook_microseconds(hooks, half), "us/step")
+
+
+def rows_of_processes(report: Report, found: Processes) -> None:
+    """Adds a row per process, and what they say together."""
+    for name, values in ((ALONE, found.without_ms), ("kvtier", found.with_ms)):
+        for number, value in enumerate(values, 1):
+            report.add(f"idle step, whole process {number}: {name}", value, "ms")
+    for what, value in zip(("", " from", " to"), (found.ratio, *found.spread), strict=True):
+        report.add(f"idle step, whole processes: kvtier, ratio{what}", value, "ratio")
 
 
 def show_load(console: Console, load: float) -> None:
@@ -142,6 +160,15 @@ def show_idle(console: Console, found: Mapping[str, IdleFound]) -> None:
         for batch, hooks in of_name.hooks.items():
             table.add_row(name, batch, *(f"{hook_microseconds(hooks, half):.0f}" for half in ("scheduler", "worker")))
     console.print(table)
+
+
+def show_processes(console: Console, found: Processes) -> None:
+    """Prints each process's median step."""
+    table = _table(("idle steps of whole processes", "without ms, each", "with ms, each", "ratio", "least - most"))
+    sides = (", ".join(f"{value:.2f}" for value in side) for side in (found.without_ms, found.with_ms))
+    table.add_row("kvtier, shm, from its start", *sides, f"{found.ratio:.4f}", "{:.4f} - {:.4f}".format(*found.spread))
+    console.print(table)
+    console.print("With background threads, and with all else that two processes differ by: no verdict hangs on it.")
 
 
 def _table(columns: tuple[str, ...]) -> Table:
