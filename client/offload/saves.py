@@ -103,6 +103,7 @@ class _Place(NamedTuple):
 @dataclass
 class _Held:
     job: SaveJob
+    were_free: bool
     sent_at: float = math.inf
     reports: int = 0
     not_stored: set[int] = field(default_factory=set)
@@ -202,7 +203,7 @@ class SavePlanner:
             if block.key is not None:
                 self._in_flight[block.block_id] = []
                 _add(job, block.key, block.group_index, block.block_id)
-        return self._hold(job)
+        return self._hold(job, were_free=True)
 
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
         """These are given to the workers now: from now on their reports are waited for."""
@@ -249,8 +250,12 @@ class SavePlanner:
                     progress.miss(group_index, position, now)
                 else:
                     progress.stored()
-        # Tail first, like an engine itself: the tail of a prefix is to be evicted before its head.
-        self._pool.release(job.block_ids[::-1])
+        if held.were_free:
+            # They were next to be evicted, and still are.
+            self._pool.put_back(job.block_ids)
+        else:
+            # Tail first, like an engine itself: the tail of a prefix is to be evicted before its head.
+            self._pool.release(job.block_ids[::-1])
         return EndedSave(job, frozenset(held.not_stored), held.doubtful)
 
     def _offer(
@@ -292,12 +297,12 @@ class SavePlanner:
         end = (position + 1) * group.block_tokens
         return end in progress.ends or self._pool.known_as(block_id) == request.key(group, position)
 
-    def _hold(self, job: SaveJob) -> SaveJob | None:
+    def _hold(self, job: SaveJob, *, were_free: bool = False) -> SaveJob | None:
         if not job.block_ids:
             return None
         self._next_job_id += 1
         self._pool.hold(job.block_ids)
-        self._jobs[job.job_id] = _Held(job)
+        self._jobs[job.job_id] = _Held(job, were_free)
         return job
 
 
