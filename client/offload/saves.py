@@ -155,7 +155,8 @@ class SavePlanner:
     def step_ends(self, progress: SaveProgress, tokens: int) -> None:
         """The step that is being planned computes a request up to here, whatever it finds: no tokens that may be rejected."""
         if any(tokens % size == 0 for size in self._state_sizes):
-            progress.ends.add(tokens)
+            # Earlier ones say nothing any more: an engine may have put another block in their place.
+            progress.ends = {end for end in progress.ends if end + max(self._state_sizes) >= tokens} | {tokens}
 
     def plan(
         self,
