@@ -45,7 +45,7 @@ simulate-mutants: $(VENV)/.stamp  ## Show that the simulation finds bugs that ar
 bench: $(VENV)/.stamp  ## Measure; one table, and JSON=FILE for machines
 	$(VENV)/bin/python -m bench $(if $(JSON),--json $(JSON)) $(ARGS)
 
-bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Measure vLLM with kvtier, with its own offloading, with LMCache (< 12 minutes; QUICK=1: less)
+bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Measure vLLM with kvtier, with its own offloading, with LMCache (some 10 to 12 minutes on 2 quiet cores, twice that on busy ones; QUICK=1: 6)
 	$(VLLM)/bin/python -m bench.engine $(if $(QUICK),--quick) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-policies: $(VENV)/.stamp  ## Replay TRACE=FILE through the core with every eviction policy (a minute)

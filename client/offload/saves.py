@@ -103,6 +103,7 @@ class _Place(NamedTuple):
 @dataclass
 class _Held:
     job: SaveJob
+    were_free: bool
     sent_at: float = math.inf
     reports: int = 0
     not_stored: set[int] = field(default_factory=set)
@@ -154,7 +155,8 @@ class SavePlanner:
     def step_ends(self, progress: SaveProgress, tokens: int) -> None:
         """The step that is being planned computes a request up to here, whatever it finds: no tokens that may be rejected."""
         if any(tokens % size == 0 for size in self._state_sizes):
-            progress.ends.add(tokens)
+            # Earlier ones say nothing any more: an engine may have put another block in their place.
+            progress.ends = {end for end in progress.ends if end + max(self._state_sizes) >= tokens} | {tokens}
 
     def plan(
         self,
@@ -202,7 +204,7 @@ class SavePlanner:
             if block.key is not None:
                 self._in_flight[block.block_id] = []
                 _add(job, block.key, block.group_index, block.block_id)
-        return self._hold(job)
+        return self._hold(job, were_free=True)
 
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
         """These are given to the workers now: from now on their reports are waited for."""
@@ -249,8 +251,12 @@ class SavePlanner:
                     progress.miss(group_index, position, now)
                 else:
                     progress.stored()
-        # Tail first, like an engine itself: the tail of a prefix is to be evicted before its head.
-        self._pool.release(job.block_ids[::-1])
+        if held.were_free:
+            # They were next to be evicted, and still are.
+            self._pool.put_back(job.block_ids)
+        else:
+            # Tail first, like an engine itself: the tail of a prefix is to be evicted before its head.
+            self._pool.release(job.block_ids[::-1])
         return EndedSave(job, frozenset(held.not_stored), held.doubtful)
 
     def _offer(
@@ -292,12 +298,12 @@ class SavePlanner:
         end = (position + 1) * group.block_tokens
         return end in progress.ends or self._pool.known_as(block_id) == request.key(group, position)
 
-    def _hold(self, job: SaveJob) -> SaveJob | None:
+    def _hold(self, job: SaveJob, *, were_free: bool = False) -> SaveJob | None:
         if not job.block_ids:
             return None
         self._next_job_id += 1
         self._pool.hold(job.block_ids)
-        self._jobs[job.job_id] = _Held(job)
+        self._jobs[job.job_id] = _Held(job, were_free)
         return job
 
 

@@ -93,6 +93,29 @@ def test_a_cursor_whose_block_came_back_into_use_starts_anew() -> None:
     assert _step(core) == [9]
 
 
+def test_no_more_is_stored_than_the_next_steps_may_take() -> None:
+    """B4.7 However long the engine idles: what is far from being evicted may be used again before it would have to be stored."""
+    pool = References()
+    core = _core(pool)
+    pool.free(*_free(*range(1, 60)))
+    assert _step(core) == [1, 2]
+    for now in range(50):
+        assert _step(core, float(now)) == []
+    assert [block.block_id for block in pool.queue[:3]] == [1, 2, 3], "what is stored is the next to go, as before"
+    pool.hold([1])  # the engine takes a block
+    assert _step(core, 50.0) == [3]
+
+
+def test_blocks_that_leave_from_the_middle_are_made_up_for() -> None:
+    """B4.7 A prefix hit takes blocks out of the queue: a few steps later as many others are stored."""
+    pool = References()
+    core = _core(pool, batched_tokens=16)
+    pool.free(*_free(*range(1, 60)))
+    assert _step(core) == list(range(1, 9))
+    pool.hold([2, 3, 4])
+    assert [block for _ in range(20) for block in _step(core)] == [9, 10, 11]
+
+
 def test_what_is_held_is_bounded() -> None:
     """B4.6 Saves in flight hold their share of the blocks and no more."""
     pool = References(10)
