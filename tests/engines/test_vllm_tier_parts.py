@@ -121,7 +121,7 @@ def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: 
     kinds: list[tuple[dict[str, Any] | None, OffloadPolicy, OffloadPolicy]] = [
         (None, BLOCK, REQUEST),
         (FLAG, REQUEST, BLOCK),
-        ({"offload_policy": "request_level"}, REQUEST, BLOCK),
+        ({"offload_policy": "request_level"}, REQUEST, REQUEST),
         ({"offload_policy": "block_level"}, BLOCK, REQUEST),
     ]
     for params, at_first, answer in kinds:
