@@ -5,7 +5,7 @@ Everything is called on the thread that calls the core, may not block, and may n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, NewType, Protocol
 
 from .groups import CacheGroup
@@ -79,8 +79,11 @@ class BlockPool(Protocol):
     def release(self, block_ids: Sequence[int]) -> None:
         """Take that reference from each; those that are then free are evicted in this order, after all others that hold content."""
 
-    def put_back(self, block_ids: Sequence[int]) -> None:
-        """Take that reference from each; those that are then free are evicted in this order, before all others with content."""
+    def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
+        """Take that reference from each; those that are then free are evicted in this order, before all others with content.
+
+        But not before the blocks of ``behind``, as far as these are in a row at the eviction end.
+        """
 
     def references(self, block_id: int) -> int:
         """How many references there are on a block."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .backoff import Backoff
 from .engine import BlockPool, FreeBlock
@@ -62,11 +62,12 @@ class LazyWalk:
         return chosen
 
     def ended(self, save: EndedSave, now: float) -> None:
-        """Note what a save came to; of one from before a restart, nothing is known."""
-        self._in_flight.difference_update(save.job.block_ids)
+        """Put its blocks back, and note what a save came to; of one from before a restart, nothing is known."""
+        job = save.job
+        if save.were_free:
+            self._put_back(job.block_ids)
         if save.doubtful:
             return
-        job = save.job
         for index, (block_id, key) in enumerate(zip(job.block_ids, job.keys, strict=True)):
             if index not in save.not_stored:
                 self._stored[block_id] = key
@@ -85,6 +86,12 @@ class LazyWalk:
         self._stored_before.clear()
         self._ahead.clear()
         self._backoff.reset()
+
+    def _put_back(self, block_ids: Sequence[int]) -> None:
+        self._in_flight.difference_update(block_ids)
+        self._pool.put_back(block_ids, {block.block_id for block in self._ahead})
+        free = [self._pool.free_block(block_id) for block_id in block_ids]
+        self._ahead.extend(block for block in free if block is not None)
 
     def _is_far_enough(self) -> bool:
         """Whether most of what the next steps may take was seen to lately."""

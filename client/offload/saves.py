@@ -84,12 +84,14 @@ class SaveProgress:
 class EndedSave(NamedTuple):
     """A job that all workers have ended, or of which nothing was heard for too long.
 
-    ``doubtful``: what it did store may have been stored by a server that is not there any more.
+    ``doubtful``: what it did store may have been stored by a server that is not there any more. ``were_free``: its blocks are yet
+    to be put back to where they were taken from.
     """
 
     job: SaveJob
     not_stored: frozenset[int]
     doubtful: bool = False
+    were_free: bool = False
 
 
 class _Place(NamedTuple):
@@ -251,13 +253,10 @@ class SavePlanner:
                     progress.miss(group_index, position, now)
                 else:
                     progress.stored()
-        if held.were_free:
-            # They were next to be evicted, and still are.
-            self._pool.put_back(job.block_ids)
-        else:
+        if not held.were_free:
             # Tail first, like an engine itself: the tail of a prefix is to be evicted before its head.
             self._pool.release(job.block_ids[::-1])
-        return EndedSave(job, frozenset(held.not_stored), held.doubtful)
+        return EndedSave(job, frozenset(held.not_stored), held.doubtful, held.were_free)
 
     def _offer(
         self,

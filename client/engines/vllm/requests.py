@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +97,14 @@ class VllmBlockPool:
         """See BlockPool."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
-    def put_back(self, block_ids: Sequence[int]) -> None:
+    def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
         """See BlockPool; vLLM itself puts first only blocks that hold nothing, and these stay the first."""
         queue, blocks = self._pool.free_block_queue, [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.free_blocks(blocks)
-        empty = list(itertools.takewhile(lambda block: block.block_hash is None, queue.iter_blocks_after(None)))
-        first = empty + [block for block in blocks if not block.ref_cnt and block.block_hash is not None]
+        stay = itertools.takewhile(
+            lambda block: block.block_hash is None or block.block_id in behind, queue.iter_blocks_after(None)
+        )
+        first = list(stay) + [block for block in blocks if not block.ref_cnt and block.block_hash is not None]
         for block in first:
             queue.remove(block)
         queue.prepend_n(first)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -157,11 +157,11 @@ class Pool:
                 self.queue[block] = None
                 self.queue.move_to_end(block, last=block in self.named)
 
-    def put_back(self, block_ids: Sequence[int]) -> None:
+    def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
         self.release(block_ids)
-        empty = list(itertools.takewhile(lambda block: block not in self.named, self.queue))
+        stay = list(itertools.takewhile(lambda block: block not in self.named or block in behind, self.queue))
         back = [block for block in block_ids if not self.refs[block] and block in self.named]
-        for block in reversed(empty + back):
+        for block in reversed(stay + back):
             self.queue.move_to_end(block, last=False)
 
     def references(self, block_id: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvtier.client.offload import CacheGroup, EngineRequest, FreeBlock, LookupId
 
@@ -64,10 +65,12 @@ class References:
         self.held = {block.block_id: block for block in self.queue if self.refs[block.block_id]} | self.held
         self.queue = [block for block in self.queue if not self.refs[block.block_id]]
 
-    def put_back(self, block_ids: Sequence[int]) -> None:
+    def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
         self.release(block_ids)
         held = [self.held.pop(block) for block in block_ids]
-        self.queue = [block for block in held if not self.refs[block.block_id]] + self.queue
+        stay = list(takewhile(lambda block: block.key is None or block.block_id in behind, self.queue))
+        back = [block for block in held if not self.refs[block.block_id]]
+        self.queue = stay + back + self.queue[len(stay) :]
 
     def release(self, block_ids: Sequence[int]) -> None:
         self.released += block_ids
