@@ -34,7 +34,8 @@ class RequestSettings:
     lie on, by not being on the server's host.
     ``min_hit_tokens``: fewer tokens than that are not worth loading.
     ``offload_policy``: ``request_level`` asks that tiers get every block of it; their rules may think otherwise.
-    ``skip_load``, ``skip_save``: compute it as if nothing were stored; store nothing of it.
+    ``skip_load``, ``skip_save``: compute it as if nothing were stored; store nothing of it. (In lazy mode blocks are stored when
+    they are nobody's any more: there ``skip_save`` and ``retain_for_s`` do not reach them.)
     """
 
     retain_for_s: float | None = None

@@ -75,7 +75,7 @@ class WorkerHooks(KVConnectorBase_V1):
             self._reports.refuse_loads(step)
 
     def _join(self, parts: Parts) -> None:
-        """The first steps say what all workers hold, where they had to tell each other."""
+        """The first steps say what all workers hold, where they had to tell each other (KVTierConnector)."""
         raise NotImplementedError
 
     @contained(no)
