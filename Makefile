@@ -30,7 +30,7 @@ demo: $(VENV)/.stamp  ## Show a prefix surviving its engine and the server (smal
 demo-vllm: $(VLLM)/.stamp  ## The same with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
 
-test: $(VENV)/.stamp  ## Run every test that needs no LLM server (< 5 minutes)
+test: $(VENV)/.stamp  ## Run every test that needs no LLM server (about 5 minutes on 2 quiet cores)
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB)
@@ -45,7 +45,7 @@ simulate-mutants: $(VENV)/.stamp  ## Show that the simulation finds bugs that ar
 bench: $(VENV)/.stamp  ## Measure; one table, and JSON=FILE for machines
 	$(VENV)/bin/python -m bench $(if $(JSON),--json $(JSON)) $(ARGS)
 
-bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Measure vLLM with kvtier, with its own offloading, with LMCache (< 12 minutes; QUICK=1: less)
+bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Measure vLLM with kvtier, with its own offloading, with LMCache (some 10 to 12 minutes on 2 quiet cores, twice that on busy ones; QUICK=1: 6)
 	$(VLLM)/bin/python -m bench.engine $(if $(QUICK),--quick) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-policies: $(VENV)/.stamp  ## Replay TRACE=FILE through the core with every eviction policy (a minute)

@@ -7,6 +7,7 @@ can be used before it returns. Until a chunk is pinned, and wherever pinning fai
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -14,6 +15,8 @@ from typing import Protocol
 from .region import HostRegion
 
 __all__ = ["PIN_CHUNK_BYTES", "CudaRegistrar", "PinError", "Pinning", "Registrar", "split_at_chunks"]
+
+_log = logging.getLogger(__name__)
 
 PIN_CHUNK_BYTES = 64 << 20
 """What is registered in one call: 10 ms or so. A transfer may not cross from one registration into the next."""
@@ -100,7 +103,6 @@ class CudaRegistrar:
 
     _PORTABLE = 1
     _RELAXED = 2
-    _ALREADY_REGISTERED = 712
 
     def __init__(self, device: int) -> None:
         """Raises PinError where there is no driver or no such device."""
@@ -120,14 +122,15 @@ class CudaRegistrar:
     def register(self, address: int, nbytes: int) -> None:
         """See Registrar."""
         self._enter()
-        code = self._cuda.cuMemHostRegister_v2(address, nbytes, self._PORTABLE)
-        if code != self._ALREADY_REGISTERED:
-            self._check(code, "cuMemHostRegister")
+        # "Already registered" is a refusal too: it would be what was mapped here before, and its pages are others.
+        self._check(self._cuda.cuMemHostRegister_v2(address, nbytes, self._PORTABLE), "cuMemHostRegister")
 
     def unregister(self, address: int) -> None:
         """See Registrar."""
         self._enter()
-        self._cuda.cuMemHostUnregister(address)
+        code = self._cuda.cuMemHostUnregister(address)
+        if code:
+            _log.warning("kvtier: cuMemHostUnregister failed with CUDA error %d", code)
 
     def _enter(self) -> None:
         mode = ctypes.c_int(self._RELAXED)

@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench.engine.configurations import ALONE, CONFIGURATIONS, Configuration
-from bench.engine.results import Idle, IdleFound, Turns, compare, hook_microseconds, interval
+from bench.engine.configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector
+from bench.engine.decode import ANSWER_TOKENS, PROMPT_TOKENS, decode_seconds
+from bench.engine.parts import Conversations, wrong_steps
+from bench.engine.results import Idle, IdleFound, Processes, Runs, Turns, Verdict, compare, hook_microseconds, interval
 from bench.engine.runner import EngineFailed, find_reason, run_engine
-from bench.engine.table import rows_of_idle, rows_of_turns, show_idle, show_turns
+from bench.engine.steps import gather
+from bench.engine.table import (
+    BUSY_LOAD,
+    rows_of_idle,
+    rows_of_processes,
+    rows_of_turns,
+    show_idle,
+    show_load,
+    show_processes,
+    show_turns,
+)
 from bench.engine.workload import FULL, QUICK, Workload
 from bench.report import Report
 
@@ -68,6 +81,30 @@ def test_first_and_later_turns_are_told_apart() -> None:
     assert turns == Turns(9000, 2000, 3000, 2.0, 8.0, 20, 45)
 
 
+def test_runs_of_a_configuration_show_their_spread() -> None:
+    """The figures are the middle of the runs; how many times faster reaches from the worst of both sides to the best."""
+    alone = Runs((Turns(10, 100, 200, 5.0, 10.0, 0, 1000), Turns(10, 140, 200, 5.0, 10.0, 0, 1000)))
+    other = Runs((Turns(10, 20, 30, 5.0, 10.0, 601, 400), Turns(20, 10, 50, 7.0, 20.0, 600, 400)))
+    assert other.middle == Turns(15, 15, 40, 6.0, 15.0, 600, 400)
+    assert other.later_p50s == (10, 20)
+    assert other.faster(alone) == (5, 14)
+
+
+def test_what_is_not_a_default_is_shown() -> None:
+    """LMCache runs with its own chunks and with small ones; kvtier has nothing of its own but what is said."""
+    settings = {configuration.name: configuration.settings for configuration in CONFIGURATIONS}
+    assert all(text for name, text in settings.items() if name != ALONE)
+    assert "--chunk-size" not in settings["LMCache server"]
+    assert settings["LMCache server, small chunks"].endswith(f"--chunk-size {FULL.block_tokens}")
+    for configuration in CONFIGURATIONS:
+        if "kvtier" in configuration.name:
+            assert configuration.must_run
+    assert kvtier_connector("unix:x", transport="shm")["kv_connector_extra_config"] == {
+        "endpoint": "unix:x",
+        "transport": "shm",
+    }
+
+
 def test_an_interval_holds_what_most_samples_say() -> None:
     """Equal values leave no doubt; otherwise it lies around the median, inside the values."""
     assert interval([1.5] * 9, max) == (1.5, 1.5)
@@ -89,6 +126,105 @@ def test_stretches_of_a_turn_are_compared_with_each_other() -> None:
     assert idle.undisturbed == pytest.approx(1.01 / 0.9)
     assert idle.added_us == pytest.approx(110_000)
     assert Idle.of([TURN, slow, TURN], "empty").ratio == pytest.approx(1.01)
+
+
+def _turn(ratio: float) -> dict[str, list[float]]:
+    return {"with": [ratio], "without": [1.0], "empty": [1.0]}
+
+
+CLEAR, SLOW, UNSURE = [_turn(1.01)] * 8, [_turn(1.03)] * 8, [_turn(0.98), _turn(1.06)] * 4
+
+
+@pytest.mark.parametrize(
+    ("turns", "verdict"),
+    [(CLEAR, Verdict.YES), (SLOW, Verdict.NO), (UNSURE, Verdict.OPEN), ([_turn(1.02)], Verdict.YES)],
+)
+def test_the_whole_interval_decides(turns: list[dict[str, list[float]]], verdict: Verdict) -> None:
+    """Yes with its upper end within the target, no with its lower end above; and only a "no" is wrong."""
+    assert Idle.of(turns).verdict is verdict
+    found = {"server there": IdleFound.of({"turns": turns, "hooks": HOOKS})}
+    assert bool(wrong_steps(found)) is (verdict is Verdict.NO)
+
+
+def test_a_median_within_the_target_is_not_yet_a_yes() -> None:
+    """An interval that reaches above it decides nothing."""
+    idle = Idle.of([_turn(ratio) for ratio in (0.95, 0.99, 1.0, 1.0, 1.1, 1.2, 1.3)])
+    assert idle.ratio == 1.0
+    assert idle.verdict is Verdict.OPEN
+
+
+def _gathered(first: list[dict[str, list[float]]], more: list[dict[str, list[float]]]) -> int:
+    """Returns the rounds taken: those asked for bring ``first``, further ones ``more``, and each takes a second of thirty."""
+    taken = 0
+
+    def compare() -> list[dict[str, list[float]]]:
+        nonlocal taken
+        taken += 1
+        return first if taken <= 2 else more
+
+    gather(compare, 2, 30.0, clock=lambda: float(taken))
+    return taken
+
+
+def test_rounds_are_taken_until_they_decide() -> None:
+    """No more than asked for when these decide; otherwise until the verdict is clear, or the time has ended."""
+    assert _gathered(CLEAR, CLEAR) == _gathered(SLOW, CLEAR) == 2
+    assert 2 < _gathered(UNSURE, CLEAR) < 32
+    assert _gathered(UNSURE, UNSURE) == 34
+
+
+class _Steps:
+    """An engine whose requests end one after the other, from its twelfth step on."""
+
+    def __init__(self) -> None:
+        self.left = 15
+
+    def has_unfinished_requests(self) -> bool:
+        return self.left > 0
+
+    def step(self) -> list[SimpleNamespace]:
+        self.left -= 1
+        return [SimpleNamespace(finished=True)] if self.left < 4 else []
+
+
+def test_steps_count_while_all_decode() -> None:
+    """Neither the first ones, which have prompts to compute, nor those after the first request has ended; none is left."""
+    engine = _Steps()
+    assert len(decode_seconds(engine)) == 15 - 4 - 4
+    assert engine.left == 0
+
+
+def test_no_block_is_filled_by_an_idle_step() -> None:
+    """Otherwise there would be something to save."""
+    assert PROMPT_TOKENS + ANSWER_TOKENS < FULL.block_tokens == QUICK.block_tokens
+
+
+def test_whole_processes_are_compared_with_their_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each process counts by its median step; the spread is that of any two; where a side lacks there is nothing to compare."""
+    from rich.console import Console
+
+    alone, connected = [[0.010, 0.010, 9.0], [0.012]], [[0.011], [0.013]]
+    found = Conversations(steps={ALONE: alone, KVTIER: connected}).processes
+    assert found is not None
+    assert found == Processes((10.0, 12.0), (11.0, 13.0))
+    assert found.ratio == pytest.approx(12 / 11)
+    assert found.spread == pytest.approx((11 / 12, 1.3))
+    assert Conversations(steps={ALONE: alone}).processes is None
+    report = Report()
+    rows_of_processes(report, found)
+    assert {row.value for row in report.rows} >= {10.0, 12.0, 11.0, 13.0}
+    show_processes(Console(width=140), found)
+    assert "10.00, 12.00" in capsys.readouterr().out
+
+
+def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Above the limit the output says that nothing of it is to be quoted; at the limit it says nothing."""
+    from rich.console import Console
+
+    show_load(Console(width=140), BUSY_LOAD)
+    assert not capsys.readouterr().out
+    show_load(Console(width=140), 11.5)
+    assert "load 11.5 at the start): these figures are not to be quoted" in capsys.readouterr().out
 
 
 def test_hooks_of_each_half_add_up() -> None:
@@ -133,7 +269,12 @@ def test_rows_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     alone, better = Turns(10, 100, 200, 5.0, 10.0, 0, 1000), Turns(10, 25, 50, 10.0, 5.0, 600, 400)
-    found: dict[str, Turns | str] = {ALONE: alone, "other": better, "broken": "Exception: [no] GPU"}
+    found: dict[str, Runs | str] = {
+        ALONE: Runs((alone,)),
+        KVTIER: Runs((better, better)),
+        "other": Runs((better,)),
+        "broken": "Exception: [no] GPU",
+    }
     idle = {"server there": IdleFound.of({"turns": [TURN], "hooks": HOOKS})}
     report = Report()
     rows_of_turns(report, found)
@@ -147,7 +288,9 @@ def test_rows_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     show_idle(console, idle)
     shown = capsys.readouterr().out
     assert "broken does not run here: Exception: [no] GPU" in shown
-    assert all(text in shown for text in ("4.00", "1.0200", "server there"))
+    assert all(
+        text in shown for text in ("4.0 - 4.0", "1.0200", "server there", "kvtier, shm: transport=shm; server: ")
+    )
 
 
 def test_the_engine_alone_is_among_the_configurations() -> None:

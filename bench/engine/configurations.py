@@ -10,15 +10,13 @@ from typing import Any
 
 from bench.service import Service
 
-from .lmcache import LmcacheServer
+from .lmcache import LmcacheServer, server_settings
 from .workload import FULL
 
 __all__ = ["ALONE", "CONFIGURATIONS", "KVTIER", "Configuration", "kvtier_connector", "within"]
 
 HOST_BYTES = 512 << 20
 """What each of them may keep outside of the engine: enough for all conversations."""
-PATIENCE_SECONDS = 20.0
-"""kvtier's look-up budget: on a busy machine a late answer is to show as time, not as a miss."""
 
 Setting = Mapping[str, Any] | None
 Serve = Callable[[Path], AbstractContextManager[Setting]]
@@ -28,12 +26,13 @@ Serve = Callable[[Path], AbstractContextManager[Setting]]
 class Configuration:
     """``serve(directory)`` starts what the connector needs and gives the engine's ``kv_transfer_config``.
 
-    One that does not run is a line of the report, unless it ``must_run``. ``python`` is the interpreter of its environment, where
-    that is not this one.
+    ``settings``: what is not the connector's or its server's default, for people. One that does not run is a line of the report,
+    unless it ``must_run``. ``python`` is the interpreter of its environment, where that is not this one.
     """
 
     name: str
     serve: Serve
+    settings: str = ""
     must_run: bool = False
     python: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +45,7 @@ def kvtier_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
         "kv_connector_module_path": "kvtier.client.engines.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"endpoint": endpoint, "lookup_timeout_s": PATIENCE_SECONDS, **extra},
+        "kv_connector_extra_config": {"endpoint": endpoint, **extra},
     }
 
 
@@ -60,33 +59,44 @@ def within(setting: Setting) -> Serve:
     return serve
 
 
-def _kvtier(**extra: Any) -> Serve:
+def _kvtier(name: str, **extra: Any) -> Configuration:
     @contextmanager
     def serve(directory: Path) -> Iterator[Setting]:
         with Service(directory, HOST_BYTES) as service:
             service.start()
             yield kvtier_connector(service.tcp if extra.get("transport") == "grpc" else service.unix, **extra)
 
-    return serve
+    settings = f"{_text(extra)}; server: {_text({'region_size': HOST_BYTES, 'tiers': []})}"
+    return Configuration(name, serve, settings, must_run=True)
 
 
-@contextmanager
-def _lmcache(directory: Path) -> Iterator[Setting]:
-    with LmcacheServer(LMCACHE.with_name("lmcache"), directory, HOST_BYTES, FULL.block_tokens) as server:
-        yield {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": server.port,
-                "lmcache.mp.mq_timeout": 60,
-            },
-        }
+def _lmcache(name: str, chunk_tokens: int | None = None) -> Configuration:
+    settings = server_settings(HOST_BYTES, chunk_tokens)
+
+    @contextmanager
+    def serve(directory: Path) -> Iterator[Setting]:
+        with LmcacheServer(LMCACHE.with_name("lmcache"), directory, settings) as server:
+            yield {
+                "kv_connector": "LMCacheMPConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "lmcache.mp.host": "tcp://127.0.0.1",
+                    "lmcache.mp.port": server.port,
+                },
+            }
+
+    text = f"server: {' '.join(settings)}"
+    return Configuration(name, serve, text, python=LMCACHE, environment={"LMCACHE_TRACK_USAGE": "false"})
 
 
-def _offloading(name: str) -> dict[str, Any]:
+def _offloading(name: str) -> Configuration:
     extra = {"cpu_bytes_to_use": HOST_BYTES}
-    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    setting = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return Configuration(f"vLLM {name}", within(setting), _text(extra))
+
+
+def _text(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 LMCACHE = Path(__file__).resolve().parents[2] / "build" / "lmcache" / "bin" / "python"
@@ -94,10 +104,11 @@ ALONE = "no connector"
 KVTIER = "kvtier, shm"
 CONFIGURATIONS = (
     Configuration(ALONE, within(None), must_run=True),
-    Configuration(KVTIER, _kvtier(transport="shm"), must_run=True),
-    Configuration("kvtier, shm, lazy", _kvtier(transport="shm", lazy_offload=True), must_run=True),
-    Configuration("kvtier, grpc", _kvtier(transport="grpc"), must_run=True),
-    Configuration("vLLM OffloadingConnector", within(_offloading("OffloadingConnector"))),
-    Configuration("vLLM SimpleCPUOffloadConnector", within(_offloading("SimpleCPUOffloadConnector"))),
-    Configuration("LMCache server", _lmcache, python=LMCACHE, environment={"LMCACHE_TRACK_USAGE": "false"}),
+    _kvtier(KVTIER, transport="shm"),
+    _kvtier("kvtier, shm, lazy", transport="shm", lazy_offload=True),
+    _kvtier("kvtier, grpc", transport="grpc"),
+    _offloading("OffloadingConnector"),
+    _offloading("SimpleCPUOffloadConnector"),
+    _lmcache("LMCache server"),
+    _lmcache("LMCache server, small chunks", FULL.block_tokens),  # as fine as the engine's blocks, and as kvtier's
 )

@@ -11,29 +11,38 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["LmcacheServer"]
+__all__ = ["LmcacheServer", "server_settings"]
 
 PATIENCE = 60.0
 """Seconds that it may take to start, or to end."""
 
 
+def server_settings(host_bytes: int, chunk_tokens: int | None) -> list[str]:
+    """Returns the flags that change what it does; None leaves its own size of chunks (256 tokens).
+
+    Its memory is all there from the start, like that of kvtier's server. `auto` is the mode that has the worker copy.
+    """
+    flags = ["--l1-size-gb", f"{host_bytes / 2**30}", "--no-l1-use-lazy", "--eviction-policy", "LRU"]
+    flags += ["--supported-transfer-mode", "auto", "--disable-observability"]
+    return flags if chunk_tokens is None else [*flags, "--chunk-size", str(chunk_tokens)]
+
+
 class LmcacheServer:
     """`lmcache server` in a process of its own; the engine's worker copies into its shared memory, as with kvtier."""
 
-    def __init__(self, command: Path, directory: Path, host_bytes: int, block_tokens: int) -> None:
+    def __init__(self, command: Path, directory: Path, settings: Sequence[str]) -> None:
         self._log = directory / "lmcache.log"
         self._directory = directory
         self.port, self._health_port = _free_port(), _free_port()
         self._command = [
             *(str(command), "server", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--http-host", "127.0.0.1", "--http-port", str(self._health_port)),
-            *("--l1-size-gb", f"{host_bytes / 2**30}", "--no-l1-use-lazy", "--eviction-policy", "LRU"),
-            *("--supported-transfer-mode", "auto", "--shm-name", f"kvtier-bench-{os.getpid()}"),
-            *("--chunk-size", str(block_tokens), "--disable-observability"),
+            *("--shm-name", f"kvtier-bench-{os.getpid()}", *settings),
         ]
 
     def __enter__(self) -> Self:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from .child import ENGINE
 from .configurations import ALONE, CONFIGURATIONS, KVTIER, Configuration, kvtier_connector, within
-from .results import IdleFound, Turns, compare
+from .results import TARGET, IdleFound, Processes, Runs, Turns, Verdict, compare
 from .runner import EngineFailed, run_engine
 from .workload import Workload
 
-__all__ = ["ABSENT", "SERVED", "Conversations", "measure_idle", "measure_turns"]
+__all__ = ["ABSENT", "SERVED", "Conversations", "engine_settings", "measure_idle", "measure_turns", "wrong_steps"]
 
 SERVED, ABSENT = "server connected", "server absent"
 BLOCK_TOKENS = 128
@@ -22,28 +24,44 @@ PROMPT_TOKENS = 16
 BATCH = 8
 STRETCH = 8
 """Steps on one side before the other has its turn."""
+COMPARED = (ALONE, KVTIER)
+"""What makes idle steps after its conversations: whole engines against each other, in the turns in which they run."""
+PROCESS_ROUNDS = 30
 HOOK_TOKENS = 16
 """What each request decodes while hooks are timed."""
 
 
 @dataclass
 class Conversations:
-    """``found``: the figures of each configuration, or why it did not run. ``wrong``: what may not be, in words."""
+    """``found``: the figures of each configuration, or why it did not run. ``wrong``: what may not be, in words.
 
-    found: dict[str, Turns | str] = field(default_factory=dict)
+    ``steps``: of the configurations in ``COMPARED``, the seconds of idle steps, a list for each run.
+    """
+
+    found: dict[str, Runs | str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    steps: dict[str, list[list[float]]] = field(default_factory=dict)
     _reference: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def processes(self) -> Processes | None:
+        """Whole engines against each other; None where one side did not run."""
+        sides = [self.steps.get(name) for name in COMPARED]
+        return Processes.of(*(side for side in sides if side)) if all(sides) else None
 
     def measure(self, configuration: Configuration, model: Path, folder: Path, workload: Workload) -> None:
         """Runs the workload; the first configuration is the others' reference. Raises EngineFailed for those that must run."""
         try:
-            result = _run(configuration, _turns_job(model, workload, self._reference), folder)
+            result = _run(configuration, self._job(configuration, model, workload), folder)
         except EngineFailed as error:
             if configuration.must_run:
                 raise
             self.found[configuration.name] = str(error)
             return
-        turns = self.found[configuration.name] = Turns.of(result)
+        turns, before = Turns.of(result), self.found.get(configuration.name)
+        self.found[configuration.name] = Runs((*(before.runs if isinstance(before, Runs) else ()), turns))
+        if result["steps"]:
+            self.steps.setdefault(configuration.name, []).append(result["steps"])
         self._reference = self._reference or result["rows"]
         answers, ties = compare(self._reference, result["rows"])
         self.wrong += [f"{configuration.name}: wrong answer, {answer}" for answer in answers]
@@ -52,18 +70,45 @@ class Conversations:
         if ties:
             print(f"{configuration.name}: {ties} answers differ from where two tokens tied", file=sys.stderr)
 
+    def _job(self, configuration: Configuration, model: Path, workload: Workload) -> dict[str, Any]:
+        job = _turns_job(model, workload, self._reference)
+        return {**job, "idle_rounds": PROCESS_ROUNDS if configuration.name in COMPARED else 0}
 
-def measure_turns(model: Path, folder: Path, workload: Workload, chosen: Collection[str]) -> Conversations:
-    """Runs the engine alone and in the chosen configurations."""
+
+def measure_turns(
+    model: Path, folder: Path, workload: Workload, chosen: Collection[str], again: Collection[str]
+) -> Conversations:
+    """Runs the engine alone and in the chosen configurations; then those of them that are to run ``again``, in the same order."""
     conversations = Conversations()
-    for configuration in CONFIGURATIONS:
-        if configuration.name in (ALONE, *chosen):
-            conversations.measure(configuration, model, folder, workload)
+    for names in ((ALONE, *chosen), {ALONE, *chosen} & {*again}):
+        for configuration in CONFIGURATIONS:
+            if configuration.name in names:
+                conversations.measure(configuration, model, folder, workload)
     return conversations
 
 
-def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[int]) -> dict[str, IdleFound]:
-    """Returns what idle steps cost, and the hooks by batch size, with a server and without one."""
+def engine_settings(workload: Workload) -> str:
+    """Returns, for people, how the engine of the conversations is set."""
+    llm = _llm(Path(), workload.block_tokens, workload.pool_blocks, workload.longest + workload.block_tokens)
+    return ", ".join(f"{name}={value}" for name, value in {**ENGINE, **llm}.items() if name != "model")
+
+
+def wrong_steps(found: Mapping[str, IdleFound]) -> list[str]:
+    """Returns, in words, where kvtier's idle steps are slower than they may be; what is not decided is not wrong."""
+    return [
+        f"{name}: idle steps take {of_name.kvtier.ratio_from:.4f} to {of_name.kvtier.ratio_to:.4f} times as long, not <= {TARGET}"
+        for name, of_name in found.items()
+        if of_name.kvtier.verdict is Verdict.NO
+    ]
+
+
+def measure_idle(
+    model: Path, folder: Path, rounds: int, more_seconds: float, hook_batches: Sequence[int]
+) -> dict[str, IdleFound]:
+    """Returns what idle steps cost, and the hooks by batch size, with a server and without one.
+
+    Each of the two takes up to ``more_seconds`` more, while its rounds do not decide whether the target is kept.
+    """
     nobody = kvtier_connector(f"unix:{folder / 'nobody.sock'}")
     served = next(configuration for configuration in CONFIGURATIONS if configuration.name == KVTIER)
     found = {}
@@ -77,6 +122,7 @@ def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[
             },
             "batch": BATCH,
             "rounds": rounds,
+            "more_seconds": more_seconds,
             "stretch": STRETCH,
             "prompt_tokens": PROMPT_TOKENS,
             "answer_tokens": BLOCK_TOKENS - PROMPT_TOKENS - 1,
@@ -90,7 +136,8 @@ def measure_idle(model: Path, folder: Path, rounds: int, hook_batches: Sequence[
 
 def _run(configuration: Configuration, job: dict[str, Any], folder: Path, **environment: str) -> dict[str, Any]:
     print(f"measuring {job['operation']}: {configuration.name} …", file=sys.stderr, flush=True)
-    place = folder / f"{job['operation']} {configuration.name}"
+    places = (folder / f"{job['operation']} {configuration.name} {number}" for number in count(1))
+    place = next(place for place in places if not place.exists())
     place.mkdir()
     return run_engine(configuration, job, place, environment)
 

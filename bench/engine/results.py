@@ -5,16 +5,30 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
 from bench.measure import percentile
 
-__all__ = ["Idle", "IdleFound", "Turns", "compare", "hook_microseconds", "interval"]
+__all__ = [
+    "TARGET",
+    "Idle",
+    "IdleFound",
+    "Processes",
+    "Runs",
+    "Turns",
+    "Verdict",
+    "compare",
+    "hook_microseconds",
+    "interval",
+]
 
 TIE = 1e-3
 """Log-probabilities: float32 noise is 1e-5, one wrong block 1e-2."""
 RESAMPLES = 2000
+TARGET = 1.02
+"""What an idle connector's steps may take, against those without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +61,33 @@ class Turns:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of one configuration, each in an engine of its own; at least one."""
+
+    runs: tuple[Turns, ...]
+
+    @property
+    def middle(self) -> Turns:
+        """Each figure's median over the runs: of two, the mean."""
+        medians = {
+            field.name: statistics.median(getattr(run, field.name) for run in self.runs) for field in fields(Turns)
+        }
+        counts = {name: round(medians[name]) for name in ("external_hits", "computed")}
+        return Turns(**{**medians, **counts})
+
+    @property
+    def later_p50s(self) -> tuple[float, float]:
+        """The least and the most of the runs' medians: first token, later turns, milliseconds."""
+        found = [run.later_p50_ms for run in self.runs]
+        return min(found), max(found)
+
+    def faster(self, alone: Runs) -> tuple[float, float]:
+        """How many times faster than the engine alone: from its best run against this one's worst, to the opposite."""
+        (least, most), (alone_least, alone_most) = self.later_p50s, alone.later_p50s
+        return alone_least / most, alone_most / least
+
+
 def compare(reference: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], int]:
     """Returns the answers that are wrong, and how many differ only from where the reference's two best tokens tied."""
     wrong, ties = [], 0
@@ -60,6 +101,14 @@ def compare(reference: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, 
         else:
             wrong.append(f"conversation {right['conversation']}, turn {right['turn']}, token {position + 1}")
     return wrong, ties
+
+
+class Verdict(Enum):
+    """Whether idle steps keep to the target; the value is what people read."""
+
+    YES = "yes"
+    NO = "no"
+    OPEN = "not decided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +145,13 @@ class Idle:
             turns=len(turns),
         )
 
+    @property
+    def verdict(self) -> Verdict:
+        """The whole interval has to be on one side of the target: a ratio alone says nothing on a machine that is not quiet."""
+        if self.ratio_to <= TARGET:
+            return Verdict.YES
+        return Verdict.NO if self.ratio_from > TARGET else Verdict.OPEN
+
 
 def _fast(turns: Sequence[Mapping[str, Sequence[float]]], side: str) -> float:
     return percentile([seconds for turn in turns for seconds in turn[side]], 0.1) / 1e3
@@ -113,6 +169,30 @@ class IdleFound:
     def of(cls, result: Mapping[str, Any]) -> IdleFound:
         """Sums up what the engine's process returned."""
         return cls(Idle.of(result["turns"]), Idle.of(result["turns"], "empty"), result["hooks"])
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Idle steps of whole engines: the median step of each process, in milliseconds, in the order of the runs."""
+
+    without_ms: tuple[float, ...]
+    with_ms: tuple[float, ...]
+
+    @classmethod
+    def of(cls, without: Sequence[Sequence[float]], connected: Sequence[Sequence[float]]) -> Processes:
+        """Sums up the seconds of the processes' steps; at least one process on each side."""
+        alone, others = ([statistics.median(steps) * 1e3 for steps in runs] for runs in (without, connected))
+        return cls(tuple(alone), tuple(others))
+
+    @property
+    def ratio(self) -> float:
+        """Of the sides' medians."""
+        return statistics.median(self.with_ms) / statistics.median(self.without_ms)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The least and the most that one process says against one of the other side."""
+        return min(self.with_ms) / max(self.without_ms), max(self.with_ms) / min(self.without_ms)
 
 
 def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> tuple[float, float]:

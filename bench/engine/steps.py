@@ -2,6 +2,9 @@
 
 The connector is taken away and given back between steps, in one and the same engine: what else happens on the machine befalls all
 sides alike, and differences of microseconds show, which no two engines would. What the empty one costs is vLLM's own share.
+
+What this cannot see: the connector's background threads (the session, look-ups, copies) run on while it is taken away, so that
+what they cost is in the steps of every side. Whole engines against each other (decode.py) hold it, and much more noise.
 """
 
 from __future__ import annotations
@@ -11,15 +14,21 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from .results import Idle, Verdict
 from .workload import FIRST_TOKEN, VOCABULARY
 
-__all__ = ["run_steps"]
+__all__ = ["gather", "run_steps"]
 
 SIDES = ("with", "without", "empty")
 SETTLING_STEPS = 1
 """Not counted, after each switch."""
+ROUNDS_MORE = 4
+"""Between two looks at whether the verdict is clear. Each look is one more chance for the interval to err: so there are few."""
+
+Turn = dict[str, list[float]]
 
 
 def run_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -27,11 +36,21 @@ def run_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     engine = _Engine(llm, job["prompt_tokens"])
     with engine.decoding(job["batch"], job["hook_tokens"]):
         pass  # the first calls have things to build
-    turns: list[dict[str, list[float]]] = []
-    for _ in range(job["rounds"]):
-        turns += engine.compare(job["batch"], job["answer_tokens"], job["stretch"])
+    compare = partial(engine.compare, job["batch"], job["answer_tokens"], job["stretch"])
+    turns = gather(compare, job["rounds"], job["more_seconds"])
     hooks = {str(batch): engine.time_hooks(batch, job["hook_tokens"]) for batch in job["hook_batches"]}
     return {"turns": turns, "hooks": hooks}
+
+
+def gather(
+    compare: Callable[[], list[Turn]], rounds: int, more_seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> list[Turn]:
+    """Compares for so many rounds, then goes on while the verdict is open and there is time."""
+    turns = [turn for _ in range(rounds) for turn in compare()]
+    deadline = clock() + more_seconds
+    while Idle.of(turns).verdict is Verdict.OPEN and clock() < deadline:
+        turns += [turn for _ in range(ROUNDS_MORE) for turn in compare()]
+    return turns
 
 
 class _Engine:
@@ -69,7 +88,7 @@ class _Engine:
         """Runs one step."""
         self._llm.llm_engine.step()
 
-    def compare(self, batch: int, tokens: int, stretch: int) -> list[dict[str, list[float]]]:
+    def compare(self, batch: int, tokens: int, stretch: int) -> list[Turn]:
         """Decodes once; returns turns of a stretch on each side, in a random order within each turn."""
         with self.decoding(batch, tokens) as steps:
             turns = [self._turn(stretch) for _ in range(steps // (len(SIDES) * (stretch + SETTLING_STEPS)))]
@@ -92,7 +111,7 @@ class _Engine:
             for name, seconds in hooks.items()
         }
 
-    def _turn(self, stretch: int) -> dict[str, list[float]]:
+    def _turn(self, stretch: int) -> Turn:
         return {side: self._stretch(stretch, side) for side in self._random.sample(SIDES, len(SIDES))}
 
     def _stretch(self, steps: int, side: str) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from .decode import steps_of_engine
 from .workload import Workload
 
 __all__ = ["run_turns"]
@@ -15,7 +16,10 @@ LOGPROBS = 2
 
 
 def run_turns(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Runs the workload; ``transcript`` has the answers to go on with, those of the engine itself where it is None."""
+    """Runs the workload; ``transcript`` has the answers to go on with, those of the engine itself where it is None.
+
+    With ``idle_rounds``, ``steps`` are the seconds of idle steps that the same engine then makes.
+    """
     workload = Workload(**job["workload"])
     transcript: list[list[list[int]]] | None = job["transcript"]
     said: list[list[list[int]]] = [[] for _ in range(workload.conversations)]
@@ -31,7 +35,8 @@ def run_turns(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
             rows.append(row)
     seconds = time.perf_counter() - started
     counted = {name: value - before[name] for name, value in _counters(llm).items()}
-    return {"seconds": seconds, "rows": rows, **counted}
+    steps = steps_of_engine(llm, job["idle_rounds"]) if job["idle_rounds"] else []
+    return {"seconds": seconds, "rows": rows, "steps": steps, **counted}
 
 
 def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:

@@ -61,6 +61,8 @@ class OffloadCore:
         self._walk = LazyWalk(geometry, options.batched_tokens, pool) if options.mode is Mode.LAZY else None
         self._requests: dict[str, OffloadRequest] = {}
         self._loading: set[str] = set()
+        # Whose preemption was seen in this step, before it was told of.
+        self._restarted: set[str] = set()
         # Whose save jobs are in flight: the server hears of a request's end after the last of them.
         self._saving: dict[int, OffloadRequest] = {}
         self._plan = StepPlan()
@@ -87,6 +89,7 @@ class OffloadCore:
         if state.phase is Phase.RUNNING:
             # It was preempted: an engine asks only before it computes anything.
             self._restart(state)
+            self._restarted.add(request_id)
         if state.compute_only or not self._may_look_up(state):
             return 0
         return self._loads.match(state, computed_tokens, now)
@@ -102,14 +105,13 @@ class OffloadCore:
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
+            if state is not None:
+                # First of all: until its load has ended, nothing of it may be stored.
+                state.phase = Phase.LOADING
+                self._loading.add(request_id)
             job = self._loads.take(state, tables, external_tokens) if state is not None else LoadJob(request_id)
             self._plan.loads.append(job)
-        if state is None:
-            return
-        if external_tokens > 0:
-            state.phase = Phase.LOADING
-            self._loading.add(request_id)
-        else:
+        elif state is not None:
             state.phase = Phase.RUNNING
             self._loads.drop(state)
 
@@ -147,6 +149,7 @@ class OffloadCore:
     def take_plan(self, now: float) -> StepPlan:
         """Returns what the step's workers are to move, given to them now; each job is in one plan."""
         plan, self._plan = self._plan, StepPlan()
+        self._restarted.clear()
         self._saves.sent(plan.saves, now)
         return plan
 
@@ -168,8 +171,8 @@ class OffloadCore:
         """
         for request_id in request_ids:
             state = self._requests.get(request_id)
-            # One that is not running any more has been considered again already.
-            if state is not None and state.phase is Phase.RUNNING:
+            # One that has been considered again already may be running again, on other blocks.
+            if state is not None and state.phase is Phase.RUNNING and request_id not in self._restarted:
                 self._restart(state)
 
     def finished(self, request_id: str, tables: BlockTables, confirmed_tokens: int, now: float) -> None:
@@ -196,10 +199,9 @@ class OffloadCore:
         """Whether the engine must keep stepping for jobs to be sent or reported (B4.8)."""
         return bool(self._loading or self._plan.loads or self._plan.saves) or self._saves.pending
 
-    @property
-    def frees_pending(self) -> bool:
-        """Whether waiting for saves would free blocks, so that no request needs to be preempted."""
-        return self._saves.pending and self._saves.holds_only_reference()
+    def frees_pending(self, now: float) -> bool:
+        """Whether waiting for saves would free blocks, so that no request needs to be preempted; not if they take long already."""
+        return self._saves.pending and self._saves.holds_only_reference(now)
 
     def reset(self) -> bool:
         """What is stored is not to be used any more; False while transfers from before are in flight (B4.13).

@@ -5,7 +5,7 @@ Everything is called on the thread that calls the core, may not block, and may n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, NewType, Protocol
 
 from .groups import CacheGroup
@@ -77,7 +77,13 @@ class BlockPool(Protocol):
         """Add one reference to each."""
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Take that reference from each; those that are then free are evicted in this order."""
+        """Take that reference from each; those that are then free are evicted in this order, after all others that hold content."""
+
+    def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
+        """Take that reference from each; those that are then free are evicted in this order, before all others with content.
+
+        But not before the blocks of ``behind``, as far as these are in a row at the eviction end.
+        """
 
     def references(self, block_id: int) -> int:
         """How many references there are on a block."""
@@ -91,8 +97,8 @@ class BlockPool(Protocol):
         """The block if nobody uses it."""
         ...
 
-    def free_blocks(self, after: int | None) -> Iterator[FreeBlock]:
-        """The free blocks in the order of eviction, from the first or from the one behind ``after`` (which is free)."""
+    def free_blocks(self) -> Iterator[FreeBlock]:
+        """The free blocks in the order of eviction."""
         ...
 
 

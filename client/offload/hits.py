@@ -84,7 +84,7 @@ def longest_hit(
     ``present[group.index]`` holds the block positions that the store has. Tokens before ``start`` are in the engine already, in
     every group: they need not be in the store. ``start`` and ``limit`` are multiples of ``step_tokens``.
     """
-    # reach[i] for a group: how many blocks in a row, ending with block i, are present (or lie before start).
+    # runs[group][i]: how many blocks in a row, ending with block i, are present (or lie before start).
     runs = {group.index: _runs(group, present.get(group.index, frozenset()), start, limit) for group in groups}
     for hit in range(limit, start, -step_tokens):
         if all(_serves(group, runs[group.index], start, hit) for group in groups):

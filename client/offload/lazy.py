@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from .backoff import Backoff
 from .engine import BlockPool, FreeBlock
@@ -13,22 +14,28 @@ __all__ = ["LazyWalk"]
 
 # Two steps' worth: while one step's blocks are taken the next one's are being copied.
 _STEPS_AHEAD = 2
-# The server does not say what it evicts, so what is stored is believed so long, and up to twice as long. Then a block that was used
-# meanwhile is offered again: where the server still has it, that costs a name in a call.
+# A walk costs a microsecond per block: not in every step.
+_ENOUGH = 0.75
+_STEPS_BETWEEN_WALKS = 16
+# The server does not say what it evicts, so what is stored is believed so long, and up to twice as long. Then it is offered again:
+# where the server still has it, that costs a name in a call.
 _BELIEVED_S = 60.0
 
 
 class LazyWalk:
-    """Walks the engine's free blocks from the eviction end, so many per step as the next steps may take.
+    """Sees to it that the next blocks to be evicted are stored: so many as the next steps may take, and no more.
 
-    The cursor is the last block that was visited and stayed free: those before it are stored, on their way, or not worth storing.
-    What the engine frees joins the queue behind it.
+    It walks the engine's free blocks from the eviction end when many of those that it found there are gone, or a few steps have
+    passed: blocks also leave from the middle, by prefix hits. What it has stored goes back to where it was taken from.
     """
 
     def __init__(self, geometry: CacheGeometry, batched_tokens: int, pool: BlockPool) -> None:
         self.target = _STEPS_AHEAD * sum(group.blocks_per_step(batched_tokens) for group in geometry.groups)
         self._pool = pool
-        self._cursor: FreeBlock | None = None
+        # From the eviction end on: what the last walk found that need not be stored (again); and what is being stored.
+        self._ahead: deque[FreeBlock] = deque()
+        self._in_flight: set[int] = set()
+        self._steps_since = 0
         # By block: the content that the store is known to have. The engine's own blocks bound it, and a block that was reused
         # has another key. What was learned last, and what before.
         self._stored: dict[int, bytes] = {}
@@ -38,26 +45,29 @@ class LazyWalk:
 
     def choose(self, room: int, now: float) -> list[FreeBlock]:
         """Returns the blocks to store now, ``room`` of them at most; after the server took none, nothing for a while."""
-        if not self._backoff.is_over(now):
+        if not self._backoff.is_over(now) or self._is_far_enough():
             return []
-        self._check_cursor()
         self._age(now)
+        self._ahead.clear()
+        self._steps_since = 0
         chosen: list[FreeBlock] = []
-        after = self._cursor.block_id if self._cursor is not None else None
-        for visited, block in enumerate(self._pool.free_blocks(after)):
-            if visited >= self.target or len(chosen) >= room:
+        for block in self._pool.free_blocks():
+            if len(self._ahead) + len(self._in_flight) + len(chosen) >= self.target or len(chosen) >= room:
                 break
             if block.key is None or self._is_stored(block):
-                self._cursor = block
+                self._ahead.append(block)
             else:
                 chosen.append(block)
+        self._in_flight.update(block.block_id for block in chosen)
         return chosen
 
     def ended(self, save: EndedSave, now: float) -> None:
-        """Note what a save came to; of one from before a restart, nothing is known."""
+        """Put its blocks back, and note what a save came to; of one from before a restart, nothing is known."""
+        job = save.job
+        if save.were_free:
+            self._put_back(job.block_ids)
         if save.doubtful:
             return
-        job = save.job
         for index, (block_id, key) in enumerate(zip(job.block_ids, job.keys, strict=True)):
             if index not in save.not_stored:
                 self._stored[block_id] = key
@@ -74,8 +84,22 @@ class LazyWalk:
         """The store was emptied, or is another: it has nothing."""
         self._stored.clear()
         self._stored_before.clear()
-        self._cursor = None
+        self._ahead.clear()
         self._backoff.reset()
+
+    def _put_back(self, block_ids: Sequence[int]) -> None:
+        self._in_flight.difference_update(block_ids)
+        self._pool.put_back(block_ids, {block.block_id for block in self._ahead})
+        free = [self._pool.free_block(block_id) for block_id in block_ids]
+        self._ahead.extend(block for block in free if block is not None)
+
+    def _is_far_enough(self) -> bool:
+        """Whether most of what the next steps may take was seen to lately."""
+        while self._ahead and self._pool.free_block(self._ahead[0].block_id) != self._ahead[0]:
+            self._ahead.popleft()
+        self._steps_since += 1
+        covered = len(self._ahead) + len(self._in_flight)
+        return covered >= _ENOUGH * self.target and self._steps_since < _STEPS_BETWEEN_WALKS
 
     def _is_stored(self, block: FreeBlock) -> bool:
         return block.key in (self._stored.get(block.block_id), self._stored_before.get(block.block_id))
@@ -84,8 +108,3 @@ class LazyWalk:
         if now >= self._age_at:
             self._stored_before, self._stored = self._stored, {}
             self._age_at = now + _BELIEVED_S
-
-    def _check_cursor(self) -> None:
-        """A cursor whose block came back into use, or was used meanwhile, says nothing about those before it any more."""
-        if self._cursor is not None and self._pool.free_block(self._cursor.block_id) != self._cursor:
-            self._cursor = None

@@ -25,6 +25,9 @@ from .plans import SaveJob
 
 __all__ = ["EndedSave", "SavePlanner", "SaveProgress"]
 
+# Waiting for saves beats computing a preempted request again only if it is short.
+_PROMPT_S = 0.5
+
 
 @dataclass
 class SaveProgress:
@@ -81,12 +84,14 @@ class SaveProgress:
 class EndedSave(NamedTuple):
     """A job that all workers have ended, or of which nothing was heard for too long.
 
-    ``doubtful``: what it did store may have been stored by a server that is not there any more.
+    ``doubtful``: what it did store may have been stored by a server that is not there any more. ``were_free``: its blocks are yet
+    to be put back to where they were taken from.
     """
 
     job: SaveJob
     not_stored: frozenset[int]
     doubtful: bool = False
+    were_free: bool = False
 
 
 class _Place(NamedTuple):
@@ -100,7 +105,8 @@ class _Place(NamedTuple):
 @dataclass
 class _Held:
     job: SaveJob
-    expires_at: float = math.inf
+    were_free: bool
+    sent_at: float = math.inf
     reports: int = 0
     not_stored: set[int] = field(default_factory=set)
     doubtful: bool = False
@@ -141,14 +147,18 @@ class SavePlanner:
         """How many more blocks may be held now."""
         return max(0, int(self._pool.num_blocks * self._max_held_fraction) - len(self._in_flight))
 
-    def holds_only_reference(self) -> bool:
-        """Whether some block would be free by now, were it not for a save in flight."""
+    def holds_only_reference(self, now: float) -> bool:
+        """Whether some block would be free by now, were it not for a save in flight; False while saves are slow to end."""
+        first = next(iter(self._jobs.values()), None)
+        if first is None or now - first.sent_at > _PROMPT_S:
+            return False
         return any(self._pool.references(block_id) == 1 for block_id in self._in_flight)
 
     def step_ends(self, progress: SaveProgress, tokens: int) -> None:
         """The step that is being planned computes a request up to here, whatever it finds: no tokens that may be rejected."""
         if any(tokens % size == 0 for size in self._state_sizes):
-            progress.ends.add(tokens)
+            # Earlier ones say nothing any more: an engine may have put another block in their place.
+            progress.ends = {end for end in progress.ends if end + max(self._state_sizes) >= tokens} | {tokens}
 
     def plan(
         self,
@@ -165,7 +175,7 @@ class SavePlanner:
         ``read_table()`` is called only when there is something to offer. When too many blocks are held already, the cursor stays
         and the rest is offered in a later step. ``last``: there is no later step.
         """
-        if computed_tokens < progress.quiet_until and not progress.missed:
+        if (computed_tokens < progress.quiet_until and not progress.missed) or self.room <= 0:
             return None
         retry = bool(progress.missed) and (last or progress.backoff.is_over(now))
         ends: dict[int, int] = {}
@@ -196,12 +206,12 @@ class SavePlanner:
             if block.key is not None:
                 self._in_flight[block.block_id] = []
                 _add(job, block.key, block.group_index, block.block_id)
-        return self._hold(job)
+        return self._hold(job, were_free=True)
 
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
         """These are given to the workers now: from now on their reports are waited for."""
         for job in jobs:
-            self._jobs[job.job_id].expires_at = now + self._lost_after_s
+            self._jobs[job.job_id].sent_at = now
 
     def report(
         self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]], now: float
@@ -222,8 +232,8 @@ class SavePlanner:
         """Lets go of the jobs whose reports were lost; returns them, as not stored (B5.6)."""
         lost = []
         for held in self._jobs.values():
-            if held.expires_at > now:
-                # Later jobs expire later, or have yet to be sent.
+            if held.sent_at + self._lost_after_s > now:
+                # Later jobs were sent later, or have yet to be.
                 break
             held.not_stored.update(range(len(held.job.keys)))
             lost.append(held)
@@ -243,9 +253,10 @@ class SavePlanner:
                     progress.miss(group_index, position, now)
                 else:
                     progress.stored()
-        # Tail first, like an engine itself: the tail of a prefix is to be evicted before its head.
-        self._pool.release(job.block_ids[::-1])
-        return EndedSave(job, frozenset(held.not_stored), held.doubtful)
+        if not held.were_free:
+            # Tail first, like an engine itself: the tail of a prefix is to be evicted before its head.
+            self._pool.release(job.block_ids[::-1])
+        return EndedSave(job, frozenset(held.not_stored), held.doubtful, held.were_free)
 
     def _offer(
         self,
@@ -286,12 +297,12 @@ class SavePlanner:
         end = (position + 1) * group.block_tokens
         return end in progress.ends or self._pool.known_as(block_id) == request.key(group, position)
 
-    def _hold(self, job: SaveJob) -> SaveJob | None:
+    def _hold(self, job: SaveJob, *, were_free: bool = False) -> SaveJob | None:
         if not job.block_ids:
             return None
         self._next_job_id += 1
         self._pool.hold(job.block_ids)
-        self._jobs[job.job_id] = _Held(job)
+        self._jobs[job.job_id] = _Held(job, were_free)
         return job
 
 

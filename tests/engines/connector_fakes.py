@@ -197,8 +197,8 @@ class FakeTransfers:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits for a condition, for seconds."""
-    deadline = time.monotonic() + 5
+    """Waits for a condition, for half a minute: machines are slow at times."""
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -23,15 +23,17 @@ class ServerProcess:
     def __init__(self, folder: Path, region: str = "512MiB") -> None:
         self.folder, self.region = folder, region
         self.endpoint = f"unix:{folder / 'kvtier.sock'}"
+        self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Starts it and waits until it answers."""
         command = [_KVTIER, "serve", "--listen", self.endpoint, "--region-size", self.region]
+        self._reap()
         with (self.folder / "server.log").open("ab") as log:
-            process = subprocess.Popen(
+            self._child = subprocess.Popen(
                 [*command, "--data-dir", self.folder / "data"], stdout=log, stderr=log, start_new_session=True
             )
-        (self.folder / "pid").write_text(str(process.pid))
+        (self.folder / "pid").write_text(str(self._child.pid))
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.CalledProcessError):
@@ -54,6 +56,13 @@ class ServerProcess:
             while process.read_text().rpartition(")")[2].split()[0] not in "ZX":
                 time.sleep(0.01)
         (self.folder / "pid").unlink(missing_ok=True)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Waits for the one that was started here, if any; another process may have killed it."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.wait(20)
 
     def restart_twice(self) -> None:
         """Kills it twice, and starts it each time."""

@@ -17,6 +17,7 @@ from kvtier.client.engines.vllm.copies import CpuCopier, CudaCopier
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.offload import CacheGroup
+from kvtier.cuda import pinning
 
 BLOCKS = 16
 SLOT = 2 * PAGE
@@ -123,6 +124,32 @@ def test_adjacent_slots_are_one_transfer() -> None:
     staging, flat = torch.zeros((5, 8), dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     sizes = [(len(rows), len(slots)) for rows, slots in copies._transfers(staging, flat, [0, 8, 16, 32, 40])]
     assert sizes == [(24, 24), (16, 16)]
+
+
+def test_no_transfer_crosses_pinned_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4.16 A region is pinned chunk by chunk, maybe not yet to its end: a transfer lies in one of them, and all bytes go."""
+    monkeypatch.setattr(pinning, "PIN_CHUNK_BYTES", 32)
+    staging = torch.arange(40, dtype=torch.uint8).view(5, 8)
+    flat = torch.zeros(100, dtype=torch.uint8)
+    sizes = []
+    for rows, slots in copies._transfers(staging, flat, [20, 28, 36, 60, 68]):
+        sizes.append((slots.storage_offset(), len(slots)))
+        slots.copy_(rows)
+    assert sizes == [(20, 12), (32, 12), (60, 4), (64, 12)]
+    assert flat[20:44].tolist() + flat[60:76].tolist() == list(range(40))
+
+
+@pytest.mark.parametrize("way", ["copy_out", "copy_in"])
+@pytest.mark.usefixtures("cuda")
+def test_nothing_goes_on_behind_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """B4.11 It is reported as failed and its blocks are used for something else: what was queued of it must be over by then."""
+    copier = _make(CudaCopier, _caches())
+    monkeypatch.setattr(copies, "_transfers", lambda *_: iter([(None, None)]))
+    with pytest.raises(AttributeError):
+        getattr(copier, way)(1, [3], memoryview(bytearray(SLOT)), [0], copier.mark())
+    assert (copier._out_stream.synchronized, copier._in_stream.synchronized) == (
+        (1, 0) if way == "copy_out" else (0, 1)
+    )
 
 
 @pytest.mark.usefixtures("cuda")

@@ -57,7 +57,7 @@ def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
 def second(
     run_engine: RunEngine, server: ServerProcess, first: dict[str, Any], truth: dict[str, Any]
 ) -> dict[str, Any]:
-    """Another engine, after the server was killed and started again."""
+    """Another engine, after the server was killed and started again; what was stored through shared memory comes over gRPC."""
     assert first["blocks"]["lmdb"] > 0
     server.kill()
     server.start()
@@ -75,6 +75,7 @@ def second(
             generate("skipped", [HALF], settings=SKIP),
         ],
         endpoint=server.endpoint,
+        extra={"transport": "grpc"},
     )
     return results | {"next turn prompts": next_turn}
 

@@ -8,14 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_fakes import FULL, make_request
+import torch
+from connector_fakes import FULL, FakeClient, make_request
 
-from kvtier.client.engines.vllm import KVTierConnector, connector, namespace
+from kvtier.client.engines.vllm import KVTierConnector, connector, namespace, worker
+from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.compat import CacheHitSource, KVConnectorRole, KVConnectorTransferResults
 from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
 from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.ranks import Parts
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
+from kvtier.cuda.region import PAGE_BYTES, HostRegion
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 LIFECYCLE = {"requires_kv_delivery", "build_kv_connector_stats", "build_prom_metrics", "log"}
@@ -293,3 +296,23 @@ def test_a_step_with_nothing_to_report_asks_nobody(monkeypatch: pytest.MonkeyPat
     )
     scheduler.update_connector_output(output)
     assert worker.log.kinds == scheduler.log.kinds == []
+
+
+def test_memory_is_pinned_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4.16 While an engine starts it captures graphs; its first step, whatever it moves, says that it has done so."""
+    registered: list[tuple[int, int]] = []
+    registrar = SimpleNamespace(register=lambda *span: registered.append(span), unregister=lambda _: None)
+    monkeypatch.setattr(worker, "CudaRegistrar", lambda _: registrar)
+    made = _broken(monkeypatch, WORKER)
+    made._worker = worker.WorkerSide(lambda _: FakeClient(), [FULL], "ns", 8, made._reports, LimitedLog())
+    pin = made._worker._pin_for(torch.device("cuda:0"))
+    assert pin is not None
+    assert made._worker._pin_for(torch.device("cpu")) is None
+    with HostRegion.create(PAGE_BYTES) as region:
+        pinning = pin(region)
+        assert not pinning.pin(0, PAGE_BYTES)
+        made.bind_connector_metadata(StepMetadata())
+        made.start_load_kv(None)
+        assert pinning.pin(0, PAGE_BYTES)
+        assert registered == [(region.address, PAGE_BYTES)]
+        pinning.close()

@@ -53,13 +53,17 @@ def test_free_blocks_are_saved_before_they_are_evicted() -> None:
     pool.free_blocks(reversed(blocks))
     free = pool.get_num_free_blocks()
     (job,) = side.build_step(make_step({})).saves
-    assert job.block_ids == [block.block_id for block in reversed(blocks)][:4]
-    assert job.keys == [make_key(bytes([number]) * 32, 0) for number in (5, 4, 3, 2)]
-    assert pool.get_num_free_blocks() == free - 4
+    assert job.block_ids == [block.block_id for block in reversed(blocks)][:3], "and one that is empty goes first"
+    assert job.keys == [make_key(bytes([number]) * 32, 0) for number in (5, 4, 3)]
+    assert pool.get_num_free_blocks() == free - 3
     side.saves_reported(WorkerReport({job.job_id: 1}))
     assert pool.get_num_free_blocks() == free
+    for _ in range(3):
+        assert not side.build_step(make_step({})).saves, "the next two steps' blocks are stored"
+    taken = [block.block_id for block in pool.get_new_blocks(3)]
+    assert taken[1:] == job.block_ids[:2], "what is stored goes next, behind what is empty"
     (rest,) = side.build_step(make_step({})).saves
-    assert rest.keys == [make_key(bytes([number]) * 32, 0) for number in (1, 0)]
+    assert rest.keys == [make_key(bytes([number]) * 32, 0) for number in (2, 1, 0)]
     side.saves_reported(WorkerReport({rest.job_id: 1}))
     for _ in range(3):
         assert not side.build_step(make_step({})).saves, "each is stored"

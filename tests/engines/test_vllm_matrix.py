@@ -42,7 +42,6 @@ class Cell(NamedTuple):
 
 
 CELLS = [
-    Cell("dense", 1, "eager", "grpc"),
     Cell("dense", 1, "lazy", "shm"),
     Cell("dense", 2, "eager", "shm"),
     Cell("hybrid", 2, "lazy", "grpc"),
@@ -80,9 +79,10 @@ def test_what_one_engine_stores_another_finds(
     if cell.model not in truths:
         truths[cell.model] = run_engine(STEPS, model=cell.model)
     truth, server, lazy = truths[cell.model], fresh_server, cell.mode == "lazy"
-    pool = {"num_gpu_blocks_override": POOL_BLOCKS[cell.model], "max_model_len": 32 * BLOCK} if lazy else {}
+    length = {"max_model_len": 32 * BLOCK}  # part of the namespace
+    pool = {"num_gpu_blocks_override": POOL_BLOCKS[cell.model]} if lazy else {}
     steps = [STEPS[0], generate("flood", FLOOD), generate("again", BASE)] if lazy else STEPS[:1]
-    first = run_engine(steps, endpoint=server.endpoint, **cell.settings, **pool)
+    first = run_engine(steps, endpoint=server.endpoint, **cell.settings, **pool, **length)
     assert f"transport {cell.transport}" in first["log"]
     assert_same(truth["base"], first["base"])
     assert first["base"]["external_hits"] == 0
@@ -92,7 +92,7 @@ def test_what_one_engine_stores_another_finds(
     wait_until_durable(server)
     server.kill()
     server.start()
-    second = run_engine(STEPS, endpoint=server.endpoint, **cell.settings)
+    second = run_engine(STEPS, endpoint=server.endpoint, **cell.settings, **length)
     assert_same(truth["base"], second["base"])
     assert_same(truth["crowd"], second["crowd"])
     expected = hit_limit(BASE)

@@ -147,6 +147,19 @@ def test_a_lookup_that_nobody_waits_for_gives_its_lease_back() -> None:
         wait_for(lambda: client.released == [1])
 
 
+def test_a_lookup_that_only_queued_says_nothing_of_the_server() -> None:
+    """After a restart many requests wait for a disk at once: whoever did not get his turn is computed, and the next may ask."""
+    gate = threading.Event()
+    client = FakeClient({make_key(bytes(32), 0)}, before=lambda: gate.wait(20) and None)
+    with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
+        lookups = [service.start(Announcement(f"r{number}"), _hashes(1), 0, 4) for number in range(20)]
+        queued = next(lookup for lookup in reversed(lookups) if lookup is not None)
+        service.timed_out(queued)
+        assert not queued.begun
+        assert service.start(Announcement("next"), _hashes(1), 0, 4) is not None
+        gate.set()
+
+
 def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
     """No lookup is begun without a connection; one that fails is a miss."""
     client = FakeClient()

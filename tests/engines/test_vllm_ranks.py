@@ -96,7 +96,12 @@ class Engine:
             cache_dtype="auto",
         )
         model = SimpleNamespace(
-            model=str(self.folder), dtype=torch.float32, revision=None, quantization=None, hf_overrides={}
+            model=str(self.folder),
+            dtype=torch.float32,
+            revision=None,
+            quantization=None,
+            hf_overrides={},
+            max_model_len=64,
         )
         return SimpleNamespace(
             kv_transfer_config=transfer,

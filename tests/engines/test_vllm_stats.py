@@ -180,6 +180,7 @@ def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin() -> None:
     hashes = {0: [key[:32] for key in KEYS]}
     lookup = service.start(Announcement("slow"), hashes, 0, 16)
     assert lookup is not None
+    wait_for(lambda: lookup.begun)
     service.timed_out(lookup)
     assert service.start(Announcement("cooling"), hashes, 0, 16) is None
     client.connected = False

@@ -2,106 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from connector_fakes import FakeClient, wait_for
-from tiering_world import ROW, keys_of, make_config, request_of
+from connector_fakes import wait_for
+from tier_room import KEYS, Room, make_room
+from tiering_world import ROW, make_config, request_of
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from kvtier.client import LeaseLost, NotConnected, OffloadPolicy, StoreStatus
-from kvtier.client.engines.vllm.background import BackgroundThreads, LimitedLog
+from kvtier.client import LeaseLost, NotConnected, OffloadPolicy, StoreStatus, TierFilter
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.namespace import namespace_digest
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
 from kvtier.client.engines.vllm_tier.config import TierConfig
-from kvtier.client.engines.vllm_tier.lookups import Answer, Pin, TierLookups, TierRequest
+from kvtier.client.engines.vllm_tier.lookups import Answer
 from kvtier.client.engines.vllm_tier.namespace import build_tier_namespace
-from kvtier.client.engines.vllm_tier.transfers import Job, PrimaryTier, Transfers
 
 FLAG = {"do_remote_decode": True}
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
-KEYS = keys_of(4)
-
-
-class SlotClient(FakeClient):
-    """Reads and writes over one piece of memory, with hooks before the memory is handed out and before it is confirmed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = np.full((8, ROW), 7, np.int8)
-        self.told: list[str] = []
-        self.statuses = bytes([StoreStatus.GRANTED] * len(KEYS))
-        self.hand_out: Callable[[], None] = lambda: None
-        self.confirm: Callable[[int], object] = str
-
-    def _batch(self, items: Sequence[int]) -> Any:
-        self.hand_out()
-        return SimpleNamespace(
-            address=self.memory.ctypes.data, offsets=[ROW * item for item in items], sizes=[ROW] * len(items)
-        )
-
-    @contextlib.contextmanager
-    def read(self, lease: Any, items: Sequence[int]) -> Iterator[Any]:
-        yield self._batch(items)
-        self.confirm(lease.id)
-
-    @contextlib.contextmanager
-    def write(self, keys: Sequence[bytes], *, request_id: str) -> Iterator[Any]:
-        batch = self._batch([number for number in range(len(keys)) if self.statuses[number] == StoreStatus.GRANTED])
-        batch.wanted, batch.statuses = [offset // ROW for offset in batch.offsets], self.statuses[: len(keys)]
-        yield batch
-        self.told.append(f"stored for {request_id}")
-
-    def finish_request(self, request_id: str) -> None:
-        self.told.append(f"finished {request_id}")
-
-
-@dataclasses.dataclass
-class Room:
-    """Transfers over a primary tier of four rows, which are all 1 to begin with."""
-
-    client: SlotClient
-    rows: np.ndarray
-    lookups: TierLookups
-    transfers: Transfers
-
-    def job(self, number: int, request: TierRequest, leases: Sequence[int] | None = None) -> Job:
-        """A store, or a load of which each key is in the lease with that number."""
-        pins = None if leases is None else [Pin(SimpleNamespace(id=lease), 0, 1e9) for lease in leases]  # type: ignore[arg-type]
-        return Job(number, request, KEYS, range(len(KEYS)), pins)
-
-    def finished(self) -> dict[int, frozenset[bytes]]:
-        """Waits for something to be reported."""
-        found: dict[int, frozenset[bytes]] = {}
-
-        def reported() -> bool:
-            found.update({job.number: job.done for job in self.transfers.take_finished()})
-            return bool(found)
-
-        wait_for(reported)
-        return found
 
 
 @pytest.fixture
 def room() -> Iterator[Room]:
     """Transfers and lookups over a client that is a stand-in."""
-    client, rows, log = SlotClient(), np.full((len(KEYS), ROW), 1, np.int8), LimitedLog()
-    lookups = TierLookups(client, 1.0, log, BackgroundThreads("lookup", log))  # type: ignore[arg-type]
-    threads = [BackgroundThreads(name, log) for name in ("load", "store")]
-    primary = PrimaryTier(rows.ctypes.data, ROW, len(rows))
-    yield Room(client, rows, lookups, Transfers(client, primary, lookups, log, threads))  # type: ignore[arg-type]
-    for part in (*threads, lookups):
-        part.close()
+    with make_room() as made:
+        yield made
 
 
 @pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
@@ -183,9 +116,15 @@ def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Room
 
 
 def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: Room) -> None:
-    """B1.6, B3.1: before that it is what the shipped rule says: a flagged request is offloaded whole."""
+    """B1.6, B3.1: before that it is what the shipped rules say: a flagged request is offloaded whole."""
     lookups, client = room.lookups, room.client
-    for params, at_first, answer in ((None, BLOCK, REQUEST), (FLAG, REQUEST, BLOCK)):
+    kinds: list[tuple[dict[str, Any] | None, OffloadPolicy, OffloadPolicy]] = [
+        (None, BLOCK, REQUEST),
+        (FLAG, REQUEST, BLOCK),
+        ({"offload_policy": "request_level"}, REQUEST, REQUEST),
+        ({"offload_policy": "block_level"}, BLOCK, REQUEST),
+    ]
+    for params, at_first, answer in kinds:
         first = lookups.begin(f"first {params}", params)
         assert lookups.policy_of(first) is at_first
         client.policy = answer
@@ -194,6 +133,25 @@ def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: 
         wait_for(lambda first=first: lookups.answer(first, KEYS[0], 16) is Answer.MISS)  # type: ignore[misc]
         assert lookups.policy_of(lookups.begin(f"second {params}", params)) is answer
         assert client.begun[f"first {params}"] == (16, params)
+
+
+def test_a_request_s_settings_reach_the_server(room: Room) -> None:
+    """B3.1 in spirit: what a user asks of kvtier goes with the request's calls, and tiers see the policy that is asked for only."""
+    wishes = {"retain_for_s": 60, "exclude": ["lmdb"], "offload_policy": "request_level"}
+    request = room.lookups.begin("r", {"kvtier": wishes, "other": 1})
+    assert room.lookups.policy_of(request) is REQUEST
+    room.lookups.answer(request, KEYS[0], 16)
+    room.lookups.send(request)
+    wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
+    assert room.client.options == [{"exclude": TierFilter(("lmdb",)), "retain_for": 60.0}]
+    assert room.client.begun["r"] == (16, {"other": 1, "offload_policy": "request_level"})
+
+
+def test_a_request_may_skip_what_is_stored(room: Room) -> None:
+    """`skip_load` is a miss at once, and the server is not asked."""
+    request = room.lookups.begin("r", {"kvtier": {"skip_load": True}})
+    assert room.lookups.answer(request, KEYS[0], 16) is Answer.MISS
+    assert not request.new
 
 
 def test_policies_have_the_names_that_the_running_vllm_gives_them() -> None:
@@ -240,6 +198,33 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room) -> None:
     assert room.lookups.cooling
 
 
+def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: Room) -> None:
+    """A burst: requests whose turn does not come in time are computed, and those after them ask a server that only is slow."""
+    answered, asked = threading.Event(), threading.Event()
+    room.client.before = lambda: (asked.set(), answered.wait(20), None)[2]
+    first, queued = room.lookups.begin("first", None), room.lookups.begin("queued", None)
+    room.lookups.answer(first, KEYS[0], 16)
+    room.lookups.send(first)
+    assert asked.wait(20)
+    room.lookups._timeout_s = 0.05
+    room.lookups.answer(queued, KEYS[0], 16)
+    room.lookups.send(queued)
+    wait_for(lambda: room.lookups.answer(queued, KEYS[0], 16) is Answer.MISS)
+    assert not room.lookups.cooling
+    answered.set()
+
+
+def test_stores_do_not_fail_because_lookups_did(room: Room) -> None:
+    """A server that is left in peace by lookups for a moment still takes what was computed."""
+    room.lookups.cool_down()
+    room.transfers.submit(room.job(1, room.lookups.begin("stores", None)))
+    room.transfers.submit(room.job(2, room.lookups.begin("loads", None), [1] * 4))
+    found = room.finished()
+    wait_for(lambda: bool(found.update(room.finished() if len(found) < 2 else {})) or len(found) == 2)
+    assert room.lookups.cooling
+    assert found == {1: set(KEYS), 2: set()}
+
+
 def test_what_comes_when_a_request_runs_already_is_given_back(room: Room) -> None:
     """B4.3 An answer that nobody waits for any more pins nothing, and is asked for anew if the request is preempted."""
     answered = threading.Event()
@@ -271,7 +256,13 @@ def test_settings_are_checked_at_start() -> None:
 
 def _engine(**fields: Any) -> Any:
     model = SimpleNamespace(
-        model="m", dtype="float32", revision="a" * 40, quantization=None, hf_overrides={}, hf_config=None
+        model="m",
+        dtype="float32",
+        revision="a" * 40,
+        quantization=None,
+        hf_overrides={},
+        hf_config=None,
+        max_model_len=512,
     )
     parts = {
         "model_config": model,
@@ -304,6 +295,7 @@ def test_namespaces_differ_by_all_that_changes_a_row() -> None:
         build_tier_namespace(make_config({}, groups=2), engine, ROW),
         build_tier_namespace(config, _engine(model_config=SimpleNamespace(**changed | {"quantization": "fp8"})), ROW),
         build_tier_namespace(config, _engine(model_config=SimpleNamespace(**changed | {"dtype": "float16"})), ROW),
+        build_tier_namespace(config, _engine(model_config=SimpleNamespace(**changed | {"max_model_len": 9})), ROW),
         build_tier_namespace(config, _engine(model_config=SimpleNamespace(**changed | {"revision": "b" * 40})), ROW),
     ]
     assert len({namespace_digest(space) for space in spaces}) == len(spaces)
@@ -326,6 +318,16 @@ def test_engines_whose_rows_may_be_mistaken_are_refused(engine: Any, why: str) -
         build_tier_namespace(make_config({}), engine, ROW)
 
 
+@pytest.mark.parametrize("engine", [None, _engine()])
+@pytest.mark.parametrize("size", ["dcp_size", "pcp_size"])
+def test_context_parallel_engines_are_refused(engine: Any, size: str) -> None:
+    """Which tokens a rank has of a block is not known: such rows are not shared, whether or not the engine can be seen."""
+    config = make_config({})
+    split = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **{size: 2}))
+    with pytest.raises(Unsupported, match="context parallelism"):
+        build_tier_namespace(split, engine, ROW, identity="given")
+
+
 def test_a_disabled_tier_says_why_once_and_misses(caplog: pytest.LogCaptureFixture) -> None:
     """A set-up that cannot be served ends no engine: all is a miss, and every job is reported."""
     config = make_config({})
@@ -343,6 +345,19 @@ def test_a_disabled_tier_says_why_once_and_misses(caplog: pytest.LogCaptureFixtu
     tier.on_request_finished(context)
     tier.drain_jobs()
     tier.shutdown()
+
+
+def test_a_job_whose_result_cannot_be_told_takes_no_other_s_with_it(room: Room) -> None:
+    """Each job that has ended is reported, whatever goes wrong with another: its rows are pinned until then."""
+    config = make_config({})
+    tier = KVTierSecondaryTier(SimpleNamespace(config=config), memoryview(np.zeros((4, ROW), np.int8)), "kvtier")
+    tier._lookups, tier._transfers = room.lookups, room.transfers
+    request = room.lookups.begin("r", None)
+    broken, sound = room.job(1, request, [1] * 4), room.job(2, request)
+    broken.request = None  # type: ignore[assignment]
+    broken.done = sound.done = frozenset(KEYS)
+    room.transfers._finished += [broken, sound]
+    assert [(done.job_id, done.success) for done in tier.get_finished_jobs()] == [(1, False), (2, True)]
 
 
 def test_the_engine_is_found_among_the_callers() -> None:

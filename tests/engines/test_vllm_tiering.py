@@ -265,6 +265,18 @@ def test_policies_by_their_names_here(running: ServerProcess) -> None:
         assert engine.manager.on_new_request(flagged).policy is OffloadPolicy.REQUEST_LEVEL
 
 
+def test_a_request_may_leave_nothing_behind(running: ServerProcess) -> None:
+    """`skip_save` keeps a request's chunks from kvtier; the jobs are reported all the same."""
+    keys = keys_of(4, seed=12)
+    with world(running.endpoint) as engine:
+        engine.run("private", keys, {"kvtier": {"skip_save": True}})
+        assert not engine.manager.has_pending_work()
+        engine.reset()
+        context = request_of("r", keys)
+        engine.manager.on_new_request(context)
+        assert engine.find(context, keys) == [MISS]
+
+
 @pytest.mark.parametrize(("params", "offered"), [(None, 0), (FLAG, 4)])
 def test_a_flagged_request_stores_what_the_primary_tier_has_already(
     running: ServerProcess, params: dict[str, bool] | None, offered: int

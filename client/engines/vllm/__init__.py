@@ -23,6 +23,8 @@ Limits, of which vLLM gives a connector no way around:
   other files, give it another ``tenant``, or use a server without tiers below. See ``docs/operations.md``.
 - ``reset_prefix_cache(reset_running_requests=True)`` raises, in vLLM, while saves are in flight, for they hold references to their
   blocks, and no hook precedes it. Call it again when they have ended: idle steps do that, within milliseconds.
+- An engine in the caller's process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) takes no steps between calls, so its last saves end with
+  the next call, and until then a reset says False and a sleep is refused: call ``llm_engine.step()`` until they have ended.
 - Requests with a LoRA adapter are computed as if nothing were cached, and not saved: an adapter's name does not tell its weights.
 """
 

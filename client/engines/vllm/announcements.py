@@ -18,6 +18,8 @@ __all__ = ["Announcement", "plain_params", "server_name"]
 
 # Less than what the server takes, which is 512.
 _MAX_ID_CHARACTERS = 256
+# Users send them. What a tier votes by is a flag or two.
+_MAX_PARAMS_CHARACTERS = 64 << 10
 _MAX_PRIORITY = (1 << 31) - 1
 
 
@@ -74,9 +76,9 @@ def server_name(request_id: str) -> str:
 
 
 def plain_params(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Returns ``params`` where they can be sent as JSON; others are between this engine and its peers."""
+    """Returns ``params`` where they can be sent as JSON and are not overlong; others are between this engine and its peers."""
     try:
-        json.dumps(params)
-    except (TypeError, ValueError):
+        text = json.dumps(params)
+    except (TypeError, ValueError, RecursionError):
         return None
-    return params
+    return params if len(text) <= _MAX_PARAMS_CHARACTERS else None

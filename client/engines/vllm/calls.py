@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ... import Client, InvalidRequest, KVTierError, Lease
+from ... import Client, InvalidRequest, KVTierError, Lease, LimitExceeded
 from .announcements import Announcement, plain_params
 from .background import BackgroundThreads, LimitedLog, logger
 
@@ -50,7 +50,7 @@ class RequestCalls:
 
     def cool_down(self, error: KVTierError | None = None) -> None:
         """Leave the server in peace for a moment; not for a refusal, which says something of one request only. Any thread."""
-        if not isinstance(error, InvalidRequest):
+        if not isinstance(error, (InvalidRequest, LimitExceeded)):
             self._cool_until = time.monotonic() + _COOL_DOWN_S
 
     def announce(self, request: Announcement) -> None:

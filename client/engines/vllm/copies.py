@@ -6,6 +6,7 @@ team beside the engine's. CUDA engines gather on the device first, so that one b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....cuda.pinning import split_at_chunks
 from .layout import GroupLayout, Segment
 
 __all__ = ["BlockCopier", "CpuCopier", "CudaCopier", "make_copier"]
@@ -139,20 +141,19 @@ class CudaCopier:
     ) -> None:
         """See BlockCopier."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        with torch.cuda.device(self.device), torch.cuda.stream(self._out_stream):
+        with torch.cuda.device(self.device), _whole(self._out_stream):
             self._out_stream.wait_event(after)
             for segment, ids, starts in self._batches(group, block_ids, offsets):
                 staging = segment.pages.index_select(0, self._indices(ids)).view(len(ids), -1)
                 for rows, slots in _transfers(staging, flat, starts):
                     slots.copy_(rows, non_blocking=True)
-            self._out_stream.synchronize()
 
     def copy_in(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: torch.cuda.Event
     ) -> None:
         """See BlockCopier."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        with torch.cuda.device(self.device), torch.cuda.stream(self._in_stream):
+        with torch.cuda.device(self.device), _whole(self._in_stream):
             self._in_stream.wait_event(after)
             for segment, ids, starts in self._batches(group, block_ids, offsets):
                 staging = torch.empty((len(ids), segment.slot_bytes), dtype=torch.uint8, device=self.device)
@@ -160,7 +161,6 @@ class CudaCopier:
                     rows.copy_(slots, non_blocking=True)
                 pages = staging.view(len(ids), *segment.pages.shape[1:])
                 segment.pages.index_copy_(0, self._indices(ids), pages)
-            self._in_stream.synchronize()
 
     def _batches(
         self, group: int, block_ids: Sequence[int], offsets: Sequence[int]
@@ -175,13 +175,27 @@ class CudaCopier:
         return torch.tensor(block_ids, dtype=torch.int64, device=self.device)
 
 
+@contextlib.contextmanager
+def _whole(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Work on a stream that is over when the block is left, also by an exception: nothing may go on behind a copy that failed."""
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()
+
+
 def _transfers(
     staging: torch.Tensor, flat: torch.Tensor, starts: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows of the device's buffer and the host's memory for them: in one piece each, or it would not be one transfer."""
+    """Pieces of the device's buffer and the host's memory for them: in one run each, and pinned as one, or not at all."""
     slot_bytes = staging.shape[1]
+    rows = staging.view(-1)
     first = 0
     for end in range(1, len(starts) + 1):
         if end == len(starts) or starts[end] != starts[end - 1] + slot_bytes:
-            yield staging[first:end].view(-1), flat[starts[first] : starts[end - 1] + slot_bytes]
+            at = first * slot_bytes
+            for start, length in split_at_chunks(starts[first], (end - first) * slot_bytes):
+                yield rows[at : at + length], flat[start : start + length]
+                at += length
             first = end

@@ -24,6 +24,7 @@ from .stats import Tally
 __all__ = ["Lookup", "LookupService", "LookupState"]
 
 _WAIT_SHARE = 0.8
+_THREADS = 8  # most of them wait, for promotions
 
 
 class LookupState(Enum):
@@ -49,6 +50,7 @@ class Lookup:
     deadline: float
     found: Found
     state: LookupState = LookupState.PENDING
+    begun: bool = False
     leases: list[Lease] = field(default_factory=list)
     done_at: float = 0.0
 
@@ -64,7 +66,7 @@ class LookupService(RequestCalls):
         self._geometry = geometry
         self._timeout_s = timeout_s
         self._done_lookups: deque[Lookup] = deque()
-        self._lookups = BackgroundThreads("lookup", log, threads=2)
+        self._lookups = BackgroundThreads("lookup", log, threads=_THREADS)
 
     def start(
         self,
@@ -101,7 +103,9 @@ class LookupService(RequestCalls):
         """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
         if not self._drop(lookup):
             self._counts.timed_out(self._timeout_s)
-        self.cool_down()
+        if lookup.begun:
+            # One that only queued behind others says nothing of the server: it may be waiting for a disk.
+            self.cool_down()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
 
     def close(self) -> None:
@@ -125,7 +129,7 @@ class LookupService(RequestCalls):
     # ---- background threads from here on
 
     def _run(self, lookup: Lookup) -> None:
-        hit = None
+        hit, lookup.begun = None, True
         try:
             if lookup.state is LookupState.PENDING and not self.cooling and time.monotonic() < lookup.deadline:
                 hit = self._search(lookup)

@@ -31,6 +31,13 @@ _KINDS = {
     OffloadKind.WINDOW: GroupKind.SLIDING_WINDOW,
     OffloadKind.STATE: GroupKind.STATE,
 }
+_MODEL_SETTINGS = (
+    "quantization_config",
+    "hf_config_path",
+    "model_weights",
+    "model_class_overrides",
+    "mm_processor_kwargs",
+)
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 8
@@ -96,6 +103,9 @@ def model_attributes(vllm_config: Any) -> dict[str, str]:
         "quantization": str(model.quantization),
         "load_format": str(vllm_config.load_config.load_format),
         "hf_overrides": _stable_text(model.hf_overrides),
+        "settings": _stable_text({name: getattr(model, name, None) for name in _MODEL_SETTINGS}),
+        # Some models rotate or scale otherwise in engines for longer contexts (long RoPE, attention temperature).
+        "max_model_len": str(model.max_model_len),
         "draft_model": str(speculative.model) if speculative is not None else "",
         "weights": _weights_of(model),
     }

@@ -77,6 +77,9 @@ def resolve_ranks(vllm_config: Any, parts: Parts) -> Ranks:
     tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and tensor * stages > 1:
         raise Unsupported("with the external launcher every rank has a scheduler of its own")
+    if stages > 1 and getattr(vllm_config, "speculative_config", None) is not None:
+        # Only the last stage's workers would be told that a step's forward is over.
+        raise Unsupported("pipeline parallelism with speculative decoding is not supported")
     return Ranks(tensor, stages, parts.copies if tensor % parts.copies == 0 else 1)
 
 

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,18 @@ class VllmBlockPool:
         """See BlockPool."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
+    def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
+        """See BlockPool; vLLM itself puts first only blocks that hold nothing, and these stay the first."""
+        queue, blocks = self._pool.free_block_queue, [self._pool.blocks[block_id] for block_id in block_ids]
+        self._pool.free_blocks(blocks)
+        stay = itertools.takewhile(
+            lambda block: block.block_hash is None or block.block_id in behind, queue.iter_blocks_after(None)
+        )
+        first = list(stay) + [block for block in blocks if not block.ref_cnt and block.block_hash is not None]
+        for block in first:
+            queue.remove(block)
+        queue.prepend_n(first)
+
     def references(self, block_id: int) -> int:
         """See BlockPool."""
         return int(self._pool.blocks[block_id].ref_cnt)
@@ -108,11 +121,10 @@ class VllmBlockPool:
         """See BlockPool."""
         return None if self.references(block_id) else self._name(self._pool.blocks[block_id])
 
-    def free_blocks(self, after: int | None) -> Iterator[FreeBlock]:
+    def free_blocks(self) -> Iterator[FreeBlock]:
         """See BlockPool."""
         if self._pool is not None:
-            cursor = self._pool.blocks[after] if after is not None else None
-            for block in self._pool.free_block_queue.iter_blocks_after(cursor):
+            for block in self._pool.free_block_queue.iter_blocks_after(None):
                 yield self._name(block)
 
     def _name(self, block: Any) -> FreeBlock:

@@ -158,8 +158,8 @@ class SchedulerSide:
         return self._core.pending
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for saves would free blocks, so that no request needs to be preempted."""
-        return self._core.frees_pending
+        """Whether waiting for saves would soon free blocks, so that no request needs to be preempted."""
+        return self._core.frees_pending(time.monotonic())
 
     def reset(self) -> bool:
         """Forget all lookups, and have the server empty its CPU tier; True when no transfer is in flight (B4.13).

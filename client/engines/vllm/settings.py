@@ -18,6 +18,7 @@ __all__ = ["RequestSettings"]
 
 _KEY = "kvtier"
 _MAX_NAMES = 16
+_MAX_NAME_CHARACTERS = 128
 _MAX_RETAIN_S = 30 * 86400.0
 _MAX_TOKENS = 1 << 31
 # vLLM 0.33 and newer call the ordinary policy "chunk_level"; kvtier keeps the older name (B3.1).
@@ -33,7 +34,8 @@ class RequestSettings:
     lie on, by not being on the server's host.
     ``min_hit_tokens``: fewer tokens than that are not worth loading.
     ``offload_policy``: ``request_level`` asks that tiers get every block of it; their rules may think otherwise.
-    ``skip_load``, ``skip_save``: compute it as if nothing were stored; store nothing of it.
+    ``skip_load``, ``skip_save``: compute it as if nothing were stored; store nothing of it. (In lazy mode blocks are stored when
+    they are nobody's any more: there ``skip_save`` and ``retain_for_s`` do not reach them.)
     """
 
     retain_for_s: float | None = None
@@ -108,6 +110,8 @@ def _tokens(value: object) -> int:
 def _names(value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > _MAX_NAMES or not all(isinstance(x, str) for x in value):
         raise TypeError(f"must be a list of at most {_MAX_NAMES} names")
+    if any(len(name) > _MAX_NAME_CHARACTERS for name in value):
+        raise ValueError(f"must be names of at most {_MAX_NAME_CHARACTERS} characters")
     return tuple(value)
 
 

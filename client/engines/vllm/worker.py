@@ -66,7 +66,8 @@ class WorkerSide:
         self._reports = reports
         self._tally = tally or Tally()
         self._gate = SleepGate()
-        self._serving = False
+        self.serving = False
+        """Whether the engine has taken its first step: it captures no graphs any more."""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV tensors exist: lay views over them and connect. Raises Unsupported for layouts that cannot be served.
@@ -108,7 +109,6 @@ class WorkerSide:
 
         Raises only before the first of them is queued: afterwards each is reported by itself (see reports.py).
         """
-        self._serving = True
         if not step.loads:
             return
         if not self._usable(step):
@@ -156,7 +156,7 @@ class WorkerSide:
         except PinError as error:
             self._log.warn("pin", f"the server's memory is not pinned, copies will be slower: {error}")
             return None
-        return lambda region: Pinning(region, registrar, allowed=lambda: self._serving)
+        return lambda region: Pinning(region, registrar, allowed=lambda: self.serving)
 
     def _usable(self, step: StepMetadata) -> bool:
         if self._client is None or self._threads is None or not self._gate.is_open:

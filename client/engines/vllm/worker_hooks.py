@@ -69,11 +69,13 @@ class WorkerHooks(KVConnectorBase_V1):
         step = self._connector_metadata
         if isinstance(step, StepMetadata) and step.parts is not None:
             self._join(step.parts)
+        if self._worker is not None:
+            self._worker.serving = True
         if isinstance(step, StepMetadata) and step.loads and not self._start_loads(step):
             self._reports.refuse_loads(step)
 
     def _join(self, parts: Parts) -> None:
-        """The first steps say what all workers hold, where they had to tell each other."""
+        """The first steps say what all workers hold, where they had to tell each other (KVTierConnector)."""
         raise NotImplementedError
 
     @contained(no)

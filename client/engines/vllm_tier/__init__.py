@@ -16,7 +16,9 @@ copies straight between the engine and kvtier and needs no primary tier. The two
 Limits:
 
 - vLLM wants a request's policy before the server can be asked: it is offloaded as the server wanted the last one of its kind.
-- With LoRA adapters the tier is disabled: vLLM does not tell a tier which requests have one.
+- With LoRA adapters the tier is disabled: vLLM does not tell a tier which requests have one. So it is with context parallelism.
+- Of ``kv_transfer_params["kvtier"]``, ``min_hit_tokens`` has no effect, and all of it is about kvtier only: vLLM's own tiers
+  serve and keep what they have. vLLM counts what ``skip_save`` keeps from kvtier as stores that failed.
 - Chunks that vLLM finds in its own tiers are not looked up here, and so not marked as used.
 - A reset of vLLM's caches keeps what kvtier has, as it does with every secondary tier (B3.19). An engine whose weights are updated
   in place would find the old weights' KV: start it from other files, or with another ``tenant``.

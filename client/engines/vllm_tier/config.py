@@ -17,7 +17,8 @@ class TierConfig(ServerConfig):
     """The tier's settings, besides those of every way to kvtier.
 
     ``identity``: a name for these weights and settings, part of the namespace; wanted where the tier cannot see the engine's
-    configuration (it says so at start), and otherwise a way to keep engines apart.
+    configuration (it says so at start), and otherwise a way to keep engines apart. Where it is wanted it also vouches for what then
+    cannot be checked: block hashes that are the same in every process (``--prefix-caching-hash-algo sha256``), and no LoRA.
     ``locality``: vLLM's word for where this tier is, ``LOCAL`` or ``REMOTE``; requests can leave tiers out by it.
     """
 

@@ -18,12 +18,17 @@ from ... import Client, KeyStatus, KVTierError, Lease, OffloadPolicy
 from ..vllm.announcements import Announcement, server_name
 from ..vllm.background import BackgroundThreads, LimitedLog
 from ..vllm.calls import RequestCalls
+from ..vllm.settings import RequestSettings
 
 __all__ = ["Answer", "Pin", "TierLookups", "TierRequest"]
 
 _WAIT_SHARE = 0.8
 _GROUP_BYTES = 4
 _MOST_KINDS = 256
+_BY_VALUE = "offload_policy"
+_VALUE_CHARACTERS = 32
+# Who asked so late that this share of the budget was over knows nothing of the server: only of how many asked before.
+_LATE_SHARE = 0.5
 # Less than the server's lease, which is a minute by default: what was found earlier is looked up again.
 _PIN_SECONDS = 40.0
 
@@ -50,14 +55,16 @@ class TierRequest:
     """What the tier knows of a request. Belongs to the scheduler's thread, but for the announcement.
 
     ``known`` has a Pin for a hit and None for a miss; ``waiting`` the time until which the answer is waited for; ``new`` the keys
-    that were asked for in this step, with the token at which each ends. ``loading`` counts loads of it that run; ``settled``: it
-    was scheduled, so that nothing more of what was found will be loaded.
+    that were asked for in this step, with the token at which each ends; ``asked`` those that the server is being asked for, with
+    the time since when (the background threads'). ``loading`` counts loads of it that run; ``settled``: it was scheduled, so that
+    nothing more of what was found will be loaded.
     """
 
     announcement: Announcement
     known: dict[bytes, Pin | None] = field(default_factory=dict)
     waiting: dict[bytes, float] = field(default_factory=dict)
     new: dict[bytes, int] = field(default_factory=dict)
+    asked: dict[bytes, float] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
     loading: int = 0
     settled: bool = False
@@ -88,21 +95,28 @@ class TierLookups(RequestCalls):
         self._timeout_s = timeout_s
         self._threads = threads
         self._done: deque[_Question] = deque()
-        self._policies: dict[frozenset[tuple[str, bool]], OffloadPolicy] = {}
+        self._policies: dict[frozenset[tuple[str, str]], OffloadPolicy] = {}
 
     def begin(self, request_id: str, params: Mapping[str, Any] | None) -> TierRequest:
         """A request has come; nothing is said to the server yet."""
-        return TierRequest(Announcement(server_name(request_id), kv_transfer_params=params))
+        settings = RequestSettings.parse(params, lambda text: self._log.warn("request", text))
+        announcement = Announcement(server_name(request_id), kv_transfer_params=settings.passed_on(params))
+        announcement.settings = settings
+        return TierRequest(announcement)
 
     def policy_of(self, request: TierRequest) -> OffloadPolicy:
         """How a request is to be offloaded, as far as that is known before the server was asked.
 
         vLLM wants to know at once, and takes no later word. So this is what the server said of the last request of its kind (one
-        with the same parameters, each set or not), and for the first of a kind what its shipped rule says (B1.6).
+        with the same parameters, each set or not, and the same ``offload_policy``), and for the first of a kind what the shipped
+        rules say (B1.6).
         """
         params = request.announcement.kv_transfer_params or {}
-        flagged = OffloadPolicy.REQUEST_LEVEL if params.get("do_remote_decode") else OffloadPolicy.BLOCK_LEVEL
-        return self._policies.get(_kind(params), flagged)
+        flagged = (
+            bool(params.get("do_remote_decode")) or params.get(_BY_VALUE) == OffloadPolicy.REQUEST_LEVEL.name.lower()
+        )
+        shipped = OffloadPolicy.REQUEST_LEVEL if flagged else OffloadPolicy.BLOCK_LEVEL
+        return self._policies.get(_kind(params), shipped)
 
     def answer(self, request: TierRequest, key: bytes, end_token: int) -> Answer:
         """What is known of ``key``, whose chunk ends before the request's ``end_token``; if nothing is, it will be asked for."""
@@ -119,7 +133,8 @@ class TierLookups(RequestCalls):
             return self._ask_later(request, key, end_token, now + self._timeout_s)
         if now < request.waiting[key]:
             return Answer.UNKNOWN
-        self.cool_down()
+        if request.asked.get(key, now) < now - self._timeout_s * _LATE_SHARE:
+            self.cool_down()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
         return self.miss(request, key)
 
@@ -172,7 +187,7 @@ class TierLookups(RequestCalls):
         super().close()
 
     def _ask_later(self, request: TierRequest, key: bytes, end_token: int, deadline: float) -> Answer:
-        if request.ended or not self.reachable():
+        if request.ended or request.announcement.settings.skip_load or not self.reachable():
             return self.miss(request, key)
         request.waiting[key] = deadline
         request.new[key] = end_token
@@ -197,12 +212,15 @@ class TierLookups(RequestCalls):
     def _run(self, question: _Question) -> None:
         try:
             if not question.request.ended and not self.cooling and time.monotonic() < question.deadline:
+                question.request.asked |= dict.fromkeys(question.keys, time.monotonic())
                 self._look_up(question)
         except KVTierError as error:
             self.cool_down(error)
             self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
         finally:
             # Whatever happened: a question without an answer would make its request wait for its whole budget.
+            for key in question.keys:
+                question.request.asked.pop(key, None)
             self._done.append(question)
             self.let_go(question.request.announcement)
 
@@ -234,5 +252,9 @@ class TierLookups(RequestCalls):
         return lease
 
 
-def _kind(params: Mapping[str, Any]) -> frozenset[tuple[str, bool]]:
-    return frozenset((str(name), bool(value)) for name, value in params.items())
+def _kind(params: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    """Whether each is set; of the one that votes by its value, that."""
+    return frozenset(
+        (str(name), str(value)[:_VALUE_CHARACTERS] if name == _BY_VALUE else str(bool(value)))
+        for name, value in params.items()
+    )

@@ -11,12 +11,13 @@ the engine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from ....cuda.copy import address_of
 from ... import Client, InvalidRequest, KVTierError, Namespace, OffloadPolicy, Timeouts
 from ..vllm.background import BackgroundThreads, LimitedLog, leave_compute_cores, logger
+from ..vllm.containment import contained, nothing
 from ..vllm.groups import Unsupported
 from ..vllm.namespace import namespace_digest
 from . import compat
@@ -28,12 +29,11 @@ from .transfers import Job, PrimaryTier, Transfers
 
 __all__ = ["KVTierSecondaryTier"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _START_SECONDS = 2.0
 _DRAIN_SECONDS = 5.0
 _TRANSFER_SECONDS = 10.0
+# They only wait: a burst of requests is not to queue behind the few that came first.
+_LOOKUP_THREADS = 8
 
 _ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.UNKNOWN: LookupResult.RETRY}
 _POLICIES = {
@@ -42,38 +42,16 @@ _POLICIES = {
 }
 
 
-def _contained(
-    fallback: Callable[[], R],
-) -> Callable[[Callable[Concatenate[KVTierSecondaryTier, P], R]], Callable[Concatenate[KVTierSecondaryTier, P], R]]:
-    """What a hook raises is logged, and vLLM gets ``fallback()``."""
-
-    def decorate(
-        hook: Callable[Concatenate[KVTierSecondaryTier, P], R],
-    ) -> Callable[Concatenate[KVTierSecondaryTier, P], R]:
-        @functools.wraps(hook)
-        def contained(self: KVTierSecondaryTier, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception as error:
-                text = f"{hook.__name__} failed: {error!r}"
-                self.log.warn(hook.__name__, text, exc_info=True)  # noqa: G010 - a LimitedLog, not a Logger
-                return fallback()
-
-        return contained
-
-    return decorate
-
-
-def _nothing() -> None:
-    return None
-
-
 def _miss() -> Any:
     return LookupResult.MISS
 
 
-def _no_results() -> list[Any]:
+def _no_jobs() -> list[Job]:
     return []
+
+
+def _no_result() -> JobResult | None:
+    return None
 
 
 class KVTierSecondaryTier(SecondaryTierManager):
@@ -98,7 +76,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.locality = Locality(self._settings.locality) if self._settings.locality else None
         self._requests: dict[str, TierRequest] = {}
         self._asking: dict[int, TierRequest] = {}
-        # Jobs that could not even begin.
+        # Jobs that could not even begin, or were not to.
         self._refused: list[int] = []
         self._client: Client | None = None
         self._lookups: TierLookups | None = None
@@ -122,9 +100,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
         )
         self._client = client = self._connect(config, namespace)
         on_start = leave_compute_cores if compat.on_cpu() else None
-        threads = functools.partial(BackgroundThreads, log=self.log, threads=2, on_start=on_start)
-        self._lookups = TierLookups(client, settings.lookup_timeout_s, self.log, threads("lookup"))
-        self._transfers = Transfers(client, primary, self._lookups, self.log, (threads("load"), threads("store")))
+        threads = functools.partial(BackgroundThreads, log=self.log, on_start=on_start)
+        self._lookups = TierLookups(
+            client, settings.lookup_timeout_s, self.log, threads("lookup", threads=_LOOKUP_THREADS)
+        )
+        self._transfers = Transfers(
+            client, primary, self._lookups, self.log, (threads("load", threads=2), threads("store", threads=2))
+        )
         logger.info(
             "kvtier: namespace %s, rows of %d bytes, transport %s",
             namespace_digest(namespace),
@@ -154,13 +136,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """Called when a request comes, before anything else about it. Its policy is known by experience: see ``policy_of``."""
         return RequestOffloadingContext(policy=_POLICIES[self._begin(req_context)])
 
-    @_contained(lambda: OffloadPolicy.BLOCK_LEVEL)
+    @contained(lambda: OffloadPolicy.BLOCK_LEVEL)
     def _begin(self, req_context: Any) -> OffloadPolicy:
         if self._lookups is None:
             return OffloadPolicy.BLOCK_LEVEL
         return self._lookups.policy_of(self._request_of(req_context))
 
-    @_contained(_miss)
+    @contained(_miss)
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """Called for one key after the other, in each step in which the request is considered; RETRY means: in the next step."""
         if self._lookups is None:
@@ -171,9 +153,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
             self._asking[id(request)] = request
         return _ANSWERS[answer]
 
-    @_contained(_nothing)
+    @contained(nothing)
     def on_schedule_end(self, context: Any) -> None:
-        """Called at the end of each step: look-ups leave; what requests that run now did not load is given back."""
+        """Called at the end of each step: look-ups leave; what requests that run now did not load is given back.
+
+        vLLM does not say which preempted requests run again: what those did not load is pinned until they end or the lease does.
+        """
         if self._lookups is None:
             return
         asking, self._asking = self._asking, {}
@@ -187,7 +172,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 if not scheduled.announcement.begun:
                     self._lookups.announce(scheduled.announcement)
 
-    @_contained(_nothing)
+    @contained(nothing)
     def on_request_finished(self, req_context: Any) -> None:
         """Called once at a request's end, however it came; no job of it is submitted after that, but some may still run."""
         request = self._requests.pop(req_context.req_id, None)
@@ -212,11 +197,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
             # A job that is neither begun nor reported would pin its rows for ever.
             self._refused.append(metadata.job_id)
 
-    @_contained(lambda: False)
+    @contained(lambda: False)
     def _begin_job(self, metadata: Any, *, load: bool) -> bool:
         if self._transfers is None:
             return False
         request, rows = self._request_of(metadata.req_context), compat.rows_of(metadata)
+        if request.announcement.settings.skip_save and not load:
+            return False
         # In the order of the request's tokens: what a prefix begins with is stored, and read, first.
         order = sorted(
             zip(map(bytes, metadata.keys), rows, strict=True),
@@ -235,15 +222,19 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Called once per step: each job is reported once, partly failed loads with the keys that did arrive (B3.18)."""
         refused, self._refused = self._refused, []
-        return [*(JobResult(number, success=False) for number in refused), *self._finished()]
+        results = [JobResult(number, success=False) for number in refused]
+        for job in self._take_finished():
+            # Each by itself: a job that is taken and not reported pins its rows for ever.
+            result = self._result_of(job)
+            results.append(JobResult(job.number, success=False) if result is None else result)
+        return results
 
-    @_contained(_no_results)
-    def _finished(self) -> list[JobResult]:
-        if self._transfers is None:
-            return []
-        return [self._result_of(job) for job in self._transfers.take_finished()]
+    @contained(_no_jobs)
+    def _take_finished(self) -> list[Job]:
+        return [] if self._transfers is None else self._transfers.take_finished()
 
-    def _result_of(self, job: Job) -> JobResult:
+    @contained(_no_result)
+    def _result_of(self, job: Job) -> JobResult | None:
         done = JobResult(job.number, success=job.succeeded, transfer_time=job.seconds)
         if job.pins is not None and self._lookups is not None:
             done.successful_keys = tuple(job.done) if job.done and not job.succeeded else None
@@ -254,13 +245,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
             self._lookups.loads_ended(job.request)
         return done
 
-    @_contained(_nothing)
+    @contained(nothing)
     def drain_jobs(self) -> None:
         """Called between steps before the primary tier is emptied: afterwards nothing reads or writes its rows. In bounded time."""
         if self._transfers is not None:
             self._transfers.drain(_DRAIN_SECONDS)
 
-    @_contained(_nothing)
+    @contained(nothing)
     def shutdown(self) -> None:
         """Called once at the end of the process, before the primary tier is unmapped."""
         if self._transfers is not None:

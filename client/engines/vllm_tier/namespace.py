@@ -33,9 +33,13 @@ def build_tier_namespace(
 ) -> Namespace:
     """Returns the namespace of rows of ``row_bytes`` bytes under an OffloadingConfig.
 
-    ``engine_config`` is the engine's VllmConfig, or None where it is not known: then ``identity`` stands for it.
+    ``engine_config`` is the engine's VllmConfig, or None where it is not known: then ``identity`` stands for it, and vouches for
+    reproducible block hashes and the absence of LoRA adapters as well.
     Raises Unsupported where rows of equal keys could differ in their bytes, and OSError for a model that cannot be read.
     """
+    if config.parallel.dcp_size > 1 or config.parallel.pcp_size > 1:
+        # Which tokens a rank has of a block also depends on how they are interleaved, which is not in this configuration.
+        raise Unsupported("context parallelism is not supported yet")
     attributes = {"engine": f"vllm {vllm_version}", "row": _row_digest(config, row_bytes), "identity": identity}
     algorithm = revision = ""
     if engine_config is not None:
@@ -48,6 +52,7 @@ def build_tier_namespace(
         raise Unsupported(
             f"vLLM {vllm_version} does not show a tier which weights and settings its engine has; say it with a key 'identity'"
             " in the tier's table, another one for each model, revision, quantization and set of overrides"
+            " (it vouches for a reproducible prefix_caching_hash_algo and for no LoRA adapters, too)"
         )
     return Namespace(
         model=str(config.model.name),
@@ -87,6 +92,5 @@ def _groups(config: Any, row_bytes: int) -> tuple[Group, ...]:
 def _row_digest(config: Any, row_bytes: int) -> str:
     """A digest of all that vLLM knows of a row; what is new in a later version counts, rather than to be forgotten."""
     plain = {name: text for name, text in dataclasses.asdict(config).items() if name not in _OF_THE_PROCESS}
-    plain["model"].pop("max_model_len", None)  # how long a request may be changes no block of it
     plain["parallel"] = {name: text for name, text in plain["parallel"].items() if name not in _OF_THE_REPLICA}
     return hashlib.sha256(json.dumps([plain, row_bytes], sort_keys=True, default=str).encode()).hexdigest()

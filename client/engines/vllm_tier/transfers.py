@@ -143,11 +143,13 @@ class Transfers:
 
     def _run(self, job: Job) -> None:
         try:
-            if not job.ended and self._lookups.reachable():
-                if job.pins is None:
-                    self._store(job)
-                else:
-                    self._load(job, job.pins)
+            # A server that is slow to find is left in peace by lookups, and loads are computed; a store can wait for it.
+            if job.ended or not self._client.connected:
+                return
+            if job.pins is None:
+                self._store(job)
+            elif not self._lookups.cooling:
+                self._load(job, job.pins)
         except KVTierError as error:
             if isinstance(error, Unavailable):
                 self._lookups.cool_down(error)

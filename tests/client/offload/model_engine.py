@@ -9,8 +9,9 @@ the one at its end in the block of its last token, over whatever was there. Bloc
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -156,6 +157,13 @@ class Pool:
                 self.queue[block] = None
                 self.queue.move_to_end(block, last=block in self.named)
 
+    def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
+        self.release(block_ids)
+        stay = list(itertools.takewhile(lambda block: block not in self.named or block in behind, self.queue))
+        back = [block for block in block_ids if not self.refs[block] and block in self.named]
+        for block in reversed(stay + back):
+            self.queue.move_to_end(block, last=False)
+
     def references(self, block_id: int) -> int:
         return self.refs[block_id]
 
@@ -166,9 +174,8 @@ class Pool:
     def free_block(self, block_id: int) -> FreeBlock | None:
         return self.named.get(block_id, FreeBlock(block_id, 0, None)) if block_id in self.queue else None
 
-    def free_blocks(self, after: int | None) -> Iterator[FreeBlock]:
-        order = list(self.queue)
-        for block in order[order.index(after) + 1 if after is not None else 0 :]:
+    def free_blocks(self) -> Iterator[FreeBlock]:
+        for block in list(self.queue):
             yield self.named.get(block, FreeBlock(block, 0, None))
 
 

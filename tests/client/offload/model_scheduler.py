@@ -137,7 +137,7 @@ class ModelScheduler:
     def make_room(self, request: ModelRequest, tokens: int, drafts: int) -> tuple[bool, bool]:
         """Returns whether the request has blocks for `tokens`, and if not whether it may wait for saves."""
         while not self.grow(request, tokens, drafts):
-            if self.core.frees_pending:
+            if self.core.frees_pending(self.now):
                 return False, True
             victim = self.running[-1]
             self.preempt(victim)

@@ -301,6 +301,8 @@ def refill(seed: int, steps: int, mode: Mode) -> None:
     """
     world = run(seed, steps, mode)
     world.core._saves._max_held_fraction = 1.0
+    if world.core._walk is not None:
+        world.core._walk.target = world.pool.num_blocks  # or the walk would leave alone what nobody is about to evict
     step = world.geometry.step_tokens
     whole = (len(world.chains[0]) - 1) // step * step - step * world.geometry.drop_last_block
     for _ in range(10):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvtier.client.offload import CacheGroup, EngineRequest, FreeBlock, LookupId
 
@@ -49,17 +50,27 @@ class References:
         self.queue: list[FreeBlock] = []
         self.released: list[int] = []
         self.names: dict[int, bytes] = {}
+        self.held: dict[int, FreeBlock] = {}
 
     def free(self, *blocks: FreeBlock) -> None:
-        """Blocks that nobody uses any more."""
-        self.queue += blocks
+        """Blocks that nobody uses any more, now last in line."""
+        ids = {block.block_id for block in blocks}
+        self.queue = [block for block in self.queue if block.block_id not in ids] + list(blocks)
         for block in blocks:
             self.refs[block.block_id] = 0
 
     def hold(self, block_ids: Sequence[int]) -> None:
         for block in block_ids:
             self.refs[block] += 1
+        self.held = {block.block_id: block for block in self.queue if self.refs[block.block_id]} | self.held
         self.queue = [block for block in self.queue if not self.refs[block.block_id]]
+
+    def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
+        self.release(block_ids)
+        held = [self.held.pop(block) for block in block_ids]
+        stay = list(takewhile(lambda block: block.key is None or block.block_id in behind, self.queue))
+        back = [block for block in held if not self.refs[block.block_id]]
+        self.queue = stay + back + self.queue[len(stay) :]
 
     def release(self, block_ids: Sequence[int]) -> None:
         self.released += block_ids
@@ -75,9 +86,8 @@ class References:
     def free_block(self, block_id: int) -> FreeBlock | None:
         return next((block for block in self.queue if block.block_id == block_id), None)
 
-    def free_blocks(self, after: int | None) -> Iterator[FreeBlock]:
-        ids = [block.block_id for block in self.queue]
-        yield from self.queue[ids.index(after) + 1 if after is not None else 0 :]
+    def free_blocks(self) -> Iterator[FreeBlock]:
+        yield from list(self.queue)
 
 
 class Wishes:

@@ -203,6 +203,23 @@ def test_an_engine_that_asks_again_has_preempted() -> None:
     )
 
 
+def test_a_preemption_that_was_seen_is_not_applied_again() -> None:
+    """B4.12 Resumed at once without a load, the request runs when its preemption is told of; the next one counts again."""
+    engine = Engine()
+    engine.core.allocated("r", TABLES, 0)
+    assert engine.save(8) == [[1, 2]]
+    assert engine.core.match("r", 0, 0.3) is None
+    engine.answer(0.4)
+    engine.core.match("r", 0, 0.4)
+    engine.core.allocated("r", [[5, 6, 7, 8]], 0)
+    engine.core.preempted(["r"])
+    engine.core.plan_saves([Computed("r", 8, lambda: [[5, 6, 7, 8]])], 0.5)
+    assert [job.block_ids for job in engine.core.take_plan(0.5).saves] == [[5, 6]]
+    engine.core.preempted(["r"])
+    engine.core.plan_saves([Computed("r", 8, lambda: [[9, 10, 11, 12]])], 0.6)
+    assert [job.block_ids for job in engine.core.take_plan(0.6).saves] == [[9, 10]]
+
+
 def test_a_reset_waits_for_transfers_then_for_the_server() -> None:
     """B4.13, B5.7 "Not yet" while copies run, whose blocks stay held; then misses, and no saves, until the server is empty."""
     engine = Engine(world_size=2)

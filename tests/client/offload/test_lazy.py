@@ -60,9 +60,9 @@ def test_blocks_are_stored_from_the_end_where_they_are_evicted() -> None:
     core = _core(pool)
     pool.free(*_free(5, 3), FreeBlock(8, 0, None), *_free(4))
     assert _step(core) == [5, 3]
-    pool.free(*_free(5, 3))  # stored, and free again, behind the others
+    assert _step(core) == []
+    pool.hold([5, 3])  # the engine takes them
     assert _step(core) == [4]
-    pool.free(*_free(4))
     assert _step(core) == []
 
 
@@ -76,21 +76,50 @@ def test_a_block_with_other_content_is_another_block() -> None:
     assert _step(core) == [5]
 
 
-def test_a_cursor_whose_block_came_back_into_use_starts_anew() -> None:
-    """B4.7 What is freed while it was in use may stand before where the walk was."""
+def test_what_comes_to_stand_first_is_seen_to_soon() -> None:
+    """B4.7 Blocks may be freed to where the walk has been: it begins at the eviction end each time."""
     pool = References()
     core = _core(pool)
     pool.free(*_free(5))
     assert _step(core) == [5]
-    pool.free(*_free(5))
-    assert _step(core) == []  # the cursor stands on 5
-    pool.hold([5])
     pool.free(*_free(6, 7))
-    assert _step(core) == [6, 7]
-    pool.free(*_free(6, 7))
+    assert _step(core) == [6]
     pool.queue = [FreeBlock(9, 0, b"k9"), *pool.queue]
     pool.refs[9] = 0
-    assert _step(core) == [9]
+    assert [block for _ in range(20) for block in _step(core)] == [9]
+
+
+def test_no_more_is_stored_than_the_next_steps_may_take() -> None:
+    """B4.7 However long the engine idles: what is far from being evicted may be used again before it would have to be stored."""
+    pool = References()
+    core = _core(pool)
+    pool.free(*_free(*range(1, 60)))
+    assert _step(core) == [1, 2]
+    for now in range(50):
+        assert _step(core, float(now)) == []
+    assert [block.block_id for block in pool.queue[:3]] == [1, 2, 3], "what is stored is the next to go, as before"
+    pool.hold([1])  # the engine takes a block
+    assert _step(core, 50.0) == [3]
+
+
+def test_what_is_stored_goes_in_the_order_in_which_it_was_freed() -> None:
+    """B4.9 Oldest first: what was freed later is not evicted earlier for being stored."""
+    pool = References()
+    core = _core(pool, batched_tokens=24)
+    for first in (1, 4, 7):
+        pool.free(*_free(first, first + 1, first + 2))
+        assert _step(core) == [first, first + 1, first + 2]
+        assert [block.block_id for block in pool.queue] == list(range(1, first + 3))
+
+
+def test_blocks_that_leave_from_the_middle_are_made_up_for() -> None:
+    """B4.7 A prefix hit takes blocks out of the queue: a few steps later as many others are stored."""
+    pool = References()
+    core = _core(pool, batched_tokens=16)
+    pool.free(*_free(*range(1, 60)))
+    assert _step(core) == list(range(1, 9))
+    pool.hold([2, 3, 4])
+    assert [block for _ in range(20) for block in _step(core)] == [9, 10, 11]
 
 
 def test_what_is_held_is_bounded() -> None:

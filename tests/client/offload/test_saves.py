@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import pytest
 from stand_ins import FULL, STATE, WINDOW, References, Request
 
 from kvtier.client.offload import BlockTables, CacheGeometry, CacheGroup, SaveJob
@@ -170,6 +171,30 @@ def test_a_block_counts_as_stored_when_all_ranks_stored_it() -> None:
     assert again.block_ids == [8]
 
 
+def test_a_full_house_costs_nothing_to_find() -> None:
+    """B4.6 With no room for another block no table is built, for it may be long; later all is offered."""
+    planner, progress = Saves(References(4), held=0.5), SaveProgress()
+    first = planner.plan(Request(2), progress, 8, [[1, 2]])
+    assert first is not None
+    other = SaveProgress()
+    assert planner.planner.plan(Request(3), other, 12, lambda: pytest.fail("a table"), planner.now) is None
+    planner.report({first.job_id: 1})
+    later = planner.plan(Request(3), other, 12, [[3, 2, 1]])
+    assert later is not None
+    assert later.block_ids == [3, 2]
+
+
+def test_the_smallest_block_says_when_to_look_again() -> None:
+    """B4.6, B4.10 Groups of blocks of unequal sizes: each block is offered in the step that fills it."""
+    small, large = CacheGroup(0, 4, None), CacheGroup(1, 16, None)
+    planner = SavePlanner(CacheGeometry((small, large), 16, 4), 1, 1.0, LOST_S, References())
+    progress, offered = SaveProgress(), []
+    for tokens in range(1, 18):
+        job = planner.plan(Request(4), progress, tokens, lambda: [[1, 2, 3, 4], [5]], 0.0)
+        offered += [(tokens, block) for block in job.block_ids] if job is not None else []
+    assert sorted(offered) == [(4, 1), (8, 2), (12, 3), (16, 4), (16, 5)]
+
+
 def test_preemption_frees_no_block_that_is_being_saved() -> None:
     """B4.12 Blocks in flight keep a reference, and what was not stored is taken from the blocks of the recomputation."""
     pool = References()
@@ -178,7 +203,10 @@ def test_preemption_frees_no_block_that_is_being_saved() -> None:
     assert job is not None
     pool.release([7, 8, 9])  # preempted
     assert [pool.refs[number] for number in (7, 8, 9)] == [1, 1, 1]
-    assert planner.planner.holds_only_reference()
+    assert planner.planner.holds_only_reference(planner.now)
+    planner.planner.sent([job], planner.now)
+    assert planner.planner.holds_only_reference(planner.now)
+    assert not planner.planner.holds_only_reference(planner.now + 1.0), "waiting is worth it only if it is short"
     planner.report({job.job_id: 1}, {job.job_id: {0, 2}})
     assert pool.refs[7] == 0
     planner.now += 1
@@ -287,12 +315,12 @@ def test_a_state_is_stored_where_the_engine_names_it() -> None:
 def test_a_state_is_stored_where_a_step_ended() -> None:
     """B4.10 B4.12 An engine names few of the states that it computes; after a preemption the blocks are others."""
     planner, progress = SavePlanner(CacheGeometry((STATE,), 4, 4), 1, 1.0, LOST_S, References()), SaveProgress()
-    for end in (4, 7, 12):
+    for end in (4, 7, 8, 12):
         planner.step_ends(progress, end)
-    assert progress.ends == {4, 12}
+    assert progress.ends == {8, 12}, "of what is past, a block may have been put to another use"
     job = planner.plan(Request(4), progress, 16, lambda: [[], [], [7, 8, 9, 10]], 100.0)
     assert job is not None
-    assert (job.keys, job.block_ids) == ([b"0.2", b"2.2"], [7, 9])
+    assert (job.keys, job.block_ids) == ([b"1.2", b"2.2"], [8, 9])
     planner.report({job.job_id: 1}, {}, 100.0)
     progress.restart()
     assert planner.plan(Request(4), progress, 16, lambda: [[], [], [7, 8, 9, 10]], 100.0) is None

@@ -1,0 +1,146 @@
+"""Whose rows of the primary tier are while a copy is under way: the job's, until it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from connector_fakes import wait_for
+from tier_room import KEYS, Room, make_room
+from tiering_world import ROW
+
+from kvtier.client.engines.vllm_tier import transfers
+from kvtier.client.engines.vllm_tier.lookups import Answer, Pin
+
+PATIENCE_SECONDS = 30.0
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    """Transfers and lookups over a client that is a stand-in."""
+    with make_room() as made:
+        yield made
+
+
+class HeldCopy:
+    """Stands in for the copy: it begins, and goes on when the test says so."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        self._copy = transfers.copy_batch
+        patch.setattr(transfers, "copy_batch", self)
+
+    def __call__(self, *batch: Any) -> None:
+        self.begun.set()
+        assert self.may_go_on.wait(PATIENCE_SECONDS)
+        self._copy(*batch)
+
+
+@pytest.fixture
+def copy(monkeypatch: pytest.MonkeyPatch) -> HeldCopy:
+    """Every copy waits in its middle."""
+    return HeldCopy(monkeypatch)
+
+
+@pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
+def test_a_job_that_is_late_while_it_copies_is_reported_when_the_copy_has_ended(
+    room: Room, copy: HeldCopy, monkeypatch: pytest.MonkeyPatch, leases: list[int] | None
+) -> None:
+    """B3.18 Rows are not given back under a copy, but with its end; what it copied after it was given up is not done."""
+    monkeypatch.setattr(transfers, "_JOB_SECONDS", 0.0)
+    room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
+    assert copy.begun.wait(PATIENCE_SECONDS)
+    assert room.transfers.take_finished() == []
+    assert room.transfers.take_finished() == []
+    copy.may_go_on.set()
+    assert room.finished() == {1: frozenset()}
+    assert (room.rows[:, 0] == (1 if leases is None else 7)).all()
+    for threads in (room.transfers._loads, room.transfers._stores):
+        threads.close(PATIENCE_SECONDS)
+    assert room.transfers.take_finished() == []
+
+
+@pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
+def test_a_job_that_has_copied_and_hangs_again_is_reported_at_once(
+    room: Room, monkeypatch: pytest.MonkeyPatch, leases: list[int] | None
+) -> None:
+    """B3.18 Between its batches a job holds no rows: it is given up as any other, with what is done by then."""
+    monkeypatch.setattr(transfers, "_BATCH_BYTES", ROW)
+    hung, may_go_on, calls = threading.Event(), threading.Event(), iter((False, True, False, False))
+
+    def hand_out() -> None:
+        if next(calls):
+            hung.set()
+            may_go_on.wait(2 * PATIENCE_SECONDS)
+
+    room.client.hand_out = hand_out
+    room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
+    assert hung.wait(PATIENCE_SECONDS)
+    monkeypatch.setattr(transfers, "_JOB_SECONDS", 0.0)
+    assert [(job.number, job.done) for job in room.transfers.take_finished()] == [(1, frozenset(KEYS[:1]))]
+    may_go_on.set()
+
+
+@pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
+def test_a_drain_waits_for_the_copy_that_is_under_way(room: Room, copy: HeldCopy, leases: list[int] | None) -> None:
+    """B3.19 The primary tier is not emptied under a copy, and is when that has ended, whatever the job waits for after it."""
+    confirmed = threading.Event()
+    room.client.confirm = lambda _: confirmed.wait(2 * PATIENCE_SECONDS)
+    room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
+    assert copy.begun.wait(PATIENCE_SECONDS)
+    drained, running = threading.Event(), room.transfers._running
+    drain = threading.Thread(target=lambda: (room.transfers.drain(0.0), drained.set()))
+    drain.start()
+    # Given up by the drain, which then either waits or is over at once.
+    wait_for(lambda: not running or all(job.ended for job in running.values()))
+    assert not drained.wait(0.2)
+    assert list(running) == [1]
+    copy.may_go_on.set()
+    drain.join(PATIENCE_SECONDS)
+    assert drained.is_set()
+    confirmed.set()
+    assert {job.number: job.done for job in room.transfers.take_finished()} == {1: frozenset()}
+
+
+@pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
+def test_slots_of_another_size_than_a_row_are_not_touched(room: Room, leases: list[int] | None) -> None:
+    """A server that hands out other sizes fails the job: no row and no slot is read or written beyond its end."""
+    whole = room.client._batch
+
+    def shrunk(items: Any) -> Any:
+        batch = whole(items)
+        batch.sizes = [*batch.sizes[:-1], batch.sizes[-1] - 1]
+        return batch
+
+    room.client._batch = shrunk  # type: ignore[method-assign]
+    room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
+    assert room.finished() == {1: frozenset()}
+    assert (room.rows == 1).all()
+    assert (room.client.memory == 7).all()
+
+
+def test_what_a_load_reads_is_given_back_after_the_load(room: Room, copy: HeldCopy) -> None:
+    """B4.3 A request that runs while a load of it is under way keeps its leases until that has ended."""
+    room.client.keys = set(KEYS)
+    request = room.lookups.begin("r", None)
+    room.lookups.answer(request, KEYS[0], 16)
+    room.lookups.send(request)
+    wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.HIT)
+    (lease,) = request.leases
+    job = room.job(1, request, [1] * 4)
+    job.pins = [Pin(SimpleNamespace(id=lease.id), 0, 1e9)] * 4  # type: ignore[arg-type]
+    room.transfers.submit(job)
+    request.loading += 1
+    assert copy.begun.wait(PATIENCE_SECONDS)
+    room.lookups.settle(request)
+    said_by_now = threading.Event()
+    room.lookups._returns.submit(said_by_now.set)
+    assert said_by_now.wait(PATIENCE_SECONDS)
+    assert (room.client.released, request.leases) == ([], [lease])
+    copy.may_go_on.set()
+    assert room.finished() == {1: set(KEYS)}
+    room.lookups.loads_ended(request)
+    wait_for(lambda: room.client.released == [lease.id])
