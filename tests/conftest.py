@@ -20,6 +20,10 @@ settings.load_profile("busy")
 # Read by OpenMP when torch is loaded: threads that spin while they wait slow the tests down on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# What whoever runs the tests has set for servers of their own is not meant for those of the tests.
+for setting in [name for name in os.environ if name.startswith("KVTIER_")]:
+    del os.environ[setting]
+
 SETTLE_SECONDS = 3.0
 """How long threads and descriptors may take to go after the test has closed what it opened."""
 

@@ -1,4 +1,4 @@
-"""A busy engine under a tiny KV cache: no wrong token, and nothing that stays behind (KVTIER_CHURN_SECONDS=300 for both modes)."""
+"""A busy engine under a tiny KV cache: no wrong token, and nothing that stays behind (CHURN_SECONDS=300 for both modes)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from churn import MOMENTS
 from scenario import BLOCK, RunEngine, generate, tokens
 from server_process import ServerProcess
 
-SECONDS = float(os.environ.get("KVTIER_CHURN_SECONDS", "300")) / 2
+SECONDS = float(os.environ.get("CHURN_SECONDS", "300")) / 2
 """Of each mode."""
 START_SECONDS = 300
 POOL_BLOCKS = 40

@@ -25,8 +25,6 @@ HEAVY = ("grpc", "structlog", "rich", "msgspec", "prometheus_client", "lmdb", "n
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("KVTIER_CONFIG", "KVTIER_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 

@@ -112,9 +112,9 @@ def under(load: Load, clients: int) -> Iterator[None]:
 
 
 def seed_of(default: int) -> int:
-    """Returns the seed, from KVTIER_TEST_SEED or a new one; it is printed."""
-    seed = int(os.environ.get("KVTIER_TEST_SEED", default or random.SystemRandom().randrange(1 << 32)))
-    print(f"KVTIER_TEST_SEED={seed}")
+    """Returns the seed, from TEST_SEED or a new one; it is printed."""
+    seed = int(os.environ.get("TEST_SEED", default or random.SystemRandom().randrange(1 << 32)))
+    print(f"TEST_SEED={seed}")
     return seed
 
 
