@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from .engine import BlockPool, EngineRequest, LookupId, Server
+from .engine import BlockPool, EngineRequest, FreeBlock, LookupId, Server
 from .groups import BlockTables, CacheGeometry
 from .hits import Found
 from .lazy import LazyWalk
@@ -70,13 +70,16 @@ class OffloadCore:
 
     # ---- loads
 
-    def arrived(self, request: EngineRequest, engine_tokens: int, now: float) -> bool:
+    def arrived(self, request: EngineRequest, engine_tokens: int | None, now: float) -> bool:
         """A request is new: begin to look up what comes after the ``engine_tokens`` that the engine probably has itself.
 
-        Guessing too little costs a few keys, too much a second lookup. Returns whether a lookup was begun.
+        Guessing too little costs a few keys, too much a second lookup; None is for later, when it is matched. Returns whether a
+        lookup was begun.
         """
         state = self._requests[request.request_id] = OffloadRequest(request)
-        return self._may_look_up(state) and self._loads.begin(state, engine_tokens, now) is not None
+        if engine_tokens is None or not self._may_look_up(state):
+            return False
+        return self._loads.begin(state, engine_tokens, now) is not None
 
     def match(self, request_id: str, computed_tokens: int, now: float) -> int | None:
         """How many tokens after ``computed_tokens`` can be loaded; None while that is not known: ask again in the next step.
@@ -191,6 +194,15 @@ class OffloadCore:
                 self._add_save(state, job)
         finally:
             self._end(state)
+
+    def store_named(self, blocks: Collection[FreeBlock]) -> None:
+        """Stores blocks under names that are not their content's: what is held of a request beside its full blocks.
+
+        They may be freed; nobody is told when they are not stored.
+        """
+        job = self._saves.plan_named(blocks) if self._reset is _Reset.NONE else None
+        if job is not None:
+            self._plan.saves.append(job)
 
     # ---- the whole
 

@@ -201,12 +201,11 @@ class SavePlanner:
 
     def plan_free(self, blocks: Sequence[FreeBlock]) -> SaveJob | None:
         """The job for blocks that no request uses (lazy mode)."""
-        job = SaveJob(self._next_job_id, "")
-        for block in blocks:
-            if block.key is not None:
-                self._in_flight[block.block_id] = []
-                _add(job, block.key, block.group_index, block.block_id)
-        return self._hold(job, were_free=True)
+        return self._hold(self._named(blocks), were_free=True)
+
+    def plan_named(self, blocks: Collection[FreeBlock]) -> SaveJob | None:
+        """The job for blocks that somebody else has named."""
+        return self._hold(self._named(blocks))
 
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
         """These are given to the workers now: from now on their reports are waited for."""
@@ -296,6 +295,14 @@ class SavePlanner:
         """Whether a block has the state at its end, and not that of some other place where a step ended."""
         end = (position + 1) * group.block_tokens
         return end in progress.ends or self._pool.known_as(block_id) == request.key(group, position)
+
+    def _named(self, blocks: Collection[FreeBlock]) -> SaveJob:
+        job = SaveJob(self._next_job_id, "")
+        for block in blocks:
+            if block.key is not None:
+                self._in_flight.setdefault(block.block_id, [])
+                _add(job, block.key, block.group_index, block.block_id)
+        return job
 
     def _hold(self, job: SaveJob, *, were_free: bool = False) -> SaveJob | None:
         if not job.block_ids:
