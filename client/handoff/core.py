@@ -45,8 +45,8 @@ class Pull(NamedTuple):
 class Finished(NamedTuple):
     """What a request's end comes to: the parameters to answer with, and the blocks to be stored under the names given here.
 
-    That is all that is held: what is there already costs a name in a call, and who pulls waits for what is not. Only states are
-    left out: which block has one, and where it was, is known to who stores them as the request runs.
+    That is all that is held, so that who pulls it waits for nothing that was left out. But for states: which block has one, and
+    from where, is known only to who stores them as the request runs.
     """
 
     params: dict[str, Any] | None = None
@@ -174,7 +174,7 @@ class HandoffCore:
     def finished(
         self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: Reason, wall_time: float
     ) -> Finished:
-        """The request has ended, in whatever way, and its blocks may be freed but for ``Finished.blocks``, until these are stored."""
+        """The request has ended, in whatever way; its blocks may be freed but for ``Finished.blocks``, until these are stored."""
         state = self._requests.pop(request_id, None)
         if state is None:
             return Finished()

@@ -178,8 +178,19 @@ class OffloadCore:
             if state is not None and state.phase is Phase.RUNNING and request_id not in self._restarted:
                 self._restart(state)
 
-    def finished(self, request_id: str, tables: BlockTables, confirmed_tokens: int, now: float) -> None:
-        """The request has ended, in whatever way, and its blocks may be freed: offer what its last step filled (B4.14)."""
+    def finished(
+        self,
+        request_id: str,
+        tables: BlockTables,
+        confirmed_tokens: int,
+        now: float,
+        held: Collection[FreeBlock] = (),
+    ) -> None:
+        """The request has ended, in whatever way, and its blocks may be freed: offer what its last step filled (B4.14).
+
+        ``held`` are blocks that somebody waits for: those that were not stored, and are not being stored, are stored now, under the
+        names given here.
+        """
         state = self._requests.get(request_id)
         if state is None:
             return
@@ -192,17 +203,10 @@ class OffloadCore:
             if confirmed_tokens > 0 and self._reset is _Reset.NONE and self._stores_eagerly(state):
                 job = self._saves.plan(state.engine, state.progress, confirmed_tokens, lambda: tables, now, last=True)
                 self._add_save(state, job)
+            if held and self._reset is _Reset.NONE:
+                self._store_held(held, state.progress.offered(tables))
         finally:
             self._end(state)
-
-    def store_named(self, blocks: Collection[FreeBlock]) -> None:
-        """Stores blocks under names that are not their content's: what is held of a request beside its full blocks.
-
-        They may be freed; nobody is told when they are not stored.
-        """
-        job = self._saves.plan_named(blocks) if self._reset is _Reset.NONE else None
-        if job is not None:
-            self._plan.saves.append(job)
 
     # ---- the whole
 
@@ -264,6 +268,11 @@ class OffloadCore:
     def _stores_eagerly(self, state: OffloadRequest) -> bool:
         """Lazy mode is about when ordinary requests are stored: who is to read a whole request's blocks will not wait for that."""
         return state.engine.may_save and (self._walk is None or state.engine.whole)
+
+    def _store_held(self, blocks: Collection[FreeBlock], offered: Collection[int]) -> None:
+        job = self._saves.plan_named([block for block in blocks if block.block_id not in offered])
+        if job is not None:
+            self._plan.saves.append(job)
 
     def _store_anew(self) -> None:
         for state in self._requests.values():

@@ -58,6 +58,15 @@ class SaveProgress:
         """The first position that was not looked at."""
         return self.next_position.get(group_index, 0)
 
+    def offered(self, tables: BlockTables) -> set[int]:
+        """Returns the blocks that were offered, and stored as far as is known, or that came from the server."""
+        return {
+            table[position]
+            for index, table in enumerate(tables)
+            for position in range(min(self.cursor(index), len(table)))
+            if position not in self.missed.get(index, ())
+        }
+
     def miss(self, group_index: int, position: int, now: float) -> None:
         """Note that a block was not stored; one that the cursor has yet to reach (again) needs no note."""
         if position >= self.cursor(group_index):

@@ -167,9 +167,8 @@ class SchedulerSide:
         confirmed = request.num_computed_tokens - request.num_output_placeholders
         if self._handoffs.is_pulling(request.request_id):
             confirmed = 0
-        self._core.finished(request.request_id, block_ids, confirmed, time.monotonic())
         handed_on = self._handoffs.finished(request, block_ids, confirmed)
-        self._core.store_named(handed_on.blocks)
+        self._core.finished(request.request_id, block_ids, confirmed, time.monotonic(), handed_on.blocks)
         return handed_on.params
 
     def take_events(self) -> Iterable[KVCacheEvent]:
