@@ -103,6 +103,7 @@ class HandoffCore:
             return 0
         claim = self._claim(state, computed_tokens, now)
         if claim is None:
+            self._let_go(state)
             return 0
         if not claim.answered:
             if now < claim.deadline:
