@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from . import cache_pb2 as _cache_pb2
+from . import common_pb2 as _common_pb2
 from . import handoff_pb2 as _handoff_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -173,7 +174,7 @@ class ShareStatus(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., retained_bytes: _Optional[int] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
-    __slots__ = ("client_name", "engine_id", "rank", "pid", "transport", "age", "model", "attached")
+    __slots__ = ("client_name", "engine_id", "rank", "pid", "transport", "age", "model", "attached", "groups", "world_size")
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +183,8 @@ class SessionStatus(_message.Message):
     AGE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     client_name: str
     engine_id: str
     rank: int
@@ -190,7 +193,9 @@ class SessionStatus(_message.Message):
     age: _duration_pb2.Duration
     model: str
     attached: bool
-    def __init__(self, client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., model: _Optional[str] = ..., attached: bool = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.Group]
+    world_size: int
+    def __init__(self, client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., model: _Optional[str] = ..., attached: bool = ..., groups: _Optional[_Iterable[_Union[_common_pb2.Group, _Mapping]]] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class ListLeasesRequest(_message.Message):
     __slots__ = ("max_leases",)

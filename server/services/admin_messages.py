@@ -74,6 +74,8 @@ def session_status(session: OpenSession, now: float) -> admin_pb2.SessionStatus:
         transport=session.transport,
         model=session.model,
         attached=bool(session.attachments),
+        groups=session.groups,
+        world_size=session.core.namespace.world_size,
         age=_duration(now - session.opened_at),
     )
 
