@@ -100,7 +100,8 @@ def _geometry(options: argparse.Namespace) -> breakeven.Geometry | None:
         return None
     if options.model is not None:
         raise UsageError("either --model or --kv-bytes-per-token")
-    block_tokens = _at_least(1, "--block-tokens", options.block_tokens or _BLOCK_TOKENS)
+    block_tokens = _BLOCK_TOKENS if options.block_tokens is None else options.block_tokens
+    _at_least(1, "--block-tokens", block_tokens)
     return breakeven.Geometry.given(_size("--kv-bytes-per-token", options.kv_bytes_per_token), block_tokens)
 
 
