@@ -46,6 +46,8 @@ class TransferRig:
         self._geometry = geometry
         self._clock = clock
         self._base = HoldName(client.engine_id, f"everything {uuid.uuid4().hex}")
+        self._part = self._base
+        """What is being read, or was last."""
         self._steps: list[list[_Block]] = []
         self._states: list[_Block] = []
         self._buffer = mmap.mmap(-1, mmap.PAGESIZE)
@@ -105,14 +107,14 @@ class TransferRig:
         self._reads += 1
         # Another piece each time: a short one would come out of the processor's caches otherwise.
         start = self._reads * count % (len(self._steps) - count + 1)
-        blocks, hold = self._blocks(start, count), HoldName(self._client.engine_id, f"{tokens} tokens {self._reads}")
-        if self._client.renew_holds(self._base, extension=_HOLD_SECONDS) or not self._publish(hold, blocks):
-            raise BreakEvenError("the server has dropped what was to be measured: a reset, or holds of others")
+        blocks = self._blocks(start, count)
+        self._part = HoldName(self._client.engine_id, f"{tokens} tokens {self._reads}")
         try:
-            return self._claim_and_copy(hold, blocks, start)
+            if self._client.renew_holds(self._base, extension=_HOLD_SECONDS) or not self._publish(self._part, blocks):
+                raise BreakEvenError("the server has dropped what was to be measured: a reset, or holds of others")
+            return self._claim_and_copy(self._part, blocks, start)
         finally:
-            with contextlib.suppress(KVTierError):
-                self._client.release_holds(hold)
+            self._release(self._part)
 
     def copy(self) -> float:
         """Copies within this process what is the limit of any transfer; returns seconds per byte."""
@@ -187,8 +189,12 @@ class TransferRig:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Both, and whether or not we know of them: Ctrl-C may have come between a publication and its answer, or a release.
+        self._release(self._base, self._part)
+
+    def _release(self, *holds: HoldName) -> None:
         with contextlib.suppress(KVTierError):
-            self._client.release_holds(self._base)
+            self._client.release_holds(*holds)
 
 
 def _addresses(address: int, blocks: Sequence[_Block]) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,13 @@ from harness.prefill_engine import StandInEngine
 from harness.server_process import MIB, ServerProcess
 from rich.console import Console
 
-from kvtier.client import Client, Group, GroupKind
+from kvtier.client import Client, Group, GroupKind, breakeven
 from kvtier.client.breakeven import (
     BreakEvenError,
     Computed,
     Geometry,
     Line,
+    PrefillEngine,
     Proposal,
     Report,
     Transferred,
@@ -100,9 +103,12 @@ def test_transfers_are_measured_and_leave_nothing(
     assert (found.claimed, found.claimed_bytes) == (5 * len(lengths), 5 * 256 * sum(lengths))
 
 
-def test_an_engine_is_asked(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompts of several lengths, as long as the engine takes them, each once per round; people are told what follows."""
-    with StandInEngine(max_model_len=300) as stand_in:
+def test_an_engine_is_asked(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several lengths, as long as the engine takes them, each once per round; its rate is found by what it counts."""
+    with StandInEngine(max_model_len=300, seconds_per_request=0.5, seconds_per_token=2**-10) as stand_in:
+        monkeypatch.setattr(breakeven, "PrefillEngine", functools.partial(PrefillEngine, clock=stand_in.clock))
         report = told(capsys, server, *KV, "--engine", stand_in.url, "--rounds", "3", "--max-tokens", "512")
         assert [len(prompt) for prompt in stand_in.prompts] == [16, 32, 64, 144, 288] * 4
         assert len({tuple(prompt[:16]) for prompt in stand_in.prompts}) == 20
@@ -110,6 +116,9 @@ def test_an_engine_is_asked(server: ServerProcess, capsys: pytest.CaptureFixture
         [16, 32, 64, 144, 288], 3
     )
     assert report["longest_tokens"] == 288
+    assert report["compute"]["tokens_per_second"] == pytest.approx(1024)
+    assert report["compute"]["fixed_seconds"] == pytest.approx(0.5)
+    assert report["compute"]["worst_miss"] == pytest.approx(0, abs=1e-9)
     expected = propose(samples_of(report["transfer"]), samples_of(report["compute"]), 16)
     assert report["kv_recompute_threshold"] == expected.threshold
     totals(server)
@@ -170,6 +179,36 @@ def test_a_reset_meanwhile_is_an_end(server: ServerProcess) -> None:
     assert (status.holds, status.tiers[0].blocks) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("method", "number"), [("publish", 1), ("publish", 2), ("store", 1), ("claim", 2), ("release_holds", 1)]
+)
+def test_an_interrupt_leaves_nothing(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, method: str, number: int
+) -> None:
+    """Ctrl-C when the server has done what was asked, and before we know of it."""
+    geometry = Geometry.given(256, 16)
+    with Client(server.endpoint, namespace=TransferRig.namespace(geometry), engine_id="e") as client:
+        client.wait_until_connected(10)
+        done, calls = getattr(client, method), itertools.count(1)
+
+        def interrupted(*args: Any, **more: Any) -> Any:
+            found = done(*args, **more)
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return found
+
+        monkeypatch.setattr(client, method, interrupted)
+        with pytest.raises(KeyboardInterrupt), TransferRig(client, geometry) as rig:
+            _fill_and_read(rig)
+    totals(server)
+
+
+def _fill_and_read(rig: TransferRig) -> None:
+    rig.fill(256, 1 << 20)
+    for _ in range(3):
+        rig.read(64)
+
+
 class TestGentle:
     def test_bytes_are_bounded(self, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
         """By what was said, and by an eighth of the CPU tier."""
@@ -196,6 +235,15 @@ class TestGentle:
 
 
 class TestRefusals:
+    def test_a_rate_that_is_no_rate(
+        self, server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where prompts take no longer the longer they are, nothing can be proposed: not even "never"."""
+        with StandInEngine(seconds_per_request=0.5) as stand_in:
+            monkeypatch.setattr(breakeven, "PrefillEngine", functools.partial(PrefillEngine, clock=stand_in.clock))
+            code, why = refused(capsys, server, *KV, "--engine", stand_in.url, "--max-tokens", "64")
+        assert (code, why.startswith("what a token costs to compute is lost in the noise")) == (1, True)
+
     @pytest.mark.parametrize(
         ("flags", "why"),
         [
