@@ -193,8 +193,8 @@ def test_a_request_that_was_handed_over(client: Client, reader: Client, tmp_path
         assert piece in claimed
 
 
-def test_a_hold_that_was_declined_or_is_elsewhere(client: Client, reader: Client, tmp_path: Path) -> None:
-    """The publisher is told what it may raise; who has another model, that the hold is none of his; and lookups are as ever."""
+def test_a_hold_that_was_declined_or_cannot_be_read(client: Client, reader: Client, tmp_path: Path) -> None:
+    """The publisher is told what it may raise; who has another model, that the hold is none of his; who is late, that he is."""
     keys = store(client, *range(48))
     back = HandoffDirection.DECODE_TO_PREFILL
     assert client.publish("big", keys, range(48), num_tokens=768, direction=back).status is PublishStatus.NO_ROOM
@@ -203,6 +203,10 @@ def test_a_hold_that_was_declined_or_is_elsewhere(client: Client, reader: Client
         other.wait_until_connected(10)
         with pytest.raises(HoldGone):
             other.claim(HoldName("e7", "small"), request_id="d-2")
+    client.publish("brief", keys[:1], [0], num_tokens=16, hold_for=4)
+    with pytest.raises(HoldGone):
+        reader.claim(HoldName("e7", "brief"), request_id="d-1", wait=1)
+    assert "its time was over, or nearly so" in kvtier(tmp_path, "explain", "d-1").stdout
     reader.lookup(keys[:1], request_id="d-3").release()
     assert "is held" in kvtier(tmp_path, "explain", "small").stdout
     big = kvtier(tmp_path, "explain", "big").stdout
