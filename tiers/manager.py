@@ -16,6 +16,7 @@ from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
 from .errors import InvalidNamespace, UnknownSession
 from .flow import JobKind, TierFlow
 from .grants import Store
+from .handoff_notes import HandoffNotes
 from .handoffs import Handoffs
 from .history import History, MissReason, names_for
 from .journal import Journal, RequestRecord
@@ -84,7 +85,8 @@ class TierManager:
         self._requests = RequestTable(self._tell_tiers)
         self._lookups = Lookups(self._primary, self._flow, self._history, self._journal, first_id)
         self._stores = Stores(self._primary, self._flow, self._requests, self._history, self._settle, first_id)
-        self.handoffs = Handoffs(self._primary, self._lookups, keeping, region_bytes, self._commands.append)
+        notes = HandoffNotes(self._journal, self._history)
+        self.handoffs = Handoffs(self._primary, self._lookups, keeping, region_bytes, self._commands.append, notes)
         """Requests that are held for another engine."""
         self._flow.recover()
 
