@@ -89,12 +89,13 @@ class HandoffCore:
     def match(self, request_id: str, computed_tokens: int, now: float, wall_time: float) -> int | None:
         """How many tokens after ``computed_tokens`` can be pulled; None while that is not known: ask again in the next step.
 
-        Asked each time a waiting request is considered. After its one transfer there is nothing for it any more (B2.10).
+        Asked each time a waiting request is considered. After its one transfer there is nothing for it any more (B2.10); nor
+        where the engine's own tokens end within a block, for nobody reads into the middle of one.
         """
         state = self._requests.get(request_id)
         if state is None or state.transfer not in (Transfer.WANTED, Transfer.CLAIMED):
             return 0
-        if not self._is_wanted(state, computed_tokens, wall_time):
+        if computed_tokens % self._geometry.step_tokens or not self._is_wanted(state, computed_tokens, wall_time):
             return 0
         claim = self._claim(state, computed_tokens, now)
         if claim is None:
@@ -149,6 +150,15 @@ class HandoffCore:
             self._let_go(state)
             if state.ended:
                 del self._requests[request_id]
+
+    def reset(self) -> None:
+        """The engine's cache was emptied, by another model's weights say: what was leased before is not pulled any more (B4.13).
+
+        What is being pulled goes on, as requests that run do. Requests that wait ask again, and learn what is held now.
+        """
+        for state in self._requests.values():
+            if state.transfer is Transfer.CLAIMED:
+                self._drop(state)
 
     def take_pulls(self) -> list[Pull]:
         """Returns what the step's workers are to read; each pull is in one plan."""

@@ -16,6 +16,8 @@ Usable = dict[int, dict[int, int]]
 
 def may_pull(params: TransferParams, options: HandoffOptions) -> bool:
     """Whether blocks of another engine are pulled for such a request at all: matching and pulling ask the same (B2.7, B2.9)."""
+    if params.holds_nothing:
+        return False
     return params.do_remote_prefill or (params.do_remote_decode and options.bidirectional_kv_xfer)
 
 
@@ -53,12 +55,13 @@ def usable_blocks(geometry: CacheGeometry, request: HandoffRequest, remote: Remo
 
 
 def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, computed_tokens: int) -> int:
-    """How far the usable blocks reach, in tokens from the start of the request; ``computed_tokens`` the engine has itself."""
+    """How far the usable blocks reach, in tokens from the start of the request.
+
+    ``computed_tokens`` the engine has itself: whole steps.
+    """
     if all(_is_complete(group, usable[group.index], num_tokens, computed_tokens) for group in geometry.groups):
         return num_tokens
     step = geometry.step_tokens
-    if computed_tokens % step:
-        return computed_tokens
     present = {index: set(items) for index, items in usable.items()}
     return longest_hit(geometry.groups, present, computed_tokens, num_tokens // step * step, step)
 
