@@ -113,7 +113,7 @@ class Handoffs:
             self._stats[direction].declined += 1
             self._unpin(blocks)
             return refused
-        self._lookups.fetch(blocks)
+        self._lookups.fetch(session.namespace.id, blocks)
         self._primary.use(blocks, None)
         hold = Hold(
             name, session.tenant, direction, keys, positions, list(blocks), num_tokens, duration, now, now + duration
