@@ -53,17 +53,55 @@ def test_claims_are_counted_with_their_hold() -> None:
 
 
 def test_a_claim_is_a_use() -> None:
-    """B4.9: what was claimed a moment ago goes after what nobody has asked for."""
+    """B4.9: a block was used last when it was claimed last."""
     rig = HoldRig()
     rig.store(keys(0))
-    rig.publish(keys(0))
+    hold = rig.publish(keys(0))
+    assert isinstance(hold, Hold)
+    assert hold.items[0] is not None
+    rig.store(keys(1))
+    before = hold.items[0].last_use
+    rig.claim()
+    assert hold.items[0].last_use > before
+
+
+def test_what_is_held_stands_in_nobodys_way() -> None:
+    """B4.9: who looks for room does not walk over what is held for minutes; with the last hold it is in line again, as the last."""
+    rig = HoldRig()
+    rig.store(keys(*range(16)))
+    rig.publish(keys(*range(14)), "a")
+    rig.publish(keys(*range(2)), "b")
+    (line,) = rig.core._primary.lines.all()
+    assert [block.key for block in line.policy.victims()] == [*keys(15), *keys(14)]
+    assert rig.core.handoffs.release(rig.name("a"), 1.0)
+    assert rig.store(keys(100, 101, 102)) == GRANTED * 3
+    assert rig.look_up(keys(14, 15, 13), prefix=False) == MISS * 3
+    assert rig.core.handoffs.release(rig.name("b"), 2.0)
+    assert rig.store(keys(*range(200, 216))) == GRANTED * 16
+
+
+def test_what_is_declined_keeps_its_place_in_line() -> None:
+    """B4.9: it was no use of it."""
+    rig = HoldRig(part=0)
+    rig.store(keys(0))
     rig.store(keys(*range(1, 16)))
-    lease = rig.claim().lease
-    assert lease is not None
-    rig.core.release(rig.reader, lease.id)
-    rig.core.handoffs.release(rig.name(), 1.0)
-    rig.store(keys(100, 101))
-    assert rig.look_up(keys(0)) == HIT
+    assert rig.publish(keys(0)) is PublishStatus.NO_ROOM
+    rig.store(keys(100))
+    assert rig.look_up(keys(0)) == MISS
+
+
+def test_what_is_held_and_retained_is_in_line_when_both_are_over() -> None:
+    """In whichever order they end."""
+    for hold_ends, retention_ends in ((10.0, 20.0), (20.0, 10.0)):
+        rig = HoldRig()
+        rig.publish(keys(0), duration=hold_ends)
+        answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60, retain_until=retention_ends)
+        assert answer.store_id is not None
+        rig.core.complete_store(rig.session, answer.store_id)
+        (line,) = rig.core._primary.lines.all()
+        for now, victims in ((9.0, 0), (15.0, 0), (25.0, 1)):
+            rig.core.tick(now)
+            assert len(list(line.policy.victims())) == victims
 
 
 def test_so_many_expired_holds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
