@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         "tiers never hear of the end of what is paid last",
         Invariant.FINISH,
-        "manager.py",
+        "arrivals.py",
         "        for request in finished.paid:\n            self._requests.end_if_settled(request)\n",
         "",
     ),
@@ -199,7 +199,7 @@ MUTANTS = (
     Mutant(
         "a promotion that failed is served",
         Invariant.BYTES,
-        "manager.py",
+        "arrivals.py",
         "            if done and not block.retired:\n",
         "            if not block.retired:\n",
     ),
@@ -255,9 +255,9 @@ MUTANTS = (
     Mutant(
         "who waits is never told",
         Invariant.WAITERS,
-        "manager.py",
-        "self._commands.extend(LeaseSettled(lease.id) for lease in self._lookups.settle(block))",
-        "self._lookups.settle(block)",
+        "arrivals.py",
+        "            for lease in self._lookups.settle(block):\n                self._command(LeaseSettled(lease.id))\n",
+        "            self._lookups.settle(block)\n",
     ),
     Mutant(
         "who waits for what failed waits on",
