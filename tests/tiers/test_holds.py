@@ -65,6 +65,22 @@ def test_a_claim_is_a_use() -> None:
     assert hold.items[0].last_use > before
 
 
+def test_a_publication_is_a_use() -> None:
+    """What nobody uses for 20 s goes: 20 s after it was published, not after it was stored."""
+    rig = HoldRig()
+    rig.core = TierManager(64 << 10, 64 << 10, (), keeping=Keeping(ttl={"cpu": 20.0}, held_part=1.0))
+    rig.core.add_memory(0, 64 << 10)
+    rig.session = rig.open("engine")
+    rig.store(keys(0, 1))
+    rig.core.tick(15.0)
+    rig.publish(keys(0), duration=3.0, now=15.0)
+    for now in (18.0, 22.0, 30.0):
+        rig.core.tick(now)
+    assert [block.key for block in rig.core._primary.ready_blocks()] == keys(0)
+    rig.core.tick(40.0)
+    assert rig.core._primary.ready_blocks() == []
+
+
 def test_what_is_held_stands_in_nobodys_way() -> None:
     """B4.9: who looks for room does not walk over what is held for minutes; with the last hold it is in line again, as the last."""
     rig = HoldRig()
