@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..offload import BlockTables, CacheGeometry, FreeBlock, LoadJob
 from .engine import Claimed, ClaimId, Direction, HandoffRequest, HandoffServer, Publication, Reason
 from .holding import hold_blocks
-from .matching import is_expired, may_pull, offered_tokens, usable_blocks, usable_tokens, worth
+from .matching import is_expired, may_pull, needs_older_windows, offered_tokens, usable_blocks, usable_tokens, worth
 from .options import HandoffOptions
 from .params import RemoteRequest, TransferParams, returned_params
 from .reads import plan_pull
@@ -117,9 +117,7 @@ class HandoffCore:
             )
             self._let_go(state)
             return 0
-        state.offered_from = computed_tokens
-        reach = min(claim.reach, state.engine.prompt_tokens)
-        return worth(reach - computed_tokens, state.params, self._options)
+        return self._offer(state, claim, computed_tokens)
 
     def claim_ended(self, number: ClaimId, claimed: Claimed | None, now: float) -> None:
         """The server's answer to ``HandoffServer.start_claim``; None where nothing is held. What was dropped is ignored."""
@@ -219,6 +217,14 @@ class HandoffCore:
             threshold = options.kv_recompute_threshold
             self._server.debug(f"{request.request_id}: {offered} tokens < threshold {threshold}; computed, not pulled")
         return bool(wanted)
+
+    def _offer(self, state: HandoffState, claim: Claim, computed_tokens: int) -> int:
+        """Returns how many tokens of an answered claim can be pulled, and are worth it."""
+        state.offered_from = computed_tokens
+        reach = min(claim.reach, state.engine.prompt_tokens)
+        if needs_older_windows(self._geometry, computed_tokens, reach):
+            return 0
+        return worth(reach - computed_tokens, state.params, self._options)
 
     def _claim(self, state: HandoffState, computed_tokens: int, now: float) -> Claim | None:
         """Returns the claim that says what can be pulled, a new one where there is none that still counts."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from peers import FULL, PEER, REMOTE, STATE, WALL, WINDOW, Request, Rig, answered, held, prefilled
+from peers import BLOCK, FULL, PEER, REMOTE, STATE, WALL, WINDOW, Request, Rig, answered, held, prefilled
 
 from kvtier.client.handoff import Claimed, HandoffOptions, HeldBlock, Transfer, TransferParams
 from kvtier.client.handoff.matching import offered_tokens, worth
-from kvtier.client.offload import CacheGroup
+from kvtier.client.offload import CacheGeometry, CacheGroup
 
 BOTH = {"bidirectional_kv_xfer": True}
 
@@ -316,6 +316,17 @@ def test_a_state_is_needed_at_the_end() -> None:
     assert rig.pulled(96) == 96
     rig = Rig(prefilled(), geometry=STATE)
     assert rig.pulled(96, missing=[(1, 5)]) == 0
+
+
+MIXED = CacheGeometry((*WINDOW.groups, CacheGroup(2, BLOCK, None, is_state=True)), step_tokens=BLOCK, hash_tokens=BLOCK)
+
+
+@pytest.mark.parametrize(("geometry", "expected"), [(WINDOW, 16), (STATE, 16), (MIXED, 0)])
+def test_windows_that_the_engine_may_have_lost_are_not_leaned_on(geometry: CacheGeometry, expected: int) -> None:
+    """B4.10: one with state groups says that it has 80 tokens, and of a window of 24 it may have none of them."""
+    assert Rig(prefilled(), 96, geometry=geometry).pulled(96, 80) == expected
+    assert Rig(prefilled(), 96, geometry=geometry).pulled(96, 64) == 32, "the whole window comes with the pull"
+    assert Rig(prefilled(), 96, geometry=geometry).pulled(96, 0) == 96
 
 
 def test_a_pull_from_the_middle_of_a_block_is_none() -> None:
