@@ -407,6 +407,13 @@ MUTANTS = (
         "            block.pins = 1\n            self._primary.unpin(block)\n\n    def _charge",
     ),
     Mutant(
+        "what is published is brought up while a reset waits",
+        Invariant.RESET,
+        "lookups.py",
+        "        if self._primary.retiring(namespace):\n            return\n        found",
+        "        found",
+    ),
+    Mutant(
         "what was held is in no line any more",
         Invariant.LINE,
         "handoffs.py",
