@@ -5,7 +5,7 @@ from simulation import ModelTier
 from test_core import GRANTED, HIT, MISS, PENDING, keys
 from test_handoffs import D2P, P2D, PRIVATE, HoldRig
 
-from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.blocks import NamespaceSpec
 from kvtier.tiers.commands import HoldChanged, LoadFromTier, LookupInTier
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidKey
@@ -94,6 +94,24 @@ def test_what_is_held_stands_in_nobodys_way() -> None:
     assert rig.look_up(keys(14, 15, 13), prefix=False) == MISS * 3
     assert rig.core.handoffs.release(rig.name("b"), 2.0)
     assert rig.store(keys(*range(200, 216))) == GRANTED * 16
+
+
+def test_what_a_tier_did_not_bring_back_is_in_no_line() -> None:
+    """It is the tier's until its job has ended, and then it is gone: nobody may find it there."""
+    rig = HoldRig(ModelTier("near", 1 << 20))
+    rig.store(keys(0))
+    rig.finish_jobs()
+    rig.core.reset(rig.session)
+    rig.publish(keys(0, 1))
+    (load,) = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
+    rig.core.tier_stalled(1, stalled=True)
+    lines = rig.core._primary.lines
+    assert [block for line in lines.all() for block in line.policy.victims()] == []
+    assert rig.core.handoffs.release(rig.name(), 1.0)
+    rig.core.job_finished(load.job_id, [Outcome.FAILED])
+    assert [block for line in lines.all() for block in line.policy.victims()] == []
+    assert not lines._aside
+    assert rig.core.stats().tiers[0].used_bytes == 0
 
 
 def test_what_is_declined_keeps_its_place_in_line() -> None:

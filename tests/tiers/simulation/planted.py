@@ -401,7 +401,7 @@ MUTANTS = (
     ),
     Mutant(
         "what two holds share is let go with the first",
-        Invariant.HELD,
+        Invariant.PINS,
         "handoffs.py",
         "            self._primary.unpin(block)\n\n    def _charge",
         "            block.pins = 1\n            self._primary.unpin(block)\n\n    def _charge",
