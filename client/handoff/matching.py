@@ -80,7 +80,7 @@ def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
 
     One with state groups takes for computed what full attention has, though a sliding window lost its blocks there.
     """
-    if start >= end or not any(group.is_state for group in geometry.groups):
+    if not any(group.is_state for group in geometry.groups):
         return False
     windows = (group for group in geometry.groups if group.kind is GroupKind.WINDOW)
     return any(group.first_needed_block(end) < start // group.block_tokens for group in windows)
