@@ -118,9 +118,10 @@ class Handoffs:
         )
         if refused is not None:
             self._stats[direction].declined += 1
-            self._unpin(blocks)
+            self._let_go(blocks)
             return refused
-        self._lookups.fetch(blocks)
+        self._lookups.fetch(session.namespace.id, blocks)
+        self._primary.lines.set_aside(blocks)
         self._primary.use(blocks, None)
         hold = Hold(
             name, session.tenant, direction, keys, positions, list(blocks), num_tokens, duration, now, now + duration
@@ -259,22 +260,20 @@ class Handoffs:
         self._table.remove(hold)
         self._notes.ended(hold, how, now)
         self._stats[hold.direction].held_seconds += max(0.0, now - hold.published_at)
-        self._unpin(hold.items)
+        self._let_go([block for block in hold.items if block is not None])
         self._command(HoldChanged(hold.name))
 
-    def _unpin(self, blocks: Sequence[Block | None]) -> None:
+    def _let_go(self, blocks: Sequence[Block]) -> None:
+        """Drops a hold's pins on blocks; one that only holds name goes with the last of them, the others are in line again."""
         for block in blocks:
-            if block is not None:
-                self._let_go(block)
-
-    def _let_go(self, block: Block) -> None:
-        """Drops a hold's pin on a block; one that only holds name goes with the last of them."""
-        self._pins[block] -= 1
-        if not self._pins[block]:
-            del self._pins[block]
-            self._budget(block).used -= block.footprint
-            block.fleeting = block.private
-        self._primary.unpin(block)
+            self._pins[block] -= 1
+            if not self._pins[block]:
+                del self._pins[block]
+                self._budget(block).used -= block.footprint
+                block.fleeting = block.private
+        self._primary.lines.put_back(block for block in blocks if block not in self._pins)
+        for block in blocks:
+            self._primary.unpin(block)
 
     def _charge(self, block: Block) -> None:
         if block not in self._pins:

@@ -149,8 +149,8 @@ class Claim:
 class HoldTable:
     """The holds that are open, by name, and who waits for which block."""
 
-    def __init__(self, let_go: Callable[[Block], None]) -> None:
-        """`let_go` is told of each pin of an open hold that falls."""
+    def __init__(self, let_go: Callable[[Sequence[Block]], None]) -> None:
+        """`let_go` is told of the pins of an open hold that fall."""
         self._let_go = let_go
         self._holds: dict[HoldName, Hold] = {}
         self._waiting: dict[Block, dict[Hold, list[int]]] = {}
@@ -242,7 +242,7 @@ class HoldTable:
             self._lose(hold, items)
 
     def _lose(self, hold: Hold, items: Sequence[int]) -> None:
+        lost = [block for item in items if (block := hold.items[item]) is not None]
         for item in items:
-            block, hold.items[item] = hold.items[item], None
-            if block is not None:
-                self._let_go(block)
+            hold.items[item] = None
+        self._let_go(lost)
