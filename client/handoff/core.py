@@ -47,10 +47,13 @@ class Finished(NamedTuple):
 
     That is all that is held, so that who pulls it waits for nothing that was left out. But for states: which block has one, and
     from where, is known only to who stores them as the request runs.
+
+    ``drop_saves``: nothing more of it is to be stored at all (B2.16), or can be: its blocks may hold anything.
     """
 
     params: dict[str, Any] | None = None
     blocks: Collection[FreeBlock] = ()
+    drop_saves: bool = False
 
 
 class HandoffCore:
@@ -182,12 +185,13 @@ class HandoffCore:
         if state.transfer is Transfer.PULLING:
             state.ended = True
             self._requests[request_id] = state
-        elif state.transfer in (Transfer.WANTED, Transfer.CLAIMED):
+            return Finished(drop_saves=True)
+        if state.transfer in (Transfer.WANTED, Transfer.CLAIMED):
             self._let_go(state)
             if not state.in_batch:
                 return Finished()  # it was never scheduled (B2.14)
-        if not state.in_batch or not reason.is_normal or state.ended:
-            return Finished()
+        if not state.in_batch or not reason.is_normal:
+            return Finished(drop_saves=state.in_batch)
         return self._hold(state, tables, confirmed_tokens, wall_time)
 
     # ---- details

@@ -62,7 +62,7 @@ def test_only_normal_ends_are_held(params: dict[str, object]) -> None:
         rig = Rig(params, **BOTH)
         rig.allocate()
         finished = rig.finish(100, reason)
-        assert (finished != NOTHING) is (reason is not Reason.OTHER)
+        assert (finished == Finished(drop_saves=True)) is (reason is Reason.OTHER)
         assert len(rig.server.published) == (reason is not Reason.OTHER)
         assert bool(finished.blocks) is (reason is not Reason.OTHER)
 
@@ -74,7 +74,7 @@ def test_ended_while_workers_pull(reason: Reason) -> None:
     rig.pulled(100)
     rig.allocate(100)
     rig.core.take_pulls()
-    assert rig.finish(100, reason) == NOTHING
+    assert rig.finish(100, reason) == Finished(drop_saves=True)
     assert rig.server.released == []
     assert rig.core.pending
     rig.core.pull_ended("r")
