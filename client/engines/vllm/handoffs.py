@@ -92,6 +92,11 @@ class Handoffs:
             self._core.pull_ended(request_id)
         return pulls
 
+    def reset(self) -> bool:
+        """What was claimed counts for nothing any more; False while a pull is under way."""
+        self._core.reset()
+        return not self._core.pending
+
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]], confirmed_tokens: int) -> Finished:
         """The request has ended: what its caller is answered, and what is to be stored beside its full blocks."""
         self._offered.discard(request.request_id)

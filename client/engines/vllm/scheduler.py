@@ -190,7 +190,8 @@ class SchedulerSide:
         """
         self._forgetting = True
         self._events.cleared()
-        return self._core.reset() and not self._handoffs.pending
+        pulls_nothing = self._handoffs.reset()
+        return self._core.reset() and pulls_nothing
 
     def close(self) -> None:
         """End the threads and the session."""
