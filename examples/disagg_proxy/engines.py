@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import httpx
 
 from .fleet import Instance
 
-__all__ = ["Answer", "Cause", "EngineFailedError", "Engines", "read_answer"]
+__all__ = ["Answer", "Cause", "EngineFailedError", "Engines", "engine_headers", "read_answer"]
 
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 3.0
@@ -34,6 +35,23 @@ _HOP_BY_HOP = {
     "upgrade",
 }
 """Headers of an answer that are about the engine's connection, not about the answer."""
+
+_NOT_PASSED_ON = {
+    "accept-encoding",
+    "connection",
+    "content-length",
+    "content-type",
+    "cookie",
+    "expect",
+    "host",
+    "keep-alive",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
+"""Headers of a request that are about the client's connection or its body's form."""
 
 
 class Cause(Enum):
@@ -94,12 +112,12 @@ class Engines:
         self, instance: Instance, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]
     ) -> AsyncIterator[httpx.Response]:
         """Asks, by GET where there is no ``body``; yields the answer as soon as it begins. To leave early is to hang up."""
+        method = "GET" if body is None else "POST"
+        content = None if body is None else json.dumps(body).encode()
         instance.outstanding += 1
         instance.served += 1
         try:
-            async with self._client.stream(
-                "GET" if body is None else "POST", instance.url + path, json=body, headers=headers
-            ) as response:
+            async with self._client.stream(method, instance.url + path, content=content, headers=headers) as response:
                 yield response
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineFailedError(Cause.CONNECT) from error
@@ -133,12 +151,23 @@ async def read_answer(response: httpx.Response) -> Answer:
         body += chunk
         if len(body) > MAX_ANSWER_BYTES:
             raise EngineFailedError(Cause.BROKEN)
-    answer = Answer(response.status_code, passed_on(response), bytes(body))
+    answer = Answer(response.status_code, _passed_on(response), bytes(body))
     if answer.status >= 500:
         raise EngineFailedError(Cause.STATUS, answer)
     return answer
 
 
-def passed_on(response: httpx.Response) -> dict[str, str]:
+def _passed_on(response: httpx.Response) -> dict[str, str]:
     """Returns the headers that the client is to get as well."""
     return {name: value for name, value in response.headers.items() if name not in _HOP_BY_HOP}
+
+
+def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Returns what engines get of a client's headers; the request is known by one id everywhere."""
+    passed = {name: value for name, value in headers.items() if name not in _NOT_PASSED_ON}
+    return {
+        "x-request-id": uuid.uuid4().hex,
+        **passed,
+        "content-type": "application/json",
+        "accept-encoding": "identity",
+    }

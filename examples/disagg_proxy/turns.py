@@ -22,8 +22,8 @@ class BadRequestError(Exception):
 class Turn:
     """What is to be answered.
 
-    ``body``: as the client sent it, without ``conversation_id`` and ``kv_transfer_params``. ``own``: what of the latter is the client's
-    to say. ``alone``: D serves it without P.
+    ``body``: as it was sent, without ``conversation_id`` and ``kv_transfer_params``. ``own``: what of the latter is the client's.
+    ``alone``: D serves it without P.
     """
 
     body: dict[str, Any]
