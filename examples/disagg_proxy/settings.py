@@ -82,8 +82,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
 
 
 def _url(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(text)
+        is_url = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0 and not parts.query
+    except ValueError:  # the port
+        is_url = False
+    if not is_url:
         raise argparse.ArgumentTypeError(f"{text!r} is not like http://host:port")
     return text.rstrip("/").removesuffix("/v1")
 

@@ -38,9 +38,9 @@ class Watch:
     async def run(self) -> None:
         """Never ends."""
         while True:
+            await self.probe()
             await asyncio.sleep(self._pause_s())
             await self.check()
-            await self.probe()
 
     async def check(self) -> None:
         """Asks whether it is well."""
