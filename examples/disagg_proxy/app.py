@@ -31,6 +31,9 @@ __all__ = ["make_app"]
 READ_TIMEOUT_S = 60.0
 """For a client to send its request."""
 
+_HANG_UP = {"connection": "close"}
+"""On who has not sent all of its body: else the rest would be waited for, however long it is."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -85,7 +88,9 @@ class Completions:
     async def _read(self, receive: Receive, declared: str) -> bytes | None:
         """Returns the body, None if the client went away before its end."""
         limit, body = self._settings.max_body, bytearray()
-        too_large = _RejectedError(Outcome.CLIENT_ERROR, error_answer(413, f"The body has more than {limit} bytes."))
+        too_large = _RejectedError(
+            Outcome.CLIENT_ERROR, error_answer(413, f"The body has more than {limit} bytes.", _HANG_UP)
+        )
         if declared.isdecimal() and int(declared) > limit:
             raise too_large
         try:
@@ -100,7 +105,7 @@ class Completions:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            answer = error_answer(408, "The body did not come in time.")
+            answer = error_answer(408, "The body did not come in time.", _HANG_UP)
             raise _RejectedError(Outcome.CLIENT_ERROR, answer) from None
 
     def _request(self, http: HttpRequest, turn: Turn, begun_at: float) -> Request:

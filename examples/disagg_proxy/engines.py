@@ -112,10 +112,10 @@ class Engines:
         self, instance: Instance, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]
     ) -> AsyncIterator[httpx.Response]:
         """Asks, by GET where there is no ``body``; yields the answer as soon as it begins. To leave early is to hang up."""
-        method = "GET" if body is None else "POST"
-        content = None if body is None else json.dumps(body).encode()
-        instance.outstanding += 1
-        instance.served += 1
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        work = 0 if body is None else 1
+        instance.outstanding += work
+        instance.served += work
         try:
             async with self._client.stream(method, instance.url + path, content=content, headers=headers) as response:
                 yield response
@@ -126,7 +126,7 @@ class Engines:
         except httpx.RequestError as error:
             raise EngineFailedError(Cause.BROKEN) from error
         finally:
-            instance.outstanding -= 1
+            instance.outstanding -= work
 
     async def ask(
         self,

@@ -16,6 +16,7 @@ __all__ = ["Watch"]
 
 HEALTH_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 30.0
+TICK_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Watch:
         self._engines = engines
         self._clock = clock
         self._check_s = check_s
+        self._checked_at = clock()
         self._probe_s = probe_s
         self._hold_as = (
             f"disagg_proxy.probe.{uuid.uuid4().hex}"  # one name: each probe's hold takes the place of the one before
@@ -39,12 +41,13 @@ class Watch:
         """Never ends."""
         while True:
             await self.probe()
-            await asyncio.sleep(self._pause_s())
-            await self.check()
+            await asyncio.sleep(min(TICK_S, self._check_s))
+            if self._is_check_due():
+                await self.check()
 
     async def check(self) -> None:
         """Asks whether it is well."""
-        instance, was_up = self._instance, self._instance.is_up
+        instance, was_up, self._checked_at = self._instance, self._instance.is_up, self._clock()
         try:
             answer = await self._engines.ask(instance, "/health", None, {}, timeout_s=HEALTH_TIMEOUT_S)
             is_well = answer.status == 200
@@ -60,7 +63,7 @@ class Watch:
     async def probe(self) -> None:
         """Learns who a decode engine is, and whether it holds its requests, by having it answer one token."""
         instance = self._instance
-        if instance.role is not Role.DECODE or not instance.is_up or not self._is_due():
+        if instance.role is not Role.DECODE or not instance.is_up or not self._is_probe_due():
             return
         key = os.environ.get("VLLM_API_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -78,14 +81,14 @@ class Watch:
             logger.warning("%s holds nothing (status %d): its streams are not remembered", instance.url, answer.status)
         instance.introduced(engine, self._clock())
 
-    def _is_due(self) -> bool:
+    def _is_probe_due(self) -> bool:
         seen_at = self._instance.engine_seen_at
         return seen_at is None or self._clock() - seen_at >= self._probe_s
 
-    def _pause_s(self) -> float:
-        if self._instance.is_up:
-            return self._check_s
-        return max(0.0, self._instance.retry_at - self._clock())
+    def _is_check_due(self) -> bool:
+        """Whoever is down, since a request found that out perhaps, is looked at as soon as its pause is over."""
+        due_at = self._checked_at + self._check_s if self._instance.is_up else self._instance.retry_at
+        return self._clock() >= due_at
 
 
 def _first_model(listing: dict[str, object]) -> object:

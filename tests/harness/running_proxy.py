@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,9 @@ import uvicorn
 from disagg_proxy.app import make_app
 from disagg_proxy.settings import Settings
 
-__all__ = ["Clock", "RunningProxy", "run_proxy", "until"]
+from .standin_engine import StandinEngine
+
+__all__ = ["Clock", "RunningProxy", "data_of", "run_proxy", "until"]
 
 PATH = "/v1/completions"
 
@@ -51,7 +53,7 @@ class RunningProxy:
     async def metric(self, name: str, **labels: str) -> float:
         """One of its figures; 0 where there is none yet."""
         text = (await self.http.get("/metrics")).text
-        wanted = "".join(f'{label}="{value}",' for label, value in labels.items()).rstrip(",")
+        wanted = "".join(f'{label}="{value}",' for label, value in sorted(labels.items())).rstrip(",")
         start = f"disagg_proxy_{name}{{{wanted}}} " if labels else f"disagg_proxy_{name} "
         return sum(float(line.removeprefix(start)) for line in text.splitlines() if line.startswith(start))
 
@@ -63,11 +65,23 @@ class RunningProxy:
 
         await until(known)
 
+    async def sees(self, engine: StandinEngine, *, up: bool) -> None:
+        """Waits until it has noticed that an engine came or went."""
 
-async def until(condition: Any, timeout_s: float = 20.0) -> None:
+        async def noticed() -> bool:
+            health = await self.health()
+            return up in [seen["up"] for seen in health["prefill"] + health["decode"] if seen["url"] == engine.url]
+
+        await until(noticed)
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
     """Waits for something that is about to happen."""
     async with asyncio.timeout(timeout_s):
-        while not await condition():
+        while True:
+            met = condition()
+            if met if isinstance(met, bool) else await met:
+                return
             await asyncio.sleep(0.01)
 
 
@@ -83,11 +97,7 @@ async def run_proxy(settings: Settings, clock: Clock | None = None) -> AsyncIter
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
-
-        async def started() -> bool:
-            return server.started or serving.done()
-
-        await until(started)
+        await until(lambda: server.started or serving.done())
         async with httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as http:
             yield RunningProxy(url, http, clock)
     finally:

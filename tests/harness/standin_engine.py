@@ -52,6 +52,7 @@ class StandinEngine:
         self.seen: list[Seen] = []
         self.probes: list[Seen] = []
         self.script: deque[Behaviour] = deque()
+        self.probe_script: deque[Behaviour] = deque()
         self.holds: set[str] = set()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
@@ -156,10 +157,12 @@ class StandinEngine:
         if asked.path == "/health":
             await say(writer, self.health, b"")
         elif asked.path == "/v1/models":
-            await say(writer, 200, json.dumps({"object": "list", "data": [{"id": f"model-of-{self.engine_id}"}]}).encode())
+            await say(
+                writer, 200, json.dumps({"object": "list", "data": [{"id": f"model-of-{self.engine_id}"}]}).encode()
+            )
         elif asked.body.get("prompt") == [1]:
             self.probes.append(asked)
-            await behave(self, asked, writer)
+            await (self.probe_script.popleft() if self.probe_script else behave)(self, asked, writer)
         else:
             self.seen.append(asked)
             await (self.script.popleft() if self.script else behave)(self, asked, writer)
@@ -188,7 +191,7 @@ def fail(status: int, message: str = "no") -> Behaviour:
     return behaviour
 
 
-async def hang(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
+async def hang(_: StandinEngine, __: Seen, ___: asyncio.StreamWriter) -> None:
     """Says nothing, until the other side has had enough."""
     await asyncio.Event().wait()
 
@@ -230,7 +233,9 @@ def hold_back(after: int, gate: asyncio.Event) -> Behaviour:
 
 async def say(writer: asyncio.StreamWriter, status: int, body: bytes, content_type: str = "application/json") -> None:
     """Sends a whole answer."""
-    head = f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\nx-engine: yes\r\n\r\n"
+    head = (
+        f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\nx-engine: yes\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     await writer.drain()
 
@@ -240,7 +245,9 @@ def _usage(answered: int) -> dict[str, int]:
 
 
 async def _begin(writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n")
+    writer.write(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
     await writer.drain()
 
 
@@ -263,5 +270,5 @@ async def _read(reader: asyncio.StreamReader) -> Seen | None:
 
 async def _until_end(reader: asyncio.StreamReader) -> None:
     """Waits for the other side to hang up; it sends nothing else before it has its answer."""
-    while not reader.at_eof() and reader.exception() is None:
+    while not reader.at_eof() and reader.exception() is None:  # noqa: ASYNC110 - to read would eat the next request
         await asyncio.sleep(0.005)

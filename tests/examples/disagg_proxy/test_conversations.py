@@ -58,7 +58,11 @@ def test_of_too_many_the_oldest_go() -> None:
     entries.put(C2, HOLD, 1.0)
     entries.put(C1, LATER, 2.0)
     entries.put(C3, HOLD, 3.0)
-    assert [entries.take(conversation, 4.0).reuse for conversation in (C1, C2, C3)] == [Reuse.HIT, Reuse.MISS, Reuse.HIT]
+    assert [entries.take(conversation, 4.0).reuse for conversation in (C1, C2, C3)] == [
+        Reuse.HIT,
+        Reuse.MISS,
+        Reuse.HIT,
+    ]
 
 
 def test_of_too_large_ones_the_oldest_go() -> None:
@@ -102,7 +106,8 @@ def test_what_is_taken_is_the_takers() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["put", "take", "evict"]), st.sampled_from([C1, C2, C3]), st.floats(0, 8)), max_size=60
+        st.tuples(st.sampled_from(["put", "take", "evict"]), st.sampled_from([C1, C2, C3]), st.floats(0, 8)),
+        max_size=60,
     )
 )
 def test_any_life_is_that_of_a_plain_dictionary(steps: list[tuple[str, Conversation, float]]) -> None:

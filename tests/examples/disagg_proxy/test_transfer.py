@@ -113,7 +113,9 @@ def test_what_is_worth_keeping(change: dict[str, Any], usable: bool) -> None:  #
     assert is_usable({**HELD, **change}) is usable
 
 
-@pytest.mark.parametrize("params", [None, "text", [], {}, {"remote_engine_id": 7, "remote_host": "h", "remote_port": 1}])
+@pytest.mark.parametrize(
+    "params", [None, "text", [], {}, {"remote_engine_id": 7, "remote_host": "h", "remote_port": 1}]
+)
 def test_who_does_not_say_who_it_is(params: object) -> None:
     """Nothing is made up."""
     assert DecodeEngine.parse(params) is None
