@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Callable
 
-from .engines import EngineFailedError, Engines
+from .engines import EngineFailedError, Engines, engine_headers
 from .fleet import Instance, Role
 from .transfer import DecodeEngine, for_engine, hold_only
 
@@ -66,7 +66,7 @@ class Watch:
         if instance.role is not Role.DECODE or not instance.is_up or not self._is_probe_due():
             return
         key = os.environ.get("VLLM_API_KEY")
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = engine_headers({"authorization": f"Bearer {key}"} if key else {})
         try:
             models = await self._engines.ask(instance, "/v1/models", None, headers, timeout_s=PROBE_TIMEOUT_S)
             body = {"model": _first_model(models.parsed()), "prompt": [1], "max_tokens": 1}
