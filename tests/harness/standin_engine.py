@@ -160,6 +160,8 @@ class StandinEngine:
             await say(
                 writer, 200, json.dumps({"object": "list", "data": [{"id": f"model-of-{self.engine_id}"}]}).encode()
             )
+        elif asked.headers.get("content-type") != "application/json":  # vLLM insists
+            await fail(415)(self, asked, writer)
         elif asked.body.get("prompt") == [1]:
             self.probes.append(asked)
             await (self.probe_script.popleft() if self.probe_script else behave)(self, asked, writer)
