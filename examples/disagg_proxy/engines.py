@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
@@ -101,6 +102,7 @@ class Engines:
             timeout=httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
             trust_env=False,  # engines are not behind the proxy of whoever started this
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # what one client is given is not for the next
         )
 
     async def close(self) -> None:
@@ -164,7 +166,7 @@ def _passed_on(response: httpx.Response) -> dict[str, str]:
 
 def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Returns what engines get of a client's headers; the request is known by one id everywhere."""
-    passed = {name: value for name, value in headers.items() if name not in _NOT_PASSED_ON}
+    passed = {name: value for name, value in headers.items() if name not in _NOT_PASSED_ON and value.isascii()}
     return {
         "x-request-id": uuid.uuid4().hex,
         **passed,

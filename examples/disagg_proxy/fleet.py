@@ -48,7 +48,7 @@ class Instance:
         self.is_up = False
         self.failures += 1
         self.retry_at = now + min(MAX_PAUSE_S, 2.0 ** min(self.failures - 1, 10))
-        self.engine_seen_at = None  # it may come back as somebody else
+        self.engine = self.engine_seen_at = None  # it may come back as somebody else
 
     def is_healthy(self) -> None:
         """It says that it is well. Only an answered request ends the doubts: it may hang and say so."""

@@ -39,7 +39,7 @@ class Reply:
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Sends the head."""
         self.has_begun = True
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def more(self, chunk: bytes) -> None:

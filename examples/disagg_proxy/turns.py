@@ -44,12 +44,14 @@ class Turn:
             raise BadRequestError("The body must be a JSON object.")
         conversation_id = _conversation_id(body.pop("conversation_id", None))
         own = own_params(body.pop("kv_transfer_params", None))
-        options = body.get("stream_options")
+        options, stream = body.get("stream_options"), body.get("stream")
+        if not isinstance(stream, bool | None):  # engines would take 1 and "true" for it
+            raise BadRequestError("stream must be true or false.")
         return cls(
             body,
             own,
             conversation_id,
-            stream=body.get("stream") is True,
+            stream=bool(stream),
             wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
             alone=not _is_one_answer(body) or _wants_whole_prompt(body),
         )

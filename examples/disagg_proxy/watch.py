@@ -14,7 +14,7 @@ from .transfer import DecodeEngine, for_engine, hold_only
 
 __all__ = ["Watch"]
 
-HEALTH_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 30.0
 TICK_S = 1.0
 
@@ -40,10 +40,13 @@ class Watch:
     async def run(self) -> None:
         """Never ends."""
         while True:
-            await self.probe()
+            try:
+                await self.probe()
+                if self._is_check_due():
+                    await self.check()
+            except Exception:
+                logger.exception("looking at %s went wrong", self._instance.url)
             await asyncio.sleep(min(TICK_S, self._check_s))
-            if self._is_check_due():
-                await self.check()
 
     async def check(self) -> None:
         """Asks whether it is well."""

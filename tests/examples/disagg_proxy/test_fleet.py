@@ -87,9 +87,9 @@ def test_failures_in_a_row_are_answered_with_patience() -> None:
 
 
 def test_who_was_down_may_be_somebody_else() -> None:
-    """After a failure an engine is asked again who it is; what it held until then has its old name."""
+    """After a failure an engine is asked again who it is, and nothing is said in its name before."""
     instance = _fleet(1).instances[0]
     instance.introduced(DecodeEngine("d0", "h", 1, 1), 5.0)
     assert instance.engine_seen_at == 5.0
     instance.failed(6.0)
-    assert instance.engine_seen_at is None
+    assert (instance.engine, instance.engine_seen_at) == (None, None)

@@ -44,6 +44,15 @@ def test_what_is_no_object_is_refused(raw: bytes) -> None:
         Turn.parse(raw)
 
 
+@pytest.mark.parametrize("given", [1, 0, "true", []])
+def test_whether_to_stream_is_said_plainly(given: object) -> None:
+    """Engines are lenient here: the proxy would read as one answer what comes as a stream."""
+    with pytest.raises(BadRequestError, match="stream"):
+        _turn(stream=given)
+    assert not _turn(stream=None).stream
+    assert _turn(stream=True).stream
+
+
 def test_prefill_is_one_token_and_no_stream() -> None:
     """B2.23 Stream off, `max_tokens` 1, without `max_completion_tokens`, `min_tokens`, `stream_options`; the rest as it was."""
     turn = _turn(

@@ -247,6 +247,22 @@ async def test_one_id_for_a_request_everywhere(site: Site) -> None:
     assert ids[0][1] == "mine"
 
 
+async def test_odd_headers_do_no_harm(site: Site) -> None:
+    """What is no ASCII is not for engines; cookies of a balancer before them are for nobody."""
+
+    async def with_cookie(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
+        await say(writer, 200, b"{}", "application/json\r\nset-cookie: user=one")
+
+    async with site.proxy() as proxy:
+        site.decode[0].script.append(with_cookie)
+        await proxy.turn()
+        body = {"prompt": "x"}
+        answer = await proxy.http.post(PATH, json=body, headers=[(b"x-odd", "é".encode()), (b"x-even", b"e")])
+        assert answer.status_code == 200
+    headers = site.decode[0].seen[1].headers
+    assert (headers.get("x-odd"), headers["x-even"], headers.get("cookie")) == (None, "e", None)
+
+
 async def test_several_answers_are_ds_alone(site: Site) -> None:
     """A hold is of one request: P is not asked, nothing is held, and the conversation's entry stays for a turn that can use it."""
     async with site.proxy() as proxy:
