@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import uuid
 from collections.abc import Callable
@@ -32,10 +33,10 @@ class Watch:
         self._clock = clock
         self._check_s = check_s
         self._checked_at = clock()
+        self._probed_at = -math.inf
         self._probe_s = probe_s
-        self._hold_as = (
-            f"disagg_proxy.probe.{uuid.uuid4().hex}"  # one name: each probe's hold takes the place of the one before
-        )
+        # One name for all, so that each probe's hold takes the place of the one before.
+        self._hold_as = f"disagg_proxy.probe.{uuid.uuid4().hex}"
 
     async def run(self) -> None:
         """Never ends."""
@@ -68,6 +69,7 @@ class Watch:
         instance = self._instance
         if instance.role is not Role.DECODE or not instance.is_up or not self._is_probe_due():
             return
+        self._probed_at = self._clock()
         key = os.environ.get("VLLM_API_KEY")
         headers = engine_headers({"authorization": f"Bearer {key}"} if key else {})
         try:
@@ -85,8 +87,8 @@ class Watch:
         instance.introduced(engine, self._clock())
 
     def _is_probe_due(self) -> bool:
-        seen_at = self._instance.engine_seen_at
-        return seen_at is None or self._clock() - seen_at >= self._probe_s
+        seen_at, now = self._instance.engine_seen_at, self._clock()
+        return (seen_at is None or now - seen_at >= self._probe_s) and now - self._probed_at >= self._check_s
 
     def _is_check_due(self) -> bool:
         """Whoever is down, since a request found that out perhaps, is looked at as soon as its pause is over."""
