@@ -27,6 +27,8 @@ from harness.standin_engine import (
 )
 
 TEXT = "".join(ANSWER)
+PATIENCE_S = 2.0
+"""For an engine that hangs: what does not must answer within it, on a busy machine too."""
 
 
 async def nonsense(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
@@ -68,7 +70,7 @@ def _other(engines: list[StandinEngine], engine: StandinEngine) -> StandinEngine
 )
 async def test_another_p_does_it(site: Site, behaviour: Behaviour, cause: str, *, stays_up: bool) -> None:
     """P fails, hangs or talks nonsense: another P is asked the same, the hold included."""
-    settings = replace(site.settings(prefills=2), prefill_timeout=0.5, check_interval=60.0)
+    settings = replace(site.settings(prefills=2), prefill_timeout=PATIENCE_S, check_interval=60.0)
     async with site.proxy(settings) as proxy:
         home = await _home(proxy, site.prefill)
         other = _other(site.prefill, home)
@@ -180,7 +182,7 @@ async def test_what_p_refuses_is_refused(site: Site, status: int) -> None:
 )
 async def test_another_d_does_it(site: Site, behaviour: Behaviour, cause: str, *, stream: bool) -> None:
     """D fails before its first byte: another D gets the same of P's blocks, and a name of its own for its hold."""
-    settings = replace(site.settings(decodes=2), decode_timeout=0.5, check_interval=60.0)
+    settings = replace(site.settings(decodes=2), decode_timeout=PATIENCE_S, check_interval=60.0)
     async with site.proxy(settings) as proxy:
         home = await _home(proxy, site.decode)
         other = _other(site.decode, home)
@@ -219,21 +221,26 @@ async def test_what_d_refuses_is_refused(site: Site, *, stream: bool) -> None:
 
 
 async def test_the_last_error_is_told(site: Site) -> None:
-    """Every D fails: what the last one said of it; 504 if it said nothing in time, 502 if nobody was there."""
-    async with site.proxy(replace(site.settings(decodes=2), decode_timeout=0.3)) as proxy:
-        for behaviour in (fail(500, "dead"), hang):
-            for engine in site.decode:
-                engine.script.append(behaviour)
+    """Every D fails: what the last one said of it; 502 if nobody was there."""
+    async with site.proxy(site.settings(decodes=2)) as proxy:
+        for engine in site.decode:
+            engine.script.append(fail(500, "dead"))
         said = await proxy.turn()
         assert (said.status_code, said.json()["error"]["message"]) == (500, "dead")
-        assert (await proxy.turn()).status_code == 504
         for engine in site.decode:
             await engine.stop()
         gone = await proxy.turn(stream=True)
         assert (gone.status_code, gone.json()["error"]["type"]) == (502, "server_error")
-        assert await proxy.metric("requests_total", outcome="engine_error", route=PATH) == 3
+        assert await proxy.metric("requests_total", outcome="engine_error", route=PATH) == 2
         for engine in site.decode:
             await engine.start()
+
+
+async def test_silence_is_told_as_such(site: Site) -> None:
+    """504 where D said nothing in time, and there is no other."""
+    async with site.proxy(replace(site.settings(), decode_timeout=PATIENCE_S)) as proxy:
+        site.decode[0].script.append(hang)
+        assert (await proxy.turn()).status_code == 504
 
 
 async def test_an_error_event_of_every_d_is_passed_on(site: Site) -> None:
@@ -262,7 +269,7 @@ async def test_d_dies_in_the_middle(site: Site) -> None:
 
 async def test_d_stalls_in_the_middle(site: Site) -> None:
     """Silence for longer than `--decode-timeout` is the same, and D is hung up on."""
-    async with site.proxy(replace(site.settings(), decode_timeout=0.3)) as proxy:
+    async with site.proxy(replace(site.settings(), decode_timeout=PATIENCE_S)) as proxy:
         site.decode[0].script.append(hold_back(2, asyncio.Event()))
         answer = await proxy.turn(stream=True)
         assert data_of(answer.text)[-1]["error"]["code"] == 502
