@@ -43,10 +43,17 @@ class Pull(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What a request's end comes to: the parameters to answer with, and blocks to be stored under names of the hold's."""
+    """What a request's end comes to: the parameters to answer with, and the blocks to be stored under the names given here.
+
+    That is all that is held, so that who pulls it waits for nothing that was left out. But for states: which block has one, and
+    from where, is known only to who stores them as the request runs.
+
+    ``drop_saves``: nothing more of it is to be stored at all (B2.16), or can be: its blocks may hold anything.
+    """
 
     params: dict[str, Any] | None = None
-    tail: Collection[FreeBlock] = ()
+    blocks: Collection[FreeBlock] = ()
+    drop_saves: bool = False
 
 
 class HandoffCore:
@@ -75,16 +82,17 @@ class HandoffCore:
         """Whether the engine must keep stepping for pulls to be sent or reported."""
         return bool(self._pulls) or any(state.transfer is Transfer.PULLING for state in self._requests.values())
 
-    def arrived(self, request: HandoffRequest) -> None:
-        """A request is new. What it is to pull gets its first heartbeat with the next step."""
+    def arrived(self, request: HandoffRequest) -> bool:
+        """A request is new; returns whether it may pull something. That gets its first heartbeat with the next step."""
         params = TransferParams.parse(request.kv_transfer_params)
         if params is None:
-            return
+            return False
         wanted = may_pull(params, self._options) and (params.do_remote_prefill or params.has_blocks)
         transfer = Transfer.WANTED if wanted else Transfer.NONE
         self._requests[request.request_id] = HandoffState(request, params, transfer)
         if wanted:
             self._beat_at = 0.0
+        return wanted
 
     def match(self, request_id: str, computed_tokens: int, now: float, wall_time: float) -> int | None:
         """How many tokens after ``computed_tokens`` can be pulled; None while that is not known: ask again in the next step.
@@ -98,6 +106,7 @@ class HandoffCore:
             return 0
         claim = self._claim(state, computed_tokens, now)
         if claim is None:
+            self._let_go(state)
             return 0
         if not claim.answered:
             if now < claim.deadline:
@@ -134,7 +143,7 @@ class HandoffCore:
         if state is None:
             return
         params = state.params
-        state.in_batch = params.do_remote_decode or (params.do_remote_prefill and self._options.bidirectional_kv_xfer)
+        state.in_batch = state.engine.may_hold and self._options.hands_on(params)
         if state.transfer in (Transfer.WANTED, Transfer.CLAIMED):
             if params.remote is None:
                 self._server.warn(
@@ -169,25 +178,28 @@ class HandoffCore:
     def finished(
         self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: Reason, wall_time: float
     ) -> Finished:
-        """The request has ended, in whatever way, and its blocks may be freed but for ``Finished.tail``, until that is stored."""
+        """The request has ended, in whatever way; its blocks may be freed but for ``Finished.blocks``, until these are stored."""
         state = self._requests.pop(request_id, None)
         if state is None:
             return Finished()
         if state.transfer is Transfer.PULLING:
             state.ended = True
             self._requests[request_id] = state
-        elif state.transfer in (Transfer.WANTED, Transfer.CLAIMED):
+            return Finished(drop_saves=True)
+        if state.transfer in (Transfer.WANTED, Transfer.CLAIMED):
             self._let_go(state)
             if not state.in_batch:
                 return Finished()  # it was never scheduled (B2.14)
-        if not state.in_batch or not reason.is_normal or state.ended:
-            return Finished()
+        if not state.in_batch or not reason.is_normal:
+            return Finished(drop_saves=state.in_batch)
         return self._hold(state, tables, confirmed_tokens, wall_time)
 
     # ---- details
 
     def _is_wanted(self, state: HandoffState, computed_tokens: int, wall_time: float) -> bool:
         params, options, request = state.params, self._options, state.engine
+        if not request.may_pull:
+            return False
         if is_expired(params, wall_time):
             self._server.debug(f"{request.request_id}: the time of {_name(params.remote)} is over; computed instead")
             return False
@@ -249,19 +261,26 @@ class HandoffCore:
         hold_for = options.kv_lease_duration if prefilled else options.decoder_kv_blocks_ttl
         if holding.keys:
             direction = Direction.PREFILL_TO_DECODE if prefilled else Direction.DECODE_TO_PREFILL
-            name = state.engine.server_name
             self._server.publish(
-                Publication(name, direction, holding.keys, holding.flat_positions, holding.num_tokens, hold_for)
+                Publication(
+                    state.engine.hold_name,
+                    direction,
+                    holding.keys,
+                    holding.flat_positions,
+                    holding.num_tokens,
+                    hold_for,
+                )
             )
         params = returned_params(
             holding.positions,
-            RemoteRequest(us.engine_id, state.engine.server_name, us.host, us.port),
+            RemoteRequest(us.engine_id, state.engine.hold_name, us.host, us.port),
             prefilled=prefilled,
             num_tokens=holding.num_tokens,
             tp_size=us.tp_size,
             expiry_time=wall_time + hold_for if holding.keys and not prefilled else None,
         )
-        return Finished(params, holding.tail)
+        states = {group.index for group in self._geometry.groups if group.is_state}
+        return Finished(params, [block for block in holding.blocks if block.group_index not in states])
 
 
 def _name(remote: RemoteRequest | None) -> str:

@@ -78,8 +78,8 @@ class HandoffRequest(Protocol):
         ...
 
     @property
-    def server_name(self) -> str:
-        """How the server knows it; what peers are told."""
+    def hold_name(self) -> str:
+        """What its hold is to be called; peers are told."""
         ...
 
     @property
@@ -90,6 +90,16 @@ class HandoffRequest(Protocol):
     @property
     def kv_transfer_params(self) -> object:
         """What the caller gave; never changed by the core."""
+        ...
+
+    @property
+    def may_pull(self) -> bool:
+        """Whether it may use what others have computed."""
+        ...
+
+    @property
+    def may_hold(self) -> bool:
+        """Whether its blocks may be stored."""
         ...
 
     def final_blocks(self, group: CacheGroup) -> int:

@@ -14,17 +14,21 @@ __all__ = ["Holding", "hold_blocks"]
 class Holding:
     """The blocks of a request that another engine needs to go on from ``num_tokens``.
 
-    ``positions``: per group. ``tail``: the blocks that have no content hash, which nobody has offered to the server yet.
+    ``positions``: per group. ``blocks``: all of them, each with the name under which it is held.
     """
 
     num_tokens: int
-    keys: list[bytes] = field(default_factory=list)
     positions: list[list[int]] = field(default_factory=list)
-    tail: list[FreeBlock] = field(default_factory=list)
+    blocks: list[FreeBlock] = field(default_factory=list)
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Of all blocks, in their order."""
+        return [block.key for block in self.blocks if block.key is not None]
 
     @property
     def flat_positions(self) -> list[int]:
-        """Of all keys, in their order."""
+        """Of all blocks, in their order."""
         return [position for group in self.positions for position in group]
 
 
@@ -48,12 +52,11 @@ def hold_blocks(
                 return Holding(0, positions=[[] for _ in geometry.groups])
             is_full = (position + 1) * group.block_tokens <= num_tokens
             if is_full and position < request.final_blocks(group):
-                holding.keys.append(request.key(group, position))
-                continue
-            key = request.hold_key(engine_id, request.server_name, group, position, num_tokens)
+                key: bytes | None = request.key(group, position)
+            else:
+                key = request.hold_key(engine_id, request.hold_name, group, position, num_tokens)
             if key is None:
                 return Holding(0, positions=[[] for _ in geometry.groups])
-            holding.keys.append(key)
-            holding.tail.append(FreeBlock(table[position], group.index, key))
+            holding.blocks.append(FreeBlock(table[position], group.index, key))
         holding.positions.append(list(positions))
     return holding

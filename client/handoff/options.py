@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .params import TransferParams
+
 __all__ = ["EXPIRY_MARGIN_S", "HandoffOptions"]
 
 EXPIRY_MARGIN_S = 5.0
@@ -28,6 +30,12 @@ class HandoffOptions:
     decoder_kv_blocks_ttl: float = 480.0
     claim_timeout_s: float = 5.0
     claim_lifetime_s: float = 10.0
+
+    def hands_on(self, params: TransferParams | None) -> bool:
+        """Whether a request with these parameters is held at its end, for the engine that goes on with it (B2.8)."""
+        if params is None:
+            return False
+        return params.do_remote_decode or (params.do_remote_prefill and self.bidirectional_kv_xfer)
 
     @property
     def heartbeat_s(self) -> float:

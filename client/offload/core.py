@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from .engine import BlockPool, EngineRequest, LookupId, Server
+from .engine import BlockPool, EngineRequest, FreeBlock, LookupId, Server
 from .groups import BlockTables, CacheGeometry
 from .hits import Found
 from .lazy import LazyWalk
@@ -70,13 +70,16 @@ class OffloadCore:
 
     # ---- loads
 
-    def arrived(self, request: EngineRequest, engine_tokens: int, now: float) -> bool:
+    def arrived(self, request: EngineRequest, engine_tokens: int | None, now: float) -> bool:
         """A request is new: begin to look up what comes after the ``engine_tokens`` that the engine probably has itself.
 
-        Guessing too little costs a few keys, too much a second lookup. Returns whether a lookup was begun.
+        Guessing too little costs a few keys, too much a second lookup; None is for later, when it is matched. Returns whether a
+        lookup was begun.
         """
         state = self._requests[request.request_id] = OffloadRequest(request)
-        return self._may_look_up(state) and self._loads.begin(state, engine_tokens, now) is not None
+        if engine_tokens is None or not self._may_look_up(state):
+            return False
+        return self._loads.begin(state, engine_tokens, now) is not None
 
     def match(self, request_id: str, computed_tokens: int, now: float) -> int | None:
         """How many tokens after ``computed_tokens`` can be loaded; None while that is not known: ask again in the next step.
@@ -175,8 +178,19 @@ class OffloadCore:
             if state is not None and state.phase is Phase.RUNNING and request_id not in self._restarted:
                 self._restart(state)
 
-    def finished(self, request_id: str, tables: BlockTables, confirmed_tokens: int, now: float) -> None:
-        """The request has ended, in whatever way, and its blocks may be freed: offer what its last step filled (B4.14)."""
+    def finished(
+        self,
+        request_id: str,
+        tables: BlockTables,
+        confirmed_tokens: int,
+        now: float,
+        held: Collection[FreeBlock] = (),
+    ) -> None:
+        """The request has ended, in whatever way, and its blocks may be freed: offer what its last step filled (B4.14).
+
+        ``held`` are blocks that somebody waits for: those that were not stored, and are not being stored, are stored now, under the
+        names given here.
+        """
         state = self._requests.get(request_id)
         if state is None:
             return
@@ -189,6 +203,8 @@ class OffloadCore:
             if confirmed_tokens > 0 and self._reset is _Reset.NONE and self._stores_eagerly(state):
                 job = self._saves.plan(state.engine, state.progress, confirmed_tokens, lambda: tables, now, last=True)
                 self._add_save(state, job)
+            if held and self._reset is _Reset.NONE:
+                self._store_held(held, state.progress.offered(tables))
         finally:
             self._end(state)
 
@@ -252,6 +268,11 @@ class OffloadCore:
     def _stores_eagerly(self, state: OffloadRequest) -> bool:
         """Lazy mode is about when ordinary requests are stored: who is to read a whole request's blocks will not wait for that."""
         return state.engine.may_save and (self._walk is None or state.engine.whole)
+
+    def _store_held(self, blocks: Collection[FreeBlock], offered: Collection[int]) -> None:
+        job = self._saves.plan_named([block for block in blocks if block.block_id not in offered])
+        if job is not None:
+            self._plan.saves.append(job)
 
     def _store_anew(self) -> None:
         for state in self._requests.values():

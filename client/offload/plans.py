@@ -9,12 +9,16 @@ __all__ = ["BlockRead", "LoadJob", "SaveJob", "StepPlan"]
 
 @dataclass
 class BlockRead:
-    """Blocks of one lease to load: key ``indices[i]`` of the lease goes into engine block ``block_ids[i]`` of ``groups[i]``."""
+    """Blocks of one lease to load: key ``indices[i]`` of the lease goes into engine block ``block_ids[i]`` of ``groups[i]``.
+
+    ``endpoint``: the server that has granted the lease; empty for the engine's own.
+    """
 
     lease_id: int
     indices: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    endpoint: str = ""
 
 
 @dataclass

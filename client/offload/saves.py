@@ -58,6 +58,15 @@ class SaveProgress:
         """The first position that was not looked at."""
         return self.next_position.get(group_index, 0)
 
+    def offered(self, tables: BlockTables) -> set[int]:
+        """Returns the blocks that were offered, and stored as far as is known, or that came from the server."""
+        return {
+            table[position]
+            for index, table in enumerate(tables)
+            for position in range(min(self.cursor(index), len(table)))
+            if position not in self.missed.get(index, ())
+        }
+
     def miss(self, group_index: int, position: int, now: float) -> None:
         """Note that a block was not stored; one that the cursor has yet to reach (again) needs no note."""
         if position >= self.cursor(group_index):
@@ -201,12 +210,11 @@ class SavePlanner:
 
     def plan_free(self, blocks: Sequence[FreeBlock]) -> SaveJob | None:
         """The job for blocks that no request uses (lazy mode)."""
-        job = SaveJob(self._next_job_id, "")
-        for block in blocks:
-            if block.key is not None:
-                self._in_flight[block.block_id] = []
-                _add(job, block.key, block.group_index, block.block_id)
-        return self._hold(job, were_free=True)
+        return self._hold(self._named(blocks), were_free=True)
+
+    def plan_named(self, blocks: Collection[FreeBlock]) -> SaveJob | None:
+        """The job for blocks that somebody else has named."""
+        return self._hold(self._named(blocks))
 
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
         """These are given to the workers now: from now on their reports are waited for."""
@@ -296,6 +304,14 @@ class SavePlanner:
         """Whether a block has the state at its end, and not that of some other place where a step ended."""
         end = (position + 1) * group.block_tokens
         return end in progress.ends or self._pool.known_as(block_id) == request.key(group, position)
+
+    def _named(self, blocks: Collection[FreeBlock]) -> SaveJob:
+        job = SaveJob(self._next_job_id, "")
+        for block in blocks:
+            if block.key is not None:
+                self._in_flight.setdefault(block.block_id, [])
+                _add(job, block.key, block.group_index, block.block_id)
+        return job
 
     def _hold(self, job: SaveJob, *, were_free: bool = False) -> SaveJob | None:
         if not job.block_ids:

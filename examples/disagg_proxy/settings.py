@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from urllib.parse import urlsplit
 
 from .fleet import Instance, Role
@@ -26,7 +26,7 @@ class Settings:
     """Times in seconds. README.md says what each is."""
 
     prefill: tuple[str, ...] = ()
-    decode: tuple[Decode, ...] = field(default=())
+    decode: tuple[Decode, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     prefill_timeout: float = 120.0
@@ -53,14 +53,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
         prog="disagg_proxy",
         description="One OpenAI address for engines that prefill and engines that decode, with kvtier between them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
-    add("--prefill", action="append", type=_url, metavar="URL", help="an engine that prefills; once for each")
+    hidden = argparse.SUPPRESS
+    add(
+        "--prefill",
+        action="append",
+        type=_url,
+        default=hidden,
+        metavar="URL",
+        help="an engine that prefills; once for each",
+    )
     add(
         "--decode",
         action="append",
         type=_decode,
+        default=hidden,
         required=True,
         metavar="URL[,kvtier=ADDRESS]",
         help="an engine that decodes, and how others reach its kvtier server; once for each",
@@ -75,10 +83,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     add("--max-body", type=_count, metavar="BYTES", help="of a request")
     add("--check-interval", type=_positive, metavar="SECONDS", help="between two looks at an engine's health")
     add("--probe-interval", type=_positive, metavar="SECONDS", help="between two probes of what a decode engine holds")
+    lists = ("prefill", "decode")
+    parser.set_defaults(**{setting.name: setting.default for setting in fields(Settings) if setting.name not in lists})
     given = vars(parser.parse_args(arguments))
-    for name in ("prefill", "decode"):
-        given[name] = tuple(given.get(name, ()))
-    return Settings(**given)
+    return Settings(**given | {name: tuple(given.get(name, ())) for name in lists})
 
 
 def _url(text: str) -> str:

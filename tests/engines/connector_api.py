@@ -79,7 +79,8 @@ IMPORTS: dict[str, str] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     "vllm.logger": "init_logger",
     "vllm.platforms": "current_platform",
-    "vllm.v1.core.kv_cache_utils": "get_block_hash get_group_id maybe_convert_block_hash resolve_block_hashes "
+    "vllm.v1.core.kv_cache_utils": "generate_block_hash_extra_keys get_block_hash get_group_id "
+    "maybe_convert_block_hash resolve_block_hashes "
     "resolve_dcp_kv_block_size resolve_kv_cache_block_sizes",
     "vllm.v1.core.sched.output": "KVConnectorBlockState",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig MambaSpec MLAAttentionSpec SlidingWindowSpec "

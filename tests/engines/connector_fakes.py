@@ -11,8 +11,10 @@ from typing import Any
 from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
+from kvtier.client.engines.vllm.peers import Peers
 from kvtier.client.engines.vllm.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.stats import Tally
+from kvtier.client.handoff import Identity
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "FakeClient",
     "FakePool",
     "FakeTransfers",
+    "alone",
     "make_request",
     "make_step",
     "scheduler_side",
@@ -61,6 +64,7 @@ def make_request(count: int, request_id: str = "r", **fields: Any) -> Any:
         "num_computed_tokens": 0,
         "num_output_placeholders": 0,
         "kv_transfer_params": None,
+        "status": SimpleNamespace(name="FINISHED_STOPPED"),
         "lora_request": None,
         "skip_reading_prefix_cache": False,
         **fields,
@@ -86,6 +90,11 @@ def make_step(tables: dict[str, list[list[int]]], **scheduled: int) -> Any:
     )
 
 
+def alone(client: Any) -> dict[str, Any]:
+    """Returns who an engine is that has no peers."""
+    return {"identity": Identity("us", "unix:/ours", 0, 1), "peers": Peers(client, [("unix:/ours", 0)])}
+
+
 @contextlib.contextmanager
 def scheduler_side(
     client: FakeClient, world_size: int = 1, *, may_load: bool = True, tally: Tally | None = None, events: bool = False
@@ -103,6 +112,7 @@ def scheduler_side(
         log=LimitedLog(),
         tally=tally,
         publish_events=events,
+        **alone(client),
     )
     side.bind_pool(pool)
     yield side, pool

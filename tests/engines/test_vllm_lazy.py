@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_fakes import FULL, FakeClient, make_step
+from connector_fakes import FULL, FakeClient, alone, make_step
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
@@ -29,8 +29,9 @@ def _cached(pool: BlockPool, count: int, first: int = 0, tokens: int | None = No
 
 
 def _side(pool: BlockPool, *, batched_tokens: int = 8, held: float = 0.5) -> SchedulerSide:
+    client: Any = FakeClient()
     side = SchedulerSide(
-        FakeClient(),  # type: ignore[arg-type]
+        client,
         CacheGeometry((FULL,), 4, 4),
         "ns",
         ConnectorConfig(lazy_offload=True, max_held_fraction=held),
@@ -39,6 +40,7 @@ def _side(pool: BlockPool, *, batched_tokens: int = 8, held: float = 0.5) -> Sch
         may_save=True,
         log=LimitedLog(),
         batched_tokens=batched_tokens,
+        **alone(client),
     )
     side.bind_pool(pool)
     return side

@@ -197,6 +197,10 @@ def test_every_count_has_a_metric() -> None:
     counted = {"lookup_seconds", "load_seconds", "save_seconds", "load_bytes", "save_bytes"}
     counted |= {f"lookups:{outcome}" for outcome in ("hit", "partial", "miss", "timeout", "unavailable")}
     counted |= {"load_blocks:loaded", "load_blocks:failed", "save_blocks:stored", "save_blocks:not_stored"}
+    # See test_vllm_handoffs.
+    counted |= {f"claims:{outcome}" for outcome in ("granted", "empty", "gone", "unavailable")}
+    counted |= {f"publications:{outcome}" for outcome in ("published", "no_room", "too_many")}
+    counted |= {"pull_tokens", "pull_blocks:pulled", "pull_blocks:failed"}
     series = {
         f"{name}:{outcome}" if outcome else name for name, of in METRICS.items() for outcome in of.outcomes or ("",)
     }

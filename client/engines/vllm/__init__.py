@@ -6,7 +6,8 @@
 
 Where things are: ``connector`` is what vLLM makes, ``scheduler_hooks`` and ``worker_hooks`` are what it calls there
 (``containment``: none of it raises); ``scheduler`` translates for ``client/offload``, which decides (``requests`` is what it sees
-of vLLM, ``remote`` how it reaches the server, with ``lookup``, ``calls`` and ``resets``); ``worker`` copies (with ``layout``,
+of vLLM, ``remote`` how it reaches the server, with ``lookup``, ``calls`` and ``resets``); ``handoffs`` translates for
+``client/handoff`` (with ``holds``, and ``peers``: the servers of other hosts); ``worker`` copies (with ``layout``,
 ``copies``, ``reports``, ``sleep``); ``groups`` and ``namespace`` say what an engine's blocks are; ``metadata`` travels between the
 two. ``stats`` and ``metrics`` are what vLLM publishes of it, ``events`` what it tells of single blocks. ``compat`` and ``versions``
 know which vLLM this is.
@@ -15,6 +16,9 @@ An engine's settings are in ``config``, a request's in ``settings``. By default 
 ``lazy_offload`` when the engine is about to evict it: fewer copies, but what an engine still holds is lost with it, and no other
 engine finds it; and of windows and states only those are stored that vLLM itself keeps a name for, so that hits of a hybrid model
 end where earlier prompts and answers did.
+
+Requests that engines hand to each other (prefill and decode) need no other connector and no role: ``kv_transfer_params`` says of
+each request what is to become of it, ``bidirectional_kv_xfer`` whether decode engines hand on as well. See ``docs/operations.md``.
 
 Limits, of which vLLM gives a connector no way around:
 

@@ -39,6 +39,7 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.logger import init_logger
     from vllm.v1.core.kv_cache_utils import (
+        generate_block_hash_extra_keys,
         get_block_hash,
         get_group_id,
         maybe_convert_block_hash,
@@ -86,6 +87,7 @@ __all__ = [
     "SlidingWindowSpec",
     "SupportsHMA",
     "UniformTypeKVCacheSpecs",
+    "generate_block_hash_extra_keys",
     "get_block_hash",
     "get_group_id",
     "group_kernel_blocks",

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, get_args
+
+from ....protos.endpoint import EndpointError, parse_endpoint
+from ...handoff import HandoffOptions
 
 __all__ = ["ConnectorConfig", "ServerConfig"]
 
 Transport = Literal["auto", "shm", "grpc"]
+
+_MAX_TOKENS = 1 << 31
+_MAX_HOLD_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -67,17 +73,58 @@ class ConnectorConfig(ServerConfig):
 
     ``max_held_fraction``: the share of the engine's KV blocks that saves in flight may hold back from reuse.
     ``lazy_offload``: store blocks when the engine is about to evict them, not when they are full.
+
+    For requests that engines hand to each other (``kv_transfer_params``, see ``HandoffOptions``):
+    ``kv_recompute_threshold``, ``bidirectional_kv_xfer``, ``kv_lease_duration``, ``decoder_kv_blocks_ttl``, ``claim_timeout_s``.
+    ``advertise``: under which address (``host:port``) engines of other hosts reach this engine's server; by default ``endpoint``.
+    ``peers``: the servers of other hosts that blocks may be pulled from; parameters that name another one pull nothing.
     """
 
     max_held_fraction: float = 0.5
     lazy_offload: bool = False
+    kv_recompute_threshold: int = 64
+    bidirectional_kv_xfer: bool = False
+    kv_lease_duration: float = 30.0
+    decoder_kv_blocks_ttl: float = 480.0
+    claim_timeout_s: float = 5.0
+    advertise: str | None = None
+    peers: Sequence[str] = ()
+
+    @property
+    def handoff(self) -> HandoffOptions:
+        """How requests are handed over."""
+        return HandoffOptions(
+            kv_recompute_threshold=self.kv_recompute_threshold,
+            bidirectional_kv_xfer=self.bidirectional_kv_xfer,
+            kv_lease_duration=self.kv_lease_duration,
+            decoder_kv_blocks_ttl=self.decoder_kv_blocks_ttl,
+            claim_timeout_s=self.claim_timeout_s,
+        )
 
     def check(self) -> None:
         """Raises ValueError for a value that cannot be."""
         super().check()
-        if not isinstance(self.lazy_offload, bool):
-            raise ValueError(f"kvtier: lazy_offload must be true or false, not {self.lazy_offload!r}")  # noqa: TRY004
+        for name in ("lazy_offload", "bidirectional_kv_xfer"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"kvtier: {name} must be true or false, not {value!r}")  # noqa: TRY004 - as above
         _check_number("max_held_fraction", self.max_held_fraction, 0.01, 1.0)
+        _check_number("kv_recompute_threshold", self.kv_recompute_threshold, 0, _MAX_TOKENS)
+        _check_number("kv_lease_duration", self.kv_lease_duration, 1.0, _MAX_HOLD_S)
+        _check_number("decoder_kv_blocks_ttl", self.decoder_kv_blocks_ttl, 1.0, _MAX_HOLD_S)
+        _check_number("claim_timeout_s", self.claim_timeout_s, 0.0, 60.0)
+        if isinstance(self.peers, str) or not isinstance(self.peers, Sequence):
+            raise ValueError(f"kvtier: peers must be a list of HOST:PORT, not {self.peers!r}")  # noqa: TRY004 - as above
+        for name, endpoint in (("advertise", self.advertise), *(("peers", peer) for peer in self.peers)):
+            _check_address(name, endpoint)
+
+
+def _check_address(name: str, endpoint: object) -> None:
+    if endpoint is None:
+        return
+    try:
+        parse_endpoint(endpoint if isinstance(endpoint, str) else "")
+    except EndpointError as error:
+        raise ValueError(f"kvtier: {name}: {endpoint!r} is no address: {error}") from error
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ... import Client, InvalidRequest, KVTierError, Namespace
+from ...handoff import Identity
 from ...keeper import Pin
 from ...offload import CacheGeometry
 from .background import LimitedLog, logger
@@ -24,6 +25,7 @@ from .containment import contained, nothing
 from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
 from .metrics import KVTierPromMetrics
 from .namespace import build_namespace, namespace_digest
+from .peers import Peers, address_of
 from .ranks import Parts, merge_stages, parts_of, resolve_ranks
 from .reports import WorkerReports
 from .scheduler import SchedulerSide
@@ -123,6 +125,8 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             log=self.log,
             tally=self._tally,
             publish_events=_publishes_events(self._vllm_config),
+            identity=Identity(client.engine_id, *self._address, self._vllm_config.parallel_config.tensor_parallel_size),
+            peers=self._peers(client, namespace, None),
             batched_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens if config.lazy_offload else 0,
         )
 
@@ -147,22 +151,35 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self.log,
             self._tally,
             stores=ranks.stores(rank),
+            peers_of=lambda own: self._peers(own, namespace, ranks.part(rank)),
         )
 
     def _namespace(self, geometry: CacheGeometry, parts: Parts) -> Namespace:
         assert self._kv_cache_config is not None
         return build_namespace(self._vllm_config, self._kv_cache_config, geometry, self._config.tenant, parts)
 
-    def _connect(self, namespace: Namespace, rank: int | None, pin: Pin | None = None) -> Client:
+    @property
+    def _address(self) -> tuple[str, int]:
+        return address_of(self._config.endpoint, self._config.advertise)
+
+    def _peers(self, own: Client, namespace: Namespace, rank: int | None) -> Peers:
+        addresses = (self._address, address_of(self._config.endpoint))
+        return Peers(
+            own, addresses, self._config.peers, lambda endpoint: self._connect(namespace, rank, endpoint=endpoint)
+        )
+
+    def _connect(
+        self, namespace: Namespace, rank: int | None, pin: Pin | None = None, endpoint: str | None = None
+    ) -> Client:
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         return Client(
-            self._config.endpoint,
+            endpoint or self._config.endpoint,
             namespace=namespace,
             name="vllm",
             engine_id=str(transfer.engine_id),
             rank=rank,
-            transport=self._config.transport,
+            transport=self._config.transport if endpoint is None else "grpc",
             pin=pin,
         )
 

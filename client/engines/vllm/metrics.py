@@ -40,6 +40,20 @@ METRICS = {
     "load_seconds": Metric(
         "Seconds from handing a request's load to a worker to its end, one per rank.", in_seconds=True
     ),
+    "claims": Metric(
+        "Claims of what other engines hold for requests of this one. Empty: held, but nothing of it is there; gone: not held, or "
+        "not long enough any more; unavailable: its server cannot be asked.",
+        ("granted", "empty", "gone", "unavailable"),
+    ),
+    "pull_tokens": Metric("Tokens whose KV was taken over from other engines."),
+    "pull_blocks": Metric(
+        "KV blocks pulled from other engines, or computed because that failed.", ("pulled", "failed")
+    ),
+    "publications": Metric(
+        "Requests that were to be held for other engines, and were or were declined: for their blocks there was no room, or too "
+        "many were held already.",
+        ("published", "no_room", "too_many"),
+    ),
     "save_blocks": Metric(
         "KV blocks offered to the store, by whether it has them afterwards; those that it had before count as stored.",
         ("stored", "not_stored"),

@@ -10,23 +10,25 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ... import make_key
+from ... import make_hold_key, make_key
 from ...offload import CacheGeometry, CacheGroup, FreeBlock
 from .announcements import Announcement
-from .compat import get_block_hash, get_group_id, resolve_block_hashes
+from .compat import generate_block_hash_extra_keys, get_block_hash, get_group_id, resolve_block_hashes
 
 __all__ = ["VllmBlockPool", "VllmRequest"]
 
 
 @dataclass
 class VllmRequest:
-    """One request (an ``EngineRequest``)."""
+    """One request (an ``EngineRequest`` and a ``HandoffRequest``)."""
 
     request: Any
     announcement: Announcement
     geometry: CacheGeometry
     may_load: bool
     may_save: bool
+    may_pull: bool = False
+    may_hold: bool = False
 
     @property
     def request_id(self) -> str:
@@ -48,6 +50,21 @@ class VllmRequest:
         """See EngineRequest."""
         return self.announcement.wants_all
 
+    @property
+    def hold_name(self) -> str:
+        """See HandoffRequest."""
+        return self.announcement.settings.hold_as or self.server_name
+
+    @property
+    def prompt_tokens(self) -> int:
+        """See HandoffRequest."""
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def kv_transfer_params(self) -> object:
+        """See HandoffRequest."""
+        return self.request.kv_transfer_params
+
     def final_blocks(self, group: CacheGroup) -> int:
         """See EngineRequest; vLLM hashes a block when its last token is final."""
         return len(self.hashes(group))
@@ -55,6 +72,20 @@ class VllmRequest:
     def key(self, group: CacheGroup, position: int) -> bytes:
         """See EngineRequest."""
         return make_key(self.hashes(group)[position], group.index)
+
+    def hold_key(
+        self, engine_id: str, request_id: str, group: CacheGroup, position: int, num_tokens: int
+    ) -> bytes | None:
+        """See HandoffRequest. Made of what vLLM hashes of a full block: the one before, the tokens, and what they stand for."""
+        start, hashes = position * group.block_tokens, self.hashes(group)
+        tokens = self.request.all_token_ids[start:num_tokens]
+        if start + len(tokens) < num_tokens or position > len(hashes):
+            return None
+        before = hashes[position - 1] if position else b""
+        extra, _ = generate_block_hash_extra_keys(self.request, start, num_tokens, 0)
+        return make_hold_key(
+            engine_id, request_id, group.index, position, before + repr((list(tokens), extra)).encode()
+        )
 
     def hashes(self, group: CacheGroup) -> Sequence[bytes]:
         """Those of the request's blocks of a group; nothing is computed for it."""

@@ -14,13 +14,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ... import Client
+from ...handoff import Identity
 from ...offload import CacheGeometry, Computed, EndedSave, LoadJob, Mode, OffloadCore, OffloadOptions
 from .announcements import Announcement, server_name
 from .background import LimitedLog
 from .compat import CacheHitSource, KVCacheEvent
 from .config import ConnectorConfig
 from .events import KVEvents
+from .handoffs import Handoffs
 from .metadata import SAVE_LOST_AFTER_S, StepMetadata, WorkerReport
+from .peers import Peers
 from .remote import Remote
 from .requests import VllmBlockPool, VllmRequest
 from .settings import RequestSettings
@@ -51,6 +54,8 @@ class SchedulerSide:
         tally: Tally | None = None,
         batched_tokens: int = 0,
         publish_events: bool = False,
+        identity: Identity,
+        peers: Peers,
     ) -> None:
         self._geometry = geometry
         self._digest = namespace_digest
@@ -62,13 +67,14 @@ class SchedulerSide:
         self._events = KVEvents(geometry.groups, enabled=publish_events)
         self._remote = Remote(client, geometry, config.lookup_timeout_s, log, self._tally)
         options = OffloadOptions(
-            mode=Mode.LAZY if config.lazy_offload else Mode.EAGER,
+            mode=Mode.LAZY if config.lazy_offload and may_save else Mode.EAGER,
             lookup_timeout_s=config.lookup_timeout_s,
             max_held_fraction=config.max_held_fraction,
             save_lost_after_s=SAVE_LOST_AFTER_S,
             batched_tokens=batched_tokens,
         )
         self._core = OffloadCore(geometry, world_size, options, self._pool, self._remote)
+        self._handoffs = Handoffs(geometry, identity, config.handoff, peers, log, self._tally)
         self._requests: dict[str, VllmRequest] = {}
         # Loads that workers are at, each with its blocks; and whether what is saved is about to be forgotten.
         self._loading: dict[str, int] = {}
@@ -84,7 +90,10 @@ class SchedulerSide:
         """A request arrived: begin to look up what the engine does not have itself."""
         self._hear()
         view = self._view(request)
-        looked_up = self._core.arrived(view, self._pool.cached_tokens(view) if view.may_load else 0, time.monotonic())
+        # What a peer holds is asked for first, and makes a lookup needless.
+        pulls = self._handoffs.arrived(view)
+        own_tokens = None if pulls or not view.may_load else self._pool.cached_tokens(view)
+        looked_up = self._core.arrived(view, own_tokens, time.monotonic())
         if not looked_up and view.may_save:
             self._remote.announce(view.announcement)
 
@@ -93,11 +102,15 @@ class SchedulerSide:
         if request.request_id not in self._requests:
             self.new_request(request)
         self._hear()
-        hit = self._core.match(request.request_id, computed_tokens, time.monotonic())
+        hit = self._handoffs.match(request.request_id, computed_tokens)
+        if hit == 0:
+            hit = self._core.match(request.request_id, computed_tokens, time.monotonic())
         return hit, bool(hit)
 
     def blocks_allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine took ``external_tokens`` of the hit (possibly fewer than offered, possibly none)."""
+        if self._handoffs.allocated(request.request_id, block_ids, external_tokens):
+            external_tokens = 0
         self._core.allocated(request.request_id, block_ids, external_tokens)
 
     def hit_sources(self, request: Any, external_tokens: int) -> dict[CacheHitSource, int] | None:
@@ -115,7 +128,7 @@ class SchedulerSide:
         self._hear()
         try:
             self._core.preempted(scheduler_output.preempted_req_ids or ())
-            if self._may_save and (lost := self._core.plan_saves(self._computed(scheduler_output), time.monotonic())):
+            if lost := self._core.plan_saves(self._computed(scheduler_output), time.monotonic()):
                 self._count_saves(lost)
         except Exception as error:  # noqa: BLE001 - as the comment says
             # The step's loads must reach the workers all the same: requests wait for them.
@@ -123,7 +136,7 @@ class SchedulerSide:
         plan = self._core.take_plan(time.monotonic())
         self._loading.update((job.request_id, _blocks_of(job)) for job in plan.loads)
         return StepMetadata(
-            loads=plan.loads,
+            loads=plan.loads + self._handoffs.take_pulls(),
             saves=plan.saves,
             namespace_digest=self._digest,
             idle=scheduler_output.total_num_scheduled_tokens == 0,
@@ -133,6 +146,8 @@ class SchedulerSide:
     def loads_reported(self, finished_loads: Iterable[str], failed_loads: Iterable[str]) -> None:
         """Loads that all workers have ended since the last step."""
         finished_loads, failed_loads = set(finished_loads), set(failed_loads)
+        finished_loads -= self._handoffs.pulls_ended(finished_loads, failed_loads)
+        failed_loads &= finished_loads
         for request_id in finished_loads:
             outcome = "failed" if request_id in failed_loads else "loaded"
             self._tally.count(f"load_blocks:{outcome}", self._loading.pop(request_id, 0))
@@ -143,11 +158,18 @@ class SchedulerSide:
         if isinstance(report, WorkerReport):
             self._count_saves(self._core.saves_ended(report.ended_saves, report.not_stored, time.monotonic()))
 
-    def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request has ended: offer the blocks that its last step filled (B4.14), give everything else back."""
+    def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """The request has ended: offer the blocks that its last step filled (B4.14), give everything else back.
+
+        Returns the parameters for the engine that is to go on with it, where one is.
+        """
         self._requests.pop(request.request_id, None)
         confirmed = request.num_computed_tokens - request.num_output_placeholders
-        self._core.finished(request.request_id, block_ids, confirmed, time.monotonic())
+        handed_on = self._handoffs.finished(request, block_ids, confirmed)
+        if handed_on.drop_saves:
+            confirmed = 0
+        self._core.finished(request.request_id, block_ids, confirmed, time.monotonic(), handed_on.blocks)
+        return handed_on.params
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Returns the KV events since the last call."""
@@ -155,7 +177,7 @@ class SchedulerSide:
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping for jobs to be sent or reported (B4.8)."""
-        return self._core.pending
+        return self._core.pending or self._handoffs.pending
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for saves would soon free blocks, so that no request needs to be preempted."""
@@ -168,10 +190,11 @@ class SchedulerSide:
         """
         self._forgetting = True
         self._events.cleared()
-        return self._core.reset()
+        return self._core.reset() and not self._handoffs.pending
 
     def close(self) -> None:
         """End the threads and the session."""
+        self._handoffs.close()
         self._remote.close()
 
     # ---- details
@@ -200,6 +223,8 @@ class SchedulerSide:
 
     def _view(self, request: Any) -> VllmRequest:
         served = self._serves(request)
+        reads = served and not request.skip_reading_prefix_cache
+        handed_on = served and self._handoffs.hands_on(request.kv_transfer_params)
         settings = RequestSettings.parse(request.kv_transfer_params, functools.partial(self._log.warn, "settings"))
         view = self._requests[request.request_id] = VllmRequest(
             request,
@@ -212,8 +237,11 @@ class SchedulerSide:
                 priority=-getattr(request, "priority", 0),
             ),
             self._geometry,
-            may_load=self._may_load and served and not request.skip_reading_prefix_cache and not settings.skip_load,
-            may_save=self._may_save and served and not settings.skip_save,
+            may_load=self._may_load and reads and not settings.skip_load,
+            # The role is about the cache; who is asked to hand a request on does, whatever it is.
+            may_save=(self._may_save or handed_on) and served and not settings.skip_save,
+            may_pull=reads and not settings.skip_load,
+            may_hold=handed_on and not settings.skip_save,
         )
         return view
 

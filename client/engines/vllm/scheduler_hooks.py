@@ -141,9 +141,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     @contained(_free_now)
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Finish:
         """Called once at a request's end, before its blocks are freed. They may be: those to be saved carry a reference."""
-        if self._scheduler is not None:
-            self._scheduler.request_finished(request, block_ids)
-        return False, None
+        params = self._scheduler.request_finished(request, block_ids) if self._scheduler is not None else None
+        return False, params
 
     @contained(no)
     def has_pending_push_work(self) -> bool:

@@ -34,6 +34,8 @@ class RequestSettings:
     lie on, by not being on the server's host.
     ``min_hit_tokens``: fewer tokens than that are not worth loading.
     ``offload_policy``: ``request_level`` asks that tiers get every block of it; their rules may think otherwise.
+    ``hold_as``: what its hold is to be called when the request is handed on (then the ``remote_request_id`` of the next engine's
+    parameters): for who cannot wait for the answer to tell. One name, one request.
     ``skip_load``, ``skip_save``: compute it as if nothing were stored; store nothing of it. (In lazy mode blocks are stored when
     they are nobody's any more: there ``skip_save`` and ``retain_for_s`` do not reach them.)
     """
@@ -44,6 +46,7 @@ class RequestSettings:
     exclude_remote: bool = False
     min_hit_tokens: int = 0
     offload_policy: str | None = None
+    hold_as: str | None = None
     skip_load: bool = False
     skip_save: bool = False
 
@@ -123,6 +126,12 @@ def _media(value: object) -> tuple[Medium, ...]:
     return tuple(known[name] for name in names)
 
 
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME_CHARACTERS:
+        raise TypeError(f"must be a name of at most {_MAX_NAME_CHARACTERS} characters")
+    return value
+
+
 def _policy(value: object) -> str:
     if not isinstance(value, str) or value not in _POLICIES:
         raise ValueError(f"must be one of {', '.join(_POLICIES)}")
@@ -136,6 +145,7 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "exclude_remote": _flag,
     "min_hit_tokens": _tokens,
     "offload_policy": _policy,
+    "hold_as": _name,
     "skip_load": _flag,
     "skip_save": _flag,
 }

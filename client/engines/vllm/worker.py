@@ -25,6 +25,7 @@ from .background import BackgroundThreads, LimitedLog, leave_compute_cores
 from .copies import BlockCopier, make_copier
 from .layout import build_layouts
 from .metadata import SAVE_WITHIN_S, StepMetadata
+from .peers import Peers
 from .reports import WorkerReports
 from .sleep import Asleep, SleepGate
 from .stats import Tally
@@ -52,8 +53,11 @@ class WorkerSide:
         tally: Tally | None = None,
         *,
         stores: bool = True,
+        peers_of: Callable[[Client], Peers] = Peers,
     ) -> None:
         self._connect = connect
+        self._peers_of = peers_of
+        self._peers: Peers | None = None
         self._stores = stores
         self._groups = {group.index: group for group in groups}
         self._digest = namespace_digest
@@ -82,6 +86,7 @@ class WorkerSide:
             return
         device = self._copier.device
         self._client = self._connect(self._pin_for(device))
+        self._peers = self._peers_of(self._client)
         on_start = leave_compute_cores if device.type == "cpu" else None
         self._threads = (
             BackgroundThreads("load", self._log, on_start=on_start),
@@ -144,6 +149,8 @@ class WorkerSide:
         """Let queued copies end, briefly, and disconnect."""
         for threads in self._threads or ():
             threads.close(2.0)
+        if self._peers is not None:
+            self._peers.close()
         if self._client is not None:
             self._client.close()
 
@@ -191,12 +198,13 @@ class WorkerSide:
             self._reports.load_ended(job.request_id, failed=failed)
 
     def _read(self, read: BlockRead, after: Any) -> None:
-        assert self._client is not None
+        assert self._peers is not None
         assert self._copier is not None
+        client = self._peers.client(read.endpoint)
         for chunk in self._chunks(read.groups):
             groups, block_ids = read.groups[chunk], read.block_ids[chunk]
             # Leaving the block confirms the lease and raises if it did not hold: the load then counts as failed.
-            with self._client.read(read.lease_id, read.indices[chunk]) as batch:
+            with client.read(read.lease_id, read.indices[chunk]) as batch:
                 for group, rows in _by_group(groups).items():
                     offsets = [batch.offsets[row] for row in rows]
                     with self._gate.copying():

@@ -66,8 +66,11 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_tokens = self.prompt_tokens or len(self.tokens)
 
+    may_pull: bool = True
+    may_hold: bool = True
+
     @property
-    def server_name(self) -> str:
+    def hold_name(self) -> str:
         return f"server's {self.request_id}"
 
     def final_blocks(self, group: CacheGroup) -> int:

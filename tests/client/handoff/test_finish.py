@@ -62,9 +62,9 @@ def test_only_normal_ends_are_held(params: dict[str, object]) -> None:
         rig = Rig(params, **BOTH)
         rig.allocate()
         finished = rig.finish(100, reason)
-        assert (finished != NOTHING) is (reason is not Reason.OTHER)
+        assert (finished == Finished(drop_saves=True)) is (reason is Reason.OTHER)
         assert len(rig.server.published) == (reason is not Reason.OTHER)
-        assert bool(finished.tail) is (reason is not Reason.OTHER)
+        assert bool(finished.blocks) is (reason is not Reason.OTHER)
 
 
 @pytest.mark.parametrize("reason", Reason)
@@ -74,7 +74,7 @@ def test_ended_while_workers_pull(reason: Reason) -> None:
     rig.pulled(100)
     rig.allocate(100)
     rig.core.take_pulls()
-    assert rig.finish(100, reason) == NOTHING
+    assert rig.finish(100, reason) == Finished(drop_saves=True)
     assert rig.server.released == []
     assert rig.core.pending
     rig.core.pull_ended("r")
@@ -115,7 +115,7 @@ def test_what_has_no_blocks_is_not_held() -> None:
     finished = rig.finish(0, tables=[[]])
     assert finished.params is not None
     assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[]])
-    assert (rig.server.published, finished.tail) == ([], [])
+    assert (rig.server.published, finished.blocks) == ([], [])
 
 
 @pytest.mark.parametrize(("params", "prefilled_here"), [(TO_DECODE, True), (prefilled(), False)])
@@ -157,19 +157,24 @@ def test_what_cannot_be_gone_on_from_is_not_promised(geometry: CacheGeometry) ->
     finished = rig.finish(100)
     assert finished.params is not None
     assert finished.params["remote_num_tokens"] == 96
-    assert finished.tail == []
+    full = geometry.groups[0]
+    assert finished.blocks == [FreeBlock(n + 1, 0, rig.request.key(full, n)) for n in range(6)], "and no state"
+    assert len(rig.server.published[0].keys) == 6 + (geometry is STATE)
 
 
-def test_the_tail_is_stored_under_the_holds_name() -> None:
-    """B2.6: a part of a block has no content hash: the adapter stores it, and keeps it from reuse until that is done."""
+def test_all_that_is_held_is_stored() -> None:
+    """B2.17: under its name, whether it was offered before or not: who pulls waits for it, and it may have been evicted."""
     rig = Rig(TO_DECODE, geometry=WINDOW)
     rig.allocate()
-    finished = rig.finish(100)
+    full, window = WINDOW.groups
+    first = [FreeBlock(n + 1, 0, rig.request.key(full, n)) for n in range(6)]
+    last = [FreeBlock(100 + n + 1, 1, rig.request.key(window, n)) for n in (4, 5)]
     names = [rig.request.hold_key("us", "server's r", group, 6, 100) for group in WINDOW.groups]
-    assert finished.tail == [FreeBlock(7, 0, names[0]), FreeBlock(107, 1, names[1])]
-    rig = Rig(TO_DECODE)
-    rig.allocate()
-    assert rig.finish(96).tail == []
+    finished = rig.finish(100)
+    assert finished.blocks == [*first, FreeBlock(7, 0, names[0]), *last, FreeBlock(107, 1, names[1])], (
+        "B2.6: its end, too"
+    )
+    assert [block.key for block in finished.blocks] == list(rig.server.published[0].keys)
 
 
 def test_a_block_that_is_gone_ends_it() -> None:

@@ -187,7 +187,7 @@ class ToyEngine:
         finished = self.core.finished(request.request_id, [table], confirmed, reason, WALL)
         if saves:
             full = [(request.key(FULL.groups[0], n), table[n]) for n in range(confirmed // BLOCK)]
-            blocks = [*full, *((block.key or b"", block.block_id) for block in finished.tail)]
+            blocks = [*full, *((block.key or b"", block.block_id) for block in finished.blocks)]
             self.server._quietly(self.client.store, [key for key, _ in blocks], [memory[block] for _, block in blocks])
         return Turn(confirmed - pulled, pulled, finished.params, request.tokens)
 

@@ -1,0 +1,251 @@
+"""An engine without a model: the connector's two halves over a real server, and KV that shows from which tokens it was computed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from connector_fakes import FULL, PAGE, FakePool, make_step, wait_for
+
+from kvtier.client import Client, Group, Namespace, Timeouts
+from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.config import ConnectorConfig
+from kvtier.client.engines.vllm.peers import Peers, address_of
+from kvtier.client.engines.vllm.reports import WorkerReports
+from kvtier.client.engines.vllm.scheduler import SchedulerSide
+from kvtier.client.engines.vllm.stats import Tally
+from kvtier.client.engines.vllm.worker import WorkerSide
+from kvtier.client.handoff import Identity
+from kvtier.client.offload import CacheGeometry
+
+BLOCK = FULL.block_tokens
+TOKEN_BYTES = PAGE // BLOCK
+NAMESPACE = Namespace("toy", "uint8", (Group(2 * PAGE, BLOCK),))
+BLOCKS = 64
+FIRST_TURN = {"do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": None}
+
+
+def kv_of(tokens: Sequence[int]) -> bytes:
+    """Returns the KV of one layer: each token's depends on all before it."""
+    seen, kv = hashlib.sha256(), bytearray()
+    for token in tokens:
+        seen.update(token.to_bytes(4, "big"))
+        kv += seen.digest()[:TOKEN_BYTES]
+    return bytes(kv)
+
+
+class ToyRequest(SimpleNamespace):
+    """What the connector asks of vLLM's requests."""
+
+    def __init__(self, request_id: str, tokens: Sequence[int], params: Any, **fields: Any) -> None:
+        super().__init__(
+            request_id=request_id,
+            all_token_ids=list(tokens),
+            num_prompt_tokens=len(tokens),
+            num_computed_tokens=0,
+            num_output_placeholders=0,
+            kv_transfer_params=params,
+            lora_request=None,
+            skip_reading_prefix_cache=False,
+            mm_features=[],
+            cache_salt=None,
+            prompt_embeds=None,
+            status=SimpleNamespace(name="WAITING"),
+            **fields,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        ends = range(BLOCK, self.num_tokens + 1, BLOCK)
+        return [hashlib.sha256(repr(self.all_token_ids[:end]).encode()).digest() for end in ends]
+
+
+@dataclass
+class Turn:
+    """What came of one request: its tokens, how many of their KV were computed here, and what its caller is answered."""
+
+    tokens: list[int]
+    computed: int
+    params: dict[str, Any] | None
+
+
+@dataclass
+class ToyEngine:
+    """Runs one request after the other; it has no prefix cache of its own."""
+
+    endpoint: str
+    name: str
+    config: ConnectorConfig = field(default_factory=lambda: ConnectorConfig(bidirectional_kv_xfer=True))
+    may_load: bool = True
+    may_save: bool = True
+
+    def __post_init__(self) -> None:
+        self.tally, self.reports, self.pool = Tally(), WorkerReports(), FakePool(BLOCKS)
+        self.caches = {layer: torch.zeros(BLOCKS * PAGE, dtype=torch.uint8).view(BLOCKS, PAGE) for layer in FULL.layers}
+        client, log = self._connect(self.endpoint), LimitedLog()
+        self.scheduler = SchedulerSide(
+            client,
+            CacheGeometry((FULL,), BLOCK, BLOCK),
+            "ns",
+            self.config,
+            1,
+            may_load=self.may_load,
+            may_save=self.may_save,
+            log=log,
+            tally=self.tally,
+            identity=Identity(self.name, *address_of(self.endpoint, self.config.advertise), 1),
+            peers=self._peers(client),
+        )
+        self.scheduler.bind_pool(self.pool)
+        self.worker = WorkerSide(
+            lambda _: self._connect(self.endpoint),
+            [FULL],
+            "ns",
+            BLOCKS,
+            self.reports,
+            log,
+            self.tally,
+            peers_of=self._peers,
+        )
+        self.worker.register(self.caches)
+        self._numbers = itertools.count()
+        self._blocks = itertools.cycle(range(1, BLOCKS))
+
+    def counts(self) -> dict[str, Any]:
+        """Returns what was counted since the last call."""
+        stats = self.tally.take()
+        return dict(stats.data) if stats else {}
+
+    def run(
+        self,
+        prompt: Sequence[int],
+        params: Any = None,
+        new_tokens: int = 0,
+        *,
+        end: str = "FINISHED_LENGTH_CAPPED",
+        before_pull: Callable[[], None] = lambda: None,
+    ) -> Turn:
+        """Runs a request to its end; `before_pull` is called when it has been matched."""
+        request = self.arrive(prompt, params)
+        hit = self.match(request)
+        before_pull()
+        table = [next(self._blocks) for _ in range(-(-(len(prompt) + new_tokens) // BLOCK))]
+        loaded = hit if hit and self._load(request, table, hit) else 0
+        if hit and not loaded:
+            loaded = self.match(request)
+            assert not loaded, "one transfer per request"
+        self.scheduler.blocks_allocated(request, [table], 0)
+        self._compute(request, table, loaded, new_tokens)
+        params = self.end(request, table, end)
+        self.settle()
+        return Turn(request.all_token_ids, request.num_computed_tokens - loaded, params)
+
+    def arrive(self, prompt: Sequence[int], params: Any = None) -> ToyRequest:
+        """A request comes."""
+        request = ToyRequest(f"{self.name}-{next(self._numbers)}", prompt, params)
+        self.scheduler.new_request(request)
+        return request
+
+    def match(self, request: ToyRequest) -> int:
+        """Asks until it is known how many tokens can be loaded."""
+        found: list[int] = []
+
+        def is_known() -> bool:
+            hit, _ = self.scheduler.matched_tokens(request, 0)
+            found[:] = [] if hit is None else [hit]
+            return hit is not None
+
+        wait_for(is_known)
+        # As vLLM has it: the last token is computed in any case.
+        return found[0]
+
+    def end(self, request: ToyRequest, table: Sequence[int], end: str) -> dict[str, Any] | None:
+        """The request has ended; its blocks are free, but for what the connector holds."""
+        request.status = SimpleNamespace(name=end)
+        return self.scheduler.request_finished(request, [list(table)])
+
+    def settle(self) -> None:
+        """Steps until nothing is left to be sent or reported."""
+
+        def is_settled() -> bool:
+            self.step()
+            return not self.scheduler.has_pending_work()
+
+        wait_for(is_settled)
+        assert {block.ref_cnt for block in self.pool.blocks} == {1}, "every reference was given back"
+
+    def step(self, **scheduled: int) -> None:
+        """One step of the engine, workers included; nothing of it is computed here."""
+        step = self.scheduler.build_step(make_step(self._tables, **scheduled))
+        self.worker.start_loads(step)
+        self.worker.start_saves(step)
+        results, report = self.reports.take_results(idle=True), self.reports.take_report()
+        self.ended = set(results.finished_recving or ())
+        if self.ended:
+            self.scheduler.loads_reported(self.ended, results.failed_recving or ())
+        self.failed = set(results.failed_recving or ())
+        if report is not None:
+            self.scheduler.saves_reported(report)
+
+    def close(self) -> None:
+        """Ends both halves."""
+        self.scheduler.close()
+        self.worker.close()
+
+    _tables: dict[str, Any] = field(default_factory=dict)
+
+    def _load(self, request: ToyRequest, table: list[int], hit: int) -> bool:
+        """Waits for a load; whether it went well."""
+        self.scheduler.blocks_allocated(request, [table], hit)
+        request.num_computed_tokens = hit
+
+        def has_ended() -> bool:
+            self.step()
+            return request.request_id in self.ended
+
+        wait_for(has_ended)
+        if request.request_id in self.failed:
+            request.num_computed_tokens = 0
+            return False
+        return True
+
+    def _compute(self, request: ToyRequest, table: list[int], start: int, new_tokens: int) -> None:
+        kv = kv_of(request.all_token_ids[:start])
+        assert self._read(table)[: len(kv)] == kv, "tokens would be computed from wrong KV"
+        for _ in range(new_tokens):
+            request.all_token_ids.append(hashlib.sha256(repr(request.all_token_ids).encode()).digest()[0])
+        computed = len(request.all_token_ids) - (1 if new_tokens else 0)
+        self._write(table, kv_of(request.all_token_ids[:computed]))
+        self._tables = {request.request_id: [table]}
+        self.step(**{request.request_id: computed - start})
+        request.num_computed_tokens = computed
+
+    def _read(self, table: list[int]) -> bytes:
+        layers = [b"".join(bytes(self.caches[layer][block].tolist()) for block in table) for layer in FULL.layers]
+        assert layers[0] == layers[1]
+        return layers[0]
+
+    def _write(self, table: list[int], kv: bytes) -> None:
+        padded = kv + bytes(-len(kv) % PAGE)
+        for number in range(len(padded) // PAGE):
+            page = torch.tensor(list(padded[number * PAGE : (number + 1) * PAGE]), dtype=torch.uint8)
+            for layer in FULL.layers:
+                self.caches[layer][table[number]] = page
+
+    def _connect(self, endpoint: str) -> Client:
+        client = Client(endpoint, namespace=NAMESPACE, engine_id=self.name, timeouts=Timeouts(connect=10, call=10))
+        client.wait_until_connected()
+        return client
+
+    def _peers(self, own: Client) -> Peers:
+        addresses = [address_of(self.endpoint), address_of(self.endpoint, self.config.advertise)]
+        return Peers(own, addresses, self.config.peers, self._connect)

@@ -1,0 +1,271 @@
+"""Requests that vLLM's connector hands on, and goes on with: both its halves over real servers, without an engine (B2)."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from connector_fakes import wait_for
+from handoff_engine import BLOCK, FIRST_TURN, ToyEngine
+from server_process import ServerProcess
+
+from kvtier.client.engines.vllm.config import ConnectorConfig
+
+PROMPT = list(range(100, 100 + 6 * BLOCK + 3))
+BOTH_WAYS = ConnectorConfig(bidirectional_kv_xfer=True, kv_recompute_threshold=0)
+MakeEngine = Callable[..., ToyEngine]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server that runs."""
+    process = ServerProcess(tmp_path, "64MiB")
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def make(server: ServerProcess) -> Iterator[MakeEngine]:
+    """Makes engines of that server, or of another one."""
+    engines: list[ToyEngine] = []
+
+    def make(name: str, config: ConnectorConfig = BOTH_WAYS, endpoint: str = server.endpoint, **more: Any) -> ToyEngine:
+        engines.append(ToyEngine(endpoint, name, config, **more))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def prefill(make: MakeEngine) -> ToyEngine:
+    """A prefill engine."""
+    return make("P")
+
+
+@pytest.fixture
+def decode(make: MakeEngine) -> ToyEngine:
+    """A decode engine of the same server."""
+    return make("D")
+
+
+def holds_of(server: ServerProcess) -> list[str]:
+    """Returns the names of what is held."""
+    command = [Path(sys.executable).with_name("kvtier"), "handoffs", "--json", "--endpoint", server.endpoint]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [hold["request_id"] for hold in json.loads(done.stdout)["handoffs"]]
+
+
+def params_of(engine: ToyEngine, tokens: list[int], params: Any = FIRST_TURN, new_tokens: int = 0) -> dict[str, Any]:
+    """Returns the parameters that a request is answered with."""
+    answer = engine.run(tokens, params, new_tokens).params
+    assert answer is not None
+    return answer
+
+
+def test_a_conversation_of_three_turns(server: ServerProcess, prefill: ToyEngine, decode: ToyEngine) -> None:
+    """B2.2, B2.3, B2.6, B2.10, B2.18: each engine computes only what no one has computed, parts of blocks included."""
+    tokens, params = list(PROMPT), dict(FIRST_TURN)
+    for number in range(3):
+        first = prefill.run(tokens, params)
+        assert first.computed == (len(tokens) if number == 0 else 5 + 1)
+        assert first.params is not None
+        second = decode.run(tokens, first.params, 10)
+        assert second.computed == 9, "the last token has no KV yet"
+        assert second.params is not None
+        params, tokens = second.params, [*second.tokens, 7, 7, 7, 7, 7]
+    counts = prefill.counts()
+    assert (counts["claims:granted"], counts["publications:published"]) == (2, 3)
+    assert counts["pull_tokens"] == sum(len(PROMPT) + 9 + 15 * turn for turn in range(2))
+    assert counts["pull_blocks:pulled"] == sum(-(-(len(PROMPT) + 9 + 15 * turn) // BLOCK) for turn in range(2))
+    assert holds_of(server) == [params["remote_request_id"]], "the others were released by who pulled them"
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_all_of_a_request_is_held(make: MakeEngine, decode: ToyEngine, *, lazy: bool) -> None:
+    """B2.17: what was loaded from the cache included, and in lazy mode, in which ordinary blocks are stored later."""
+    prefill = make("P", replace(BOTH_WAYS, lazy_offload=lazy))
+    make("other").run(PROMPT[: 3 * BLOCK])
+    first = prefill.run(PROMPT, FIRST_TURN)
+    assert first.computed == len(PROMPT) - 3 * BLOCK
+    assert decode.run(PROMPT, first.params).computed == 0
+
+
+@pytest.mark.parametrize(("prompt_tokens", "pulled"), [(68, 0), (69, 64)])
+def test_too_few_tokens_are_computed(
+    make: MakeEngine, server: ServerProcess, decode: ToyEngine, prompt_tokens: int, pulled: int
+) -> None:
+    """B2.4, B2.11: fewer than the threshold, which is 64; and the peer may let go of them."""
+    prompt = list(range(prompt_tokens))
+    params = params_of(decode, prompt[:5], {"do_remote_prefill": True}) | {"remote_num_tokens": prompt_tokens - 5}
+    held = params_of(decode, prompt[: prompt_tokens - 5], {"do_remote_prefill": True})
+    assert held["remote_num_tokens"] == prompt_tokens - 5
+    prefill = make("P", ConnectorConfig(bidirectional_kv_xfer=True), may_load=False)
+    assert prefill.run(prompt, held).computed == prompt_tokens - pulled
+    assert held["remote_request_id"] not in holds_of(server)
+    assert params["remote_request_id"] in holds_of(server)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_has_expired_is_not_read(make: MakeEngine, prefill: ToyEngine, *, knows: bool) -> None:
+    """B2.19: a hold of six seconds is over after one, by its parameters; and where these do not say so, by the server."""
+    decode = make("D", replace(BOTH_WAYS, decoder_kv_blocks_ttl=6.0 if knows else 1.0))
+    params = params_of(decode, PROMPT, {"do_remote_prefill": True})
+    params["remote_blocks_expiry_time"] -= 1.0
+    if not knows:
+        params["remote_blocks_expiry_time"] = None
+    prefill.run(PROMPT[:BLOCK])
+    turn = prefill.run(PROMPT, params)
+    counts = prefill.counts()
+    assert counts.get("pull_tokens", 0) == 0
+    assert counts.get("claims:gone", 0) == (0 if knows else 1)
+    assert turn.computed == len(PROMPT) - 6 * BLOCK, "what is cached is loaded as ever"
+
+
+def test_a_request_that_ends_before_it_is_scheduled(
+    server: ServerProcess, prefill: ToyEngine, decode: ToyEngine
+) -> None:
+    """B2.14: the peer is told, whether it was asked yet or not, and nothing is returned."""
+    for asks in (False, True):
+        params = params_of(prefill, PROMPT)
+        request = decode.arrive(PROMPT, params)
+        if asks:
+            assert decode.match(request) == len(PROMPT)
+        assert decode.end(request, [], "FINISHED_ABORTED") is None
+        decode.settle()
+        is_released(server, params)
+
+
+def test_a_request_that_ends_while_it_is_pulled(server: ServerProcess, prefill: ToyEngine, decode: ToyEngine) -> None:
+    """B2.16, B5.6: nothing is saved of blocks that are still being written, which are not freed before that has ended."""
+    params = params_of(prefill, PROMPT)
+    decode.counts()
+    request = decode.arrive(PROMPT, params)
+    assert decode.match(request) == len(PROMPT)
+    table = list(range(1, 8))
+    decode.scheduler.blocks_allocated(request, [table], len(PROMPT))
+    request.num_computed_tokens = len(PROMPT)
+    assert decode.end(request, table, "FINISHED_ABORTED") is None
+    assert decode.scheduler.has_pending_work(), "the engine must step on: a load is to be reported"
+    assert not decode.scheduler.reset(), "B4.13"
+    decode.settle()
+    counts = decode.counts()
+    # With its request a lease ends, too, so that the load may well have failed.
+    assert counts.get("pull_blocks:pulled", 0) + counts.get("pull_blocks:failed", 0) == 7
+    assert counts.get("save_blocks:stored", 0) == 0
+    is_released(server, params)
+
+
+def test_a_pull_that_fails_is_computed(server: ServerProcess, prefill: ToyEngine, decode: ToyEngine) -> None:
+    """B2.10: one transfer per request; the server dies between the claim and the pull."""
+    params = params_of(prefill, PROMPT)
+    turn = decode.run(PROMPT, params, before_pull=server.kill)
+    assert turn.computed == len(PROMPT)
+    counts = decode.counts()
+    assert (counts["pull_blocks:failed"], counts["claims:granted"]) == (7, 1)
+
+
+def test_a_hold_is_called_as_the_caller_says(prefill: ToyEngine, decode: ToyEngine) -> None:
+    """Who cannot wait for the answer names the hold itself: prefill and decode may even be asked at once."""
+    theirs = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "P",
+        "remote_request_id": "turn 1",
+        "remote_block_ids": [[0]],
+    }
+    host, port = prefill.scheduler._handoffs._core._identity[1:3]
+    request = decode.arrive(PROMPT, theirs | {"remote_host": host, "remote_port": port})
+    assert decode.scheduler.matched_tokens(request, 0) == (None, False)
+    params = params_of(prefill, PROMPT, FIRST_TURN | {"kvtier": {"hold_as": "turn 1"}})
+    assert params["remote_request_id"] == "turn 1"
+    assert decode.match(request) == len(PROMPT)
+    decode.end(request, [], "FINISHED_ABORTED")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_servers_of_two_hosts(tmp_path: Path, make: MakeEngine, *, known: bool) -> None:
+    """Blocks are pulled from the peer's server, and from none that the settings do not name: parameters come from outside."""
+    (tmp_path / "far").mkdir()
+    far = ServerProcess(tmp_path / "far", "64MiB")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        far.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    far.start()
+    try:
+        params = params_of(make("P", endpoint=far.endpoint), PROMPT)
+        assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", int(far.endpoint.rpartition(":")[2]))
+        decode = make("D", replace(BOTH_WAYS, peers=[far.endpoint] if known else ["127.0.0.1:1"]))
+        assert decode.run(PROMPT, params).computed == (0 if known else len(PROMPT))
+        assert decode.counts().get("claims:unavailable", 0) == (0 if known else 1)
+        assert (params["remote_request_id"] in holds_of(far)) is not known
+        assert make("D2").run(PROMPT).computed == len(PROMPT) - 6 * BLOCK, "its own server has it, too, now"
+    finally:
+        far.kill()
+
+
+def test_roles_are_about_the_cache(make: MakeEngine) -> None:
+    """A producer pulls, and a consumer holds, what it is asked to; otherwise it does neither."""
+    producer, consumer = make("P", may_load=False), make("D", may_save=False)
+    first = consumer.run(PROMPT, {"do_remote_prefill": True}, 5)
+    assert producer.run([*first.tokens, 7], first.params).computed == 2, "the last token's KV was never computed"
+    consumer.run(list(range(40)))
+    assert make("other").run(list(range(40))).computed == 40
+
+
+@pytest.mark.parametrize(("theirs", "pulls", "holds"), [("skip_load", False, True), ("skip_save", True, False)])
+def test_what_a_request_does_not_want(
+    server: ServerProcess, prefill: ToyEngine, decode: ToyEngine, theirs: str, *, pulls: bool, holds: bool
+) -> None:
+    """A request that is to load nothing pulls nothing, one that is to be stored nowhere is not held."""
+    params = params_of(prefill, PROMPT)
+    turn = decode.run(PROMPT, params | {"kvtier": {theirs: True}}, 1)
+    assert (turn.computed == 0, turn.params is not None) == (pulls, holds)
+    is_released(server, params)
+
+
+def test_other_content_is_not_pulled(prefill: ToyEngine, decode: ToyEngine) -> None:
+    """The last block's tokens may stand for something else, an image say: its name tells."""
+    feature = SimpleNamespace(identifier="one", mm_position=SimpleNamespace(offset=len(PROMPT) - 2, length=2))
+    request = prefill.arrive(PROMPT, FIRST_TURN)
+    request.mm_features = [feature]
+    prefill.scheduler.blocks_allocated(request, [list(range(1, 8))], 0)
+    request.num_computed_tokens = len(PROMPT)
+    params = prefill.end(request, list(range(1, 8)), "FINISHED_STOPPED")
+    prefill.settle()
+    for identifier, tokens in (("another", 6 * BLOCK), ("one", len(PROMPT))):
+        asked = decode.arrive(PROMPT, params)
+        asked.mm_features = [SimpleNamespace(identifier=identifier, mm_position=feature.mm_position)]
+        assert decode.match(asked) == tokens
+        # Dropped, not ended: the hold stays.
+        decode.scheduler._handoffs._core._requests.clear()
+        decode.scheduler._core._requests.clear()
+
+
+def test_requests_with_adapters_are_not_handed_on(server: ServerProcess, prefill: ToyEngine) -> None:
+    """The names of an adapter's blocks do not tell its weights."""
+    request = prefill.arrive(PROMPT, FIRST_TURN)
+    prefill.end(request, [], "FINISHED_ABORTED")
+    request.lora_request = object()
+    request.request_id = "adapted"
+    prefill.scheduler.new_request(request)
+    prefill.scheduler.blocks_allocated(request, [list(range(1, 8))], 0)
+    request.num_computed_tokens = len(PROMPT)
+    assert prefill.end(request, list(range(1, 8)), "FINISHED_STOPPED") is None
+    prefill.settle()
+    assert holds_of(server) == []
+
+
+def is_released(server: ServerProcess, params: dict[str, Any]) -> None:
+    """Waits until the peer's hold is gone, and every lease given back."""
+    wait_for(lambda: params["remote_request_id"] not in holds_of(server))
+    wait_for(lambda: server.status()["leases"] == 0)
