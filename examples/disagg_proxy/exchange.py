@@ -225,7 +225,7 @@ class Exchange:
         self._service.metrics.retries.labels(instance.role.value, error.cause.value).inc()
         if (
             error.cause is not Cause.STATUS
-        ):  # an engine that says 500 may have been asked something odd: its health is looked at
+        ):  # who says 500 may have been asked something odd, and is looked at soon enough
             instance.failed(self._service.clock())
 
     def _learn(self, instance: Instance, params: object) -> None:
