@@ -26,6 +26,8 @@ __all__ = ["Exchange", "Request", "Service"]
 TRIES = 2
 """Engines of a role that a request is given to, before it goes on without."""
 
+_STREAM_HEADERS = ("content-type", "x-request-id")
+
 logger = logging.getLogger(__name__)
 
 
@@ -197,9 +199,7 @@ class Exchange:
 
     async def _pass_on(self, response: httpx.Response, reader: StreamReader, chunk: bytes) -> None:
         if not self._reply.has_begun:
-            headers = {
-                name: value for name, value in response.headers.items() if name in {"content-type", "x-request-id"}
-            }
+            headers = {name: response.headers[name] for name in _STREAM_HEADERS if name in response.headers}
             if reader.has_failed:
                 raise EngineFailedError(Cause.STATUS, Answer(200, headers, chunk))
             self._service.metrics.first_token.labels(self._request.path).observe(
@@ -223,9 +223,8 @@ class Exchange:
     def _note_failure(self, instance: Instance, error: EngineFailedError) -> None:
         logger.warning("%s (%s) failed: %s", instance.url, instance.role.value, error.cause.value)
         self._service.metrics.retries.labels(instance.role.value, error.cause.value).inc()
-        if (
-            error.cause is not Cause.STATUS
-        ):  # who says 500 may have been asked something odd, and is looked at soon enough
+        # Who says 500 may have been asked something odd: one client must not take an engine from all.
+        if error.cause is not Cause.STATUS:
             instance.failed(self._service.clock())
 
     def _learn(self, instance: Instance, params: object) -> None:
