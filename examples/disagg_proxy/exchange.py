@@ -169,10 +169,16 @@ class Exchange:
         name = uuid.uuid4().hex if self._request.conversation is not None and not self._turn.alone else None
         body = self._turn.decode_body(params, name)
         reader = StreamReader(strip_usage=name is not None and not self._turn.wants_usage)
-        async with self._service.engines.open(instance, self._request.path, body, self._request.headers) as response:
-            if response.status_code != 200 or "event-stream" not in response.headers.get("content-type", ""):
-                return await self._reply_whole(instance, await read_answer(response))
-            await self._relay(instance, response, reader, name)
+        try:
+            async with self._service.engines.open(
+                instance, self._request.path, body, self._request.headers
+            ) as response:
+                if response.status_code != 200 or "event-stream" not in response.headers.get("content-type", ""):
+                    return await self._reply_whole(instance, await read_answer(response))
+                await self._relay(instance, response, reader, name)
+        except EngineFailedError:
+            if not (reader.is_done and self._reply.has_begun):  # what comes after the end is nobody's loss
+                raise
         await self._reply.end()
         return Outcome.BROKEN if reader.has_failed else Outcome.OK
 

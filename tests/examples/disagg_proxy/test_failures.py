@@ -267,6 +267,16 @@ async def test_d_dies_in_the_middle(site: Site) -> None:
         assert site.prefill[0].seen[2].params == first_turn()
 
 
+async def test_d_dies_after_the_end(site: Site) -> None:
+    """All was said: the answer is whole, and its hold is remembered."""
+    site.decode[0].script.append(cut_off(len(ANSWER) + 2))
+    async with site.proxy() as proxy:
+        answer = await proxy.turn(stream=True)
+        assert (_text(answer), answer.text.endswith("[DONE]\n\n")) == (TEXT, True)
+        await proxy.turn()
+        assert await proxy.metric("turns_total", reuse="hit") == 1
+
+
 async def test_d_stalls_in_the_middle(site: Site) -> None:
     """Silence for longer than `--decode-timeout` is the same, and D is hung up on."""
     async with site.proxy(replace(site.settings(), decode_timeout=PATIENCE_S)) as proxy:
