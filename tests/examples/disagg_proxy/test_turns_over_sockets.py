@@ -314,6 +314,48 @@ async def test_probes_hold_one_name(site: Site) -> None:
     assert not site.prefill[0].probes
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_d_is_can_be_learned_from_what_it_answers(site: Site, *, stream: bool) -> None:
+    """Without a probe that tells: from a whole answer, or a chunk of a newer engine. The next stream is remembered under that id."""
+    d = site.decode[0]
+
+    async def telling(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+        body = {**engine.whole(asked), "kv_transfer_params": engine.params("own", TOKENS, prefilled=False)}
+        event = b"data: " + json.dumps(body).encode() + b"\n\n" + DONE
+        await say(writer, 200, event, "text/event-stream") if stream else await say(
+            writer, 200, json.dumps(body).encode()
+        )
+
+    d.bidirectional = False  # so the probe says; what it answers now says otherwise
+    async with site.proxy() as proxy:
+        await until(lambda: bool(d.probes))
+        d.script.append(telling)
+        await proxy.turn("other", stream=stream)
+        await proxy.knows("d0")
+        await proxy.turn(stream=True)
+        await proxy.turn()
+    told = site.prefill[0].seen[2].params
+    assert told["remote_engine_id"] == "d0"
+    assert told["remote_request_id"] == d.seen[1].params["kvtier"]["hold_as"]
+
+
+async def test_a_d_that_holds_nothing_any_more_is_believed(site: Site) -> None:
+    """B2.15 What it said before is forgotten with the next probe, and it is asked no sooner again for that."""
+    d, clock = site.decode[0], Clock()
+    async with site.proxy(clock=clock) as proxy:
+        d.bidirectional = False
+        clock.ahead += 301.0
+        await until(lambda: len(d.probes) == 2)
+
+        async def forgotten() -> bool:
+            return "engine_id" not in (await proxy.health())["decode"][0]
+
+        await until(forgotten)
+        d.health = 500
+        await proxy.sees(d, up=False)  # several looks at its health later
+        assert len(d.probes) == 2
+
+
 async def test_a_d_that_came_back_is_somebody_else(site: Site) -> None:
     """After a restart of D streams are remembered under its new id; what its old life holds keeps the old one."""
     p, d = site.prefill[0], site.decode[0]
