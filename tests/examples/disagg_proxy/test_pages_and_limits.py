@@ -27,7 +27,7 @@ async def test_health_is_that_of_the_decode_engines(site: Site) -> None:
         p.health = 503
         await proxy.sees(p, up=False)
         assert (await proxy.http.get("/health")).status_code == 200
-        d.health = 500
+        d.health = 404
         await proxy.sees(d, up=False)
         assert (await proxy.http.get("/health")).status_code == 503
         assert await proxy.metric("instance_up", role="decode", instance=d.url) == 0

@@ -316,7 +316,7 @@ async def test_probes_hold_one_name(site: Site) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_d_is_can_be_learned_from_what_it_answers(site: Site, *, stream: bool) -> None:
-    """Without a probe that tells: from a whole answer, or a chunk of a newer engine. The next stream is remembered under that id."""
+    """Without a probe that tells: from a whole answer, or a chunk of a newer engine. The next stream is remembered under it."""
     d = site.decode[0]
 
     async def telling(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
