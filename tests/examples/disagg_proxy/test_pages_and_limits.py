@@ -14,7 +14,7 @@ import httpx
 import pytest
 from disagg_proxy import app
 from harness.disagg_site import Site
-from harness.running_proxy import PATH, until
+from harness.running_proxy import PATH, Clock, run_proxy, until
 from harness.standin_engine import fail, hang
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "disagg_proxy"
@@ -153,6 +153,19 @@ async def test_a_probe_that_fails_is_repeated(site: Site) -> None:
     async with site.proxy() as proxy:
         assert (await proxy.health())["decode"][0]["engine_id"] == "d0"
     assert len(site.decode[0].probes) == 3
+
+
+async def test_a_probe_that_fails_is_not_repeated_at_once(site: Site) -> None:
+    """An engine that cannot answer is not asked once a second: only as often as its health is looked at."""
+    probes, clock = site.decode[0].probes, Clock()
+    site.decode[0].probe_script.append(fail(500))
+    async with run_proxy(replace(site.settings(), check_interval=60.0), clock) as proxy:
+        await until(lambda: len(probes) == 1)
+        await asyncio.sleep(2.5)
+        assert len(probes) == 1
+        clock.ahead += 61.0
+        await proxy.knows("d0")
+    assert len(probes) == 2
 
 
 @pytest.mark.parametrize("arguments", [["-m", "disagg_proxy"], [str(FOLDER)]])
