@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 from ..offload import BlockTables, CacheGeometry, FreeBlock, LoadJob
 from .engine import Claimed, ClaimId, Direction, HandoffRequest, HandoffServer, Publication, Reason
 from .holding import hold_blocks
-from .matching import is_expired, may_pull, needs_older_windows, offered_tokens, usable_blocks, usable_tokens, worth
+from .matching import (
+    is_expired,
+    may_pull,
+    needs_earlier_context,
+    needs_older_windows,
+    offered_tokens,
+    usable_blocks,
+    usable_tokens,
+    worth,
+)
 from .options import HandoffOptions
 from .params import RemoteRequest, TransferParams, returned_params
 from .reads import plan_pull
@@ -222,10 +231,19 @@ class HandoffCore:
     def _offer(self, state: HandoffState, claim: Claim, computed_tokens: int) -> int:
         """Returns how many tokens of an answered claim can be pulled, and are worth it."""
         state.offered_from = computed_tokens
-        reach = min(claim.reach, state.engine.prompt_tokens)
+        reach = self._reach(claim, state.engine.prompt_tokens, computed_tokens)
         if needs_older_windows(self._geometry, computed_tokens, reach):
             return 0
         return worth(reach - computed_tokens, state.params, self._options)
+
+    def _reach(self, claim: Claim, prompt_tokens: int, computed_tokens: int) -> int:
+        """Returns how many tokens from its start the request may take from an answered claim."""
+        if claim.reach < prompt_tokens or claim.usable is None:
+            return claim.reach
+        limit = prompt_tokens
+        if needs_earlier_context(self._geometry, limit):
+            limit = (limit - 1) // self._geometry.step_tokens * self._geometry.step_tokens
+        return usable_tokens(self._geometry, claim.usable, limit, computed_tokens)
 
     def _claim(self, state: HandoffState, computed_tokens: int, now: float) -> Claim | None:
         """Returns the claim that says what can be pulled, a new one where there is none that still counts."""
