@@ -54,8 +54,7 @@ class Pull(NamedTuple):
 class Finished(NamedTuple):
     """What a request's end comes to: the parameters to answer with, and the blocks to be stored under the names given here.
 
-    That is all that is held, so that who pulls it waits for nothing that was left out. But for states: which block has one, and
-    from where, is known only to who stores them as the request runs.
+    That is all that is held, so that who pulls it waits for nothing that was left out.
 
     ``drop_saves``: nothing more of it is to be stored at all (B2.16), or can be: its blocks may hold anything.
     """
@@ -314,8 +313,7 @@ class HandoffCore:
             tp_size=us.tp_size,
             expiry_time=wall_time + hold_for if holding.keys and not prefilled else None,
         )
-        states = {group.index for group in self._geometry.groups if group.is_state}
-        return Finished(params, [block for block in holding.blocks if block.group_index not in states])
+        return Finished(params, holding.blocks)
 
 
 def _name(remote: RemoteRequest | None) -> str:

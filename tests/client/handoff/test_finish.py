@@ -148,19 +148,32 @@ def test_windows_are_clipped_to_their_tail(tokens: int, expected: list[int]) -> 
     assert finished.params["remote_block_ids"] == [list(range(-(-tokens // BLOCK))), expected]
 
 
-@pytest.mark.parametrize(
-    "geometry", [STATE, CacheGeometry(FULL.groups, step_tokens=BLOCK, hash_tokens=BLOCK, drop_last_block=True)]
-)
-def test_what_cannot_be_gone_on_from_is_not_promised(geometry: CacheGeometry) -> None:
-    """B2.18: tokens backed by blocks; of a state that is what was kept at the end of a step."""
+def test_what_cannot_be_gone_on_from_is_not_promised() -> None:
+    """B2.18: tokens backed by blocks; whole steps where the last block of a hit is computed anew."""
+    geometry = CacheGeometry(FULL.groups, step_tokens=BLOCK, hash_tokens=BLOCK, drop_last_block=True)
     rig = Rig(TO_DECODE, geometry=geometry)
     rig.allocate()
     finished = rig.finish(100)
     assert finished.params is not None
     assert finished.params["remote_num_tokens"] == 96
     full = geometry.groups[0]
-    assert finished.blocks == [FreeBlock(n + 1, 0, rig.request.key(full, n)) for n in range(6)], "and no state"
-    assert len(rig.server.published[0].keys) == 6 + (geometry is STATE)
+    assert finished.blocks == [FreeBlock(n + 1, 0, rig.request.key(full, n)) for n in range(6)]
+    assert len(rig.server.published[0].keys) == 6
+
+
+@pytest.mark.parametrize("params", [TO_DECODE, prefilled()])
+@pytest.mark.parametrize("tokens", [96, 100])
+def test_of_states_nothing_is_held(params: dict[str, object], tokens: int) -> None:
+    """B2.17: the one to go on from is gone by then: who comes next is told so, waits for nothing, and asks the cache."""
+    rig = Rig(params, geometry=STATE, **BOTH)
+    rig.allocate()
+    finished = rig.finish(tokens)
+    assert (rig.server.published, finished.blocks, finished.drop_saves) == ([], [], False)
+    assert finished.params is not None
+    assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[], []])
+    assert finished.params["remote_blocks_expiry_time"] is None
+    reader = Rig(finished.params, geometry=STATE, **BOTH)
+    assert (reader.match(), reader.server.claims) == (0, [])
 
 
 def test_all_that_is_held_is_stored() -> None:
