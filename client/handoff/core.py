@@ -11,7 +11,7 @@ back, ``wall_time`` seconds since 1970. Requests that the core does not know, or
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from ..offload import BlockTables, CacheGeometry, FreeBlock, LoadJob
@@ -79,11 +79,8 @@ class HandoffCore:
         self._pulls: list[Pull] = []
         self._next_claim = 1
         self._beat_at = 0.0
-
-    @property
-    def in_batch(self) -> set[str]:
-        """The requests that were scheduled and are to be held at their end (B2.8)."""
-        return {request_id for request_id, state in self._requests.items() if state.in_batch}
+        # Of whose peers no heartbeat was sent yet.
+        self._newcomers: list[str] = []
 
     @property
     def pending(self) -> bool:
@@ -100,7 +97,7 @@ class HandoffCore:
         transfer = Transfer.WANTED if wanted else Transfer.NONE
         self._requests[request.request_id] = HandoffState(request, params, transfer)
         if wanted:
-            self._beat_at = 0.0
+            self._newcomers.append(request.request_id)
         return wanted
 
     def match(self, request_id: str, computed_tokens: int, now: float, wall_time: float) -> int | None:
@@ -147,7 +144,7 @@ class HandoffCore:
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
-            self._pulls.append(self._pull(state, request_id, tables, external_tokens))
+            self._pull(state, request_id, tables, external_tokens)
         if state is None:
             return
         params = state.params
@@ -182,15 +179,13 @@ class HandoffCore:
         return pulls
 
     def heartbeat(self, now: float) -> None:
-        """Once per step: keeps what is about to be pulled alive, every sixth of a lease (B2.1)."""
-        if now < self._beat_at:
-            return
-        waiting = (Transfer.WANTED, Transfer.CLAIMED, Transfer.PULLING)
-        remotes = [state.params.remote for state in self._requests.values() if state.transfer in waiting]
-        alive = list(dict.fromkeys(remote for remote in remotes if remote is not None))
-        if alive:
+        """Once per step: keeps what is about to be pulled alive, from the first step on and every sixth of a lease (B2.1)."""
+        newcomers, self._newcomers = self._newcomers, []
+        if now >= self._beat_at:
             self._beat_at = now + self._options.heartbeat_s
-            self._server.renew(alive)
+            self._renew(self._requests.values())
+        elif newcomers:
+            self._renew(self._requests[name] for name in newcomers if name in self._requests)
 
     def finished(
         self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: Reason, wall_time: float
@@ -212,6 +207,13 @@ class HandoffCore:
         return self._hold(state, tables, confirmed_tokens, wall_time)
 
     # ---- details
+
+    def _renew(self, states: Iterable[HandoffState]) -> None:
+        waiting = (Transfer.WANTED, Transfer.CLAIMED, Transfer.PULLING)
+        remotes = [state.params.remote for state in states if state.transfer in waiting]
+        alive = list(dict.fromkeys(remote for remote in remotes if remote is not None))
+        if alive:
+            self._server.renew(alive)
 
     def _is_wanted(self, state: HandoffState, computed_tokens: int, wall_time: float) -> bool:
         params, options, request = state.params, self._options, state.engine
@@ -265,16 +267,18 @@ class HandoffCore:
         granted = claim.answered and claim.answer is not None
         return granted and now - claim.answered_at > self._options.claim_lifetime_s
 
-    def _pull(self, state: HandoffState | None, request_id: str, tables: BlockTables, external_tokens: int) -> Pull:
+    def _pull(self, state: HandoffState | None, request_id: str, tables: BlockTables, external_tokens: int) -> None:
         job = LoadJob(request_id)
         if state is None or state.transfer not in (Transfer.WANTED, Transfer.CLAIMED):
-            return Pull(None, job)
+            self._pulls.append(Pull(None, job))
+            return
+        # First of all: whatever goes wrong below, the engine is told of a load that has failed, and this was the transfer.
+        state.transfer = Transfer.PULLING
+        self._pulls.append(Pull(state.params.remote, job))
         claim, start = state.claim, state.offered_from
         if claim is not None and claim.answer is not None and claim.usable is not None:
             end = start + external_tokens
             job.reads = plan_pull(self._geometry, claim.usable, claim.answer.lease_id, tables, start, end)
-        state.transfer = Transfer.PULLING
-        return Pull(state.params.remote, job)
 
     def _drop(self, state: HandoffState) -> None:
         claim, state.claim = state.claim, None

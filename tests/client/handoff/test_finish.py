@@ -80,7 +80,7 @@ def test_ended_while_workers_pull(reason: Reason) -> None:
     rig.core.pull_ended("r")
     assert rig.server.released == [PEER]
     assert not rig.core.pending
-    assert rig.core.in_batch == set()
+    assert rig.core._requests == {}
     assert rig.server.published == []
 
 
