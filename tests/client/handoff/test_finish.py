@@ -226,6 +226,33 @@ def test_a_block_that_has_more_tokens_than_are_confirmed_has_the_holds_name() ->
     assert publication.keys[6] == rig.request.hold_key("us", publication.request_id, FULL.groups[0], 6, 100)
 
 
+@pytest.mark.parametrize("drafts", [1, 12, 40])
+def test_what_is_not_confirmed_is_not_held(drafts: int) -> None:
+    """B2.18: a step ahead, or with drafts, an engine has tokens and blocks that do not count; and a window may have gone on."""
+    rig = Rig(TO_DECODE, geometry=WINDOW)
+    rig.allocate()
+    rig.request.tokens += range(100, 100 + drafts)
+    finished = rig.finish(100)
+    assert finished.params is not None
+    assert finished.params["remote_block_ids"] == [list(range(7)), [4, 5, 6]]
+    names = [rig.request.hold_key("us", "server's r", group, 6, 100) for group in WINDOW.groups]
+    assert [block.key for block in finished.blocks if block.block_id in (7, 107)] == names
+    rig = Rig(TO_DECODE, geometry=WINDOW)
+    rig.allocate()
+    tables = [list(table) for table in rig.tables()]
+    tables[1][:5] = [WINDOW.null_block] * 5
+    assert rig.finish(100, tables=tables).blocks == []
+
+
+@pytest.mark.parametrize("confirmed", [101, 112, 128])
+def test_tokens_that_nobody_knows_yet_are_not_held(confirmed: int) -> None:
+    """B2.17: those of a step that has not been processed have KV and no name: it would be held as another request's."""
+    rig = Rig(TO_DECODE)
+    rig.allocate()
+    assert rig.finish(confirmed).blocks == []
+    assert rig.server.published == []
+
+
 def test_a_request_ends_once() -> None:
     """Whatever the engine says twice."""
     rig = Rig(TO_DECODE)
