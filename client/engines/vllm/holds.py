@@ -197,7 +197,7 @@ class HoldCalls:
         first_positions: Sequence[int],
         deadline: float,
     ) -> None:
-        lease, outcome = None, "unavailable"
+        lease, outcome, begun_at = None, "unavailable", time.monotonic()
         try:
             # It may have queued behind others that found out that the server does not answer.
             if self._is_wanted(number) and self._reachable(endpoint):
@@ -216,6 +216,7 @@ class HoldCalls:
             self._log.warn("claim", f"a claim failed, its request is computed instead: {error}")
         finally:
             self._tally.count(f"claims:{outcome}")
+            self._tally.observe("claim_seconds", time.monotonic() - begun_at)
             self._answered(number, lease)
 
     def _is_wanted(self, number: ClaimId) -> bool:
