@@ -138,10 +138,13 @@ def test_the_returned_parameters(params: dict[str, object], prefilled_here: bool
     }
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(100, [4, 5, 6]), (96, [4, 5]), (24, [0, 1]), (41, [1, 2])])
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(100, [4, 5, 6]), (96, [4, 5]), (24, [0, 1]), (41, [1, 2]), (104, [4, 5, 6]), (40, [0, 1, 2])],
+)
 def test_windows_are_clipped_to_their_tail(tokens: int, expected: list[int]) -> None:
-    """B2.18: of a window of 24 tokens only the blocks that it reaches from the end."""
-    rig = Rig(TO_DECODE, geometry=WINDOW)
+    """B2.18: of a window of 24 tokens only the blocks that it reaches from the end, or from the last token."""
+    rig = Rig(TO_DECODE, prompt=104, geometry=WINDOW)
     rig.allocate()
     finished = rig.finish(tokens)
     assert finished.params is not None
@@ -189,6 +192,17 @@ def test_all_that_is_held_is_stored() -> None:
         "B2.6: its end, too"
     )
     assert [block.key for block in finished.blocks] == list(rig.server.published[0].keys)
+
+
+def test_what_only_the_last_token_needs_may_be_gone() -> None:
+    """B2.18: the hold is worth less by a part of a block to who has the same prompt, and as much to who has a longer one."""
+    rig = Rig(TO_DECODE, prompt=104, geometry=WINDOW)
+    rig.allocate()
+    tables = [list(table) for table in rig.tables()]
+    tables[1][4] = WINDOW.null_block
+    finished = rig.finish(104, tables=tables)
+    assert finished.params is not None
+    assert finished.params["remote_block_ids"] == [list(range(7)), [5, 6]]
 
 
 def test_a_block_that_is_gone_ends_it() -> None:
