@@ -37,11 +37,15 @@ def hold_blocks(
 ) -> Holding:
     """Returns what can be held: nothing, of 0 tokens, where a block is gone that would be needed.
 
-    Of a window that is the tail that it reaches. A state is only known where it was kept, at the end of a whole step: with such
-    groups, and where the last block of a hit is computed anew, what comes after that is not handed over.
+    Of a window that is the tail that it reaches. A state moves on with the request, and by its end engines have let go of the
+    block of the one that could be gone on from: with such groups nothing is held, and the cache has what was stored on the way.
+    Where the last block of a hit is computed anew, whole steps are handed over.
     """
+    nothing = Holding(0, positions=[[] for _ in geometry.groups])
+    if any(group.is_state for group in geometry.groups):
+        return nothing
     num_tokens = confirmed_tokens
-    if geometry.drop_last_block or any(group.is_state for group in geometry.groups):
+    if geometry.drop_last_block:
         num_tokens -= num_tokens % geometry.step_tokens
     holding = Holding(num_tokens)
     for group in geometry.groups:
@@ -49,14 +53,14 @@ def hold_blocks(
         positions = range(group.first_needed_block(num_tokens), end)
         for position in positions:
             if position >= len(table) or table[position] == geometry.null_block:
-                return Holding(0, positions=[[] for _ in geometry.groups])
+                return nothing
             is_full = (position + 1) * group.block_tokens <= num_tokens
             if is_full and position < request.final_blocks(group):
                 key: bytes | None = request.key(group, position)
             else:
                 key = request.hold_key(engine_id, request.hold_name, group, position, num_tokens)
             if key is None:
-                return Holding(0, positions=[[] for _ in geometry.groups])
+                return nothing
             holding.blocks.append(FreeBlock(table[position], group.index, key))
         holding.positions.append(list(positions))
     return holding
