@@ -19,9 +19,6 @@ from .fleet import Instance
 __all__ = ["Answer", "Cause", "EngineFailedError", "Engines", "engine_headers", "read_answer"]
 
 CONNECT_TIMEOUT_S = 5.0
-KEEPALIVE_S = 3.0
-"""vLLM's server closes idle connections after 5 s: ours go first, else a request meets one that is just being closed."""
-
 MAX_ANSWER_BYTES = 64 << 20
 _HOP_BY_HOP = {
     "connection",
@@ -100,7 +97,10 @@ class Engines:
     def __init__(self, silence_s: float) -> None:
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
+            limits=httpx.Limits(max_connections=None),
+            # A connection per request: one that is kept may be closed while it is taken for the next request, by the engine (idle
+            # for 5 s) or by httpx (seen on a machine that stood still), and a decode engine's only answer is lost.
+            headers={"connection": "close"},
             trust_env=False,  # engines are not behind the proxy of whoever started this
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # what one client is given is not for the next
         )

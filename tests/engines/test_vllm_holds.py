@@ -11,6 +11,7 @@ import pytest
 from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
 
 from kvtier.client import (
+    DeadlineExceeded,
     HandoffDirection,
     HoldGone,
     HoldInfo,
@@ -41,6 +42,7 @@ class HoldsClient(FakeClient):
         self.renewed: list[HoldName] = []
         self.let_go: list[HoldName] = []
         self.published: list[str] = []
+        self.late_publications = 0
 
     def claim(self, hold: HoldName, **_: Any) -> Any:
         self.claimed.append(hold)
@@ -61,6 +63,9 @@ class HoldsClient(FakeClient):
         self.let_go += holds
 
     def publish(self, request_id: str, *_: Any, **__: Any) -> Any:
+        if self.late_publications:
+            self.late_publications -= 1
+            raise DeadlineExceeded("late")
         self.published.append(request_id)
         return SimpleNamespace(status=PublishStatus.PUBLISHED)
 
@@ -251,6 +256,18 @@ def test_claims_behind_one_that_fails_are_not_made(monkeypatch: Any) -> None:
         scheduler.blocks_allocated(done, TABLE, 0)
         assert scheduler.request_finished(done, TABLE) is not None
         wait_for(lambda: client.published == ["done"])
+
+
+def test_a_publication_that_was_late_is_made_once_more() -> None:
+    """B2.17: who is to pull would wait for it; what is told of a request twice is one hold."""
+    client = HoldsClient()
+    client.late_publications = 1
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
+        scheduler.new_request(request)
+        scheduler.blocks_allocated(request, TABLE, 0)
+        scheduler.request_finished(request, TABLE)
+        wait_for(lambda: client.published == ["r"])
 
 
 def test_a_defect_in_handing_over_does_not_keep_a_request_from_ending(monkeypatch: Any) -> None:

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
 
-from ... import Client, HoldGone, HoldName, InvalidRequest, KeyStatus, KVTierError, Lease, LimitExceeded
+from ... import (
+    Client,
+    DeadlineExceeded,
+    HoldGone,
+    HoldName,
+    InvalidRequest,
+    KeyStatus,
+    KVTierError,
+    Lease,
+    LimitExceeded,
+    PublishStatus,
+)
 from ... import HandoffDirection as WireDirection
 from ...handoff import Claimed, ClaimId, Direction, HandoffRequest, HeldBlock, Publication, RemoteRequest
 from .background import BackgroundThreads, LimitedLog, logger
@@ -177,16 +188,23 @@ class HoldCalls:
             self._log.warn("handoff-call", f"a server could not be told of a request that is handed over: {error}")
 
     def _publish(self, client: Client, publication: Publication) -> None:
-        held = client.publish(
+        try:
+            status = self._publish_once(client, publication)
+        except DeadlineExceeded:
+            # Whether it was heard or not: a peer would wait for it, and once more under the same name does no harm.
+            status = self._publish_once(client, publication)
+        logger.debug("kvtier: request %s: %s", publication.request_id, status.name)
+        self._tally.count(f"publications:{status.name.lower()}")
+
+    def _publish_once(self, client: Client, publication: Publication) -> PublishStatus:
+        return client.publish(
             publication.request_id,
             publication.keys,
             publication.positions,
             num_tokens=publication.num_tokens,
             direction=_DIRECTIONS[publication.direction],
             hold_for=publication.hold_for,
-        )
-        logger.debug("kvtier: request %s: %s", publication.request_id, held)
-        self._tally.count(f"publications:{held.status.name.lower()}")
+        ).status
 
     def _claim(
         self,

@@ -61,6 +61,16 @@ def _other(engines: list[StandinEngine], engine: StandinEngine) -> StandinEngine
     return engines[1 - engines.index(engine)]
 
 
+async def test_no_connection_is_used_twice(site: Site) -> None:
+    """One that is idle may be closed just when it is taken again, and then a request would fail for nothing."""
+    async with site.proxy() as proxy:
+        await proxy.turn()
+        await proxy.turn(stream=True)
+        seen = [seen for engine in (site.prefill[0], site.decode[0]) for seen in (*engine.seen, *engine.probes)]
+        assert len(seen) >= 4
+        assert {one.headers["connection"] for one in seen} == {"close"}
+
+
 # ---- P
 
 
