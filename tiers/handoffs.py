@@ -276,7 +276,7 @@ class Handoffs:
         self._command(HoldChanged(hold.name))
 
     def _note_over(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
-        self._over[name] = why
+        self._over.setdefault(name, why)  # one that has expired has, whatever was declined under its name since
         while len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
 

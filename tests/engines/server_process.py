@@ -40,7 +40,7 @@ class ServerProcess:
                 [*command, "--data-dir", self.folder / "data"], stdout=log, stderr=log, start_new_session=True
             )
         (self.folder / "pid").write_text(str(self._child.pid))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.CalledProcessError):
                 self.status()
