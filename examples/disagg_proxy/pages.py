@@ -64,5 +64,5 @@ def _response(answer: Answer) -> Response:
 async def no_route(http: HttpRequest, error: Exception) -> Response:
     """Answers what is nowhere, or asked for in the wrong way."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"There is no {http.method} {http.url.path} here."
+    message = f"There is no {http.method} {http.scope['path']} here."
     return _response(error_answer(status, message, getattr(error, "headers", None)))
