@@ -18,11 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from .conversations import Conversation, Conversations
 from .engines import Answer, Engines, engine_headers
-from .exchange import Exchange, Request, Service
+from .exchange import Exchange
 from .fleet import Fleet
 from .metrics import Metrics, Outcome
 from .pages import Pages, no_route
 from .reply import Reply, error_answer
+from .service import Request, Service
 from .settings import Settings
 from .turns import BadRequestError, Turn
 from .watch import Watch

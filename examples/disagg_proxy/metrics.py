@@ -39,7 +39,7 @@ class Metrics:
         self.requests = self._counter("requests", "Requests by how they ended.", "route", "outcome")
         self.turns = self._counter("turns", "Turns by whether D's hold of the turn before was used.", "reuse")
         self.retries = self._counter(
-            "retries", "Failures of an engine that another one made good, or was to.", "role", "cause"
+            "retries", "Failures of engines, most of which another made good.", "role", "cause"
         )
         self.fallbacks = self._counter("fallbacks", "Turns that D served without P, and why.", "cause")
         self.dropped = self._counter("entries_evicted", "Entries that nobody came for.")

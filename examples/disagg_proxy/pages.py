@@ -7,10 +7,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from .engines import Answer, EngineFailedError, engine_headers
-from .exchange import Service
 from .fleet import Instance
 from .metrics import CONTENT_TYPE
 from .reply import error_answer
+from .service import Service
 
 __all__ = ["Pages", "no_route"]
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from .engines import EngineFailedError, Engines, engine_headers
 from .fleet import Instance, Role
@@ -40,18 +40,24 @@ class Watch:
 
     async def run(self) -> None:
         """Never ends."""
+        await asyncio.gather(self._again_and_again(self.probe), self._again_and_again(self._check_if_due))
+
+    async def _again_and_again(self, look: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await self.probe()
-                if self._is_check_due():
-                    await self.check()
+                await look()
             except Exception:
                 logger.exception("looking at %s went wrong", self._instance.url)
             await asyncio.sleep(min(TICK_S, self._check_s))
 
+    async def _check_if_due(self) -> None:
+        if self._is_check_due():
+            await self.check()
+
     async def check(self) -> None:
         """Asks whether it is well."""
         instance, was_up, self._checked_at = self._instance, self._instance.is_up, self._clock()
+        instance.is_doubted = False
         try:
             answer = await self._engines.ask(instance, "/health", None, {}, timeout_s=HEALTH_TIMEOUT_S)
             is_well = answer.status == 200
@@ -92,6 +98,8 @@ class Watch:
 
     def _is_check_due(self) -> bool:
         """Whoever is down, since a request found that out perhaps, is looked at as soon as its pause is over."""
+        if self._instance.is_up and self._instance.is_doubted:
+            return True
         due_at = self._checked_at + self._check_s if self._instance.is_up else self._instance.retry_at
         return self._clock() >= due_at
 
