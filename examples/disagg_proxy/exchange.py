@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
 
 import httpx
 
@@ -166,10 +167,10 @@ class Exchange:
     async def _relay(
         self, instance: Instance, response: httpx.Response, reader: StreamReader, name: str | None
     ) -> None:
-        splitter, is_kept = Splitter(), False
-        try:
-            async for chunk in response.aiter_bytes():
-                passed = b"".join([reader.read(event) for event in splitter.feed(chunk)])
+        is_kept = False
+        async with aclosing(_events(response)) as parts:
+            async for events in parts:
+                passed = b"".join([reader.read(event) for event in events])
                 if reader.is_done and not is_kept:  # before the client can see the end, and send its next turn
                     is_kept = True
                     instance.answered()
@@ -177,12 +178,8 @@ class Exchange:
                     self._keep(instance, reader.hold(instance.engine, name))
                 if passed:
                     await self._pass_on(response, reader, passed)
-        except EventTooLargeError as error:
-            raise EngineFailedError(Cause.BROKEN) from error
-        if not self._reply.has_begun:
+        if not reader.is_done:
             raise EngineFailedError(Cause.BROKEN)
-        if splitter.rest:
-            await self._reply.more(splitter.rest)
 
     async def _pass_on(self, response: httpx.Response, reader: StreamReader, chunk: bytes) -> None:
         if not self._reply.has_begun:
@@ -228,3 +225,14 @@ class Exchange:
         address = instance.kvtier
         kept = hold if address is None else address.replacing(hold)
         self._service.conversations.put(conversation, kept, self._service.clock())
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[list[bytes]]:
+    """Yields the events of a stream, those that come together together."""
+    splitter = Splitter()
+    try:
+        async for chunk in response.aiter_bytes():
+            yield list(splitter.feed(chunk))
+        yield splitter.end()
+    except EventTooLargeError as error:
+        raise EngineFailedError(Cause.BROKEN) from error

@@ -29,7 +29,8 @@ class Instance:
     """One engine. ``kvtier``: where its kvtier server is for others, if that is not what it says itself (B2.22).
 
     ``engine``: who it is, if it holds anything, and since when that is known. ``is_doubted``: a request went wrong, and its health
-    is to be looked at at once. ``failures``: in a row; it is left alone until ``retry_at``. Times in seconds, on the clock of whoever asks.
+    is to be looked at at once. ``failures``: in a row; it is left alone until ``retry_at``. Times in seconds, on the clock of
+    whoever asks.
     """
 
     url: str

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Behaviour", "Seen", "StandinEngine", "cut_off", "fail", "hang", "hang_up", "hold_back", "say"]
+__all__ = ["Behaviour", "Seen", "StandinEngine", "cut_off", "fail", "hang", "hang_up", "hold_back", "say", "stream"]
 
 ANSWER = ("Once", " upon", " a", " time")
 PROMPT_TOKENS = 20
@@ -218,6 +218,17 @@ def cut_off(after: int, *, cleanly: bool = False) -> Behaviour:
         else:
             await asyncio.sleep(0.05)  # what was written is to arrive
             writer.transport.abort()
+
+    return behaviour
+
+
+def stream(*events: bytes) -> Behaviour:
+    """Sends these, each in a piece of its own, and ends in good order."""
+
+    async def behaviour(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
+        await _begin(writer)
+        for event in (*events, b""):
+            await _chunk(writer, event)
 
     return behaviour
 

@@ -12,7 +12,7 @@ from disagg_proxy.settings import Decode
 from disagg_proxy.transfer import Address, first_turn, hold_only
 from harness.disagg_site import Site
 from harness.running_proxy import PATH, Clock, RunningProxy, data_of, until
-from harness.standin_engine import ANSWER, DONE, PROMPT_TOKENS, Seen, StandinEngine, cut_off, hold_back, say
+from harness.standin_engine import ANSWER, DONE, PROMPT_TOKENS, Seen, StandinEngine, hold_back, say
 
 TOKENS = PROMPT_TOKENS + len(ANSWER) - 1
 """What D holds after a turn: all but the last token."""
@@ -392,12 +392,3 @@ async def test_many_conversations_at_once(site: Site) -> None:
     for asked in p.seen:
         name = asked.params["remote_request_id"]
         assert named.get(name, asked.body["user"]) == asked.body["user"]
-
-
-async def test_a_stream_without_an_end_is_not_remembered(site: Site) -> None:
-    """It ended in good order, but D never said that it was done."""
-    site.decode[0].script.append(cut_off(len(ANSWER) + 1, cleanly=True))
-    async with site.proxy() as proxy:
-        await proxy.turn(stream=True)
-        await proxy.turn()
-    assert _is_miss(site.prefill[0].seen[1].params)
