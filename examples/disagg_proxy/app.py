@@ -22,7 +22,7 @@ from .exchange import Exchange
 from .fleet import Fleet
 from .metrics import Metrics, Outcome
 from .pages import Pages, no_route
-from .reply import Reply, error_answer
+from .reply import ClientGoneError, Reply, error_answer
 from .service import Request, Service
 from .settings import Settings
 from .turns import BadRequestError, Turn
@@ -68,6 +68,8 @@ class Completions:
         except _RejectedError as rejected:
             outcome = rejected.outcome
             await reply.whole(rejected.answer)
+        except ClientGoneError:
+            outcome = Outcome.GONE
         finally:
             self._under_way -= 1
             metrics.requests.labels(path, outcome.value).inc()

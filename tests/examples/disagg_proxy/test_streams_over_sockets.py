@@ -6,9 +6,10 @@ import asyncio
 import json
 
 import pytest
+from disagg_proxy import reply
 from disagg_proxy.transfer import first_turn
 from harness.disagg_site import Site
-from harness.running_proxy import PATH, RunningProxy, data_of
+from harness.running_proxy import PATH, RunningProxy, data_of, until
 from harness.standin_engine import ANSWER, DONE, PROMPT_TOKENS, Seen, StandinEngine, cut_off, stream
 
 ERROR = b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n'
@@ -72,3 +73,69 @@ async def test_an_error_in_the_middle_is_no_success(site: Site) -> None:
         assert (await _outcome(proxy, "broken"), await _outcome(proxy, "ok")) == (1, 0)
         await proxy.turn()
     assert site.prefill[0].seen[1].params == first_turn()
+
+
+async def _without_reading(proxy: RunningProxy) -> asyncio.StreamWriter:
+    """A client that asks for a stream and reads none of it."""
+    host, port = proxy.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port), limit=1)
+    body = json.dumps({"prompt": "x", "conversation_id": "c", "stream": True}).encode()
+    writer.write(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    return writer
+
+
+MORE_THAN_BUFFERS = 128 << 20
+
+
+class Endless:
+    """A stream that ends but by who reads it, as good as; ``sent``: bytes that the proxy has taken of it."""
+
+    sent = 0
+    is_cut_off = False
+
+    async def __call__(self, engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+        event = b": " + b"x" * 65536 + b"\n\n"
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+        try:
+            while self.sent < MORE_THAN_BUFFERS:
+                writer.write(event)
+                await writer.drain()
+                self.sent += len(event)
+        finally:
+            self.is_cut_off = True
+
+
+async def test_a_client_that_does_not_read_is_gone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not keep its slot, nor D's: D is hung up on after a while."""
+    monkeypatch.setattr(reply, "SEND_TIMEOUT_S", 0.3)
+    endless = Endless()
+    site.decode[0].script.append(endless)
+    async with site.proxy() as proxy:
+        writer = await _without_reading(proxy)
+        await until(lambda: endless.is_cut_off)
+
+        async def counted() -> bool:
+            return await _outcome(proxy, "client_gone") == 1
+
+        await until(counted)
+        writer.transport.abort()
+
+
+async def test_a_slow_client_slows_d_down(site: Site) -> None:
+    """The proxy's memory is no buffer: it reads no faster than the client does."""
+    endless = Endless()
+    site.decode[0].script.append(endless)
+    async with site.proxy() as proxy:
+        writer = await _without_reading(proxy)
+        before = -1
+
+        async def stands_still() -> bool:
+            nonlocal before
+            before, now = endless.sent, before
+            await asyncio.sleep(0.3)
+            return endless.sent == before == now > 0
+
+        await until(stands_still)
+        assert endless.sent < MORE_THAN_BUFFERS
+        writer.transport.abort()
+        await until(lambda: endless.is_cut_off)
