@@ -35,6 +35,7 @@ class Watch:
         self._checked_at = clock()
         self._probed_at = -math.inf
         self._probe_s = probe_s
+        self._is_refused = False
         # One name for all, so that each probe's hold takes the place of the one before.
         self._hold_as = f"disagg_proxy.probe.{uuid.uuid4().hex}"
 
@@ -83,14 +84,25 @@ class Watch:
             body = {"model": _first_model(models.parsed()), "prompt": [1], "max_tokens": 1}
             body["kv_transfer_params"] = for_engine(hold_only(), {}, self._hold_as)
             answer = await self._engines.ask(instance, "/v1/completions", body, headers, timeout_s=PROBE_TIMEOUT_S)
-            params = answer.parsed().get("kv_transfer_params")
+            params = None if answer.status >= 400 else answer.parsed().get("kv_transfer_params")
         except EngineFailedError as error:
             logger.warning("%s does not answer a probe: %s", instance.url, error.cause.value)
             return
+        if answer.status >= 400:
+            self._note_refusal(answer.status)
+            return
         engine = DecodeEngine.parse(params)
         if engine is None:
-            logger.warning("%s holds nothing (status %d): its streams are not remembered", instance.url, answer.status)
+            logger.warning("%s holds nothing: its streams are not remembered", instance.url)
         instance.introduced(engine, self._clock())
+
+    def _note_refusal(self, status: int) -> None:
+        """It says nothing of what it holds: what is known stands, and it is asked again after the usual time."""
+        instance = self._instance
+        if not self._is_refused:
+            logger.warning("%s refuses probes (status %d); does VLLM_API_KEY lack?", instance.url, status)
+        self._is_refused = True
+        instance.introduced(instance.engine, self._clock())
 
     def _is_probe_due(self) -> bool:
         seen_at, now = self._instance.engine_seen_at, self._clock()

@@ -10,7 +10,7 @@ import pytest
 from disagg_proxy import engines, watch
 from disagg_proxy.transfer import hold_only
 from harness.disagg_site import Site
-from harness.running_proxy import PATH, RunningProxy, run_proxy, until
+from harness.running_proxy import PATH, RunningProxy, until
 from harness.standin_engine import ANSWER, Behaviour, Seen, StandinEngine, hang, hang_up, say
 
 PATIENCE_S = 1.0
@@ -87,20 +87,3 @@ async def test_who_is_not_well_either_is_down(site: Site, monkeypatch: pytest.Mo
         assert (await proxy.turn()).status_code == 200
         for engine in site.prefill:
             await proxy.sees(engine, up=False)
-
-
-async def test_a_probe_that_hangs_does_not_stop_looks_at_its_health(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The two go on beside each other; a probe ends in time, and is tried again."""
-    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 3.0)
-    d = site.decode[0]
-    d.probe_script.append(hang)
-    async with run_proxy(site.settings()) as proxy:
-        await until(lambda: len(d.probes) == 1)
-        d.health = 500
-        await proxy.sees(d, up=False)
-        assert not d.probes[0].gone.is_set()
-        d.health = 200
-        await d.probes[0].gone.wait()
-        await proxy.knows("d0")
