@@ -121,7 +121,7 @@ class Completions:
             logger.warning("%s has no conversation_id: nothing of it is used again", headers["x-request-id"])
         else:
             owner = hashlib.sha256(headers.get("authorization", "").encode()).hexdigest()
-            conversation = Conversation(owner, turn.conversation_id)
+            conversation = Conversation(owner, turn.model, turn.conversation_id)
         return Request(path, turn, conversation, headers, begun_at)
 
 

@@ -24,9 +24,10 @@ class Reuse(Enum):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Which one it is. ``owner`` keeps those of two credentials apart that chose the same ``name``."""
+    """Which one it is. ``owner`` and ``model`` keep those apart that chose the same ``name``: of two credentials, of two models."""
 
     owner: str
+    model: str
     name: str
 
 

@@ -235,6 +235,14 @@ async def test_credentials_keep_conversations_apart(site: Site) -> None:
     assert site.decode[0].seen[1].headers["authorization"] == "Bearer two"
 
 
+async def test_models_keep_conversations_apart(site: Site) -> None:
+    """The same id with two models is two conversations: the blocks of one are nothing to the other."""
+    async with site.proxy() as proxy:
+        for model in ("one", "two", "one"):
+            await proxy.turn(model=model)
+    assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True, True, False]
+
+
 async def test_one_id_for_a_request_everywhere(site: Site) -> None:
     """P and D log a request under the same id, the client's own if it has one."""
     async with site.proxy() as proxy:
