@@ -66,7 +66,10 @@ class Exchange:
             return Taken(Reuse.ALONE)
         if conversation is None:
             return Taken(Reuse.UNNAMED)
-        return self._service.conversations.take(conversation, self._service.clock())
+        taken = self._service.conversations.take(conversation, self._service.clock())
+        if taken.reuse is Reuse.EXPIRED:
+            self._service.metrics.dropped.labels("expired").inc()
+        return taken
 
     # ---- P
 
@@ -224,7 +227,8 @@ class Exchange:
             return
         address = instance.kvtier
         kept = hold if address is None else address.replacing(hold)
-        self._service.conversations.put(conversation, kept, self._service.clock())
+        crowded_out = self._service.conversations.put(conversation, kept, self._service.clock())
+        self._service.metrics.dropped.labels("no_room").inc(crowded_out)
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[list[bytes]]:

@@ -42,7 +42,7 @@ class Metrics:
             "retries", "Failures of engines, most of which another made good.", "role", "cause"
         )
         self.fallbacks = self._counter("fallbacks", "Turns that D served without P, and why.", "cause")
-        self.dropped = self._counter("entries_evicted", "Entries that nobody came for.")
+        self.dropped = self._counter("entries_evicted", "Entries that were of no use to any turn, and why.", "reason")
         self.first_token = self._histogram("first_token_seconds", "Until the first event of a stream.", "route")
         self.duration = self._histogram("duration_seconds", "Until the end of the answer.", "route")
         self.prefill = self._histogram("prefill_seconds", "Until P had answered.")

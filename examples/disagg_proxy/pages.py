@@ -25,7 +25,7 @@ class Pages:
         """Says which engines are up, and forgets what is over (B2.24)."""
         service = self._service
         evicted = service.conversations.evict(service.clock())
-        service.metrics.dropped.inc(evicted)
+        service.metrics.dropped.labels("expired").inc(evicted)
         is_up = any(instance.is_up for instance in service.decode.instances)
         answer = {
             "status": "ok" if is_up else "no decode engine is up",

@@ -56,8 +56,8 @@ def test_of_too_many_the_oldest_go() -> None:
     entries = Conversations(max_entries=2)
     entries.put(C1, HOLD, 0.0)
     entries.put(C2, HOLD, 1.0)
-    entries.put(C1, LATER, 2.0)
-    entries.put(C3, HOLD, 3.0)
+    assert entries.put(C1, LATER, 2.0) == 0
+    assert entries.put(C3, HOLD, 3.0) == 1
     assert [entries.take(conversation, 4.0).reuse for conversation in (C1, C2, C3)] == [
         Reuse.HIT,
         Reuse.MISS,

@@ -193,6 +193,7 @@ async def test_an_entry_ends(site: Site) -> None:
         clock.ahead += 451.0
         assert (await proxy.turn()).json()["choices"][0]["text"] == "".join(ANSWER)
         assert await proxy.metric("turns_total", reuse="expired") == 1
+        assert await proxy.metric("entries_evicted_total", reason="expired") == 1
         assert await proxy.metric("turns_total", reuse="hit") == 1
     assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True, False, True]
 
@@ -212,7 +213,7 @@ async def test_health_evicts(site: Site) -> None:
             {"url": site.decode[0].url, "up": True, "outstanding": 0, "engine_id": "d0"},
         ]
         assert health["prefill"] == [{"url": site.prefill[0].url, "up": True, "outstanding": 0}]
-        assert await proxy.metric("entries_evicted_total") == 1
+        assert await proxy.metric("entries_evicted_total", reason="expired") == 1
 
 
 async def test_a_restart_of_the_proxy_is_a_miss(site: Site) -> None:
