@@ -56,6 +56,12 @@ class Turn:
             alone=not _is_one_answer(body) or _wants_whole_prompt(body),
         )
 
+    @property
+    def model(self) -> str:
+        """As the client names it; empty where it does not, and engines have but one."""
+        model = self.body.get("model")
+        return model if isinstance(model, str) else ""
+
     def prefill_body(self, params: Params) -> dict[str, Any]:
         """For P: one token, which nobody reads (B2.23)."""
         body = {**self.body, "stream": False, "max_tokens": 1, "kv_transfer_params": for_engine(params, self.own)}
