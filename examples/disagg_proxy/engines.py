@@ -27,6 +27,7 @@ _HOP_BY_HOP = {
     "date",
     "keep-alive",
     "proxy-authenticate",
+    "proxy-connection",
     "server",
     "trailer",
     "transfer-encoding",
@@ -37,6 +38,7 @@ _HOP_BY_HOP = {
 _NOT_PASSED_ON = {
     "accept-encoding",
     "connection",
+    "content-encoding",
     "content-length",
     "content-type",
     "cookie",
@@ -44,12 +46,14 @@ _NOT_PASSED_ON = {
     "host",
     "keep-alive",
     "proxy-authorization",
+    "proxy-connection",
     "te",
     "trailer",
     "transfer-encoding",
     "upgrade",
+    "x-data-parallel-rank",
 }
-"""Headers of a request that are about the client's connection or its body's form."""
+"""Headers of a request that are about the client's connection or its body's form, or choose among engines."""
 
 
 class Cause(Enum):
@@ -161,12 +165,21 @@ async def read_answer(response: httpx.Response) -> Answer:
 
 def _passed_on(response: httpx.Response) -> dict[str, str]:
     """Returns the headers that the client is to get as well."""
-    return {name: value for name, value in response.headers.items() if name not in _HOP_BY_HOP}
+    headers = response.headers
+    dropped = _HOP_BY_HOP | _named(headers)
+    return {name: value for name, value in headers.items() if name not in dropped}
+
+
+def _named(headers: Mapping[str, str]) -> set[str]:
+    """Returns the headers that ``Connection`` says are about the connection, too."""
+    values = [value for name, value in headers.items() if name == "connection"]
+    return {name.strip().lower() for name in ",".join(values).split(",")}
 
 
 def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Returns what engines get of a client's headers; the request is known by one id everywhere."""
-    passed = {name: value for name, value in headers.items() if name not in _NOT_PASSED_ON and value.isascii()}
+    dropped = _NOT_PASSED_ON | _named(headers)
+    passed = {name: value for name, value in headers.items() if name not in dropped and value.isascii()}
     return {
         "x-request-id": uuid.uuid4().hex,
         **passed,
