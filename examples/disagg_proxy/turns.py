@@ -44,6 +44,9 @@ class Turn:
             raise BadRequestError("The body must be a JSON object.")
         conversation_id = _conversation_id(body.pop("conversation_id", None))
         own = own_params(body.pop("kv_transfer_params", None))
+        # vLLM takes what is in there for parameters, too: by that way a client could say whose blocks are pulled.
+        if isinstance(xargs := body.get("vllm_xargs"), dict):
+            xargs.pop("kv_transfer_params", None)
         options, stream = body.get("stream_options"), body.get("stream")
         if not isinstance(stream, bool | None):  # engines would take 1 and "true" for it
             raise BadRequestError("stream must be true or false.")
