@@ -75,7 +75,7 @@ class TierFlow:
         keeping: Keeping,
         now: float,
         max_queued_bytes: int,
-        unpin: Callable[[Block], None],
+        unpin: Callable[[Iterable[Block]], None],
         command: Callable[[Command], None],
         history: History,
     ) -> None:
@@ -349,7 +349,7 @@ class TierFlow:
             lane.queued_bytes -= entry.nbytes
             lane.dropped += 1
             block.left_out = MissReason.STORE_FAILED
-            self._unpin(block)
+            self._unpin([block])
         lane.queue.clear()
         for name in list(lane.owed):
             paid += self._pay(lane, name, stored=False)
@@ -375,7 +375,7 @@ class TierFlow:
             if outcome is Outcome.NO_SPACE:
                 # The storage holds less than was reckoned with (its disk is shared, say): without room it would stay stuck.
                 lane.doomed += lane.catalog.make_room(entry.namespace, entry.nbytes)
-        self._unpin(block)
+        self._unpin([block])
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1

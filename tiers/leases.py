@@ -133,7 +133,7 @@ class LookupAnswer:
 class LeaseTable:
     """The leases that are held, by id, and who waits for which block."""
 
-    def __init__(self, unpin: Callable[[Block], None], first_id: int = 1) -> None:
+    def __init__(self, unpin: Callable[[Iterable[Block]], None], first_id: int = 1) -> None:
         self._unpin = unpin
         self._leases: dict[LeaseId, Lease] = {}
         self._waiting: dict[Block, dict[Lease, list[int]]] = {}
@@ -156,11 +156,15 @@ class LeaseTable:
         keys: int,
         now: float,
         record: LookupRecord | None = None,
+        all_ready: bool = False,
     ) -> Lease:
-        """Grants a lease on blocks that are pinned already; the pins are the lease's from now on."""
+        """Grants a lease on blocks that are pinned already; the pins are the lease's from now on.
+
+        `all_ready` says that all of them are known to be ready, which saves looking at each.
+        """
         lease = Lease(LeaseId(self._next_id), owner, expires_at, items, keys, sources, now, record=record)
         self._next_id += 1
-        for item, block in enumerate(items):
+        for item, block in enumerate(() if all_ready else items):
             if block is not None and not block.ready:
                 lease.pending += 1
                 self._waiting.setdefault(block, {}).setdefault(lease, []).append(item)
@@ -194,9 +198,7 @@ class LeaseTable:
             del self._items[owner.session_id]
         if lease.pending:
             self._stop_waiting(lease)
-        for block in lease.items:
-            if block is not None:
-                self._unpin(block)
+        self._unpin(filter(None, lease.items))
 
     def _stop_waiting(self, lease: Lease) -> None:
         for block in lease.items:
@@ -206,6 +208,10 @@ class LeaseTable:
             waiting.pop(lease, None)
             if not waiting:
                 del self._waiting[block]
+
+    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns those of these blocks that a lease waits for."""
+        return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settle(self, block: Block) -> list[tuple[Lease, int]]:
         """Takes note that a block is not pending any more; returns the leases, and their items, that waited for it.
@@ -218,7 +224,7 @@ class LeaseTable:
             lease.pending -= 1
             if not block.ready:
                 lease.items[item] = None
-                self._unpin(block)
+                self._unpin([block])
         return waited
 
     def __iter__(self) -> Iterator[Lease]:

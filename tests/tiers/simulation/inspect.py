@@ -47,23 +47,26 @@ def small_jobs(nbytes: int) -> Iterator[None]:
 
 def blocks(core: TierManager) -> list[Block]:
     """Returns every block of the CPU tier, empty ones and those that a reset has taken out included."""
-    return [*chain.from_iterable(held.values() for held in core._primary._blocks.values()), *retired(core)]
+    return [*core._primary._shelves, *retired(core)]
 
 
 def retired(core: TierManager) -> list[Block]:
-    """Returns the blocks that a reset has taken out of the index and that somebody pins still."""
-    found = chain.from_iterable(core._primary._retired.values())
+    """Returns the blocks that a reset has taken out of the index and that have not gone yet."""
+    shelves = core._primary._shelves
+    unswept = (shelf.blocks.values() for shelf in chain.from_iterable(shelves._resetting.values()))
+    found = chain(chain.from_iterable(unswept), chain.from_iterable(shelves._pinned.values()))
     return sorted(found, key=lambda block: (block.namespace, block.key))
 
 
 def block(core: TierManager, namespace: NamespaceId, key: bytes) -> Block | None:
     """Returns one block of the CPU tier, whatever its state."""
-    return core._primary._blocks.get(namespace, {}).get(key)
+    return core._primary._shelves.get(namespace, key)
 
 
 def slots_in_use(core: TierManager) -> set[int]:
     """Returns the slots that the allocator has given out."""
-    return set().union(*(extent.in_use for extent in core._primary.memory.extents()))
+    memory = core._primary.memory
+    return set().union(*map(memory.in_use, memory.extents()))
 
 
 def quarantined(core: TierManager) -> list[int]:
@@ -177,7 +180,8 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "parked blocks": core._requests._waiting,
         "jobs": core._flow._jobs,
         "questions": core._flow._lookups,
-        "blocks of a reset": core._primary._retired,
+        "blocks of a reset": core._primary._shelves._pinned,
+        "shelves of a reset": core._primary._shelves._resetting,
         "holds": core.handoffs._table._holds,
         "holds by tenant": core.handoffs._table._per_tenant,
         "held items": core.handoffs._table._items,
