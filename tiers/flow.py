@@ -164,11 +164,12 @@ class TierFlow:
         if lane is not None:
             lane.questions.answered(names, answers, now)
 
-    def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
-        """Lets time pass in the tiers."""
+    def tick(self, now: float, used_in_cpu: UsedElsewhere) -> bool:
+        """Lets time pass in the tiers; returns whether the time of more blocks is over than were looked at."""
         for lane in self.lanes:
             lane.tick(now, used_in_cpu)
             self._advance(lane)
+        return any(lane.catalog.lines.overdue for lane in self.lanes)
 
     def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
         """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10).

@@ -23,6 +23,9 @@ __all__ = ["KeyStatus", "Lease", "LeaseTable", "LookupAnswer", "Owner"]
 
 K = TypeVar("K")
 
+SLICE = 8192
+"""Pins that fall at a time, where many do."""
+
 
 class KeyStatus(enum.IntEnum):
     """What a lookup says of one key. Numbers as in `kvtier.v1.KeyStatus`."""
@@ -141,6 +144,8 @@ class LeaseTable:
         self._by_session: dict[bytes, dict[Lease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[Lease, None]] = defaultdict(dict)
         self._items: dict[bytes, int] = defaultdict(int)
+        self._falling: list[Block] = []
+        """Blocks of leases that have ended, whose pins are still to fall."""
         self._next_id = first_id
 
     def __len__(self) -> int:
@@ -190,6 +195,22 @@ class LeaseTable:
 
     def release(self, lease: Lease) -> None:
         """Ends a lease: its pins fall."""
+        self._forget(lease)
+        self._unpin(filter(None, lease.items))
+
+    def end(self, lease: Lease) -> None:
+        """Ends a lease whose pins fall with `let_fall`."""
+        self._forget(lease)
+        self._falling.extend(filter(None, lease.items))
+
+    def let_fall(self) -> bool:
+        """Lets a slice of the pins of leases that have ended fall; returns whether there are more."""
+        pins = self._falling[-SLICE:]
+        del self._falling[-SLICE:]
+        self._unpin(pins)
+        return bool(self._falling)
+
+    def _forget(self, lease: Lease) -> None:
         del self._leases[lease.id]
         owner = lease.owner
         self._items[owner.session_id] -= len(lease.items)
@@ -198,7 +219,6 @@ class LeaseTable:
             del self._items[owner.session_id]
         if lease.pending:
             self._stop_waiting(lease)
-        self._unpin(filter(None, lease.items))
 
     def _stop_waiting(self, lease: Lease) -> None:
         for block in lease.items:

@@ -19,8 +19,8 @@ from .timetable import Timetable
 
 __all__ = ["Line", "LineItem", "Lines", "by_line"]
 
-MOST_AT_ONCE = 8192
-"""Items whose time is over that are looked at in one tick, for the loop is not to be held up."""
+MOST_AT_ONCE = 1024
+"""Items whose time is over that are looked at in one go, for the loop is not to be held up."""
 
 _SLOTS_OF_TTL = 1024
 
@@ -169,6 +169,11 @@ class Lines(Generic[L]):
         self.now = now
         self.come_back()
         return [] if self.ttl is None else self._unused.take(self.now, MOST_AT_ONCE)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the time of more items is over than were looked at."""
+        return self._retained.has_due(self.now) or self._unused.has_due(self.now)
 
     def come_back(self) -> bool:
         """Puts back in line those whose time of being retained is over, not too many; returns whether there were any."""

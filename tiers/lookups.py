@@ -157,11 +157,21 @@ class Lookups:
 
     def release(self, lease: Lease) -> None:
         """Ends a lease. What was on its way to it counts as a hit: it was there."""
+        self._count_pending(lease)
+        self.leases.release(lease)
+
+    def end(self, leases: Iterable[Lease]) -> bool:
+        """Ends several leases, however many; returns whether there are pins that are still to fall (`LeaseTable.let_fall`)."""
+        for lease in leases:
+            self._count_pending(lease)
+            self.leases.end(lease)
+        return self.leases.let_fall()
+
+    def _count_pending(self, lease: Lease) -> None:
         if lease.pending:
             for block, source in zip(lease.items, lease.sources, strict=False):
                 if block is not None and not block.ready:
                     self.tally.hit(source)
-        self.leases.release(lease)
 
     def settle(self, block: Block) -> list[Lease]:
         """Takes note that a block is not pending any more; returns the leases that have nothing pending left."""

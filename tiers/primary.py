@@ -110,8 +110,8 @@ class PrimaryTier:
         block = self._shelves.get(namespace, key)
         return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
 
-    def tick(self, now: float) -> None:
-        """Lets time pass: drops blocks that were not used for as long as the tier's `ttl`."""
+    def tick(self, now: float) -> bool:
+        """Lets time pass: drops blocks that were not used for as long as the tier's `ttl`. Returns whether there are more."""
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
         gone = []
         for block in self.lines.tick(now):
@@ -121,6 +121,7 @@ class PrimaryTier:
                 gone.append(block)
         self.evict(gone, MissReason.EXPIRED)
         self.lines.expired += len(gone)
+        return self.lines.overdue
 
     def reserve(self, blocks: Sequence[Block], rank: int | None = None) -> None:
         """Gives slots to parts of blocks that have none, evicting where needed: to all of a block's, or to one rank's of each.
@@ -161,15 +162,13 @@ class PrimaryTier:
             self._detached.pop(offset).used -= self.memory.extent_at(offset).slot_bytes
         self.memory.release(offsets)
 
-    def reset(self, namespace: NamespaceId) -> int:
-        """Empties the tier of a namespace; returns how many of its blocks have not gone yet.
+    def reset(self, namespace: NamespaceId) -> bool:
+        """Empties the tier of a namespace, a slice of it now; returns whether there is more (`sweep`).
 
-        Nothing is found any more, and what is being written is never published (B4.13). What is not pinned goes in slices
-        (`sweep`), the first of them now; the rest when nobody pins it.
+        Nothing is found any more, and what is being written is never published (B4.13). What is pinned goes when it is not.
         """
         self._shelves.take_away(namespace)
-        self.sweep()
-        return self.retiring(namespace)
+        return self.sweep()
 
     def sweep(self) -> bool:
         """Clears a slice of what was reset; returns whether there is more."""

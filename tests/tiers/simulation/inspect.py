@@ -40,8 +40,9 @@ class Look:
 
 @contextlib.contextmanager
 def small_jobs(nbytes: int) -> Iterator[None]:
-    """Lets a job carry so little that queues are cut into several."""
-    with mock.patch("kvtier.tiers.flow.JOB_BYTES", nbytes):
+    """Lets a job carry so little that queues are cut into several; and what goes in slices go so slowly that it takes several."""
+    slices = mock.patch("kvtier.tiers.primary.SLICE", 3), mock.patch("kvtier.tiers.leases.SLICE", 3)
+    with mock.patch("kvtier.tiers.flow.JOB_BYTES", nbytes), slices[0], slices[1]:
         yield
 
 
@@ -53,9 +54,15 @@ def blocks(core: TierManager) -> list[Block]:
 def retired(core: TierManager) -> list[Block]:
     """Returns the blocks that a reset has taken out of the index and that have not gone yet."""
     shelves = core._primary._shelves
-    unswept = (shelf.blocks.values() for shelf in chain.from_iterable(shelves._resetting.values()))
-    found = chain(chain.from_iterable(unswept), chain.from_iterable(shelves._pinned.values()))
+    found = [block for namespace in shelves._resetting for block in unswept(core, namespace)]
+    found += chain.from_iterable(shelves._pinned.values())
     return sorted(found, key=lambda block: (block.namespace, block.key))
+
+
+def unswept(core: TierManager, namespace: bytes) -> list[Block]:
+    """Returns the blocks of a namespace that a reset has taken out of the index and has not come to yet."""
+    shelves = core._primary._shelves._resetting.get(NamespaceId(namespace), ())
+    return [block for shelf in shelves for block in shelf.blocks.values()]
 
 
 def block(core: TierManager, namespace: NamespaceId, key: bytes) -> Block | None:
@@ -144,6 +151,7 @@ def pins(core: TierManager) -> Counter[Block]:
     held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
     held.update(chain.from_iterable(job.blocks for job in core._flow._jobs.values()))
     held.update(chain.from_iterable(lane.queue for lane in core._flow.lanes))
+    held.update(core._lookups.leases._falling)
     return held + hold_pins(core)
 
 
@@ -154,9 +162,9 @@ def hold_pins(core: TierManager) -> Counter[Block]:
 
 def lines(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], list[object]]]:
     """Yields every line of eviction by name: who stands in it, and who should."""
-    aside = hold_pins(core)
+    aside, listed = hold_pins(core), core._primary._shelves.is_listed
     for line in core._primary.lines.all():
-        should = [b for b in look.blocks if b.line is line and not (b.retired or b.retained or b in aside)]
+        should = [b for b in look.blocks if b.line is line and listed(b) and not (b.retained or b in aside)]
         yield f"cpu/{line.size_class}/{line.share.name}", list(line.policy.victims()), should
     for lane, here in zip(lanes(core), look.entries, strict=True):
         held = [entry for entry in here if not entry.retained]
@@ -173,6 +181,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "leases by request": core._lookups.leases._by_request,
         "leased items": core._lookups.leases._items,
         "waiting leases": core._lookups.leases._waiting,
+        "pins of leases that have ended": core._lookups.leases._falling,
         "stores": core._stores.table._stores,
         "quarantine": core._stores.table._quarantine,
         "sessions": core._sessions,

@@ -67,8 +67,8 @@ MUTANTS = (
         "leases outlive their session",
         Invariant.OWNERS,
         "manager.py",
-        "for lease in self._lookups.leases.of_session(session_id):",
-        "for lease in ():",
+        "self._lookups.end(self._lookups.leases.of_session(session_id))",
+        "self._lookups.end(())",
     ),
     Mutant(
         "of what has expired only the first lease ends",
@@ -248,8 +248,8 @@ MUTANTS = (
     Mutant(
         "what is pinned survives a reset",
         Invariant.RESET,
-        "primary.py",
-        "        self._shelves.take_away(namespace)\n        self.sweep()\n",
+        "shelves.py",
+        "            shelf.retired = True\n",
         "",
     ),
     Mutant(
