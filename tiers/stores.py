@@ -62,7 +62,7 @@ class Stores:
         statuses, wanted = self._claim(blocks, rank)
         self._primary.reserve(list(wanted), rank)
         granted, slots = self._grant(wanted, rank)
-        refused = wanted.keys() - granted if len(granted) < len(wanted) else ()
+        refused = dict.fromkeys(block for block in wanted if block.slots[rank] is None)
         for block in refused:
             statuses[wanted[block]] = StoreStatus.NO_ROOM
             self._history.left(block.namespace, block.key, MissReason.STORE_FAILED)
@@ -74,8 +74,9 @@ class Stores:
         request = self._requests.get(session.engine, request_id)
         if request is not None and request.insisting:
             self._cascade_present(request, found, set(granted))
-        if len(granted) < len(found):  # the pins of the others are the store's from now on
-            self._primary.unpin(dict.fromkeys(found).keys() - granted)
+        if len(granted) < len(found):
+            own = set(granted)  # their pins are the store's from now on
+            self._primary.unpin([block for block in found if block not in own])
         if not granted:
             return StoreAnswer(None, bytes(statuses), [], not_retained)
         if request is not None:
