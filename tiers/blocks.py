@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,8 +69,18 @@ class NamespaceSpec:
 
     def check(self, keys: Sequence[bytes]) -> None:
         """Raises InvalidKey if one of the keys names a group that the namespace lacks."""
-        for suffix in {key[-GROUP_INDEX_BYTES:] for key in keys}:
-            self.part_bytes_of(suffix)
+        lengths = set(map(len, keys))
+        if len(lengths) == 1 and _name_groups_below(len(self.part_bytes), keys, lengths.pop()):
+            return
+        for key in keys:
+            self.part_bytes_of(key)
+
+
+def _name_groups_below(most: int, keys: Iterable[bytes], length: int) -> bool:
+    """Whether keys of one length are sure to name groups below this. Column by column, for lookups wait for it."""
+    packed = b"".join(keys)
+    *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
+    return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(most, 256))))
 
 
 class Shelf:

@@ -95,15 +95,19 @@ class Lease:
             NotReady: an item is a miss, or not ready yet.
         """
         offsets = []
+        held = self.items
         for item in items:
-            if item >= self.keys:
-                raise InvalidItem(f"the lease has {self.keys} items, there is no item {item}")
-            block = self.items[item] if item < len(self.items) else None
+            block = held[item] if item < len(held) else None
             offset = block.slots[rank] if block is not None and block.ready else None
             if offset is None:
-                raise NotReady(f"item {item} of the lease is not a hit")
+                raise self._refusal(item)
             offsets.append(offset)
         return offsets
+
+    def _refusal(self, item: int) -> InvalidItem | NotReady:
+        if item >= self.keys:
+            return InvalidItem(f"the lease has {self.keys} items, there is no item {item}")
+        return NotReady(f"item {item} of the lease is not a hit")
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,12 +71,12 @@ class PrimaryTier:
         Raises:
             InvalidKey: a key names a group that the namespace lacks; nothing was added.
         """
-        spec.check(keys)
         shelf = self._shelves.of(spec.id)
         blocks = shelf.blocks
         found = list(map(blocks.get, keys))
         if all(found):
             return found  # type: ignore[return-value]  # none of them is None
+        spec.check(keys)
         one_size = len(set(spec.part_bytes)) == 1
         line = None
         for number, key in enumerate(keys):
@@ -133,8 +133,12 @@ class PrimaryTier:
             offsets = self._take(line.share, line.size_class, len(wanted))
             self.no_room += len(wanted) - len(offsets)
             self._owners.update(zip(offsets, wanted, strict=False))
+            one_part = not wanted or len(wanted[0].slots) == 1
             for block, offset in zip(wanted, offsets, strict=False):
-                block.put_slot(block.slots.index(None) if rank is None else rank, offset)
+                if one_part:
+                    block.slots = (offset,)
+                else:
+                    block.put_slot(block.slots.index(None) if rank is None else rank, offset)
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Drops a pin of each; a block that has neither pins nor slots is forgotten, a retired or fleeting one goes."""
@@ -199,13 +203,12 @@ class PrimaryTier:
                     self._left(block.namespace, block.key, why)
                 self.lines.remove(block)
             self._shelves.remove(block)
-            line = block.line
-            for slot in block.slots:
-                if slot is not None:
-                    del self._owners[slot]
-                    line.share.used -= line.size_class
-                    freed.append(slot)
+            slots = [slot for slot in block.slots if slot is not None]
+            block.line.share.used -= block.line.size_class * len(slots)
+            freed += slots
             block.clear()
+        for slot in freed:
+            del self._owners[slot]
         self.memory.release(freed)
 
     def stats(self, name: str, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:

@@ -133,10 +133,8 @@ class Stores:
         for number, block in enumerate(blocks):
             if block.ready or block.written >> rank & 1:
                 statuses[number] = present
-            elif block.promoting or block.slots[rank] is not None or block in wanted:
+            elif block.promoting or block.slots[rank] is not None or wanted.setdefault(block, number) != number:
                 statuses[number] = in_progress
-            else:
-                wanted[block] = number
         return statuses, wanted
 
     @staticmethod

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import islice, takewhile
+from itertools import groupby, islice
 from typing import Generic
 
 from .base import T
@@ -85,9 +85,11 @@ class Forecast(Generic[T]):
         if run is None:
             return
         index = len(run.items) - 1
-        if run.items[index] is not item:
+        if run.items[index] is item:
+            run.items.pop()
+        else:
             index = run.items.index(item)
-        del run.items[index]
+            del run.items[index]
         place = run.start + index
         if place % _GHOST_EVERY == 0 or place >= run.trail.length - 2 or not run.items:
             self._ghosts[item.name] = run
@@ -121,7 +123,7 @@ class Forecast(Generic[T]):
             length = len(run.items) if run else 0
             piece = list(items[place : place + length])
             if run is None or piece != run.items:  # else it is used as a whole, and nothing is to be looked up
-                piece = list(takewhile(lambda item: self._runs.get(item) is run, islice(items, place, None)))
+                piece = list(next(groupby(islice(items, place, None), self._runs.get))[1])
             place += len(piece)
             if run is None:
                 self._recognise(piece, trail, pieces)
