@@ -22,7 +22,7 @@ from typing import Generic
 
 from .base import T
 from .requests import OpenRequests
-from .reuse import BIN_ENDS, BINS, Kind, ReuseModel, bin_of
+from .reuse import BIN_ENDS, BINS, Kind, ReuseModel
 from .runs import Cell, Run, Trail
 
 __all__ = ["Forecast"]
@@ -32,7 +32,7 @@ _GHOST_EVERY = 8
 """Of the blocks of a run that went, every eighth leaves a ghost, and those where the next turn would go on."""
 _MIN_ROUND = 2048
 """Uses from one round of learning to the next; half as many as there are items, if that is more."""
-_AGES = 32
+_AGES = 16
 """Ages are told apart from this part of a turnover of all items on, so that the work per use does not grow with their number."""
 _MOST_TURNS = 5
 _MOST_GROWTH = 8
@@ -263,9 +263,11 @@ class Forecast(Generic[T]):
 
     def _grow_old(self, run: Run[T]) -> None:
         """Counts the bins that a run has come through without being used."""
-        old, run.bin = run.bin, bin_of(self._clock - run.trail.time)
-        for number in range(old, run.bin):
+        number, age = run.bin, self._clock - run.trail.time
+        while age >= BIN_ENDS[number] and number + 1 < BINS:
             run.kind.misses[number] += run.alive
+            number += 1
+        run.bin = number
 
     def _learn(self) -> None:
         """Takes a step of the round of learning, if one runs or is due."""
@@ -288,8 +290,7 @@ class Forecast(Generic[T]):
 
     def _wait(self, run: Run[T]) -> None:
         """Sees to it that a run leaves its bin; the first ones together, for what is so young need not be told apart."""
-        lasts, least = BIN_ENDS[run.bin], len(self._runs) // _AGES
-        due = run.trail.time + (lasts if lasts > least else least)
+        due = run.trail.time + max(BIN_ENDS[run.bin], len(self._runs) // _AGES)
         if due != run.due:
             run.due = due
             self._due[run.bin].append((due, run))
