@@ -17,8 +17,8 @@ from .stats import TierStats
 
 __all__ = ["PrimaryTier"]
 
-SLICE = 1024
-"""Blocks of a reset that go at a time: two milliseconds' worth."""
+SLICE = 512
+"""Blocks of a reset that go at a time: a millisecond's worth, or four where they are a million."""
 
 _TICKS_PER_SECOND = 1e6
 
