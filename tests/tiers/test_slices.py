@@ -51,6 +51,7 @@ class Rig:
 
 
 def names(first: int, count: int) -> list[bytes]:
+    """Returns so many keys, from a number on."""
     return [b"%08d" % number + bytes(4) for number in range(first, first + count)]
 
 
