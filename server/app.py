@@ -21,6 +21,9 @@ from ..protos.endpoint import Endpoint, default_endpoint
 from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
 from ..tiers.base import TierError
 from .attach import AttachServer
+from .bulk.arrivals import Arrivals
+from .bulk.desk import BulkDesk
+from .bulk.supervisor import BulkProcess
 from .config import Config
 from .edge import Edge
 from .errors import RefusalInterceptor
@@ -216,10 +219,16 @@ class Server:
         edge = Edge(limits, self.config.leases, self.config.retention, self.config.handoff)
         session_service = SessionService(self.config, runtime, sessions, attach.path)
         session_pb2_grpc.add_SessionServiceServicer_to_server(session_service, server)
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(runtime, sessions, edge), server)
+        arrivals = Arrivals(lambda: {store.id for store in runtime.core.stores()})
+        desk = BulkDesk(runtime, sessions, edge, metrics, arrivals)
+        sessions.fell = desk.session_fell
+        bulk = BulkProcess(runtime.region, self.config.endpoints, self.config.log, limits, desk)
+        self._closers.push_async_callback(bulk.close)
+        cache = CacheService(runtime, sessions, edge, bulk.quiet)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffService(runtime, sessions, edge), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(runtime, sessions, started), server)
-        transfer = TransferService(runtime, sessions, edge, metrics)
+        transfer = TransferService(runtime, sessions, edge, metrics, bulk, arrivals)
         server.add_generic_rpc_handlers((transfer.handler(),))
         names = [f"kvtier.v1.{name}" for name in _SERVICES]
         reflection.enable_server_reflection([*names, SERVICE_NAME, reflection.SERVICE_NAME], server)

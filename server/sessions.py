@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..protos.v1 import common_pb2, session_pb2
@@ -46,6 +46,8 @@ class SessionRegistry:
         """Set when the server takes no new work any more."""
         self.ended = asyncio.Event()
         """Set when the server is about to end: the streams of all sessions end with it."""
+        self.fell: Callable[[bytes], None] = lambda _: None
+        """Told the id of each session that has fallen."""
         self._runtime = runtime
         self._max_sessions = max_sessions
         self._sessions: dict[bytes, OpenSession] = {}
@@ -94,6 +96,7 @@ class SessionRegistry:
         """Lets a session fall; called when its stream has ended, whatever the reason."""
         del self._sessions[session.core.id]
         self._runtime.core.close_session(session.core.id)
+        self.fell(session.core.id)
         self._runtime.pump()
         self._runtime.notify()
 

@@ -25,21 +25,25 @@ _sym_db = _symbol_database.Default()
 from . import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/transfer.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/common.proto\"\x7f\n\x0bPushRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07xxh3_64\x18\x04 \x01(\x06\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"&\n\x0cPushResponse\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\"V\n\x0bPullRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05items\x18\x03 \x03(\r\"F\n\x0cPullResponse\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07xxh3_64\x18\x02 \x01(\x06\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x32\x87\x01\n\x0fTransferService\x12\x39\n\x04Push\x12\x16.kvtier.v1.PushRequest\x1a\x17.kvtier.v1.PushResponse(\x01\x12\x39\n\x04Pull\x12\x16.kvtier.v1.PullRequest\x1a\x17.kvtier.v1.PullResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/transfer.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/common.proto\"\x91\x01\n\x0bPushRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07xxh3_64\x18\x04 \x01(\x06\x12\x10\n\x08\x63omplete\x18\x05 \x01(\x08\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"9\n\x0cPushResponse\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\x12\x11\n\tcompleted\x18\x02 \x01(\x08\"h\n\x0bPullRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05items\x18\x03 \x03(\r\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\"Y\n\x0cPullResponse\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07xxh3_64\x18\x02 \x01(\x06\x12\x11\n\tcompleted\x18\x03 \x01(\x08\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"I\n\rLocateRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\"M\n\x0eLocateResponse\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x15\n\rsocket_suffix\x18\x02 \x01(\t\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x32\xc6\x01\n\x0fTransferService\x12\x39\n\x04Push\x12\x16.kvtier.v1.PushRequest\x1a\x17.kvtier.v1.PushResponse(\x01\x12\x39\n\x04Pull\x12\x16.kvtier.v1.PullRequest\x1a\x17.kvtier.v1.PullResponse0\x01\x12=\n\x06Locate\x12\x18.kvtier.v1.LocateRequest\x1a\x19.kvtier.v1.LocateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUSHREQUEST']._serialized_start=63
-  _globals['_PUSHREQUEST']._serialized_end=190
-  _globals['_PUSHRESPONSE']._serialized_start=192
-  _globals['_PUSHRESPONSE']._serialized_end=230
-  _globals['_PULLREQUEST']._serialized_start=232
-  _globals['_PULLREQUEST']._serialized_end=318
-  _globals['_PULLRESPONSE']._serialized_start=320
-  _globals['_PULLRESPONSE']._serialized_end=390
-  _globals['_TRANSFERSERVICE']._serialized_start=393
-  _globals['_TRANSFERSERVICE']._serialized_end=528
+  _globals['_PUSHREQUEST']._serialized_start=64
+  _globals['_PUSHREQUEST']._serialized_end=209
+  _globals['_PUSHRESPONSE']._serialized_start=211
+  _globals['_PUSHRESPONSE']._serialized_end=268
+  _globals['_PULLREQUEST']._serialized_start=270
+  _globals['_PULLREQUEST']._serialized_end=374
+  _globals['_PULLRESPONSE']._serialized_start=376
+  _globals['_PULLRESPONSE']._serialized_end=465
+  _globals['_LOCATEREQUEST']._serialized_start=467
+  _globals['_LOCATEREQUEST']._serialized_end=540
+  _globals['_LOCATERESPONSE']._serialized_start=542
+  _globals['_LOCATERESPONSE']._serialized_end=619
+  _globals['_TRANSFERSERVICE']._serialized_start=622
+  _globals['_TRANSFERSERVICE']._serialized_end=820
 # @@protoc_insertion_point(module_scope)

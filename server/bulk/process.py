@@ -1,0 +1,93 @@
+"""The bulk process itself: `python -m kvtier.server.bulk SOCKET REGION`, two descriptors that it inherits."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from ...cuda.malloc import tune_malloc
+from ...cuda.region import HostRegion
+from ...protos.endpoint import Endpoint
+from ..config import LogConfig
+from ..logs import configure, get_logger
+from .control import Control
+from .messages import Setup
+from .streams import BulkStreams
+
+__all__ = ["MAX_STREAMS", "listen", "main"]
+
+_log = get_logger(__name__)
+
+MAX_STREAMS = 64
+"""Most streams at once, each with a thread while it lasts. One more is refused, and its client goes to the server itself."""
+
+_PR_SET_PDEATHSIG = 1
+_MESSAGE_OVERHEAD_BYTES = 64 << 10
+
+
+def main(socket_fd: int, region_fd: int) -> None:
+    """Serves until the server has ended. Does not return."""
+    _end_with_parent()
+    tune_malloc()
+    sys.setswitchinterval(1e-4)  # as in the server: see `serve`
+    os.umask(0o177)  # a socket is its owner's alone from the moment that it is there
+    control = Control(socket.socket(fileno=socket_fd))
+    setup = control.setup()
+    configure(LogConfig(level=setup.log_level, format=setup.log_format))
+    region = HostRegion.attach(region_fd, setup.region_bytes)
+    os.close(region_fd)
+    server = grpc.server(
+        ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="kvtier-bulk"),
+        maximum_concurrent_rpcs=MAX_STREAMS,
+        options=[
+            ("grpc.max_receive_message_length", setup.max_message_bytes + _MESSAGE_OVERHEAD_BYTES),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ],
+    )
+    server.add_generic_rpc_handlers((BulkStreams(control, region, setup.max_frame_bytes).handler(),))
+    port = listen(server, setup)
+    server.start()
+    control.start(port)
+    server.wait_for_termination()
+
+
+def listen(server: grpc.Server, setup: Setup, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Listens wherever it can, and returns the port; 0 for none. What it cannot have, clients do without."""
+    port = 0
+    for host in setup.hosts:
+        # The port of an earlier life first, so that clients find it again.
+        for wanted in (port,) if port else (setup.port, 0):
+            bound = _bind(server, Endpoint(host=host, port=wanted).target, credentials)
+            if bound:
+                port = bound
+                break
+    for path in setup.paths:
+        _bind(server, Endpoint(path=path).target, credentials)
+    return port
+
+
+def _bind(server: grpc.Server, target: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        if credentials is not None:
+            return int(server.add_secure_port(target, credentials))
+        return int(server.add_insecure_port(target))
+    except RuntimeError as error:
+        _log.warning("bulk streams are not served here", target=target, reason=str(error))
+        return 0
+
+
+def _end_with_parent() -> None:
+    """Sees to it that nothing of this process outlives the server, not even one that hangs."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # meant for the server, which ends this process when it has drained
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
