@@ -70,9 +70,7 @@ class BulkRoute:
     def __init__(self, control: grpc.Channel, endpoint: Endpoint) -> None:
         """`control` is a channel to the server at `endpoint`; it must not be closed before this."""
         self._endpoint = endpoint
-        self._locate = control.unary_unary(
-            path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString
-        )
+        self._locate = control.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
         self._lock = threading.Lock()
         self._streams: Streams | None = None
         self._link: Link | None = None

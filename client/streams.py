@@ -34,11 +34,12 @@ def worth_another_try(error: KVTierError, link: Link) -> bool:
 class Source:
     """Parts in memory, as frames of a Push.
 
-    gRPC asks for frames on a thread of its own, at times after the call has ended: `close` makes sure that the memory is not touched
-    any more.
+    gRPC asks for frames on a thread of its own, at times after the call has ended: once `close` has returned, the memory is not touched.
     """
 
-    def __init__(self, ref: common_pb2.SessionRef, store_id: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, ref: common_pb2.SessionRef, store_id: int, addresses: Sequence[int], sizes: Sequence[int]
+    ) -> None:
         self._ref = ref
         self._store_id = store_id
         self._parts = PartSequence(addresses, sizes)

@@ -19,6 +19,7 @@ from .v1.common_pb2 import SessionRef
 from .v1.transfer_pb2 import PullResponse, PushRequest
 
 __all__ = [
+    "FRAME_BYTES",
     "Head",
     "decode_pull_frame",
     "decode_push_frame",
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 _Fields = TypeVar("_Fields", PushRequest, PullResponse)
+
+FRAME_BYTES: Final = 1 << 20
+"""Payload of a frame where nothing asks for less: what both ends make of it, and gRPC's own copies, stay in a processor's cache."""
 
 _VARINT: Final = 0
 _FIXED64: Final = 1

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ...cuda.copy import HostBuffer, address_of, copy_batch
+from ...protos.frames import FRAME_BYTES
 from ...protos.packed import unpack_offsets
 from ...protos.v1 import cache_pb2, transfer_pb2
 from ..effects import Connect, Copy, Operation, Push
@@ -97,9 +98,7 @@ class Stores(Base):
     ) -> Operation[bytes]:
         """Stores buffers; returns a `StoreStatus` per key."""
         sources = self._addresses(keys, buffers, writable=False)
-        writing = yield from self.begin_write(
-            held, keys, request_id=request_id, retain_for=retain_for, staged=False
-        )
+        writing = yield from self.begin_write(held, keys, request_id=request_id, retain_for=retain_for, staged=False)
         batch = writing.batch
         wanted = [sources[number] for number in batch.wanted]
         if writing.link.region is None:
@@ -151,7 +150,7 @@ class Stores(Base):
             source.close()
 
     def _push_from(self, link: Link, source: Source, start: int, *, complete: bool) -> Operation[bool]:
-        step = link.limits.max_frame_bytes
+        step = min(link.limits.max_frame_bytes, FRAME_BYTES)
         if start >= source.total_bytes:
             return False
         answer = yield Push(

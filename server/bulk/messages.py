@@ -36,7 +36,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-class Setup(_Message):
+class Setup(_Message, frozen=True):
     """The first word of the server: where to listen, and what the region is."""
 
     region_bytes: int
@@ -52,7 +52,7 @@ class Setup(_Message):
     log_format: LogFormat
 
 
-class Granted(_Message):
+class Granted(_Message, frozen=True):
     """A stream may go on: these are its slots, and the bytes of the part in each."""
 
     stream: int
@@ -60,7 +60,7 @@ class Granted(_Message):
     sizes: list[int]
 
 
-class Refusal(_Message):
+class Refusal(_Message, frozen=True):
     """A stream must end, now or when it was going to begin. The child answers with `Quiet`."""
 
     stream: int
@@ -68,20 +68,20 @@ class Refusal(_Message):
     text: str
 
 
-class Settled(_Message):
+class Settled(_Message, frozen=True):
     """The answer to an `End`."""
 
     stream: int
     completed: bool
 
 
-class Listening(_Message):
+class Listening(_Message, frozen=True):
     """The first word of the child: it serves, on this port (0: on none)."""
 
     port: int
 
 
-class Begin(_Message):
+class Begin(_Message, frozen=True):
     """A stream wants to write to a store, or to read items of a lease."""
 
     stream: int
@@ -92,7 +92,7 @@ class Begin(_Message):
     items: list[int] = []
 
 
-class Moved(_Message):
+class Moved(_Message, frozen=True):
     """A stream has moved so many bytes since it last said so; a push has no gap from `start` to `end`."""
 
     stream: int
@@ -101,19 +101,19 @@ class Moved(_Message):
     end: int = 0
 
 
-class Damaged(_Message):
+class Damaged(_Message, frozen=True):
     """A frame of a stream was not what its checksum says."""
 
     stream: int
 
 
-class Quiet(_Message):
+class Quiet(_Message, frozen=True):
     """A stream that was refused touches the region no more."""
 
     stream: int
 
 
-class End(_Message):
+class End(_Message, frozen=True):
     """A stream has ended and touches the region no more. `complete` asks for the store or the load to be completed."""
 
     stream: int

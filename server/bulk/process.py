@@ -14,6 +14,7 @@ import grpc
 from ...cuda.malloc import tune_malloc
 from ...cuda.region import HostRegion
 from ...protos.endpoint import Endpoint
+from ...protos.frames import FRAME_BYTES
 from ..config import LogConfig
 from ..logs import configure, get_logger
 from .control import Control
@@ -54,7 +55,7 @@ def main(socket_fd: int, region_fd: int) -> None:
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ],
     )
-    server.add_generic_rpc_handlers((BulkStreams(control, region, setup.max_frame_bytes).handler(),))
+    server.add_generic_rpc_handlers((BulkStreams(control, region, min(setup.max_frame_bytes, FRAME_BYTES)).handler(),))
     port = listen(server, setup)
     server.start()
     control.start(port)

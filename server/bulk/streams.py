@@ -6,8 +6,8 @@ been taken: so a peer that is slow holds one frame of ours, and no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import NoReturn
 
 import grpc
 import xxhash
@@ -31,10 +31,10 @@ _log = get_logger(__name__)
 class BulkStreams:
     """The handlers. Each runs on a thread of gRPC's pool."""
 
-    def __init__(self, control: Control, region: HostRegion, max_frame_bytes: int) -> None:
+    def __init__(self, control: Control, region: HostRegion, frame_bytes: int) -> None:
         self._control = control
         self._region = region
-        self._max_frame_bytes = max_frame_bytes
+        self._frame_bytes = frame_bytes
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Returns what a server registers."""
@@ -65,9 +65,7 @@ class BulkStreams:
             response = transfer_pb2.PushResponse(received_bytes=received, completed=completed)
         return response.SerializeToString()
 
-    def _write(
-        self, stream: Stream, parts: PartSequence, fields: transfer_pb2.PushRequest, payload: memoryview
-    ) -> int:
+    def _write(self, stream: Stream, parts: PartSequence, fields: transfer_pb2.PushRequest, payload: memoryview) -> int:
         if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
             stream.damaged()
             raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {fields.offset_bytes} arrived damaged")
@@ -91,8 +89,8 @@ class BulkStreams:
                 raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
             stream.begin(request.session, request.lease_id, request.items)
             parts = PartSequence(stream.slots, stream.sizes)
-            for offset in range(0, parts.total_bytes, self._max_frame_bytes):
-                nbytes = min(self._max_frame_bytes, parts.total_bytes - offset)
+            for offset in range(0, parts.total_bytes, self._frame_bytes):
+                nbytes = min(self._frame_bytes, parts.total_bytes - offset)
                 yield self._read(stream, parts, offset, nbytes)
                 stream.moved(offset, nbytes)
             if outcome.end(complete=request.complete):

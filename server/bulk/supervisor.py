@@ -129,7 +129,7 @@ class BulkProcess:
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "kvtier.server.bulk", str(descriptor), str(self._region.fd)]
-        return subprocess.Popen(  # noqa: S603, ASYNC220 - our own text; vfork, some milliseconds
+        return subprocess.Popen(  # noqa: S603 - our own text; vfork, some milliseconds
             command, stdin=subprocess.DEVNULL, pass_fds=(descriptor, self._region.fd)
         )
 

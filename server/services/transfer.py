@@ -1,7 +1,9 @@
 """TransferService: bytes of blocks over gRPC, for clients that cannot map the region.
 
 The bulk process (`bulk`) serves the same streams, and is where clients go once they know of it. What is here is for those that
-cannot reach it, and for the moments in which it is not there. Frames are copied on the event loop, between two decisions of the core: so a frame is written only while its store is in
+cannot reach it, and for the moments in which it is not there.
+
+Frames are copied on the event loop, between two decisions of the core: so a frame is written only while its store is in
 flight, and a slot cannot be given to somebody else in mid-copy. That costs the loop 0.1 ms per 2 MiB frame.
 """
 
