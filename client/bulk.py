@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ __all__ = ["BulkRoute", "Streams"]
 _log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 2.0
+_POLL_SECONDS = 0.1
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 10.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -172,13 +172,11 @@ class BulkRoute:
         return True
 
     def _is_reached(self, channel: grpc.Channel) -> bool:
-        ready = grpc.channel_ready_future(channel)
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        try:
-            while not self._closing.is_set() and time.monotonic() < deadline:
-                with contextlib.suppress(grpc.FutureTimeoutError):
-                    ready.result(timeout=0.05)
-                    return True
-            return False
-        finally:
-            ready.cancel()
+        """Waits for a connection. The bulk process serves streams only: that it says so is an answer."""
+        call = channel.unary_unary(path_of(LOCATE)).future(b"", timeout=_CONNECT_SECONDS, wait_for_ready=True)
+        while not self._closing.is_set():
+            with contextlib.suppress(grpc.FutureTimeoutError):
+                error = call.exception(timeout=_POLL_SECONDS)
+                return error is None or error.code() is grpc.StatusCode.UNIMPLEMENTED
+        call.cancel()
+        return False
