@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
@@ -91,9 +90,9 @@ class LocalCalls:
         if connection is None:
             yield None
             return
-        self._take(connection)
         intact = False
         try:
+            self._take(connection)
             yield connection
             intact = True
         finally:
@@ -102,8 +101,9 @@ class LocalCalls:
     def _take(self, connection: socket.socket) -> None:
         with self._lock:
             self._busy.add(connection)
-            if self._closed:
-                connection.shutdown(socket.SHUT_RDWR)
+            closed = self._closed
+        if closed:
+            raise SessionLost("the session has ended")
 
     def _put(self, connection: socket.socket, *, intact: bool) -> None:
         with self._lock:
