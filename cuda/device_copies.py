@@ -80,6 +80,7 @@ class EngineBlocks:
         self._running = 0
         self._cancelled = False
         self._closed = False
+        self._lost: DeviceError | None = None
         with contextlib.ExitStack() as undo:
             addresses = handles.open(export)
             undo.callback(handles.close, export)
@@ -128,18 +129,22 @@ class EngineBlocks:
         self._move(Direction.IN, group, blocks, offsets, after)
 
     def cancel(self) -> None:
-        """The engine is gone, or going: nothing new is begun, and what runs raises CopyCancelled once it is drained. Does not wait."""
+        """The engine is gone: nothing new is begun, and what runs raises CopyCancelled once it is drained. Does not wait."""
         self._cancelled = True
 
     def close(self) -> None:
-        """Cancels, waits until nothing runs, and gives up memory, events and streams. Idempotent. Raises nothing but BROKEN."""
+        """Cancels, waits until nothing runs, and gives up memory, events and streams; may be repeated.
+
+        Raises DeviceError (BROKEN) where copies may still be under way: then nothing is given up.
+        """
         self._cancelled = True
         with self._idle:
             self._idle.wait_for(lambda: not self._running)
-            if self._closed:
-                return
-            self._closed = True
-        self._undo.close()
+            already, self._closed = self._closed, True
+        if self._lost is not None:
+            raise self._lost
+        if not already:
+            self._undo.close()
 
     def _planner(self, group: int) -> Planner:
         if group not in self._planners:
@@ -158,8 +163,8 @@ class EngineBlocks:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         with self._idle:
-            if self._closed:
-                raise DeviceError(Cause.CLOSED)
+            if self._closed or self._lost is not None:
+                raise self._lost or DeviceError(Cause.CLOSED)
             self._running += 1
         try:
             yield
@@ -178,26 +183,35 @@ class EngineBlocks:
                     raise CopyCancelled("the engine ended before its copies did")
                 self._begin(direction, stream, batch, under_way)
                 if len(under_way) > 1:
-                    self._finish(under_way)
+                    self._finish(under_way.pop(0))
         finally:
-            while under_way:
-                self._finish(under_way)
+            with contextlib.ExitStack() as rest:  # one that fails does not keep the others from being waited for
+                for event in under_way:
+                    rest.callback(self._finish, event)
 
     def _begin(self, direction: Direction, stream: StreamId, batch: Plan, under_way: list[EventId]) -> None:
         ends = (batch.host, batch.device) if direction is Direction.OUT else (batch.device, batch.host)
         event = self._driver.create_event()
-        under_way.append(event)  # before anything is begun: what fails half-way is waited for as well
         try:
             self._method(batch).copy(stream, *ends, batch.sizes)
-        finally:
-            self._driver.record(event, stream)
+        finally:  # what fails half-way is waited for as well
+            with self._or_lost():
+                self._driver.record(event, stream)
+            under_way.append(event)
 
-    def _finish(self, under_way: list[EventId]) -> None:
-        event = under_way.pop(0)
-        try:
+    def _finish(self, event: EventId) -> None:
+        with self._or_lost():
             self._driver.wait(event)
-        finally:
-            self._driver.destroy_event(event)
+        self._driver.destroy_event(event)
+
+    @contextlib.contextmanager
+    def _or_lost(self) -> Iterator[None]:
+        """Where the driver does not tell when copies end, nobody knows whether they have."""
+        try:
+            yield
+        except DeviceError as error:
+            self._lost = error if error.cause is Cause.BROKEN else DeviceError(Cause.BROKEN, str(error))
+            raise self._lost from error
 
     def _method(self, batch: Plan) -> Method:
         tuning = self._tuning

@@ -59,8 +59,8 @@ class Driver(Protocol):
     """One device's driver. Any thread may call; calls for the same stream take effect in the order in which they return.
 
     Calls raise DeviceError, with `Cause.BROKEN` once the device's context is lost: then nothing more can be done in this process,
-    and what was being copied is unknown. An engine's process calls `allocation_of`, `export_memory`, `create_event(shared=True)` and
-    `export_event` once, when its KV tensors are there, and `record` or `write_value` while it serves; the rest is the server's.
+    and what was being copied is unknown. An engine's process calls `allocation_of`, `export_memory`, `create_event(shared=True)`
+    and `export_event` once, when its KV tensors are there, and `record` or `write_value` while it serves; the rest is the server's.
     """
 
     @property
@@ -81,6 +81,7 @@ class Driver(Protocol):
 
         The mapping outlives its exporter. Raises CANNOT_OPEN: the driver does not say why (`origin` finds out).
         """
+        ...
 
     def close_memory(self, address: int) -> None:
         """Gives up one `open_memory`, by what it returned; the last one unmaps. No copy may use the memory."""

@@ -1,7 +1,7 @@
 """When an engine's blocks may be touched: after the compute that the engine had submitted when it asked.
 
-The one that copies looks until it is so, on the thread that carries the copy out, and gives its stream nothing before: a stream that
-waits for the event of a process that was killed waits for ever, and everything behind it can neither be drained nor closed.
+The one that copies looks until it is so, on the thread that carries the copy out, and gives its stream nothing before: a stream
+that waits for the event of a process that was killed waits for ever, and everything behind it can neither be drained nor closed.
 An engine for which neither way works (no common /dev/shm, no mapped region) waits itself, and then asks.
 """
 
