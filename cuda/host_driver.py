@@ -167,6 +167,8 @@ class HostDriver:
     def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
         """See Driver."""
         self._check()
+        if not len(destinations) == len(sources) == len(sizes):
+            raise ValueError("destinations, sources and sizes differ in number")
         self._streams[stream].submit(lambda: self._copy(destinations, sources, sizes))
 
     def _copy(self, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:

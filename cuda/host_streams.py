@@ -47,6 +47,8 @@ class SharedBytes:
     @classmethod
     def open(cls, handle: bytes) -> SharedBytes:
         """What another process exported. Raises DeviceError (CANNOT_OPEN)."""
+        if len(handle) != HANDLE_BYTES:
+            raise DeviceError(Cause.CANNOT_OPEN, f"a handle of {len(handle)} bytes")
         magic, pid, fd, inode, nbytes = _HANDLE.unpack(handle[: _HANDLE.size])
         if magic != _MAGIC or pid == os.getpid():
             raise DeviceError(Cause.CANNOT_OPEN, "invalid device context" if magic == _MAGIC else "invalid handle")

@@ -22,7 +22,7 @@ REGION_BYTES = 4 << 20
 
 @pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """This process's driver; of a GPU where there is one."""
+    """A driver in the process of the test; of a GPU where there is one."""
     try:
         made = make_backend(request.param)
     except DeviceError as error:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
+from devices.kv import Array, gather, shape_of
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from kvtier.cuda.copy import copy_batch
 from kvtier.cuda.layout import BlockLayout, LayoutError, Run, TensorShape, describe
 from kvtier.cuda.plans import Planner
-
-Array = NDArray[Any]
 
 CHUNK = 1 << 10
 
@@ -49,22 +46,6 @@ def tensors(draw: st.DrawFn) -> list[Array]:
     else:
         made = [make() for _ in range(layers)]
     return [np.moveaxis(tensor, block, 0) for tensor in made]
-
-
-def shape_of(tensor: Array) -> TensorShape:
-    """A tensor as a framework describes it."""
-    strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
-    return TensorShape(tensor.shape, strides, tensor.itemsize)
-
-
-def gather(tensors: Sequence[Array], block: int) -> bytes:
-    """The bytes of a block as its slot holds them: tensor after tensor, elements in the order of their addresses."""
-    parts = []
-    for tensor in tensors:
-        page = tensor[block]
-        order = sorted(range(page.ndim), key=lambda axis: -page.strides[axis] if page.shape[axis] > 1 else 0)
-        parts.append(page.transpose(order).tobytes())
-    return b"".join(parts)
 
 
 def addresses_of(tensors: Sequence[Array]) -> list[int]:

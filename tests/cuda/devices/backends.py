@@ -49,7 +49,10 @@ class HostBackend:
 
     def __init__(self) -> None:
         self.pace: Callable[[], None] = lambda: None
-        self.driver = HostDriver(pace=lambda: self.pace())
+        self.driver = HostDriver(pace=self._keep_pace)
+
+    def _keep_pace(self) -> None:
+        self.pace()  # as it is then, not now
 
     def allocate(self, nbytes: int) -> int:
         """See Backend."""

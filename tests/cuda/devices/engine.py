@@ -6,17 +6,24 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from devices.kv import Kv
-
 from kvtier.cuda.exports import DeviceExport
 from kvtier.cuda.region import HostRegion
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "eventually"]
 
 _HERE = Path(__file__).parent.parent
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Returns when it is so; the test's own time limit ends the wait."""
+    while not condition():
+        time.sleep(0.001)
 
 
 class Engine:

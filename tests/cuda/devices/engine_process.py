@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from devices.backends import Backend, make_backend
 from devices.kv import Kv
-
 from kvtier.cuda.exports import export_blocks
 from kvtier.cuda.region import PAGE_BYTES, HostRegion
 
