@@ -82,12 +82,7 @@ class DeviceExport:
             raise DeviceError(Cause.BAD_EXPORT, f"{len(data)} bytes are more than {_MAX_JSON_BYTES}")
         try:
             return cls._parsed(json.loads(data))
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            RecursionError,
-        ) as error:  # LayoutError and UnicodeDecodeError are ValueErrors
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DeviceError(Cause.BAD_EXPORT, f"{type(error).__name__}: {error}") from error
 
     @classmethod
