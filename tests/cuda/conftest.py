@@ -20,9 +20,9 @@ from kvtier.cuda.region import HostRegion
 REGION_BYTES = 4 << 20
 
 
-@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["host", "fake", pytest.param("gpu", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """A driver in the process of the test; of a GPU where there is one."""
+    """A driver in the process of the test: shared memory's; CUDA's over a stand-in for libcuda; CUDA's over a GPU."""
     try:
         made = make_backend(request.param)
     except DeviceError as error:

@@ -1,4 +1,4 @@
-"""The two back ends, with what tests need besides the contract: memory of the device, and compute that is under way."""
+"""The back ends, with what tests need besides the contract: memory of the device, and compute that is under way."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from devices import fake_cuda
 from kvtier.cuda.cuda_driver import CudaDriver
 from kvtier.cuda.driver import Driver, StreamId
+from kvtier.cuda.errors import Cause, DeviceError
 from kvtier.cuda.host_driver import HostDriver
 
 __all__ = ["Backend", "GpuBackend", "HostBackend", "make_backend"]
@@ -87,11 +89,14 @@ def assert_true(value: bool) -> None:  # noqa: FBT001
 
 
 class GpuBackend:
-    """A real device. A stream is held up by making it wait for a word in pinned host memory."""
+    """CUDA: a device, or the stand-in for one. A stream is held up by making it wait for a word in pinned host memory."""
 
-    name = "gpu"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        if name == "fake":
+            fake_cuda.load()
+        elif fake_cuda.is_loaded():
+            raise DeviceError(Cause.NO_DRIVER, "this process has the stand-in")
         self.driver = CudaDriver()
         self._words: list[Any] = []
 
@@ -136,4 +141,4 @@ class GpuBackend:
 
 def make_backend(name: str) -> Backend:
     """The back end of that name. Raises DeviceError where it cannot be had here."""
-    return HostBackend() if name == "host" else GpuBackend()
+    return HostBackend() if name == "host" else GpuBackend(name)
