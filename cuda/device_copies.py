@@ -9,6 +9,7 @@ is drained, the rest is called off, and only then is the memory closed.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from .plans import Plan, Planner
 from .region import HostRegion
 
 __all__ = ["Direction", "EngineBlocks", "Method", "Tuning"]
+
+_log = logging.getLogger(__name__)
 
 
 class Direction(Enum):
@@ -84,7 +87,7 @@ class EngineBlocks:
         with contextlib.ExitStack() as undo:
             addresses = handles.open(export)
             undo.callback(handles.close, export)
-            self._events = [self._open_event(undo, handle) for handle in _usable_events(export)]
+            self._events = self._open_events(undo, export)
             self._streams = {direction: self._open_stream(undo) for direction in Direction}
             self._planners = {
                 group: Planner(layout, addresses, region.address, region.size_bytes)
@@ -92,10 +95,23 @@ class EngineBlocks:
             }
             self._undo = undo.pop_all()
 
-    def _open_event(self, undo: contextlib.ExitStack, handle: bytes) -> EventId:
-        event = self._driver.open_event(handle)
-        undo.callback(self._driver.destroy_event, event)
-        return event
+    def _open_events(self, undo: contextlib.ExitStack, export: DeviceExport) -> list[EventId]:
+        """All events of an engine, or none where they cannot be opened from here: it is told, and says in another way."""
+        if not export.origin.shares_events_with(Origin.here()):
+            return []
+        events: list[EventId] = []
+        with contextlib.ExitStack() as opened:
+            for handle in export.events:
+                try:
+                    events.append(self._driver.open_event(handle))
+                except DeviceError as error:
+                    if error.cause is not Cause.CANNOT_OPEN:
+                        raise
+                    _log.warning("kvtier: events of process %d cannot be shared: %s", export.origin.pid, error)
+                    return []
+                opened.callback(self._driver.destroy_event, events[-1])
+            undo.push(opened.pop_all())
+        return events
 
     def _open_stream(self, undo: contextlib.ExitStack) -> StreamId:
         stream = self._driver.create_stream()
@@ -219,7 +235,3 @@ class EngineBlocks:
         if tuning.small is None or few or max(batch.sizes) > tuning.small_bytes:
             return self._driver
         return tuning.small
-
-
-def _usable_events(export: DeviceExport) -> Sequence[bytes]:
-    return export.events if export.origin.shares_events_with(Origin.here()) else ()

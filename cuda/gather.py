@@ -120,18 +120,21 @@ def _compiled(cuda: CudaLibrary) -> bytes:
         cuda.call("cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), device)
         for part in ("MAJOR", "MINOR")
     )
-    program = _ask(nvrtc.nvrtcCreateProgram(KERNEL_SOURCE.encode(), b"kvtier_copy.cu", 0, [], []))
+    program = _ask(nvrtc.nvrtcCreateProgram, KERNEL_SOURCE.encode(), b"kvtier_copy.cu", 0, [], [])
     try:
-        _ask(nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()]))
-        code = bytes(_ask(nvrtc.nvrtcGetCUBINSize(program)))
-        _ask(nvrtc.nvrtcGetCUBIN(program, code))
+        _ask(nvrtc.nvrtcCompileProgram, program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()])
+        code = bytes(_ask(nvrtc.nvrtcGetCUBINSize, program))
+        _ask(nvrtc.nvrtcGetCUBIN, program, code)  # which fills the bytes that it is given
         return code
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _ask(answer: tuple[Any, ...]) -> Any:
-    code, *results = answer
+def _ask(function: Callable[..., tuple[Any, ...]], *arguments: object) -> Any:
+    try:
+        code, *results = function(*arguments)
+    except RuntimeError as error:  # NVRTC is a library of its own
+        raise DeviceError(Cause.REFUSED, f"no NVRTC: {error}") from error
     if int(code):
         raise DeviceError(Cause.REFUSED, f"NVRTC: {code.name}")
     return results[0] if results else None

@@ -334,13 +334,39 @@ def test_blocks_of_another_device_are_refused(
     assert caught.value.cause is Cause.NO_DEVICE
 
 
+def test_events_that_cannot_be_opened_are_done_without(
+    backend: Backend, handles: OpenHandles, region: HostRegion, start_engine: StartEngine
+) -> None:
+    """One bad event among good ones: none is used, and the blocks are served all the same."""
+    export = start_engine(JOINED).export
+    blocks = EngineBlocks(
+        backend.driver, handles, region, dataclasses.replace(export, events=(*export.events, bytes(64)))
+    )
+    assert not blocks.has_events
+    blocks.copy_out(0, [1], [0])
+    blocks.close()
+
+
 @pytest.mark.parametrize("backend", ["host"], indirect=True)
 def test_what_cannot_be_opened_leaves_nothing_open(
-    backend: HostBackend, handles: OpenHandles, region: HostRegion, start_engine: StartEngine
+    backend: HostBackend,
+    handles: OpenHandles,
+    region: HostRegion,
+    start_engine: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A bad event among good memory: nothing stays open."""
+    """An error at the last step: neither memory nor events nor streams stay open."""
     export = start_engine(JOINED).export
-    with pytest.raises(DeviceError):
-        EngineBlocks(backend.driver, handles, region, dataclasses.replace(export, events=(bytes(64),)))
+    create, made = backend.driver.create_stream, []
+
+    def fail_the_second_time() -> StreamId:
+        if made:
+            raise DeviceError(Cause.REFUSED, "no more")
+        made.append(create())
+        return made[0]
+
+    monkeypatch.setattr(backend.driver, "create_stream", fail_the_second_time)
+    with pytest.raises(DeviceError, match="no more"):
+        EngineBlocks(backend.driver, handles, region, export)
     assert handles.allocations == 0
     assert backend.driver.in_use == {"mappings": 0, "events": 0, "streams": 0}

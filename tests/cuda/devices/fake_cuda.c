@@ -16,7 +16,7 @@
 
 enum { OK = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_CONTEXT = 201, MAP_FAILED_ = 205, INVALID_HANDLE = 400, NOT_READY = 600,
        ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, CAPTURE_UNSUPPORTED = 900 };
-enum { HOST = 1, DEVICE = 2 };
+enum { HOST = 1, DEVICE = 2, MANAGED = 3, POOL = 4 };
 
 typedef struct { uint64_t magic, pid, fd, inode, size, unused[3]; } Handle;
 typedef struct { uint64_t recorded, reached; } Counters;
@@ -92,6 +92,7 @@ static int open_named(const Handle *handle, Memory **opened) {
 }
 
 API cuInit(unsigned flags) { return initialized = !flags, flags ? INVALID_VALUE : OK; }
+API cuGetExportTable(const void **table, const void *id) { return *table = NULL, INVALID_VALUE; }  // NVRTC asks for one
 API cuDriverGetVersion(int *version) { return *version = 12080, OK; }
 API cuDeviceGetCount(int *count) { return *count = 1, initialized ? OK : NOT_INITIALIZED; }
 API cuDeviceGet(int *device, int ordinal) { return *device = ordinal, ordinal ? 101 : OK; }
@@ -110,6 +111,16 @@ API cuMemFree(uint64_t at) {
     return memory && at == (uint64_t)memory->at ? (forget(memory), OK) : INVALID_VALUE;
 }
 API cuMemAllocHost(void **at, size_t size) { IN_CONTEXT; Memory *made = create(size); return made->kind = HOST, *at = made->at, OK; }
+API cuMemAllocManaged(uint64_t *at, size_t size, unsigned flags) {
+    IN_CONTEXT;
+    Memory *made = create(size);
+    return made->kind = MANAGED, *at = (uint64_t)made->at, OK;
+}
+API cuMemAllocAsync(uint64_t *at, size_t size, void *stream) {
+    IN_CONTEXT;
+    Memory *made = create(size);
+    return made->kind = POOL, *at = (uint64_t)made->at, OK;
+}
 API cuMemFreeHost(void *at) { return cuMemFree((uint64_t)at); }
 API cuMemHostRegister(void *at, size_t size, unsigned flags) {
     IN_CONTEXT;
@@ -138,10 +149,10 @@ API cuPointerGetAttribute(void *data, int attribute, uint64_t address) {
     Memory *memory = find(address);
     if (!memory) return INVALID_VALUE;
     switch (attribute) {
-        case 2: return *(unsigned *)data = memory->kind, OK;
-        case 8: return *(unsigned *)data = 0, OK;
+        case 2: return *(unsigned *)data = memory->kind == HOST ? HOST : DEVICE, OK;
+        case 8: return *(unsigned *)data = memory->kind == MANAGED, OK;
         case 10: return *(char *)data = memory->kind == DEVICE, OK;
-        case 17: return *(void **)data = NULL, OK;
+        case 17: return *(void **)data = memory->kind == POOL ? memory : NULL, OK;
         default: return INVALID_VALUE;
     }
 }
@@ -192,7 +203,7 @@ API cuIpcOpenEventHandle(Event **event, Handle handle) {
     return code;
 }
 
-enum { COPY, REACH, WRITE, WAIT, END };
+enum { COPY, REACH, WRITE, WAIT, KERNEL, END };
 
 static void *work(void *argument) {
     Stream *stream = argument;
@@ -208,6 +219,8 @@ static void *work(void *argument) {
         if (action.what == REACH) action.counters->reached = action.from;
         if (action.what == WRITE) *(volatile uint64_t *)action.to = action.from;
         if (action.what == WAIT) while (*(volatile uint64_t *)action.to < action.from) usleep(50);
+        if (action.what == KERNEL)
+            for (uint64_t *row = (uint64_t *)action.from; action.size--; row += 3) memcpy((void *)row[0], (void *)row[1], row[2]);
         if (action.what == END) return NULL;
     }
 }
@@ -272,9 +285,37 @@ API cuMemcpyBatchAsync(uint64_t *to, uint64_t *from, size_t *sizes, size_t count
     return OK;
 }
 
+API cuCtxGetDevice(int *device) { IN_CONTEXT; return *device = 0, OK; }
+API cuDeviceGetAttribute(int *value, int attribute, int device) {
+    switch (attribute) {
+        case 75: return *value = 9, OK;  // compute capability 9.0
+        case 76: return *value = 0, OK;
+        case 91: return *value = 1, OK;  // host addresses can be used
+        default: return INVALID_VALUE;
+    }
+}
+API cuModuleLoadData(void **module, const void *image) {
+    IN_CONTEXT;
+    return *module = &memories, memcmp(image, "\177ELF", 4) ? 200 : OK;
+}
+API cuModuleUnload(void *module) { IN_CONTEXT; return module == &memories ? OK : INVALID_HANDLE; }
+API cuModuleGetFunction(void **function, void *module, const char *named) {
+    IN_CONTEXT;
+    return *function = &initialized, strcmp(named, "kvtier_copy") ? 500 : OK;
+}
+API cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared,
+                   Stream *stream, void **arguments, void **extra) {
+    IN_CONTEXT;
+    Memory *table = find(*(uint64_t *)arguments[0]);
+    if (function != &initialized || !x || y * z * ty * tz != 1 || threads > 1024 || shared || extra || !table) return INVALID_VALUE;
+    return give(stream, (Action){KERNEL, 0, *(uint64_t *)arguments[0], *(unsigned *)arguments[1]});
+}
+
 API cuGetProcAddress(const char *symbol, void **found, int version, uint64_t flags, int *status) {
     int too_new = !strcmp(symbol, "cuMemcpyBatchAsync") && version != 12080;
-    *found = too_new ? NULL : dlsym(RTLD_DEFAULT, symbol);
+    Dl_info here;
+    dladdr(&cuInit, &here);
+    *found = too_new ? NULL : dlsym(dlopen(here.dli_fname, RTLD_LAZY | RTLD_NOLOAD), symbol);
     if (status) *status = *found ? 0 : 1;
     return OK;
 }

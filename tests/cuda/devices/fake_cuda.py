@@ -7,7 +7,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from kvtier.cuda.errors import Cause, DeviceError
@@ -15,7 +14,7 @@ from kvtier.cuda.errors import Cause, DeviceError
 __all__ = ["is_loaded", "load"]
 
 _SOURCE = Path(__file__).with_suffix(".c")
-_NAME = f"kvtier-fake-cuda-{os.getuid()}-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
+_NAME = f"fake_cuda.{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
 
 
 def is_loaded() -> bool:
@@ -28,7 +27,7 @@ def load() -> None:
     library = _compiled()
     if not is_loaded() and _has_real_driver():
         raise DeviceError(Cause.NO_DRIVER, "there is a real one")
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library))
 
 
 def _has_real_driver() -> bool:
@@ -43,7 +42,8 @@ def _compiled() -> Path:
     compiler = shutil.which("cc")
     if compiler is None:
         raise DeviceError(Cause.NO_DRIVER, "nothing compiles the stand-in here")
-    library = Path(tempfile.gettempdir()) / _NAME
+    library = _SOURCE.parent / "__pycache__" / _NAME
+    library.parent.mkdir(exist_ok=True)
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
         flags = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", "-lpthread", "-ldl"]
