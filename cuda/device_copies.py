@@ -136,7 +136,8 @@ class EngineBlocks:
     def copy_out(self, group: int, blocks: Sequence[int], offsets: Sequence[int], after: After | None = None) -> None:
         """Copies blocks into the slots at ``offsets`` of the region, after ``after``; returns when the bytes are there.
 
-        Raises CopyCancelled, LayoutError for blocks or slots that are not there (then nothing is copied), and DeviceError.
+        Raises CopyCancelled and DeviceError; LayoutError for blocks or slots that are not there, and RegionError where the region
+        is closed (then nothing is copied).
         """
         self._move(Direction.OUT, group, blocks, offsets, after)
 
