@@ -116,7 +116,7 @@ class Driver(Protocol):
         ...
 
     def destroy_stream(self, stream: StreamId) -> None:
-        """Gives up a stream with nothing left to do."""
+        """Gives up a stream; what it has left to do is still done. Does not wait."""
 
     def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
         """Begins to copy ``sizes[i]`` bytes from ``sources[i]`` to ``destinations[i]``, in any order, and returns.

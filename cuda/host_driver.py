@@ -40,6 +40,7 @@ class HostDriver:
         self._vacated: list[SharedBytes] = []
         self._events: dict[EventId, HostEvent] = {}
         self._streams: dict[StreamId, HostStream] = {}
+        self._ended: list[HostStream] = []
         self._broken: str | None = None
         self._changed = threading.Condition(self._lock)
 
@@ -162,7 +163,9 @@ class HostDriver:
 
     def destroy_stream(self, stream: StreamId) -> None:
         """See Driver."""
-        self._streams.pop(stream).close()
+        ended = self._streams.pop(stream)
+        ended.end()
+        self._ended = [other for other in (*self._ended, ended) if not other.over]
 
     def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
         """See Driver."""
@@ -201,6 +204,8 @@ class HostDriver:
         """See Driver."""
         for stream in list(self._streams):
             self.destroy_stream(stream)
+        for ended in self._ended:
+            ended.join()
         for event in list(self._events):
             self.destroy_event(event)
         mapped = [memory for memory, _ in (*self._opened.values(), *self._allocations.values())]

@@ -115,9 +115,17 @@ class HostStream:
         """Does it after all that was submitted before."""
         self._todo.put(action)
 
-    def close(self) -> None:
-        """Ends the thread when all is done."""
+    def end(self) -> None:
+        """Ends the thread when all is done; does not wait for it."""
         self._todo.put(None)
+
+    @property
+    def over(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Returns when the thread has ended."""
         self._thread.join()
 
     def _work(self) -> None:

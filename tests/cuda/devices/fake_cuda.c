@@ -23,7 +23,7 @@ typedef struct { uint64_t recorded, reached; } Counters;
 typedef struct Memory { char *at; size_t size; int fd, users, kind; Handle from; struct Memory *next; } Memory;
 typedef struct { Memory *memory; unsigned flags; } Event;
 typedef struct Action { int what; uint64_t to, from, size; volatile Counters *counters; struct Action *next; } Action;
-typedef struct { pthread_t thread; pthread_mutex_t lock; pthread_cond_t changed; Action *first, *last; int capturing, closed; } Stream;
+typedef struct { pthread_t thread; pthread_mutex_t lock; pthread_cond_t changed; Action *first, *last; int capturing; } Stream;
 
 static const uint64_t MAGIC = 0x6b76746965726370;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -221,7 +221,7 @@ static void *work(void *argument) {
         if (action.what == WAIT) while (*(volatile uint64_t *)action.to < action.from) usleep(50);
         if (action.what == KERNEL)
             for (uint64_t *row = (uint64_t *)action.from; action.size--; row += 3) memcpy((void *)row[0], (void *)row[1], row[2]);
-        if (action.what == END) return NULL;
+        if (action.what == END) return free(stream), NULL;
     }
 }
 
@@ -245,8 +245,8 @@ API cuStreamCreateWithPriority(Stream **stream, unsigned flags, int priority) {
 }
 API cuStreamDestroy(Stream *stream) {
     IN_CONTEXT;
-    give(stream, (Action){END});
-    return pthread_join(stream->thread, NULL), free(stream), OK;
+    pthread_detach(stream->thread);
+    return give(stream, (Action){END});  // which comes after all that it has to do, without waiting for it
 }
 API cuStreamIsCapturing(Stream *stream, int *status) { IN_CONTEXT; return *status = stream->capturing, OK; }
 API cuStreamBeginCapture(Stream *stream, int how) { IN_CONTEXT; return stream->capturing = 1, OK; }
