@@ -80,6 +80,7 @@ class EngineBlocks:
         self._tuning = tuning or Tuning()
         self._region = region
         self._idle = threading.Condition()
+        self._closing = threading.Lock()
         self._running = 0
         self._cancelled = False
         self._closed = False
@@ -157,10 +158,10 @@ class EngineBlocks:
         self._cancelled = True
         with self._idle:
             self._idle.wait_for(lambda: not self._running)
-            already, self._closed = self._closed, True
-        if self._lost is not None:
-            raise self._lost
-        if not already:
+            self._closed = True
+        with self._closing:  # whoever closes as well returns when all is given up
+            if self._lost is not None:
+                raise self._lost
             self._undo.close()
 
     def _planner(self, group: int) -> Planner:
