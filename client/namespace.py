@@ -103,7 +103,8 @@ def make_hold_key(engine_id: str, request_id: str, group: int, position: int, co
 
     Only who claims the request finds it; it goes to no tier below, and disappears with the hold (`kvtier/v1/handoff.proto`).
     With `content`, of which both sides make it (the hash of the block before and the tokens of this one), who claims it can
-    tell from the key that it is about its own tokens.
+    tell from the key that it is about its own tokens. Without, engine and request must never come again: a block that is there
+    under such a name, from another life of the engine say, is taken for this one.
     """
     digest = hashlib.sha256()
     for part in (engine_id.encode(), request_id.encode(), position.to_bytes(8, "big"), content):

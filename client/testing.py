@@ -42,6 +42,8 @@ class _Lease:
     engine_id: str
     request_id: str
     names: list[_BlockName | None]
+    blocks: dict[_BlockName, dict[int, bytes]]
+    """What it pins: it stays readable when the last hold that names it has ended."""
 
 
 @dataclass(slots=True)
@@ -195,12 +197,17 @@ class FakeServer:
         statuses = bytes(KeyStatus.MISS if name is None else KeyStatus.HIT for name in found)
         if not any(found):
             return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(found)))
-        lease_id = next(self._ids)
-        self._leases[lease_id] = _Lease(session.engine_id, request.request_id, found)
-        session.leases.add(lease_id)
+        lease_id = self._grant(session, request.request_id, found)
         return cache_pb2.LookupResponse(
             statuses=statuses, prefix_hits=hits, sources=bytes(len(found)), lease_id=lease_id
         )
+
+    def _grant(self, session: _Session, request_id: str, names: list[_BlockName | None]) -> int:
+        lease_id = next(self._ids)
+        blocks = {name: self._blocks[name] for name in names if name is not None}
+        self._leases[lease_id] = _Lease(session.engine_id, request_id, names, blocks)
+        session.leases.add(lease_id)
+        return lease_id
 
     def _lease(self, session: _Session, lease_id: int) -> _Lease:
         lease = self._leases.get(lease_id)
@@ -219,7 +226,7 @@ class FakeServer:
             name = lease.names[item]
             if name is None:
                 raise error_for("NOT_READY", f"item {item} is not a hit")
-            parts.append(self._blocks[name][session.rank])
+            parts.append(lease.blocks[name][session.rank])
         return parts
 
     def _prepare_load(self, request: cache_pb2.PrepareLoadRequest) -> cache_pb2.PrepareLoadResponse:
@@ -331,16 +338,15 @@ class FakeServer:
     def _claim_hold(self, request: handoff_pb2.ClaimHoldRequest) -> handoff_pb2.ClaimHoldResponse:
         session = self._session(request.session)
         hold = self._holds.find(session.prefix, request)
-        lives = any(other.engine_id == request.hold.engine_id for other in self._sessions.values())
+        engine = (session.prefix, request.hold.engine_id)
+        lives = any((other.prefix, other.engine_id) == engine for other in self._sessions.values())
         statuses = self._holds.statuses(hold, request.first_positions, publisher_lives=lives)
         lease_id = 0
         if KeyStatus.HIT in statuses:
-            lease_id = next(self._ids)
             hits = [
                 name if status == KeyStatus.HIT else None for name, status in zip(hold.names, statuses, strict=True)
             ]
-            self._leases[lease_id] = _Lease(session.engine_id, request.request_id, hits)
-            session.leases.add(lease_id)
+            lease_id = self._grant(session, request.request_id, hits)
         published = hold.request
         return handoff_pb2.ClaimHoldResponse(
             keys=published.keys,

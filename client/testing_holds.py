@@ -57,11 +57,13 @@ class FakeHolds:
         name = (prefix, engine_id, _named(request.request_id))
         if len(names) != len(request.positions):
             raise error_for("INVALID_ARGUMENT", f"{len(names)} keys and {len(request.positions)} positions")
-        self._open.pop(name, None)
+        replaced = self._open.pop(name, None)
+        if not self.declining:
+            self._expired.discard(name)
+            self._open[name] = FakeHold(request, names)
+        self._drop_private([*(replaced.names if replaced is not None else ()), *names])
         if self.declining:
             return handoff_pb2.PublishHoldResponse(status=handoff_pb2.PUBLISH_STATUS_NO_ROOM)
-        self._expired.discard(name)
-        self._open[name] = FakeHold(request, names)
         return handoff_pb2.PublishHoldResponse(
             status=handoff_pb2.PUBLISH_STATUS_PUBLISHED,
             remaining=self.remaining(FakeHold(request, names)),
@@ -106,9 +108,11 @@ class FakeHolds:
         return handoff_pb2.ReleaseHoldsResponse()
 
     def _end(self, name: _Name) -> None:
-        hold = self._open.pop(name)
+        self._drop_private(self._open.pop(name).names)
+
+    def _drop_private(self, names: Sequence[BlockName]) -> None:
         still = self.pinned()
-        for block in hold.names:
+        for block in names:
             if block[1].startswith(_PRIVATE) and block not in still:
                 self._drop(block)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..protos.endpoint import parse_endpoint
+from ..tiers.handoffs import EXPIRY_MARGIN_SECONDS
 from .config import Config
 from .machine import memory_bytes
 from .settings import SETTINGS, Setting
@@ -13,8 +14,8 @@ from .units import format_size, human_size
 
 __all__ = ["contradictions", "read_value", "warnings"]
 
-# What a key and its length, and the other fields of the largest request, take on the wire.
-_KEY_OVERHEAD_BYTES = 4
+# What goes with each key on the wire (its length, and its position where a hold is published), and the largest request's rest.
+_KEY_OVERHEAD_BYTES = 8
 _MESSAGE_OVERHEAD_BYTES = 16 * 1024
 
 
@@ -45,9 +46,7 @@ def contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Ite
         yield problem(
             "leases.default", f"is more than leases.max = {SETTINGS['leases.max'].show(values['leases.max'])}"
         )
-    if values["handoff.default"] > values["handoff.max"]:
-        longest = SETTINGS["handoff.max"].show(values["handoff.max"])
-        yield problem("handoff.default", f"is more than handoff.max = {longest}")
+    yield from _handoff_contradictions(values, problem)
     needed = _MESSAGE_OVERHEAD_BYTES + max(
         values["limits.max_keys"] * (values["limits.max_key_bytes"] + _KEY_OVERHEAD_BYTES),
         values["limits.max_frame_bytes"],
@@ -62,6 +61,17 @@ def contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Ite
                 why = "whoever reaches this address can read and write the cache"
                 what = "use a Unix socket or a loopback address, or say --insecure"
                 yield f"{origins['listen']}: listen = {address}: {why}; {what}"
+
+
+def _handoff_contradictions(values: Mapping[str, Any], problem: Callable[[str, str], str]) -> Iterator[str]:
+    if values["handoff.default"] > values["handoff.max"]:
+        longest = SETTINGS["handoff.max"].show(values["handoff.max"])
+        yield problem("handoff.default", f"is more than handoff.max = {longest}")
+    for key in ("handoff.default", "handoff.max"):
+        if values[key] <= EXPIRY_MARGIN_SECONDS:
+            yield problem(
+                key, f"a hold is not read in its last {EXPIRY_MARGIN_SECONDS:g} s: nobody could ever claim one"
+            )
 
 
 def warnings(config: Config) -> Iterator[str]:

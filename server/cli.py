@@ -86,7 +86,38 @@ def _parser() -> argparse.ArgumentParser:
     _add_endpoint(explain)
 
     _add_fsck(commands)
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure from how many tokens on a transfer of KV is worth it",
+        description="Measures, against a running server, how long it takes to have a prefix handed over, and how long an "
+        "engine takes to compute one; proposes kv_recompute_threshold. What it puts on the server goes when it has ended.",
+    )
+    bench.set_defaults(run=_bench)
+    bench.add_argument("--break-even", action="store_true", help="what to measure; there is nothing else so far")
+    _add_endpoint(bench)
+    bench.add_argument(
+        "--transport", choices=("auto", "shm", "grpc"), default="auto", help="how bytes move (auto: shm on one host)"
+    )
+    bench.add_argument("--max-tokens", metavar="N", type=int, default=4096, help="longest prefix and prompt (4096)")
+    bench.add_argument("--rounds", metavar="N", type=int, default=7, help="how often each length is measured (7)")
+    bench.add_argument(
+        "--max-bytes",
+        metavar="SIZE",
+        default="256MiB",
+        help="most that is put on the server, and an eighth of its CPU tier at most (256MiB)",
+    )
+    size = bench.add_argument_group("how large KV is; else as of the engine that is connected")
+    size.add_argument("--kv-bytes-per-token", metavar="SIZE", help="of one rank, all layers, like 128KiB")
+    size.add_argument("--block-tokens", metavar="N", type=int, help="tokens of a block (16)")
+    size.add_argument("--model", metavar="NAME", help="which engine's, where several are connected")
+    speed = bench.add_argument_group("how fast prompts are computed, one of")
+    speed.add_argument("--engine", metavar="URL", help="an engine to ask: its OpenAI API, like http://127.0.0.1:8000")
+    speed.add_argument("--prefill-tokens-per-s", metavar="N", type=float, help="where it is known")
 
 
 def _add_fsck(commands: Any) -> None:
@@ -241,6 +272,12 @@ def _explain(options: argparse.Namespace) -> int:
         _say(explain.to_json(answer, request_id)) if options.json else explain.show(answer, request_id)
 
     return _inquire(options, fetch, show)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from . import bench_command
+
+    return bench_command.run(options)
 
 
 def _inquire(

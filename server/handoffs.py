@@ -14,9 +14,9 @@ from ..protos.v1.handoff_pb2 import HandoffDirection
 from .inquiry import human_age, plain_console, seconds_of
 from .units import human_size
 
-__all__ = ["show", "to_json"]
+__all__ = ["DIRECTIONS", "show", "to_json"]
 
-_DIRECTIONS = {
+DIRECTIONS = {
     HandoffDirection.HANDOFF_DIRECTION_PREFILL_TO_DECODE: "prefill to decode",
     HandoffDirection.HANDOFF_DIRECTION_DECODE_TO_PREFILL: "decode to prefill",
 }
@@ -55,7 +55,7 @@ def _holds(answer: ListHandoffsResponse) -> Table:
         table.add_row(
             Text(hold.engine_id),
             Text(hold.request_id),
-            _DIRECTIONS.get(hold.direction, "?"),
+            DIRECTIONS.get(hold.direction, "?"),
             Text(hold.tenant or "-"),
             f"{hold.num_tokens:,}",
             f"{hold.blocks:,}",
@@ -74,7 +74,7 @@ def _totals(answer: ListHandoffsResponse) -> Table:
         table.add_column(column, justify="right")
     for totals in answer.totals:
         table.add_row(
-            _DIRECTIONS.get(totals.direction, "?"),
+            DIRECTIONS.get(totals.direction, "?"),
             f"{totals.published:,}",
             f"{totals.declined:,}",
             f"{totals.claimed:,}",
@@ -91,7 +91,7 @@ def _values(message: HandoffStatus | HandoffTotals) -> dict[str, Any]:
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.name == "direction":
-            values[field.name] = _DIRECTIONS.get(value, "unknown")
+            values[field.name] = DIRECTIONS.get(value, "unknown")
         elif field.message_type is not None:
             values[f"{field.name}_seconds"] = seconds_of(value)
         else:

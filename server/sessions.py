@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..protos.v1 import common_pb2, session_pb2
@@ -16,6 +17,8 @@ __all__ = ["OpenSession", "SessionRegistry"]
 
 PROTOCOL_VERSIONS = (1,)
 _MAX_NAME_LENGTH = 512
+_MAX_SHOWN_GROUPS = 32
+"""Engines have a handful; the status of a thousand sessions stays below what one message may be."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +32,8 @@ class OpenSession:
     pid: int
     transport: str
     model: str
+    groups: tuple[common_pb2.Group, ...] = ()
+    """Of its namespace, as far as they are told to people: without their names, and none where there are very many."""
     attachments: set[int] = field(default_factory=set)
 
 
@@ -80,6 +85,7 @@ class SessionRegistry:
             pid=request.pid,
             transport=request.transport,
             model=request.namespace.model,
+            groups=_shape(request.namespace.groups),
         )
         self._sessions[session_id] = session
         return session
@@ -126,3 +132,12 @@ class SessionRegistry:
         """Raises `Refused` while the server is shutting down."""
         if self.draining:
             raise Refused("DRAINING", "the server is shutting down")
+
+
+def _shape(groups: Sequence[common_pb2.Group]) -> tuple[common_pb2.Group, ...]:
+    if len(groups) > _MAX_SHOWN_GROUPS:
+        return ()
+    return tuple(
+        common_pb2.Group(kind=group.kind, block_tokens=group.block_tokens, part_bytes=group.part_bytes)
+        for group in groups
+    )

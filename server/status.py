@@ -82,8 +82,9 @@ def _share_values(share: ShareStatus) -> dict[str, Any]:
 
 
 def _session_values(session: SessionStatus) -> dict[str, Any]:
-    values = {field.name: getattr(session, field.name) for field in session.DESCRIPTOR.fields if field.name != "age"}
-    return values | {
+    shown = [field.name for field in session.DESCRIPTOR.fields if field.name not in ("age", "groups")]
+    return {name: getattr(session, name) for name in shown} | {
+        "groups": [{"block_tokens": group.block_tokens, "part_bytes": group.part_bytes} for group in session.groups],
         "rank": session.rank if session.HasField("rank") else None,
         "age_seconds": seconds_of(session.age),
     }

@@ -14,7 +14,8 @@ from .base import NamespaceId
 from .blocks import Block
 from .commands import Command, HoldChanged
 from .errors import HoldExpired, HoldNotFound, InvalidItem, LimitExceeded
-from .holds import Claim, HandoffDirection, HandoffStats, Hold, HoldName, HoldTable, PublishStatus
+from .handoff_notes import ClaimOutcome, HandoffNotes
+from .holds import Claim, HandoffDirection, HandoffStats, Hold, HoldEnd, HoldName, HoldTable, PublishStatus
 from .keeping import Keeping
 from .leases import KeyStatus, Owner
 from .lookups import MAX_LEASED_ITEMS, Lookups
@@ -46,11 +47,13 @@ class Handoffs:
         keeping: Keeping,
         capacity_bytes: int,
         command: Callable[[Command], None],
+        notes: HandoffNotes,
     ) -> None:
         self._primary = primary
         self._lookups = lookups
         self._max_holds = keeping.max_holds
         self._command = command
+        self._notes = notes
         self._table = HoldTable(self._let_go)
         self._pins: dict[Block, int] = {}
         """Per held block how many pins of holds there are on it."""
@@ -106,19 +109,26 @@ class Handoffs:
         known = self._table.get(name)
         if known is not None:  # what it shares with the new one is pinned by now
             self._stats[known.direction].dropped += 1
-            self._end(known, now)
+            self._end(known, HoldEnd.REPLACED, now)
         keys = [block.key for block in blocks]  # not the caller's: those of a shared prefix are kept once
         refused = self._refusal(session.tenant, blocks)
+        status = refused or PublishStatus.PUBLISHED
+        record = self._notes.published(
+            name, direction, num_tokens=num_tokens, blocks=len(blocks), status=status, now=now
+        )
         if refused is not None:
             self._stats[direction].declined += 1
-            self._unpin(blocks)
+            self._let_go(blocks)
             return refused
-        self._lookups.fetch(blocks)
+        self._lookups.fetch(session.namespace.id, blocks)
+        self._primary.lines.set_aside(blocks)
         self._primary.use(blocks, None)
         hold = Hold(
             name, session.tenant, direction, keys, positions, list(blocks), num_tokens, duration, now, now + duration
         )
+        hold.record = record
         self._table.add(hold)
+        record.pending = hold.awaited
         self._expired.pop(name, None)
         self._stats[direction].published += 1
         self._command(HoldChanged(name))
@@ -152,12 +162,22 @@ class Handoffs:
             HoldExpired: its time is over, or nearly so.
             LimitExceeded: the session holds leases on too many blocks.
         """
-        hold = self.find(name, now)
+        owner = Owner(session.engine, session.id, request_id)
+        try:
+            hold = self.find(name, now)
+        except HoldExpired:
+            self._notes.not_claimed(owner, name, ClaimOutcome.EXPIRED, now)
+            raise
         if hold is None:
+            elsewhere = self._table.is_elsewhere(name)
+            self._notes.not_claimed(
+                owner, name, ClaimOutcome.OTHER_NAMESPACE if elsewhere else ClaimOutcome.NOT_HELD, now
+            )
             raise HoldNotFound(f"nobody holds request {name[2]!r} of engine {name[1]!r}; it may have been released")
         if self._lookups.leases.items_of(session.id) + len(hold.keys) > MAX_LEASED_ITEMS:
             raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
         statuses = bytes(map(_status, hold.items, _wanted(hold, first_positions)))
+        self._notes.claimed(owner, hold, statuses, now)
         hit = KeyStatus.HIT
         items = [block if status == hit else None for block, status in zip(hold.items, statuses, strict=True)]
         found = [block for block in items if block is not None]
@@ -165,7 +185,6 @@ class Handoffs:
             return Claim(hold, None, statuses)
         for block in found:
             block.pins += 1
-        owner = Owner(session.engine, session.id, request_id)
         self._primary.use(found, owner.user)
         lease = self._lookups.leases.grant(owner, expires_at, items, bytes(len(items)), keys=len(items), now=now)
         stats = self._stats[hold.direction]
@@ -189,7 +208,7 @@ class Handoffs:
         if hold is None:
             return False
         self._stats[hold.direction].released += 1
-        self._end(hold, now)
+        self._end(hold, HoldEnd.RELEASED, now)
         return True
 
     def tick(self, now: float) -> None:
@@ -197,7 +216,7 @@ class Handoffs:
         for hold in [hold for hold in self._table if hold.expires_at <= now]:
             self._stats[hold.direction].expired += 1
             self._expired[hold.name] = None
-            self._end(hold, now)
+            self._end(hold, HoldEnd.EXPIRED, now)
         while len(self._expired) > _REMEMBERED:
             del self._expired[next(iter(self._expired))]
 
@@ -205,7 +224,7 @@ class Handoffs:
         """Ends all holds of a namespace: its CPU tier is about to be emptied."""
         for hold in [hold for hold in self._table if hold.name[0] == namespace]:
             self._stats[hold.direction].dropped += 1
-            self._end(hold, now)
+            self._end(hold, HoldEnd.RESET, now)
 
     def engine_gone(self, engine: EngineKey) -> None:
         """Takes note that an engine has no session left: what of its holds nobody else writes will not come."""
@@ -237,25 +256,24 @@ class Handoffs:
         budgets = {self._budget(block) for block in blocks}
         return PublishStatus.NO_ROOM if any(budget.used > budget.bound for budget in budgets) else None
 
-    def _end(self, hold: Hold, now: float) -> None:
+    def _end(self, hold: Hold, how: HoldEnd, now: float) -> None:
         self._table.remove(hold)
+        self._notes.ended(hold, how, now)
         self._stats[hold.direction].held_seconds += max(0.0, now - hold.published_at)
-        self._unpin(hold.items)
+        self._let_go([block for block in hold.items if block is not None])
         self._command(HoldChanged(hold.name))
 
-    def _unpin(self, blocks: Sequence[Block | None]) -> None:
+    def _let_go(self, blocks: Sequence[Block]) -> None:
+        """Drops a hold's pins on blocks; one that only holds name goes with the last of them, the others are in line again."""
         for block in blocks:
-            if block is not None:
-                self._let_go(block)
-
-    def _let_go(self, block: Block) -> None:
-        """Drops a hold's pin on a block; one that only holds name goes with the last of them."""
-        self._pins[block] -= 1
-        if not self._pins[block]:
-            del self._pins[block]
-            self._budget(block).used -= block.footprint
-            block.fleeting = block.private
-        self._primary.unpin(block)
+            self._pins[block] -= 1
+            if not self._pins[block]:
+                del self._pins[block]
+                self._budget(block).used -= block.footprint
+                block.fleeting = block.private
+        self._primary.lines.put_back(block for block in blocks if block not in self._pins)
+        for block in blocks:
+            self._primary.unpin(block)
 
     def _charge(self, block: Block) -> None:
         if block not in self._pins:

@@ -44,6 +44,8 @@ class MissReason(enum.Enum):
     """A tier has it, and every slot of the CPU tier is in use."""
     RESET = 10
     """The CPU tier was emptied on demand, or is being emptied."""
+    PENDING = 11
+    """It was on its way, and had not come when the wait of a claim was over."""
 
 
 Left = Callable[[NamespaceId, bytes, MissReason], None]

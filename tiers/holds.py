@@ -16,7 +16,17 @@ from .base import NamespaceId
 from .blocks import Block
 from .leases import Lease
 
-__all__ = ["Claim", "HandoffDirection", "HandoffStats", "Hold", "HoldName", "HoldTable", "PublishStatus"]
+__all__ = [
+    "Claim",
+    "HandoffDirection",
+    "HandoffStats",
+    "Hold",
+    "HoldEnd",
+    "HoldName",
+    "HoldRecord",
+    "HoldTable",
+    "PublishStatus",
+]
 
 HoldName = tuple[NamespaceId, str, str]
 """A hold: the engine that published it, and that engine's id of the request, within a namespace."""
@@ -35,6 +45,36 @@ class PublishStatus(enum.IntEnum):
     PUBLISHED = 1
     NO_ROOM = 2
     TOO_MANY = 3
+
+
+class HoldEnd(enum.Enum):
+    """How a hold ended. Numbers as in `kvtier.v1.HoldEnd`."""
+
+    RELEASED = 1
+    EXPIRED = 2
+    REPLACED = 3
+    """Another one of its name was published."""
+    RESET = 4
+
+
+@dataclass(slots=True, eq=False)
+class HoldRecord:
+    """What the journal keeps of a publication, in the core's seconds; it outlives its hold, and has no block."""
+
+    at: float
+    direction: HandoffDirection
+    num_tokens: int
+    blocks: int
+    status: PublishStatus
+    pending: int = 0
+    """Blocks that were on their way when it was published."""
+    claims: int = 0
+    """Claims that found it."""
+    hits: int = 0
+    """Blocks that these were granted, added up."""
+    end: HoldEnd | None = None
+    """None as long as it is open, and for what was declined."""
+    ended_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -68,6 +108,7 @@ class Hold:
         duration: for how many seconds it was published.
         awaited: items whose block is not there yet.
         orphaned: whether its engine has no session any more: what nobody else is writing will not come.
+        record: what the journal keeps of it.
     """
 
     name: HoldName
@@ -83,6 +124,7 @@ class Hold:
     awaited: int = 0
     claims: int = 0
     orphaned: bool = False
+    record: HoldRecord | None = None
 
     @property
     def engine(self) -> EngineKey:
@@ -107,12 +149,14 @@ class Claim:
 class HoldTable:
     """The holds that are open, by name, and who waits for which block."""
 
-    def __init__(self, let_go: Callable[[Block], None]) -> None:
-        """`let_go` is told of each pin of an open hold that falls."""
+    def __init__(self, let_go: Callable[[Sequence[Block]], None]) -> None:
+        """`let_go` is told of the pins of an open hold that fall."""
         self._let_go = let_go
         self._holds: dict[HoldName, Hold] = {}
         self._waiting: dict[Block, dict[Hold, list[int]]] = {}
         """Per block that is not there yet the holds that it is in, and which of their items it is."""
+        self._per_name: dict[tuple[str, str], int] = defaultdict(int)
+        """Engine and request, of whatever namespace."""
         self._per_tenant: dict[str, int] = defaultdict(int)
         self._items: dict[str, int] = defaultdict(int)
 
@@ -126,6 +170,10 @@ class HoldTable:
     def get(self, name: HoldName) -> Hold | None:
         """Returns a hold that is open."""
         return self._holds.get(name)
+
+    def is_elsewhere(self, name: HoldName) -> bool:
+        """Returns whether there is a hold of this engine and request, though in another namespace."""
+        return name not in self._holds and name[1:] in self._per_name
 
     def count(self, tenant: str) -> int:
         """Returns how many holds a tenant has."""
@@ -142,12 +190,16 @@ class HoldTable:
                 hold.awaited += 1
                 self._waiting.setdefault(block, {}).setdefault(hold, []).append(item)
         self._holds[hold.name] = hold
+        self._per_name[hold.name[1:]] += 1
         self._per_tenant[hold.tenant] += 1
         self._items[hold.tenant] += len(hold.keys)
 
     def remove(self, hold: Hold) -> None:
         """Closes a hold; its pins are the caller's from now on."""
         del self._holds[hold.name]
+        self._per_name[hold.name[1:]] -= 1
+        if not self._per_name[hold.name[1:]]:
+            del self._per_name[hold.name[1:]]
         self._per_tenant[hold.tenant] -= 1
         self._items[hold.tenant] -= len(hold.keys)
         if not self._per_tenant[hold.tenant]:
@@ -190,7 +242,7 @@ class HoldTable:
             self._lose(hold, items)
 
     def _lose(self, hold: Hold, items: Sequence[int]) -> None:
+        lost = [block for item in items if (block := hold.items[item]) is not None]
         for item in items:
-            block, hold.items[item] = hold.items[item], None
-            if block is not None:
-                self._let_go(block)
+            hold.items[item] = None
+        self._let_go(lost)

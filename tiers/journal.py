@@ -6,9 +6,14 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from .answers import EngineKey, Negotiation
 from .history import MissReason
+
+if TYPE_CHECKING:
+    from .handoff_notes import ClaimRecord
+    from .holds import HoldRecord
 
 __all__ = ["Journal", "LookupRecord", "RequestRecord", "Span", "Verdict", "bounded", "spans_of"]
 
@@ -16,6 +21,9 @@ MOST_REQUESTS = 4096
 MAX_AGE_SECONDS = 900.0
 _MOST_LOOKUPS = 4
 """Lookups that are kept per request, the latest: an engine that polls asks the same again and again."""
+
+_MOST_HOLDS = 2
+"""Publications that are kept per request: it ends once, unless its engine says so again."""
 
 Verdict = int | MissReason | None
 """What a key met: the position of the tier that had it, the reason of a miss, or None where a tier does not know yet."""
@@ -58,6 +66,8 @@ class LookupRecord:
     """Key of the first block that was not there."""
     failed: dict[int, MissReason] = field(default_factory=dict)
     """Keys, by position, that were on their way and did not arrive."""
+    claim: ClaimRecord | None = None
+    """The hold whose blocks the keys are, as far as they were wanted; None for a lookup."""
 
     def spans(self) -> tuple[Span, ...]:
         """Returns what became of the keys, as far as that is known by now."""
@@ -85,7 +95,9 @@ class RequestRecord:
     negotiation: Negotiation | None = None
     lookups: deque[LookupRecord] = field(default_factory=lambda: deque(maxlen=_MOST_LOOKUPS))
     asked: int = 0
-    """Lookups so far, kept or not."""
+    """Lookups and claims so far, kept or not."""
+    holds: deque[HoldRecord] = field(default_factory=lambda: deque(maxlen=_MOST_HOLDS))
+    """Its last publications."""
     finished: bool = False
     incomplete: int = 0
     """Blocks that a REQUEST_LEVEL tier asked for and did not get; known when it has finished."""
@@ -115,6 +127,15 @@ class Journal:
         self._requests.move_to_end(key)
         if len(self._requests) > MOST_REQUESTS:
             self._requests.popitem(last=False)
+        return record
+
+    def latest(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
+        """Returns the record of a request, also of one that has finished: it may be published after that."""
+        record = self._requests.get((engine, request_id))
+        if record is None:
+            return self.open(engine, request_id, now)
+        record.at = now
+        self._requests.move_to_end((engine, request_id))
         return record
 
     def finish(self, engine: EngineKey, request_id: str, now: float, incomplete: int) -> None:

@@ -1,7 +1,7 @@
 """Lines: what a tier holds in the order in which it goes, a line per share and size class.
 
 Each line has an eviction policy of its own, so that whoever looks for a victim never walks over blocks that are protected.
-What is retained stands in no line until its time is over.
+What is retained stands in no line until its time is over, and what is set aside until it is put back.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Lines(Generic[L]):
         self._lines: dict[tuple[Share, int], Line[L]] = {}
         self._of_class: dict[int, list[Line[L]]] = defaultdict(list)
         self._retained = Timetable[L]()
+        self._aside: set[L] = set()
         self._unused = Timetable[L](1.0 if ttl is None else max(1.0, ttl / _SLOTS_OF_TTL))
 
     def line(self, namespace: NamespaceId, size_class: int = 0) -> Line[L]:
@@ -124,6 +125,7 @@ class Lines(Generic[L]):
 
     def remove(self, item: L) -> None:
         """Forgets an item; one that is not known is fine."""
+        self._aside.discard(item)
         if item.retained:
             self._retained.discard(item)
             self._free(item)
@@ -131,6 +133,20 @@ class Lines(Generic[L]):
             item.line.policy.remove(item)
         if self.ttl is not None:
             self._unused.discard(item)
+
+    def set_aside(self, items: Iterable[L]) -> None:
+        """Takes items, head first, out of line until they are put back: pinned for minutes, they would be skipped each time."""
+        fresh = [item for item in dict.fromkeys(items) if item not in self._aside]
+        for item in reversed(fresh):  # policies find a tail sooner
+            if not item.retained:
+                item.line.policy.remove(item)
+        self._aside.update(fresh)
+
+    def put_back(self, items: Iterable[L]) -> None:
+        """Puts back in line, as if used now, those of these items that were set aside; given head first."""
+        back = [item for item in dict.fromkeys(items) if item in self._aside]
+        self._aside.difference_update(back)
+        self._queue([item for item in back if not item.retained], None)
 
     def tick(self, now: float) -> list[L]:
         """Lets time pass, which never goes back.
@@ -163,6 +179,8 @@ class Lines(Generic[L]):
 
     def _queue(self, items: Sequence[L], request: Hashable) -> None:
         """Tells the policies; each hears of its own items only."""
+        if self._aside:
+            items = [item for item in items if item not in self._aside]
         if not items:
             return
         lines = {items[0].line} if len(self._lines) == 1 else set(map(line_of, items))

@@ -130,10 +130,15 @@ class Lookups:
         self._flow.ask()
         return is_open
 
-    def fetch(self, blocks: Iterable[Block]) -> None:
-        """Starts to bring up, as far as there is room, which of these pinned blocks only a tier below has."""
+    def fetch(self, namespace: NamespaceId, blocks: Iterable[Block]) -> None:
+        """Starts to bring up, as far as there is room, which of these pinned blocks of a namespace only a tier below has.
+
+        Nothing while a reset of it waits: until then the tiers below are not read (B3.19).
+        """
+        if self._primary.retiring(namespace):
+            return
         found: list[tuple[Lane, Block]] = []
-        for block in dict.fromkeys(blocks):
+        for block in blocks:
             if block.ready or block.pending or block.private:
                 continue
             if self._flow.peek(block.namespace, block.key) is Presence.HELD:

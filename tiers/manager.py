@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer
+from .arrivals import Arrivals
 from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, TierFilter
-from .blocks import Block, NamespaceSpec
+from .blocks import NamespaceSpec
 from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
+from .durability import Durability
 from .errors import InvalidNamespace, UnknownSession
-from .flow import JobKind, TierFlow
+from .flow import TierFlow
 from .grants import Store
+from .handoff_notes import HandoffNotes
 from .handoffs import Handoffs
-from .history import History, MissReason, names_for
+from .history import History, names_for
 from .journal import Journal, RequestRecord
 from .keeping import CPU_TIER, Keeping
 from .leases import Lease, LookupAnswer
 from .lookups import Lookups
 from .primary import PrimaryTier
 from .requests import Request, RequestTable
-from .stats import ManagerStats, TierStats
+from .stats import ManagerStats
 from .stores import Stores
 
 __all__ = ["CPU_TIER", "TierManager"]
@@ -83,9 +86,20 @@ class TierManager:
         )
         self._requests = RequestTable(self._tell_tiers)
         self._lookups = Lookups(self._primary, self._flow, self._history, self._journal, first_id)
-        self._stores = Stores(self._primary, self._flow, self._requests, self._history, self._settle, first_id)
-        self.handoffs = Handoffs(self._primary, self._lookups, keeping, region_bytes, self._commands.append)
+        notes = HandoffNotes(self._journal, self._history)
+        self.handoffs = Handoffs(self._primary, self._lookups, keeping, region_bytes, self._commands.append, notes)
         """Requests that are held for another engine."""
+        self._arrivals = Arrivals(
+            self._primary,
+            self._flow,
+            self._requests,
+            self._lookups,
+            self.handoffs,
+            self._history,
+            self._commands.append,
+        )
+        self._stores = Stores(self._primary, self._flow, self._requests, self._history, self._arrivals.settle, first_id)
+        self._durability = Durability(self._primary, self._flow)
         self._flow.recover()
 
     def take_commands(self) -> list[Command]:
@@ -311,35 +325,15 @@ class TierManager:
 
     def durability(self, session: Session, keys: Sequence[bytes]) -> bytes:
         """Returns a `DurableStatus` per key, and sends on their way ready blocks that no durable tier has."""
-        namespace = session.namespace.id
-        blocks = self._primary.blocks_of(namespace)
-        waiting = [
-            block
-            for key in keys
-            if (block := blocks.get(key)) and block.ready and not self._flow.is_becoming_durable(namespace, key)
-        ]
-        self._flow.cascade(list(dict.fromkeys(waiting)), None, even_if_busy=True)
-        return bytes(self.durability_of(namespace, key) for key in keys)
+        return self._durability.flush(session.namespace.id, keys)
 
     def make_durable(self) -> None:
-        """Sends on their way, last used first, the blocks that backpressure had left out. Called when the server ends.
-
-        Those only: what a tier has had and evicted since must not drive out what it has now.
-        """
-        self._flow.cascade(
-            [block for block in self._primary.ready_blocks() if block.left_out is MissReason.STORE_FAILED],
-            None,
-            even_if_busy=True,
-        )
+        """Sends on their way the blocks that backpressure had left out. Called when the server ends."""
+        self._durability.send_left_out()
 
     def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""
-        if self._flow.is_durable(namespace, key):
-            return DurableStatus.DURABLE
-        block = self._primary.blocks_of(namespace).get(key)
-        being_written = block is not None and block.pending
-        on_its_way = being_written or self._flow.is_becoming_durable(namespace, key)
-        return DurableStatus.PENDING if on_its_way else DurableStatus.VOLATILE
+        return self._durability.of(namespace, key)
 
     def tick(self, now: float) -> None:
         """Takes note of the time and ends what has expired. Called every second or so.
@@ -360,23 +354,7 @@ class TierManager:
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         """Takes in the result of a job, an outcome per block. A job that is not known is ignored."""
-        finished = self._flow.finish(job_id, outcomes)
-        if finished is None:
-            return
-        for request in finished.paid:
-            self._requests.end_if_settled(request)
-        if finished.kind is JobKind.STORE:
-            return
-        for block, done in finished.results:
-            if done and not block.retired:
-                block.promoted()
-            else:
-                reason = MissReason.RESET if block.retired else MissReason.LOAD_FAILED
-                self._history.left(block.namespace, block.key, reason)
-                self._lookups.drop_promotion(block)
-        self._settle([block for block, _ in finished.results])
-        for block, _ in finished.results:
-            self._primary.unpin(block)
+        self._arrivals.job_finished(job_id, outcomes)
 
     def lookup_finished(self, job_id: JobId, answers: Sequence[bool]) -> None:
         """Takes in what a shared tier said of the blocks that it was asked about. A job that is not known is ignored."""
@@ -423,37 +401,12 @@ class TierManager:
         reading keeps its slots, for the tier may still write there, but is not found any more: it can be stored anew. When
         the tier is back, it gets what it missed meanwhile, as far as that is there.
         """
-        change = self._flow.stall(tier, stalled=stalled)
-        for block in change.given_up:
-            self._history.left(block.namespace, block.key, MissReason.LOAD_FAILED)
-            block.promoting = False
-            self._primary.disown(block)
-        self._settle(change.given_up)
-        for request in change.paid:
-            self._requests.end_if_settled(request)
-        if change.is_back:
-            missed = [block for block in self._primary.ready_blocks() if block.left_out is MissReason.STORE_FAILED]
-            self._flow.catch_up(tier, missed)
+        self._arrivals.tier_stalled(tier, stalled=stalled)
 
     def stats(self) -> ManagerStats:
         """Returns the figures of this moment."""
-        memory = self._primary.memory
         tally = self._lookups.tally
-        cpu = TierStats(
-            name=CPU_TIER,
-            type=CPU_TIER,
-            capacity_bytes=self._region_bytes,
-            available_bytes=memory.available_bytes,
-            used_bytes=memory.used_bytes(),
-            blocks=len(self._primary),
-            hits=tally.hits[0],
-            misses=tally.keys - tally.hits[0],
-            evictions=self._primary.evictions,
-            dropped=self._primary.no_room,
-            expired=self._primary.lines.expired,
-            not_retained=self._primary.lines.not_retained,
-            shares=self._primary.lines.stats(),
-        )
+        cpu = self._primary.stats(CPU_TIER, self._region_bytes, hits=tally.hits[0], misses=tally.keys - tally.hits[0])
         return ManagerStats(
             tiers=(cpu, *(lane.stats(tally.hits[lane.index]) for lane in self._flow.lanes)),
             leases=len(self._lookups.leases),
@@ -474,19 +427,6 @@ class TierManager:
         policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
         negotiation = Negotiation(policy, votes)
         return self._requests.add(session, request.request_id, negotiation, request.retain_for)
-
-    def _settle(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            if block.pending:
-                continue
-            self._commands.extend(LeaseSettled(lease.id) for lease in self._lookups.settle(block))
-            self.handoffs.settle(block)
-            for request in self._requests.settled(block):
-                if block.ready:
-                    self._flow.cascade_for(request, [block])
-                else:
-                    request.incomplete += 1
-                self._requests.end_if_settled(request)
 
     def _tell_tiers(self, request: Request) -> None:
         if request.id:

@@ -12,6 +12,7 @@ from .lines import Line, Lines
 from .region_room import RegionRoom
 from .shares import Share
 from .slots import SlotAllocator
+from .stats import TierStats
 
 __all__ = ["PrimaryTier"]
 
@@ -53,6 +54,10 @@ class PrimaryTier:
         """Returns all visible blocks, the last used first."""
         ready = [block for blocks in self._blocks.values() for block in blocks.values() if block.ready]
         return sorted(ready, key=lambda block: block.last_use, reverse=True)
+
+    def left_out_blocks(self) -> list[Block]:
+        """Returns the visible blocks that a tier below should have got, and did not, the last used first."""
+        return [block for block in self.ready_blocks() if block.left_out is MissReason.STORE_FAILED]
 
     def find_or_add(self, spec: NamespaceSpec, key: bytes) -> Block:
         """Returns the block with this key, adding an empty one where there is none.
@@ -177,6 +182,24 @@ class PrimaryTier:
         self._forget(block)
         block.line.share.used -= block.line.size_class * len(offsets)
         self.memory.release(offsets)
+
+    def stats(self, name: str, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:
+        """Returns the figures of this moment; hits and misses are counted by who looks up."""
+        return TierStats(
+            name=name,
+            type=name,
+            capacity_bytes=capacity_bytes,
+            available_bytes=self.memory.available_bytes,
+            used_bytes=self.memory.used_bytes(),
+            blocks=len(self),
+            hits=hits,
+            misses=misses,
+            evictions=self.evictions,
+            dropped=self.no_room,
+            expired=self.lines.expired,
+            not_retained=self.lines.not_retained,
+            shares=self.lines.stats(),
+        )
 
     def _forget(self, block: Block) -> None:
         if not block.retired:

@@ -7,11 +7,12 @@ the core asks of its surroundings. It knows neither an engine nor kvtier's clien
 
 from .core import Finished, HandoffCore, Identity, Pull
 from .engine import Claimed, ClaimId, Direction, HandoffRequest, HandoffServer, HeldBlock, Publication, Reason
-from .options import HandoffOptions
+from .options import EXPIRY_MARGIN_S, HandoffOptions
 from .params import RemoteRequest, TransferParams
 from .requests import Transfer
 
 __all__ = [
+    "EXPIRY_MARGIN_S",
     "ClaimId",
     "Claimed",
     "Direction",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..offload import BlockTables, CacheGeometry, FreeBlock, LoadJob
 from .engine import Claimed, ClaimId, Direction, HandoffRequest, HandoffServer, Publication, Reason
 from .holding import hold_blocks
-from .matching import is_expired, may_pull, offered_tokens, usable_blocks, usable_tokens, worth
+from .matching import is_expired, may_pull, needs_older_windows, offered_tokens, usable_blocks, usable_tokens, worth
 from .options import HandoffOptions
 from .params import RemoteRequest, TransferParams, returned_params
 from .reads import plan_pull
@@ -47,10 +47,13 @@ class Finished(NamedTuple):
 
     That is all that is held, so that who pulls it waits for nothing that was left out. But for states: which block has one, and
     from where, is known only to who stores them as the request runs.
+
+    ``drop_saves``: nothing more of it is to be stored at all (B2.16), or can be: its blocks may hold anything.
     """
 
     params: dict[str, Any] | None = None
     blocks: Collection[FreeBlock] = ()
+    drop_saves: bool = False
 
 
 class HandoffCore:
@@ -94,12 +97,13 @@ class HandoffCore:
     def match(self, request_id: str, computed_tokens: int, now: float, wall_time: float) -> int | None:
         """How many tokens after ``computed_tokens`` can be pulled; None while that is not known: ask again in the next step.
 
-        Asked each time a waiting request is considered. After its one transfer there is nothing for it any more (B2.10).
+        Asked each time a waiting request is considered. After its one transfer there is nothing for it any more (B2.10); nor
+        where the engine's own tokens end within a block, for nobody reads into the middle of one.
         """
         state = self._requests.get(request_id)
         if state is None or state.transfer not in (Transfer.WANTED, Transfer.CLAIMED):
             return 0
-        if not self._is_wanted(state, computed_tokens, wall_time):
+        if computed_tokens % self._geometry.step_tokens or not self._is_wanted(state, computed_tokens, wall_time):
             return 0
         claim = self._claim(state, computed_tokens, now)
         if claim is None:
@@ -113,9 +117,7 @@ class HandoffCore:
             )
             self._let_go(state)
             return 0
-        state.offered_from = computed_tokens
-        reach = min(claim.reach, state.engine.prompt_tokens)
-        return worth(reach - computed_tokens, state.params, self._options)
+        return self._offer(state, claim, computed_tokens)
 
     def claim_ended(self, number: ClaimId, claimed: Claimed | None, now: float) -> None:
         """The server's answer to ``HandoffServer.start_claim``; None where nothing is held. What was dropped is ignored."""
@@ -156,6 +158,15 @@ class HandoffCore:
             if state.ended:
                 del self._requests[request_id]
 
+    def reset(self) -> None:
+        """The engine's cache was emptied, by another model's weights say: what was leased before is not pulled any more (B4.13).
+
+        What is being pulled goes on, as requests that run do. Requests that wait ask again, and learn what is held now.
+        """
+        for state in self._requests.values():
+            if state.transfer is Transfer.CLAIMED:
+                self._drop(state)
+
     def take_pulls(self) -> list[Pull]:
         """Returns what the step's workers are to read; each pull is in one plan."""
         pulls, self._pulls = self._pulls, []
@@ -182,12 +193,13 @@ class HandoffCore:
         if state.transfer is Transfer.PULLING:
             state.ended = True
             self._requests[request_id] = state
-        elif state.transfer in (Transfer.WANTED, Transfer.CLAIMED):
+            return Finished(drop_saves=True)
+        if state.transfer in (Transfer.WANTED, Transfer.CLAIMED):
             self._let_go(state)
             if not state.in_batch:
                 return Finished()  # it was never scheduled (B2.14)
-        if not state.in_batch or not reason.is_normal or state.ended:
-            return Finished()
+        if not state.in_batch or not reason.is_normal:
+            return Finished(drop_saves=state.in_batch)
         return self._hold(state, tables, confirmed_tokens, wall_time)
 
     # ---- details
@@ -205,6 +217,14 @@ class HandoffCore:
             threshold = options.kv_recompute_threshold
             self._server.debug(f"{request.request_id}: {offered} tokens < threshold {threshold}; computed, not pulled")
         return bool(wanted)
+
+    def _offer(self, state: HandoffState, claim: Claim, computed_tokens: int) -> int:
+        """Returns how many tokens of an answered claim can be pulled, and are worth it."""
+        state.offered_from = computed_tokens
+        reach = min(claim.reach, state.engine.prompt_tokens)
+        if needs_older_windows(self._geometry, computed_tokens, reach):
+            return 0
+        return worth(reach - computed_tokens, state.params, self._options)
 
     def _claim(self, state: HandoffState, computed_tokens: int, now: float) -> Claim | None:
         """Returns the claim that says what can be pulled, a new one where there is none that still counts."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from ..offload import CacheGeometry, CacheGroup
+from ..offload import CacheGeometry, CacheGroup, GroupKind
 from ..offload.hits import longest_hit
 from .engine import Claimed, HandoffRequest
 from .options import EXPIRY_MARGIN_S, HandoffOptions
 from .params import RemoteRequest, TransferParams
 
-__all__ = ["Usable", "is_expired", "may_pull", "offered_tokens", "usable_blocks", "usable_tokens", "worth"]
+__all__ = [
+    "Usable",
+    "is_expired",
+    "may_pull",
+    "needs_older_windows",
+    "offered_tokens",
+    "usable_blocks",
+    "usable_tokens",
+    "worth",
+]
 
 Usable = dict[int, dict[int, int]]
 """Per group index and position, the item of the lease that has the block."""
@@ -16,6 +25,8 @@ Usable = dict[int, dict[int, int]]
 
 def may_pull(params: TransferParams, options: HandoffOptions) -> bool:
     """Whether blocks of another engine are pulled for such a request at all: matching and pulling ask the same (B2.7, B2.9)."""
+    if params.holds_nothing:
+        return False
     return params.do_remote_prefill or (params.do_remote_decode and options.bidirectional_kv_xfer)
 
 
@@ -53,14 +64,26 @@ def usable_blocks(geometry: CacheGeometry, request: HandoffRequest, remote: Remo
 
 
 def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, computed_tokens: int) -> int:
-    """How far the usable blocks reach, in tokens from the start of the request; ``computed_tokens`` the engine has itself."""
+    """How far the usable blocks reach, in tokens from the start of the request.
+
+    ``computed_tokens`` the engine has itself: whole steps.
+    """
     if all(_is_complete(group, usable[group.index], num_tokens, computed_tokens) for group in geometry.groups):
         return num_tokens
     step = geometry.step_tokens
-    if computed_tokens % step:
-        return computed_tokens
     present = {index: set(items) for index, items in usable.items()}
     return longest_hit(geometry.groups, present, computed_tokens, num_tokens // step * step, step)
+
+
+def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
+    """Whether a pull of [``start``, ``end``) tokens leans on windows before ``start`` that the engine may have lost.
+
+    One with state groups takes for computed what full attention has, though a sliding window lost its blocks there.
+    """
+    if not any(group.is_state for group in geometry.groups):
+        return False
+    windows = (group for group in geometry.groups if group.kind is GroupKind.WINDOW)
+    return any(group.first_needed_block(end) < start // group.block_tokens for group in windows)
 
 
 def _is_complete(group: CacheGroup, items: dict[int, int], num_tokens: int, computed_tokens: int) -> bool:

@@ -29,6 +29,7 @@ class TransferParams:
 
     ``remote``: whose blocks, if all four of its keys are there. ``has_blocks``: whether ``remote_block_ids`` names any.
     ``num_tokens``: how many tokens these back. ``expiry_time``: when they go, in seconds since 1970; None where nothing is said.
+    ``holds_nothing``: whether the peer itself says so, of each of its groups: there is nothing to wait for.
     """
 
     do_remote_prefill: bool = False
@@ -37,19 +38,22 @@ class TransferParams:
     has_blocks: bool = False
     num_tokens: int = 0
     expiry_time: float | None = None
+    holds_nothing: bool = False
 
     @classmethod
     def parse(cls, raw: object) -> TransferParams | None:
         """Reads what a caller gave; None where that is nothing (B1.2, B2.13)."""
         if not isinstance(raw, Mapping) or not raw:
             return None
+        groups = _groups(raw.get("remote_block_ids"))
         return cls(
             do_remote_prefill=bool(raw.get("do_remote_prefill")),
             do_remote_decode=bool(raw.get("do_remote_decode")),
             remote=_remote(raw),
-            has_blocks=_has_blocks(raw.get("remote_block_ids")),
+            has_blocks=any(map(len, groups)),
             num_tokens=int(_number(raw.get("remote_num_tokens")) or 0),
             expiry_time=_number(raw.get("remote_blocks_expiry_time")),
+            holds_nothing=bool(groups) and not any(map(len, groups)),
         )
 
 
@@ -91,10 +95,10 @@ def _remote(raw: Mapping[Any, Any]) -> RemoteRequest | None:
     return RemoteRequest(engine_id, request_id, host, int(port))
 
 
-def _has_blocks(block_ids: object) -> bool:
-    """Whether there is a list of lists (JSON has no others), and any of them has something in it."""
+def _groups(block_ids: object) -> list[Sequence[Any]]:
+    """Returns the block ids per group; none where it is not a list of lists (JSON has no others)."""
     groups = block_ids if isinstance(block_ids, list | tuple) else ()
-    return any(isinstance(group, list | tuple) and len(group) > 0 for group in groups)
+    return [group for group in groups if isinstance(group, list | tuple)]
 
 
 def _number(value: object) -> float | None:

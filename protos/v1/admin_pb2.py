@@ -24,58 +24,65 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from . import cache_pb2 as kvtier_dot_v1_dot_cache__pb2
+from . import common_pb2 as kvtier_dot_v1_dot_common__pb2
 from . import handoff_pb2 as kvtier_dot_v1_dot_handoff__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/admin.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15kvtier/v1/cache.proto\x1a\x17kvtier/v1/handoff.proto\"D\n\x0b\x46sckRequest\x12\x0e\n\x06repair\x18\x01 \x01(\x08\x12\r\n\x05tiers\x18\x02 \x03(\t\x12\x16\n\x0emax_rate_bytes\x18\x03 \x01(\x04\"\xc1\x01\n\x0c\x46sckResponse\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x11\n\ttier_type\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x15\n\rchecked_bytes\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12(\n\x08\x66indings\x18\x06 \x03(\x0b\x32\x16.kvtier.v1.FsckFinding\x12\x0c\n\x04\x64one\x18\x07 \x01(\x08\x12\x0c\n\x04note\x18\x08 \x01(\t\x12\r\n\x05\x65rror\x18\t \x01(\t\"g\n\x0b\x46sckFinding\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x10\n\x08repaired\x18\x05 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xa7\x02\n\x11GetStatusResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12$\n\x05tiers\x18\x05 \x03(\x0b\x32\x15.kvtier.v1.TierStatus\x12*\n\x08sessions\x18\x06 \x03(\x0b\x32\x18.kvtier.v1.SessionStatus\x12\x0e\n\x06leases\x18\x07 \x01(\x04\x12\x0e\n\x06stores\x18\x08 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\t \x01(\x04\x12\x12\n\nnamespaces\x18\n \x01(\x04\x12\r\n\x05holds\x18\x0b \x01(\x04\"\xc5\x02\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x61vailable_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\x0c\n\x04hits\x18\x07 \x01(\x04\x12\x0e\n\x06misses\x18\x08 \x01(\x04\x12\x11\n\tevictions\x18\t \x01(\x04\x12\x0c\n\x04jobs\x18\n \x01(\x04\x12\x0f\n\x07healthy\x18\x0b \x01(\x08\x12\x0f\n\x07trouble\x18\x0c \x01(\t\x12\x0f\n\x07\x65xpired\x18\r \x01(\x04\x12\x14\n\x0cnot_retained\x18\x0e \x01(\x04\x12&\n\x06shares\x18\x0f \x03(\x0b\x32\x16.kvtier.v1.ShareStatus\x12\x16\n\x0e\x64\x61maged_blocks\x18\x10 \x01(\x04\"\x88\x01\n\x0bShareStatus\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x16\n\x0eretained_bytes\x18\x05 \x01(\x04\x42\x0e\n\x0c_limit_bytes\"\xbc\x01\n\rSessionStatus\x12\x13\n\x0b\x63lient_name\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x11\n\x04rank\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0b\n\x03pid\x18\x04 \x01(\x04\x12\x11\n\ttransport\x18\x05 \x01(\t\x12&\n\x03\x61ge\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05model\x18\x07 \x01(\t\x12\x10\n\x08\x61ttached\x18\x08 \x01(\x08\x42\x07\n\x05_rank\"\'\n\x11ListLeasesRequest\x12\x12\n\nmax_leases\x18\x01 \x01(\r\"K\n\x12ListLeasesResponse\x12&\n\x06leases\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.LeaseStatus\x12\r\n\x05total\x18\x02 \x01(\x04\"\x99\x02\n\x0bLeaseStatus\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvtier.v1.LeaseKind\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x04\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tremaining\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x62locks\x18\t \x01(\x04\x12\r\n\x05\x62ytes\x18\n \x01(\x04\x12\x16\n\x0epending_blocks\x18\x0b \x01(\x04\">\n\x15\x45xplainRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\"\x92\x02\n\x16\x45xplainRequestResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12&\n\x03\x61ge\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\"\n\x05votes\x18\x04 \x03(\x0b\x32\x13.kvtier.v1.TierVote\x12(\n\x06policy\x18\x05 \x01(\x0e\x32\x18.kvtier.v1.OffloadPolicy\x12\x19\n\x11incomplete_blocks\x18\x06 \x01(\x04\x12+\n\x07lookups\x18\x07 \x03(\x0b\x32\x1a.kvtier.v1.LookupExplained\x12\x15\n\rtotal_lookups\x18\x08 \x01(\x04\"v\n\x0fLookupExplained\x12&\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x05spans\x18\x02 \x03(\x0b\x32\x12.kvtier.v1.KeySpan\x12\x18\n\x10\x66irst_missed_key\x18\x03 \x01(\x0c\"t\n\x07KeySpan\x12\x0c\n\x04keys\x18\x01 \x01(\x04\x12\x12\n\x08hit_tier\x18\x02 \x01(\tH\x00\x12,\n\x0bmiss_reason\x18\x03 \x01(\x0e\x32\x15.kvtier.v1.MissReasonH\x00\x12\x12\n\x08\x64\x65\x66\x65rred\x18\x04 \x01(\x08H\x00\x42\x05\n\x03met\"+\n\x13ListHandoffsRequest\x12\x14\n\x0cmax_handoffs\x18\x01 \x01(\r\"\x8f\x01\n\x14ListHandoffsResponse\x12*\n\x08handoffs\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.HandoffStatus\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x12\n\nheld_bytes\x18\x03 \x01(\x04\x12(\n\x06totals\x18\x04 \x03(\x0b\x32\x18.kvtier.v1.HandoffTotals\"\xa7\x02\n\rHandoffStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12.\n\tdirection\x18\x03 \x01(\x0e\x32\x1b.kvtier.v1.HandoffDirection\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x16\n\x0epending_blocks\x18\x08 \x01(\x04\x12\x0e\n\x06\x63laims\x18\t \x01(\x04\x12&\n\x03\x61ge\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tremaining\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"\xfc\x01\n\rHandoffTotals\x12.\n\tdirection\x18\x01 \x01(\x0e\x32\x1b.kvtier.v1.HandoffDirection\x12\x0c\n\x04open\x18\x02 \x01(\x04\x12\x11\n\tpublished\x18\x03 \x01(\x04\x12\x10\n\x08\x64\x65\x63lined\x18\x04 \x01(\x04\x12\x0f\n\x07\x63laimed\x18\x05 \x01(\x04\x12\x10\n\x08released\x18\x06 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x07 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x08 \x01(\x04\x12\x15\n\rclaimed_bytes\x18\t \x01(\x04\x12,\n\theld_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration*R\n\tLeaseKind\x12\x1a\n\x16LEASE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fLEASE_KIND_READ\x10\x01\x12\x14\n\x10LEASE_KIND_WRITE\x10\x02*\xbe\x02\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18MISS_REASON_NEVER_STORED\x10\x01\x12\x17\n\x13MISS_REASON_EVICTED\x10\x02\x12\x1c\n\x18MISS_REASON_STORE_FAILED\x10\x03\x12\x16\n\x12MISS_REASON_POLICY\x10\x04\x12\x1f\n\x1bMISS_REASON_BELOW_THRESHOLD\x10\x05\x12\x1f\n\x1bMISS_REASON_FORMAT_MISMATCH\x10\x06\x12\x17\n\x13MISS_REASON_EXPIRED\x10\x07\x12\x1b\n\x17MISS_REASON_LOAD_FAILED\x10\x08\x12\x17\n\x13MISS_REASON_NO_ROOM\x10\t\x12\x15\n\x11MISS_REASON_RESET\x10\n2\x84\x03\n\x0c\x41\x64minService\x12\x46\n\tGetStatus\x12\x1b.kvtier.v1.GetStatusRequest\x1a\x1c.kvtier.v1.GetStatusResponse\x12\x39\n\x04\x46sck\x12\x16.kvtier.v1.FsckRequest\x1a\x17.kvtier.v1.FsckResponse0\x01\x12I\n\nListLeases\x12\x1c.kvtier.v1.ListLeasesRequest\x1a\x1d.kvtier.v1.ListLeasesResponse\x12U\n\x0e\x45xplainRequest\x12 .kvtier.v1.ExplainRequestRequest\x1a!.kvtier.v1.ExplainRequestResponse\x12O\n\x0cListHandoffs\x12\x1e.kvtier.v1.ListHandoffsRequest\x1a\x1f.kvtier.v1.ListHandoffsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/admin.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15kvtier/v1/cache.proto\x1a\x16kvtier/v1/common.proto\x1a\x17kvtier/v1/handoff.proto\"D\n\x0b\x46sckRequest\x12\x0e\n\x06repair\x18\x01 \x01(\x08\x12\r\n\x05tiers\x18\x02 \x03(\t\x12\x16\n\x0emax_rate_bytes\x18\x03 \x01(\x04\"\xc1\x01\n\x0c\x46sckResponse\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x11\n\ttier_type\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x15\n\rchecked_bytes\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12(\n\x08\x66indings\x18\x06 \x03(\x0b\x32\x16.kvtier.v1.FsckFinding\x12\x0c\n\x04\x64one\x18\x07 \x01(\x08\x12\x0c\n\x04note\x18\x08 \x01(\t\x12\r\n\x05\x65rror\x18\t \x01(\t\"g\n\x0b\x46sckFinding\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x10\n\x08repaired\x18\x05 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xa7\x02\n\x11GetStatusResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12$\n\x05tiers\x18\x05 \x03(\x0b\x32\x15.kvtier.v1.TierStatus\x12*\n\x08sessions\x18\x06 \x03(\x0b\x32\x18.kvtier.v1.SessionStatus\x12\x0e\n\x06leases\x18\x07 \x01(\x04\x12\x0e\n\x06stores\x18\x08 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\t \x01(\x04\x12\x12\n\nnamespaces\x18\n \x01(\x04\x12\r\n\x05holds\x18\x0b \x01(\x04\"\xc5\x02\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x61vailable_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\x0c\n\x04hits\x18\x07 \x01(\x04\x12\x0e\n\x06misses\x18\x08 \x01(\x04\x12\x11\n\tevictions\x18\t \x01(\x04\x12\x0c\n\x04jobs\x18\n \x01(\x04\x12\x0f\n\x07healthy\x18\x0b \x01(\x08\x12\x0f\n\x07trouble\x18\x0c \x01(\t\x12\x0f\n\x07\x65xpired\x18\r \x01(\x04\x12\x14\n\x0cnot_retained\x18\x0e \x01(\x04\x12&\n\x06shares\x18\x0f \x03(\x0b\x32\x16.kvtier.v1.ShareStatus\x12\x16\n\x0e\x64\x61maged_blocks\x18\x10 \x01(\x04\"\x88\x01\n\x0bShareStatus\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x16\n\x0eretained_bytes\x18\x05 \x01(\x04\x42\x0e\n\x0c_limit_bytes\"\xf2\x01\n\rSessionStatus\x12\x13\n\x0b\x63lient_name\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x11\n\x04rank\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0b\n\x03pid\x18\x04 \x01(\x04\x12\x11\n\ttransport\x18\x05 \x01(\t\x12&\n\x03\x61ge\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05model\x18\x07 \x01(\t\x12\x10\n\x08\x61ttached\x18\x08 \x01(\x08\x12 \n\x06groups\x18\t \x03(\x0b\x32\x10.kvtier.v1.Group\x12\x12\n\nworld_size\x18\n \x01(\rB\x07\n\x05_rank\"\'\n\x11ListLeasesRequest\x12\x12\n\nmax_leases\x18\x01 \x01(\r\"K\n\x12ListLeasesResponse\x12&\n\x06leases\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.LeaseStatus\x12\r\n\x05total\x18\x02 \x01(\x04\"\x99\x02\n\x0bLeaseStatus\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvtier.v1.LeaseKind\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x04\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tremaining\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x62locks\x18\t \x01(\x04\x12\r\n\x05\x62ytes\x18\n \x01(\x04\x12\x16\n\x0epending_blocks\x18\x0b \x01(\x04\">\n\x15\x45xplainRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\"\xbb\x02\n\x16\x45xplainRequestResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12&\n\x03\x61ge\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\"\n\x05votes\x18\x04 \x03(\x0b\x32\x13.kvtier.v1.TierVote\x12(\n\x06policy\x18\x05 \x01(\x0e\x32\x18.kvtier.v1.OffloadPolicy\x12\x19\n\x11incomplete_blocks\x18\x06 \x01(\x04\x12+\n\x07lookups\x18\x07 \x03(\x0b\x32\x1a.kvtier.v1.LookupExplained\x12\x15\n\rtotal_lookups\x18\x08 \x01(\x04\x12\'\n\x05holds\x18\t \x03(\x0b\x32\x18.kvtier.v1.HoldExplained\"\xc2\x02\n\rHoldExplained\x12&\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\tdirection\x18\x02 \x01(\x0e\x32\x1b.kvtier.v1.HandoffDirection\x12(\n\x06status\x18\x03 \x01(\x0e\x32\x18.kvtier.v1.PublishStatus\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x16\n\x0epending_blocks\x18\x06 \x01(\x04\x12\x0e\n\x06\x63laims\x18\x07 \x01(\x04\x12\x16\n\x0e\x63laimed_blocks\x18\x08 \x01(\x04\x12\x1f\n\x03\x65nd\x18\t \x01(\x0e\x32\x12.kvtier.v1.HoldEnd\x12*\n\x07\x65nd_age\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\"\xe1\x01\n\x0fLookupExplained\x12&\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x05spans\x18\x02 \x03(\x0b\x32\x12.kvtier.v1.KeySpan\x12\x18\n\x10\x66irst_missed_key\x18\x03 \x01(\x0c\x12 \n\x04hold\x18\x04 \x01(\x0b\x32\x12.kvtier.v1.HoldRef\x12.\n\rclaim_outcome\x18\x05 \x01(\x0e\x32\x17.kvtier.v1.ClaimOutcome\x12\x17\n\x0funwanted_blocks\x18\x06 \x01(\x04\"t\n\x07KeySpan\x12\x0c\n\x04keys\x18\x01 \x01(\x04\x12\x12\n\x08hit_tier\x18\x02 \x01(\tH\x00\x12,\n\x0bmiss_reason\x18\x03 \x01(\x0e\x32\x15.kvtier.v1.MissReasonH\x00\x12\x12\n\x08\x64\x65\x66\x65rred\x18\x04 \x01(\x08H\x00\x42\x05\n\x03met\"+\n\x13ListHandoffsRequest\x12\x14\n\x0cmax_handoffs\x18\x01 \x01(\r\"\x8f\x01\n\x14ListHandoffsResponse\x12*\n\x08handoffs\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.HandoffStatus\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x12\n\nheld_bytes\x18\x03 \x01(\x04\x12(\n\x06totals\x18\x04 \x03(\x0b\x32\x18.kvtier.v1.HandoffTotals\"\xa7\x02\n\rHandoffStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12.\n\tdirection\x18\x03 \x01(\x0e\x32\x1b.kvtier.v1.HandoffDirection\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x16\n\x0epending_blocks\x18\x08 \x01(\x04\x12\x0e\n\x06\x63laims\x18\t \x01(\x04\x12&\n\x03\x61ge\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tremaining\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"\xfc\x01\n\rHandoffTotals\x12.\n\tdirection\x18\x01 \x01(\x0e\x32\x1b.kvtier.v1.HandoffDirection\x12\x0c\n\x04open\x18\x02 \x01(\x04\x12\x11\n\tpublished\x18\x03 \x01(\x04\x12\x10\n\x08\x64\x65\x63lined\x18\x04 \x01(\x04\x12\x0f\n\x07\x63laimed\x18\x05 \x01(\x04\x12\x10\n\x08released\x18\x06 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x07 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x08 \x01(\x04\x12\x15\n\rclaimed_bytes\x18\t \x01(\x04\x12,\n\theld_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration*R\n\tLeaseKind\x12\x1a\n\x16LEASE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fLEASE_KIND_READ\x10\x01\x12\x14\n\x10LEASE_KIND_WRITE\x10\x02*\xd7\x02\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18MISS_REASON_NEVER_STORED\x10\x01\x12\x17\n\x13MISS_REASON_EVICTED\x10\x02\x12\x1c\n\x18MISS_REASON_STORE_FAILED\x10\x03\x12\x16\n\x12MISS_REASON_POLICY\x10\x04\x12\x1f\n\x1bMISS_REASON_BELOW_THRESHOLD\x10\x05\x12\x1f\n\x1bMISS_REASON_FORMAT_MISMATCH\x10\x06\x12\x17\n\x13MISS_REASON_EXPIRED\x10\x07\x12\x1b\n\x17MISS_REASON_LOAD_FAILED\x10\x08\x12\x17\n\x13MISS_REASON_NO_ROOM\x10\t\x12\x15\n\x11MISS_REASON_RESET\x10\n\x12\x17\n\x13MISS_REASON_PENDING\x10\x0b*{\n\x07HoldEnd\x12\x18\n\x14HOLD_END_UNSPECIFIED\x10\x00\x12\x15\n\x11HOLD_END_RELEASED\x10\x01\x12\x14\n\x10HOLD_END_EXPIRED\x10\x02\x12\x15\n\x11HOLD_END_REPLACED\x10\x03\x12\x12\n\x0eHOLD_END_RESET\x10\x04*\x9f\x01\n\x0c\x43laimOutcome\x12\x1d\n\x19\x43LAIM_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43LAIM_OUTCOME_HELD\x10\x01\x12\x1a\n\x16\x43LAIM_OUTCOME_NOT_HELD\x10\x02\x12\x19\n\x15\x43LAIM_OUTCOME_EXPIRED\x10\x03\x12!\n\x1d\x43LAIM_OUTCOME_OTHER_NAMESPACE\x10\x04\x32\x84\x03\n\x0c\x41\x64minService\x12\x46\n\tGetStatus\x12\x1b.kvtier.v1.GetStatusRequest\x1a\x1c.kvtier.v1.GetStatusResponse\x12\x39\n\x04\x46sck\x12\x16.kvtier.v1.FsckRequest\x1a\x17.kvtier.v1.FsckResponse0\x01\x12I\n\nListLeases\x12\x1c.kvtier.v1.ListLeasesRequest\x1a\x1d.kvtier.v1.ListLeasesResponse\x12U\n\x0e\x45xplainRequest\x12 .kvtier.v1.ExplainRequestRequest\x1a!.kvtier.v1.ExplainRequestResponse\x12O\n\x0cListHandoffs\x12\x1e.kvtier.v1.ListHandoffsRequest\x1a\x1f.kvtier.v1.ListHandoffsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEASEKIND']._serialized_start=3188
-  _globals['_LEASEKIND']._serialized_end=3270
-  _globals['_MISSREASON']._serialized_start=3273
-  _globals['_MISSREASON']._serialized_end=3591
-  _globals['_FSCKREQUEST']._serialized_start=116
-  _globals['_FSCKREQUEST']._serialized_end=184
-  _globals['_FSCKRESPONSE']._serialized_start=187
-  _globals['_FSCKRESPONSE']._serialized_end=380
-  _globals['_FSCKFINDING']._serialized_start=382
-  _globals['_FSCKFINDING']._serialized_end=485
-  _globals['_GETSTATUSREQUEST']._serialized_start=487
-  _globals['_GETSTATUSREQUEST']._serialized_end=505
-  _globals['_GETSTATUSRESPONSE']._serialized_start=508
-  _globals['_GETSTATUSRESPONSE']._serialized_end=803
-  _globals['_TIERSTATUS']._serialized_start=806
-  _globals['_TIERSTATUS']._serialized_end=1131
-  _globals['_SHARESTATUS']._serialized_start=1134
-  _globals['_SHARESTATUS']._serialized_end=1270
-  _globals['_SESSIONSTATUS']._serialized_start=1273
-  _globals['_SESSIONSTATUS']._serialized_end=1461
-  _globals['_LISTLEASESREQUEST']._serialized_start=1463
-  _globals['_LISTLEASESREQUEST']._serialized_end=1502
-  _globals['_LISTLEASESRESPONSE']._serialized_start=1504
-  _globals['_LISTLEASESRESPONSE']._serialized_end=1579
-  _globals['_LEASESTATUS']._serialized_start=1582
-  _globals['_LEASESTATUS']._serialized_end=1863
-  _globals['_EXPLAINREQUESTREQUEST']._serialized_start=1865
-  _globals['_EXPLAINREQUESTREQUEST']._serialized_end=1927
-  _globals['_EXPLAINREQUESTRESPONSE']._serialized_start=1930
-  _globals['_EXPLAINREQUESTRESPONSE']._serialized_end=2204
-  _globals['_LOOKUPEXPLAINED']._serialized_start=2206
-  _globals['_LOOKUPEXPLAINED']._serialized_end=2324
-  _globals['_KEYSPAN']._serialized_start=2326
-  _globals['_KEYSPAN']._serialized_end=2442
-  _globals['_LISTHANDOFFSREQUEST']._serialized_start=2444
-  _globals['_LISTHANDOFFSREQUEST']._serialized_end=2487
-  _globals['_LISTHANDOFFSRESPONSE']._serialized_start=2490
-  _globals['_LISTHANDOFFSRESPONSE']._serialized_end=2633
-  _globals['_HANDOFFSTATUS']._serialized_start=2636
-  _globals['_HANDOFFSTATUS']._serialized_end=2931
-  _globals['_HANDOFFTOTALS']._serialized_start=2934
-  _globals['_HANDOFFTOTALS']._serialized_end=3186
-  _globals['_ADMINSERVICE']._serialized_start=3594
-  _globals['_ADMINSERVICE']._serialized_end=3982
+  _globals['_LEASEKIND']._serialized_start=3740
+  _globals['_LEASEKIND']._serialized_end=3822
+  _globals['_MISSREASON']._serialized_start=3825
+  _globals['_MISSREASON']._serialized_end=4168
+  _globals['_HOLDEND']._serialized_start=4170
+  _globals['_HOLDEND']._serialized_end=4293
+  _globals['_CLAIMOUTCOME']._serialized_start=4296
+  _globals['_CLAIMOUTCOME']._serialized_end=4455
+  _globals['_FSCKREQUEST']._serialized_start=140
+  _globals['_FSCKREQUEST']._serialized_end=208
+  _globals['_FSCKRESPONSE']._serialized_start=211
+  _globals['_FSCKRESPONSE']._serialized_end=404
+  _globals['_FSCKFINDING']._serialized_start=406
+  _globals['_FSCKFINDING']._serialized_end=509
+  _globals['_GETSTATUSREQUEST']._serialized_start=511
+  _globals['_GETSTATUSREQUEST']._serialized_end=529
+  _globals['_GETSTATUSRESPONSE']._serialized_start=532
+  _globals['_GETSTATUSRESPONSE']._serialized_end=827
+  _globals['_TIERSTATUS']._serialized_start=830
+  _globals['_TIERSTATUS']._serialized_end=1155
+  _globals['_SHARESTATUS']._serialized_start=1158
+  _globals['_SHARESTATUS']._serialized_end=1294
+  _globals['_SESSIONSTATUS']._serialized_start=1297
+  _globals['_SESSIONSTATUS']._serialized_end=1539
+  _globals['_LISTLEASESREQUEST']._serialized_start=1541
+  _globals['_LISTLEASESREQUEST']._serialized_end=1580
+  _globals['_LISTLEASESRESPONSE']._serialized_start=1582
+  _globals['_LISTLEASESRESPONSE']._serialized_end=1657
+  _globals['_LEASESTATUS']._serialized_start=1660
+  _globals['_LEASESTATUS']._serialized_end=1941
+  _globals['_EXPLAINREQUESTREQUEST']._serialized_start=1943
+  _globals['_EXPLAINREQUESTREQUEST']._serialized_end=2005
+  _globals['_EXPLAINREQUESTRESPONSE']._serialized_start=2008
+  _globals['_EXPLAINREQUESTRESPONSE']._serialized_end=2323
+  _globals['_HOLDEXPLAINED']._serialized_start=2326
+  _globals['_HOLDEXPLAINED']._serialized_end=2648
+  _globals['_LOOKUPEXPLAINED']._serialized_start=2651
+  _globals['_LOOKUPEXPLAINED']._serialized_end=2876
+  _globals['_KEYSPAN']._serialized_start=2878
+  _globals['_KEYSPAN']._serialized_end=2994
+  _globals['_LISTHANDOFFSREQUEST']._serialized_start=2996
+  _globals['_LISTHANDOFFSREQUEST']._serialized_end=3039
+  _globals['_LISTHANDOFFSRESPONSE']._serialized_start=3042
+  _globals['_LISTHANDOFFSRESPONSE']._serialized_end=3185
+  _globals['_HANDOFFSTATUS']._serialized_start=3188
+  _globals['_HANDOFFSTATUS']._serialized_end=3483
+  _globals['_HANDOFFTOTALS']._serialized_start=3486
+  _globals['_HANDOFFTOTALS']._serialized_end=3738
+  _globals['_ADMINSERVICE']._serialized_start=4458
+  _globals['_ADMINSERVICE']._serialized_end=4846
 # @@protoc_insertion_point(module_scope)

@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from . import cache_pb2 as _cache_pb2
+from . import common_pb2 as _common_pb2
 from . import handoff_pb2 as _handoff_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -31,6 +32,23 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_LOAD_FAILED: _ClassVar[MissReason]
     MISS_REASON_NO_ROOM: _ClassVar[MissReason]
     MISS_REASON_RESET: _ClassVar[MissReason]
+    MISS_REASON_PENDING: _ClassVar[MissReason]
+
+class HoldEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HOLD_END_UNSPECIFIED: _ClassVar[HoldEnd]
+    HOLD_END_RELEASED: _ClassVar[HoldEnd]
+    HOLD_END_EXPIRED: _ClassVar[HoldEnd]
+    HOLD_END_REPLACED: _ClassVar[HoldEnd]
+    HOLD_END_RESET: _ClassVar[HoldEnd]
+
+class ClaimOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CLAIM_OUTCOME_UNSPECIFIED: _ClassVar[ClaimOutcome]
+    CLAIM_OUTCOME_HELD: _ClassVar[ClaimOutcome]
+    CLAIM_OUTCOME_NOT_HELD: _ClassVar[ClaimOutcome]
+    CLAIM_OUTCOME_EXPIRED: _ClassVar[ClaimOutcome]
+    CLAIM_OUTCOME_OTHER_NAMESPACE: _ClassVar[ClaimOutcome]
 LEASE_KIND_UNSPECIFIED: LeaseKind
 LEASE_KIND_READ: LeaseKind
 LEASE_KIND_WRITE: LeaseKind
@@ -45,6 +63,17 @@ MISS_REASON_EXPIRED: MissReason
 MISS_REASON_LOAD_FAILED: MissReason
 MISS_REASON_NO_ROOM: MissReason
 MISS_REASON_RESET: MissReason
+MISS_REASON_PENDING: MissReason
+HOLD_END_UNSPECIFIED: HoldEnd
+HOLD_END_RELEASED: HoldEnd
+HOLD_END_EXPIRED: HoldEnd
+HOLD_END_REPLACED: HoldEnd
+HOLD_END_RESET: HoldEnd
+CLAIM_OUTCOME_UNSPECIFIED: ClaimOutcome
+CLAIM_OUTCOME_HELD: ClaimOutcome
+CLAIM_OUTCOME_NOT_HELD: ClaimOutcome
+CLAIM_OUTCOME_EXPIRED: ClaimOutcome
+CLAIM_OUTCOME_OTHER_NAMESPACE: ClaimOutcome
 
 class FsckRequest(_message.Message):
     __slots__ = ("repair", "tiers", "max_rate_bytes")
@@ -173,7 +202,7 @@ class ShareStatus(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., retained_bytes: _Optional[int] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
-    __slots__ = ("client_name", "engine_id", "rank", "pid", "transport", "age", "model", "attached")
+    __slots__ = ("client_name", "engine_id", "rank", "pid", "transport", "age", "model", "attached", "groups", "world_size")
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +211,8 @@ class SessionStatus(_message.Message):
     AGE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     client_name: str
     engine_id: str
     rank: int
@@ -190,7 +221,9 @@ class SessionStatus(_message.Message):
     age: _duration_pb2.Duration
     model: str
     attached: bool
-    def __init__(self, client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., model: _Optional[str] = ..., attached: bool = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.Group]
+    world_size: int
+    def __init__(self, client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., model: _Optional[str] = ..., attached: bool = ..., groups: _Optional[_Iterable[_Union[_common_pb2.Group, _Mapping]]] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class ListLeasesRequest(_message.Message):
     __slots__ = ("max_leases",)
@@ -241,7 +274,7 @@ class ExplainRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., engine_id: _Optional[str] = ...) -> None: ...
 
 class ExplainRequestResponse(_message.Message):
-    __slots__ = ("engine_id", "age", "finished", "votes", "policy", "incomplete_blocks", "lookups", "total_lookups")
+    __slots__ = ("engine_id", "age", "finished", "votes", "policy", "incomplete_blocks", "lookups", "total_lookups", "holds")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +283,7 @@ class ExplainRequestResponse(_message.Message):
     INCOMPLETE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     age: _duration_pb2.Duration
     finished: bool
@@ -258,17 +292,48 @@ class ExplainRequestResponse(_message.Message):
     incomplete_blocks: int
     lookups: _containers.RepeatedCompositeFieldContainer[LookupExplained]
     total_lookups: int
-    def __init__(self, engine_id: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., finished: bool = ..., votes: _Optional[_Iterable[_Union[_cache_pb2.TierVote, _Mapping]]] = ..., policy: _Optional[_Union[_cache_pb2.OffloadPolicy, str]] = ..., incomplete_blocks: _Optional[int] = ..., lookups: _Optional[_Iterable[_Union[LookupExplained, _Mapping]]] = ..., total_lookups: _Optional[int] = ...) -> None: ...
+    holds: _containers.RepeatedCompositeFieldContainer[HoldExplained]
+    def __init__(self, engine_id: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., finished: bool = ..., votes: _Optional[_Iterable[_Union[_cache_pb2.TierVote, _Mapping]]] = ..., policy: _Optional[_Union[_cache_pb2.OffloadPolicy, str]] = ..., incomplete_blocks: _Optional[int] = ..., lookups: _Optional[_Iterable[_Union[LookupExplained, _Mapping]]] = ..., total_lookups: _Optional[int] = ..., holds: _Optional[_Iterable[_Union[HoldExplained, _Mapping]]] = ...) -> None: ...
+
+class HoldExplained(_message.Message):
+    __slots__ = ("age", "direction", "status", "num_tokens", "blocks", "pending_blocks", "claims", "claimed_blocks", "end", "end_age")
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    END_AGE_FIELD_NUMBER: _ClassVar[int]
+    age: _duration_pb2.Duration
+    direction: _handoff_pb2.HandoffDirection
+    status: _handoff_pb2.PublishStatus
+    num_tokens: int
+    blocks: int
+    pending_blocks: int
+    claims: int
+    claimed_blocks: int
+    end: HoldEnd
+    end_age: _duration_pb2.Duration
+    def __init__(self, age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., direction: _Optional[_Union[_handoff_pb2.HandoffDirection, str]] = ..., status: _Optional[_Union[_handoff_pb2.PublishStatus, str]] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., pending_blocks: _Optional[int] = ..., claims: _Optional[int] = ..., claimed_blocks: _Optional[int] = ..., end: _Optional[_Union[HoldEnd, str]] = ..., end_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class LookupExplained(_message.Message):
-    __slots__ = ("age", "spans", "first_missed_key")
+    __slots__ = ("age", "spans", "first_missed_key", "hold", "claim_outcome", "unwanted_blocks")
     AGE_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     FIRST_MISSED_KEY_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    UNWANTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     age: _duration_pb2.Duration
     spans: _containers.RepeatedCompositeFieldContainer[KeySpan]
     first_missed_key: bytes
-    def __init__(self, age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[KeySpan, _Mapping]]] = ..., first_missed_key: _Optional[bytes] = ...) -> None: ...
+    hold: _handoff_pb2.HoldRef
+    claim_outcome: ClaimOutcome
+    unwanted_blocks: int
+    def __init__(self, age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[KeySpan, _Mapping]]] = ..., first_missed_key: _Optional[bytes] = ..., hold: _Optional[_Union[_handoff_pb2.HoldRef, _Mapping]] = ..., claim_outcome: _Optional[_Union[ClaimOutcome, str]] = ..., unwanted_blocks: _Optional[int] = ...) -> None: ...
 
 class KeySpan(_message.Message):
     __slots__ = ("keys", "hit_tier", "miss_reason", "deferred")

@@ -9,7 +9,7 @@ from ...tiers.base import OffloadPolicy
 from ...tiers.fsck import NAMESPACE_BYTES
 from ...tiers.grants import Store
 from ...tiers.history import MissReason
-from ...tiers.holds import HandoffDirection, HandoffStats, Hold
+from ...tiers.holds import HandoffDirection, HandoffStats, Hold, HoldRecord
 from ...tiers.journal import LookupRecord, RequestRecord, Span
 from ...tiers.leases import Lease
 from ...tiers.stats import TierStats
@@ -74,6 +74,8 @@ def session_status(session: OpenSession, now: float) -> admin_pb2.SessionStatus:
         transport=session.transport,
         model=session.model,
         attached=bool(session.attachments),
+        groups=session.groups,
+        world_size=session.core.namespace.world_size,
         age=_duration(now - session.opened_at),
     )
 
@@ -143,6 +145,7 @@ def explained(record: RequestRecord, tiers: list[str], now: float) -> admin_pb2.
         finished=record.finished,
         incomplete_blocks=record.incomplete,
         lookups=[_lookup(lookup, tiers, now) for lookup in record.lookups],
+        holds=[_hold(hold, now) for hold in record.holds],
         total_lookups=record.asked,
     )
     if record.negotiation is not None:
@@ -153,10 +156,29 @@ def explained(record: RequestRecord, tiers: list[str], now: float) -> admin_pb2.
 
 
 def _lookup(lookup: LookupRecord, tiers: list[str], now: float) -> admin_pb2.LookupExplained:
+    claim = lookup.claim
     return admin_pb2.LookupExplained(
         age=_duration(now - lookup.at),
         spans=[_span(span, tiers) for span in lookup.spans()],
         first_missed_key=lookup.first_miss or b"",
+        hold=handoff_pb2.HoldRef(engine_id=claim.engine_id, request_id=claim.request_id) if claim else None,
+        claim_outcome=admin_pb2.ClaimOutcome.Name(claim.outcome.value) if claim else None,
+        unwanted_blocks=claim.unwanted if claim else 0,
+    )
+
+
+def _hold(hold: HoldRecord, now: float) -> admin_pb2.HoldExplained:
+    return admin_pb2.HoldExplained(
+        age=_duration(now - hold.at),
+        direction=handoff_pb2.HandoffDirection.Name(hold.direction.value),
+        status=handoff_pb2.PublishStatus.Name(hold.status.value),
+        num_tokens=hold.num_tokens,
+        blocks=hold.blocks,
+        pending_blocks=hold.pending,
+        claims=hold.claims,
+        claimed_blocks=hold.hits,
+        end=admin_pb2.HoldEnd.Name(hold.end.value) if hold.end else None,
+        end_age=_duration(now - hold.ended_at) if hold.end else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import grpc
@@ -9,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from ...protos.v1 import handoff_pb2, handoff_pb2_grpc
 from ...tiers.answers import Session
+from ...tiers.errors import HoldExpired
 from ...tiers.holds import HandoffDirection, Hold, HoldName, PublishStatus
 from ..edge import Edge
 from ..errors import Refused
@@ -58,7 +60,8 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         name, request_id = self._name(session, request.hold), self._edge.request_id(request.request_id)
         first_positions = self._edge.numbers(request.first_positions, "first_positions")
         lease_seconds = self._edge.lease(request.lease_duration)
-        await self._arrived(session, name, self._edge.wait(request.wait))
+        with contextlib.suppress(HoldExpired):  # the claim says so too, and takes note of it
+            await self._arrived(session, name, self._edge.wait(request.wait))
         now = self._runtime.now()
         claim = self._handoffs.claim(
             session,

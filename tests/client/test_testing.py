@@ -3,7 +3,16 @@ from collections.abc import Callable, Iterator
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, CacheClientContract, new_keys
 
-from kvtier.client import Client, DeadlineExceeded, HoldGone, HoldName, NotConnected, PublishStatus, SessionLost
+from kvtier.client import (
+    Client,
+    DeadlineExceeded,
+    HoldGone,
+    HoldName,
+    NotConnected,
+    PublishStatus,
+    SessionLost,
+    make_hold_key,
+)
 from kvtier.client.testing import FakeServer
 
 
@@ -69,8 +78,12 @@ def test_holds_end_when_the_test_says_so(server: FakeServer) -> None:
     client = server.client(NAMESPACE, engine_id="e")
     keys, hold = new_keys(1), HoldName("e", "r")
     client.store(keys, [b"x" * SMALL])
+    partial = make_hold_key("e", "r", 0, 1)
+    client.store([partial], [b"x" * SMALL])
     server.decline_holds()
-    assert client.publish("r", keys, [0], num_tokens=16).status is PublishStatus.NO_ROOM
+    assert client.publish("r", [*keys, partial], [0, 1], num_tokens=20).status is PublishStatus.NO_ROOM
+    with client.lookup([*keys, partial]) as lease:
+        assert lease.prefix_hits == 1, "what only a hold names goes when it is declined"
     server.decline_holds(False)
     client.publish("r", keys, [0], num_tokens=16)
     server.forget()

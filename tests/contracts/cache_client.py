@@ -280,6 +280,26 @@ class CacheClientContract:
         with decode.lookup(keys, prefix=False) as lease:
             assert lease.statuses == bytes([*[KeyStatus.HIT] * 3, KeyStatus.MISS]), "the last one was the hold's own"
 
+    def test_who_reads_a_hold_may_finish(self, connect: Callable[..., Any]) -> None:
+        """B2.6 B2.17: the hold may end meanwhile, in whatever way; what only it named goes with the lease then."""
+        prefill, decode = connect(NAMESPACE, engine_id="prefill"), connect(NAMESPACE, engine_id="decode")
+        hold = HoldName("prefill", "again")
+        for replace in (False, True):
+            keys = [*new_keys(1), make_hold_key("prefill", "again", 0, 1, os.urandom(8))]
+            data = [os.urandom(SMALL) for _ in keys]
+            prefill.store(keys, data)
+            prefill.publish("again", keys, [0, 1], num_tokens=20)
+            with decode.claim(hold) as claim:
+                if replace:
+                    prefill.publish("again", keys[:1], [0], num_tokens=16)
+                else:
+                    decode.release_holds(hold)
+                with decode.read(claim, [0, 1]) as batch:
+                    assert [bytes(view) for view in batch.views()] == data
+            with decode.lookup(keys, prefix=False) as lease:
+                assert lease.statuses == bytes([KeyStatus.HIT, KeyStatus.MISS])
+        decode.release_holds(hold)
+
     def test_a_hold_waits_for_its_blocks(self, connect: Callable[..., Any]) -> None:
         """What is on its way is PENDING, and a miss once its engine is gone; what has come outlives the engine."""
         prefill, decode = connect(NAMESPACE, engine_id="prefill"), connect(NAMESPACE, engine_id="decode")

@@ -73,7 +73,7 @@ class ServerProcess:
     def status(self) -> dict[str, Any]:
         """Asks what it holds."""
         command = [_KVTIER, "status", "--json", "--timeout", "2", "--endpoint", self.endpoint]
-        done = subprocess.run(command, capture_output=True, check=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, check=True, timeout=60)
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 

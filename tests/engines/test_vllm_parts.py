@@ -24,6 +24,7 @@ from kvtier.client.engines.vllm.lookup import LookupService, LookupState
 from kvtier.client.engines.vllm.metadata import SAVE_WITHIN_S, StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.reports import WorkerReports
 from kvtier.client.engines.vllm.worker import WorkerSide
+from kvtier.client.handoff import HandoffOptions
 from kvtier.client.offload import BlockRead, CacheGeometry, CacheGroup, LoadJob, SaveJob
 
 # ---- bytes
@@ -92,12 +93,39 @@ def test_an_unknown_setting_is_a_warning_that_names_the_nearest() -> None:
         {"transport": "rdma"},
         {"endpoint": 5},
         {"lazy_offload": "no"},
+        {"bidirectional_kv_xfer": "yes"},
+        {"kv_recompute_threshold": -1},
+        {"kv_lease_duration": 14.0},
+        {"decoder_kv_blocks_ttl": 9.0},
+        {"advertise": "nowhere"},
+        {"advertise": 7070},
+        {"peers": "10.0.0.2:7070"},
+        {"peers": ["10.0.0.2:7070", "x"]},
     ],
 )
 def test_a_wrong_setting_stops_the_start(extra: dict[str, Any]) -> None:
     """What cannot be meant is said at start, not ignored."""
     with pytest.raises(ValueError, match="kvtier: "):
         ConnectorConfig.parse(extra, lambda _: None)
+
+
+def test_settings_of_requests_that_are_handed_over() -> None:
+    """B2.1: under the field's names, with its defaults."""
+    config = ConnectorConfig.parse({}, lambda _: None)
+    options = config.handoff
+    assert (options.kv_recompute_threshold, options.bidirectional_kv_xfer) == (64, False)
+    assert (options.kv_lease_duration, options.heartbeat_s, options.decoder_kv_blocks_ttl) == (30.0, 5.0, 480.0)
+    named: dict[str, Any] = {
+        "kv_recompute_threshold": 0,
+        "bidirectional_kv_xfer": True,
+        "kv_lease_duration": 60,
+        "decoder_kv_blocks_ttl": 900,
+        "claim_timeout_s": 2.5,
+    }
+    others = {"advertise": "10.0.0.1:7070", "peers": ["10.0.0.2:7070"]}
+    config = ConnectorConfig.parse(named | others, lambda _: None)
+    assert config.handoff == HandoffOptions(**named)
+    assert (config.advertise, config.peers) == ("10.0.0.1:7070", ["10.0.0.2:7070"])
 
 
 # ---- lookups

@@ -10,8 +10,8 @@ from kvtier.client import StoreStatus
 from kvtier.client.errors import ERROR_OF
 from kvtier.client.results import DurableStatus, KeyStatus
 from kvtier.protos.reasons import STATUS_OF
-from kvtier.protos.v1 import cache_pb2, common_pb2, errors_pb2
-from kvtier.tiers import answers, base, leases
+from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, errors_pb2, handoff_pb2
+from kvtier.tiers import answers, base, handoff_notes, history, holds, leases
 from kvtier.tiers.errors import CoreError
 
 
@@ -38,6 +38,10 @@ def test_every_reason_has_its_status_and_its_exception() -> None:
         (KeyStatus, common_pb2.KeyStatus),
         (StoreStatus, common_pb2.StoreStatus),
         (DurableStatus, common_pb2.DurableStatus),
+        (history.MissReason, admin_pb2.MissReason),
+        (holds.PublishStatus, handoff_pb2.PublishStatus),
+        (holds.HoldEnd, admin_pb2.HoldEnd),
+        (handoff_notes.ClaimOutcome, admin_pb2.ClaimOutcome),
     ],
 )
 def test_numbers_agree_with_the_wire(ours: Any, wire: Any) -> None:

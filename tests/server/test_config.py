@@ -214,7 +214,10 @@ class TestRefusals:
         [line] = problems(environ=ENVIRON | {"KVTIER_HANDOFF_DEFAULT": "20m"})
         assert line == "KVTIER_HANDOFF_DEFAULT: handoff.default = 20m: is more than handoff.max = 10m"
         [line] = problems(environ=ENVIRON | {"KVTIER_LIMITS_MAX_MESSAGE_BYTES": "1MiB"})
-        assert "limits.max_message_bytes = 1MiB: must be at least 5392KiB" in line
+        assert "limits.max_message_bytes = 1MiB: must be at least 5648KiB" in line
+        [line] = problems(environ=ENVIRON | {"KVTIER_HANDOFF_DEFAULT": "5s"})
+        assert line.endswith("handoff.default = 5s: a hold is not read in its last 5 s: nobody could ever claim one")
+        assert len(problems(environ=ENVIRON | {"KVTIER_HANDOFF_DEFAULT": "1s", "KVTIER_HANDOFF_MAX": "2s"})) == 2
         [line] = problems(environ=ENVIRON | {"KVTIER_REGION_SIZE": "900TiB"})
         assert "this machine has no more than" in line
 

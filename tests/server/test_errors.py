@@ -16,7 +16,6 @@ import pytest
 
 from kvtier.server.errors import RefusalInterceptor, Refused
 
-Observed = list[tuple[str, str, float]]
 SOON = 0.5
 """Seconds."""
 
@@ -33,6 +32,19 @@ for _ in range(8):
 """
 
 
+class Observed(list[tuple[str, str, float]]):
+    """The calls that have ended. A client may know how a call ended before its handler has: wait for `ended`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = asyncio.Event()
+
+    def note(self, *call: Any) -> None:
+        """Takes note of a call."""
+        self.append(call)
+        self.ended.set()
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Nothing is noticed only because the collector happens to run."""
@@ -44,8 +56,8 @@ def no_collector() -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def served(handler: Any) -> AsyncIterator[tuple[grpc.aio.Channel, Observed]]:
     """A server of one call, `/test/Stream`, and what was observed of it."""
-    observed: Observed = []
-    server = grpc.aio.server(interceptors=[RefusalInterceptor(lambda *call: observed.append(call))])
+    observed = Observed()
+    server = grpc.aio.server(interceptors=[RefusalInterceptor(observed.note)])
     handlers = {"Stream": grpc.unary_stream_rpc_method_handler(handler)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -116,7 +128,8 @@ async def test_a_stream_that_fails(error: Exception, code: str) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await call.read()
         assert refusal.value.code().name == code
-        assert observed[0][1] == code
+        await asyncio.wait_for(observed.ended.wait(), 5)
+        assert [call[:2] for call in observed] == [("/test/Stream", code)]
 
 
 async def test_a_handler_that_writes() -> None:
@@ -128,4 +141,5 @@ async def test_a_handler_that_writes() -> None:
 
     async with served(stream) as (channel, observed):
         assert [answer async for answer in channel.unary_stream("/test/Stream")(b"")] == [b"first", b"second"]
+        await asyncio.wait_for(observed.ended.wait(), 5)
         assert observed[0][1] == "OK"

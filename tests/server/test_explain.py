@@ -14,7 +14,7 @@ import pytest
 from harness.launch import Launched, launch
 from harness.payloads import key_of, namespace_of, payload
 
-from kvtier.client import Client
+from kvtier.client import Client, HandoffDirection, HoldGone, HoldName, PublishStatus
 
 PART = 64 << 10
 REGION_BLOCKS = 64
@@ -33,6 +33,15 @@ def client(server: Launched, tmp_path: Path) -> Iterator[Client]:
     """A client of that server."""
     assert server.pid
     with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART), name="unit", engine_id="e7") as client:
+        client.wait_until_connected(10)
+        yield client
+
+
+@pytest.fixture
+def reader(server: Launched, tmp_path: Path) -> Iterator[Client]:
+    """Another engine of the same namespace."""
+    assert server.pid
+    with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART), engine_id="d1") as client:
         client.wait_until_connected(10)
         yield client
 
@@ -137,3 +146,76 @@ def test_a_request_that_nobody_knows(client: Client, tmp_path: Path) -> None:
         assert done.returncode == 1
         assert "nothing is known of request" in done.stderr
     assert kvtier(tmp_path, "leases", "--most", "-1").returncode == 2
+
+
+def test_a_request_that_was_handed_over(client: Client, reader: Client, tmp_path: Path) -> None:
+    """On either side: what was published and how it ended; which hold was claimed, and what each block of it met."""
+    keys = store(client, 0, 1, 2)
+    client.publish("p-1", [*keys, key_of(9)], range(4), num_tokens=64, hold_for=60)
+    reader.claim(HoldName("e7", "p-1"), request_id="d-1", first_positions=[1], wait=0.1).release()
+    reader.release_holds(HoldName("e7", "p-1"))
+    with pytest.raises(HoldGone):
+        reader.claim(HoldName("e7", "p-1"), request_id="d-1")
+    [hold] = answer(tmp_path, "explain", "p-1")["holds"]
+    assert 0 <= hold.pop("end_age_seconds") <= hold.pop("age_seconds") < 30
+    assert hold == {
+        "direction": "prefill to decode",
+        "status": "published",
+        "num_tokens": 64,
+        "blocks": 4,
+        "pending_blocks": 1,
+        "claims": 1,
+        "claimed_blocks": 2,
+        "end": "released",
+    }
+    told = answer(tmp_path, "explain", "d-1")
+    assert (told["engine_id"], told["total_lookups"], told["holds"]) == ("d1", 2, [])
+    first, second = told["lookups"]
+    named = {"engine_id": "e7", "request_id": "p-1"}
+    assert first["claim"] == named | {"outcome": "held", "unwanted_blocks": 1}
+    assert first["spans"] == [{"keys": 2, "hit_tier": "cpu"}, {"keys": 1, "miss_reason": "pending"}]
+    assert first["first_missed_key"] == key_of(9).hex()
+    assert (second["claim"], second["spans"]) == (named | {"outcome": "not_held", "unwanted_blocks": 0}, [])
+    published, claimed = kvtier(tmp_path, "explain", "p-1").stdout, kvtier(tmp_path, "explain", "d-1").stdout
+    for piece in (
+        "(prefill to decode, 4 blocks of 64 tokens, 1 of them on their way)",
+        "claimed 1 times, 2 blocks, was released",
+    ):
+        assert piece in published
+    for piece in (
+        "claim of request p-1 of engine e7",
+        "it was held",
+        "1 blocks of it were not wanted; of the others,",
+        "blocks 0-1: hit in cpu",
+        "block 2: miss, pending: they were on their way",
+        "nobody held it",
+    ):
+        assert piece in claimed
+
+
+def test_a_hold_that_was_declined_or_cannot_be_read(client: Client, reader: Client, tmp_path: Path) -> None:
+    """The publisher is told what it may raise; who has another model, that the hold is none of his; who is late, that he is."""
+    keys = store(client, *range(48))
+    back = HandoffDirection.DECODE_TO_PREFILL
+    assert client.publish("big", keys, range(48), num_tokens=768, direction=back).status is PublishStatus.NO_ROOM
+    client.publish("small", keys[:1], [0], num_tokens=16, hold_for=60)
+    with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART, model="other"), engine_id="d2") as other:
+        other.wait_until_connected(10)
+        with pytest.raises(HoldGone):
+            other.claim(HoldName("e7", "small"), request_id="d-2")
+    client.publish("brief", keys[:1], [0], num_tokens=16, hold_for=4)
+    with pytest.raises(HoldGone):
+        reader.claim(HoldName("e7", "brief"), request_id="d-1", wait=1)
+    assert "its time was over, or nearly so" in kvtier(tmp_path, "explain", "d-1").stdout
+    reader.lookup(keys[:1], request_id="d-3").release()
+    assert "is held" in kvtier(tmp_path, "explain", "small").stdout
+    big = kvtier(tmp_path, "explain", "big").stdout
+    for piece in (
+        "declined",
+        "decode to prefill, 48 blocks of 768 tokens",
+        "as much of the CPU tier as they may (handoff.part)",
+    ):
+        assert piece in big
+    assert "it is held in another namespace" in kvtier(tmp_path, "explain", "d-2").stdout
+    [lookup] = answer(tmp_path, "explain", "d-3")["lookups"]
+    assert lookup["claim"] is None

@@ -57,6 +57,8 @@ def prepare(rig: Rig, names: list[bytes], request_id: str = "r") -> Any:
         ({"do_remote_prefill": True}, BLOCK),
         ({"do_remote_decode": True}, REQUEST),
         ({"do_remote_decode": 1, "remote_host": "p"}, REQUEST),
+        ({"do_remote_decode": "yes"}, REQUEST),
+        ({"do_remote_decode": ""}, BLOCK),
         ({"offload_policy": "request_level"}, REQUEST),
         ({"offload_policy": "block_level"}, BLOCK),
         ({"offload_policy": True}, BLOCK),

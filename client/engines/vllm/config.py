@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from ....protos.endpoint import EndpointError, parse_endpoint
-from ...handoff import HandoffOptions
+from ...handoff import EXPIRY_MARGIN_S, HandoffOptions
 
 __all__ = ["ConnectorConfig", "ServerConfig"]
 
@@ -17,6 +17,8 @@ Transport = Literal["auto", "shm", "grpc"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_HOLD_S = 86400.0
+# A heartbeat adds two thirds of it; with less than the margin left, nobody reads what is held.
+_MIN_LEASE_S = 3 * EXPIRY_MARGIN_S
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class ConnectorConfig(ServerConfig):
                 raise ValueError(f"kvtier: {name} must be true or false, not {value!r}")  # noqa: TRY004 - as above
         _check_number("max_held_fraction", self.max_held_fraction, 0.01, 1.0)
         _check_number("kv_recompute_threshold", self.kv_recompute_threshold, 0, _MAX_TOKENS)
-        _check_number("kv_lease_duration", self.kv_lease_duration, 1.0, _MAX_HOLD_S)
-        _check_number("decoder_kv_blocks_ttl", self.decoder_kv_blocks_ttl, 1.0, _MAX_HOLD_S)
+        _check_number("kv_lease_duration", self.kv_lease_duration, _MIN_LEASE_S, _MAX_HOLD_S)
+        _check_number("decoder_kv_blocks_ttl", self.decoder_kv_blocks_ttl, 2 * EXPIRY_MARGIN_S, _MAX_HOLD_S)
         _check_number("claim_timeout_s", self.claim_timeout_s, 0.0, 60.0)
         if isinstance(self.peers, str) or not isinstance(self.peers, Sequence):
             raise ValueError(f"kvtier: peers must be a list of HOST:PORT, not {self.peers!r}")  # noqa: TRY004 - as above

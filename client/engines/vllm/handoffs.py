@@ -39,7 +39,7 @@ class Handoffs:
         self._tally = tally
         self._calls = HoldCalls(peers, options.claim_timeout_s, log, tally)
         self._core = HandoffCore(geometry, identity, options, self._calls)
-        # Whose hit was offered to the engine last; and the pulls under way, with their blocks once workers are at them.
+        # Whose hit was offered to the engine last; and the blocks of the pulls that workers are at.
         self._offered: set[str] = set()
         self._pulling: dict[str, int] = {}
 
@@ -72,13 +72,8 @@ class Handoffs:
         self._offered.discard(request_id)
         self._core.allocated(request_id, block_ids, external_tokens if pulls else 0)
         if pulls:
-            self._pulling[request_id] = 0
             self._tally.count("pull_tokens", external_tokens)
         return pulls
-
-    def is_pulling(self, request_id: str) -> bool:
-        """Whether a pull of the request has been planned and has not ended: what its blocks hold is not known."""
-        return request_id in self._pulling
 
     def take_pulls(self) -> list[LoadJob]:
         """Returns what the step's workers are to read; and sends heartbeats when it is time."""
@@ -96,6 +91,11 @@ class Handoffs:
             self._tally.count(f"pull_blocks:{outcome}", self._pulling.pop(request_id))
             self._core.pull_ended(request_id)
         return pulls
+
+    def reset(self) -> bool:
+        """What was claimed counts for nothing any more; False while a pull is under way."""
+        self._core.reset()
+        return not self._core.pending
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]], confirmed_tokens: int) -> Finished:
         """The request has ended: what its caller is answered, and what is to be stored beside its full blocks."""

@@ -165,9 +165,9 @@ class SchedulerSide:
         """
         self._requests.pop(request.request_id, None)
         confirmed = request.num_computed_tokens - request.num_output_placeholders
-        if self._handoffs.is_pulling(request.request_id):
-            confirmed = 0
         handed_on = self._handoffs.finished(request, block_ids, confirmed)
+        if handed_on.drop_saves:
+            confirmed = 0
         self._core.finished(request.request_id, block_ids, confirmed, time.monotonic(), handed_on.blocks)
         return handed_on.params
 
@@ -190,7 +190,8 @@ class SchedulerSide:
         """
         self._forgetting = True
         self._events.cleared()
-        return self._core.reset() and not self._handoffs.pending
+        pulls_nothing = self._handoffs.reset()
+        return self._core.reset() and pulls_nothing
 
     def close(self) -> None:
         """End the threads and the session."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from harness.server_process import MIB, ServerProcess
-from toy_engine import NAMESPACE, ToyEngine
+from peers import FULL, WINDOW
+from toy_engine import NAMESPACE, WINDOWED, ToyEngine
 
 from kvtier.client import Client, Timeouts
 from kvtier.client.handoff import Reason
@@ -114,12 +115,13 @@ def test_a_tail_is_nobody_elses() -> None:
 class Chaos:
     """Conversations on a server that forgets, expires, declines, restarts and goes away; and a proxy that mixes things up."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, windowed: bool = False) -> None:
         self.rng = random.Random(seed)
         self.server = FakeServer()
         threshold = self.rng.choice([0, 64])
+        namespace, geometry = (WINDOWED, WINDOW) if windowed else (NAMESPACE, FULL)
         self.engines = [
-            ToyEngine(self.server.client(NAMESPACE, engine_id=name), kv_recompute_threshold=threshold)
+            ToyEngine(self.server.client(namespace, engine_id=name), geometry, kv_recompute_threshold=threshold)
             for name in ("p1", "p2", "d1", "d2")
         ]
         self.answers: list[tuple[list[int], Any]] = [(self._words(), FIRST_TURN)]
@@ -167,15 +169,17 @@ class Chaos:
         self.server.down = 0.15 < luck < 0.18
 
 
+@pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("first", range(0, 40, 20))
-def test_no_token_is_ever_computed_from_wrong_kv(first: int) -> None:
+def test_no_token_is_ever_computed_from_wrong_kv(first: int, *, windowed: bool) -> None:
     """B2.6 B2.10 B2.12 B2.19: whatever becomes of holds, servers and parameters; and no lease is left when nobody waits."""
     pulled = 0
     for seed in range(first, first + 20):
-        chaos = Chaos(seed)
+        chaos = Chaos(seed, windowed=windowed)
         for _ in range(60):
             chaos.step()
         assert not chaos.server._leases
-        assert not any(engine.core.pending or engine.core._requests for engine in chaos.engines), seed
+        cores = [engine.core for engine in chaos.engines]
+        assert not any(core.pending or core._requests or core._claims for core in cores), seed
         pulled += chaos.pulled
     assert pulled > 20 * 100, "or it would show nothing"

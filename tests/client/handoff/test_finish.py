@@ -62,7 +62,7 @@ def test_only_normal_ends_are_held(params: dict[str, object]) -> None:
         rig = Rig(params, **BOTH)
         rig.allocate()
         finished = rig.finish(100, reason)
-        assert (finished != NOTHING) is (reason is not Reason.OTHER)
+        assert (finished == Finished(drop_saves=True)) is (reason is Reason.OTHER)
         assert len(rig.server.published) == (reason is not Reason.OTHER)
         assert bool(finished.blocks) is (reason is not Reason.OTHER)
 
@@ -74,7 +74,7 @@ def test_ended_while_workers_pull(reason: Reason) -> None:
     rig.pulled(100)
     rig.allocate(100)
     rig.core.take_pulls()
-    assert rig.finish(100, reason) == NOTHING
+    assert rig.finish(100, reason) == Finished(drop_saves=True)
     assert rig.server.released == []
     assert rig.core.pending
     rig.core.pull_ended("r")
@@ -115,6 +115,7 @@ def test_what_has_no_blocks_is_not_held() -> None:
     finished = rig.finish(0, tables=[[]])
     assert finished.params is not None
     assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[]])
+    assert finished.params["remote_blocks_expiry_time"] is None
     assert (rig.server.published, finished.blocks) == ([], [])
 
 
@@ -187,6 +188,29 @@ def test_a_block_that_is_gone_ends_it() -> None:
     assert finished.params is not None
     assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[], []])
     assert rig.server.published == []
+
+
+@pytest.mark.parametrize("params", [TO_DECODE, prefilled()])
+def test_what_cannot_be_named_or_found_is_not_held(params: dict[str, object]) -> None:
+    """B2.17 B2.18: more tokens than the request has, or fewer blocks than it needs; nothing expires then, either."""
+    for tokens, tables in ((130, None), (100, [[1, 2, 3]])):
+        rig = Rig(params, **BOTH)
+        rig.allocate()
+        finished = rig.finish(tokens, tables=tables)
+        assert finished.params is not None
+        assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[]])
+        assert finished.params["remote_blocks_expiry_time"] is None
+        assert rig.server.published == []
+
+
+def test_a_block_that_has_more_tokens_than_are_confirmed_has_the_holds_name() -> None:
+    """B2.6: nobody else may take it for what its content's key says."""
+    rig = Rig(TO_DECODE)
+    rig.allocate()
+    rig.request.tokens += range(100, 120)
+    rig.finish(100)
+    (publication,) = rig.server.published
+    assert publication.keys[6] == rig.request.hold_key("us", publication.request_id, FULL.groups[0], 6, 100)
 
 
 def test_a_request_ends_once() -> None:

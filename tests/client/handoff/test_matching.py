@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from peers import FULL, PEER, REMOTE, STATE, WALL, WINDOW, Request, Rig, answered, held, prefilled
+from peers import BLOCK, FULL, PEER, REMOTE, STATE, WALL, WINDOW, Request, Rig, answered, held, prefilled
 
-from kvtier.client.handoff import HandoffOptions, Transfer, TransferParams
+from kvtier.client.handoff import Claimed, HandoffOptions, HeldBlock, Transfer, TransferParams
 from kvtier.client.handoff.matching import offered_tokens, worth
+from kvtier.client.offload import CacheGeometry, CacheGroup
 
 BOTH = {"bidirectional_kv_xfer": True}
 
@@ -143,6 +144,18 @@ def test_with_partial_coverage_the_rest_is_computed() -> None:
     assert Rig(prefilled()).pulled(100, missing=[(0, 0)]) == 0
 
 
+@pytest.mark.parametrize("params", [prefilled(), answered(80)])
+@pytest.mark.parametrize("key", REMOTE)
+def test_nothing_is_offered_by_nobody(params: dict[str, object], key: str) -> None:
+    """B2.3 B2.5 B2.7: without all four keys there are no tokens to count; nor, on a prefill engine, with the feature off."""
+    some = TransferParams.parse({name: value for name, value in params.items() if name != key})
+    assert some is not None
+    assert offered_tokens(some, 100, 0, HandoffOptions(**BOTH)) == 0
+    known = TransferParams.parse(params)
+    assert known is not None
+    assert offered_tokens(known, 100, 0, HandoffOptions()) == (100 if params["do_remote_prefill"] else 0)
+
+
 @pytest.mark.parametrize("params", [answered(80), answered(80, remote_block_ids=None)])
 def test_a_prefill_engine_with_the_feature_off_pulls_nothing(params: dict[str, object]) -> None:
     """B2.7: matching obeys bidirectional_kv_xfer, not only the pull."""
@@ -163,12 +176,12 @@ def test_what_is_about_to_expire_is_not_asked_for() -> None:
 
 
 def test_what_is_not_held_any_more_is_computed() -> None:
-    """B2.19: the server says that it is gone; a miss, and the request is not asked about again."""
+    """B2.19: the server says that it is gone; a miss, and the request is not asked about again, however long it waits."""
     rig = Rig(prefilled())
     assert rig.match() is None
     rig.answer(None)
     assert rig.match() == 0
-    assert rig.match() == 0
+    assert rig.match(now=1000.0) == 0
     assert len(rig.server.claims) == 1
 
 
@@ -215,6 +228,78 @@ def test_blocks_of_other_tokens_are_not_used() -> None:
     assert rig.match() == 64, "the last block, which has no hash, was made of other tokens"
 
 
+def test_only_what_the_engine_lacks_is_needed() -> None:
+    """B2.2: the blocks before are not leased, and a part of a block is taken all the same."""
+    assert Rig(prefilled()).pulled(70, 32, missing=[(0, 0), (0, 1)]) == 38
+    assert Rig(prefilled()).pulled(70, 32, missing=[(0, 2)]) == 0
+
+
+class DraftRequest(Request):
+    """One whose last full block has no key yet."""
+
+    def final_blocks(self, group: CacheGroup) -> int:
+        return super().final_blocks(group) - 1
+
+    def key(self, group: CacheGroup, position: int) -> bytes:
+        assert position < self.final_blocks(group)
+        return super().key(group, position)
+
+
+def test_a_block_without_a_key_is_known_by_the_holds_name() -> None:
+    """A full one whose tokens are not final: its key is not asked for."""
+    rig = Rig(prefilled(), arrives=False)
+    rig.request = DraftRequest(prefilled(), list(range(96)))
+    rig.core.arrived(rig.request)
+    assert rig.pulled(96) == 80, "the peer's has a key"
+    rig = Rig({"do_remote_decode": True}, arrives=False)
+    rig.request = DraftRequest({"do_remote_decode": True}, list(range(96)))
+    rig.core.arrived(rig.request)
+    rig.allocate()
+    rig.finish(96)
+    (publication,) = rig.server.published
+    assert publication.keys[5] == rig.request.hold_key("us", publication.request_id, FULL.groups[0], 5, 96)
+
+
+def test_groups_that_we_do_not_have_are_ignored() -> None:
+    """What a server says of them is of no use."""
+    rig = Rig(prefilled())
+    rig.match()
+    claimed = held(FULL, list(range(100)), 100)
+    rig.answer(Claimed(77, 100, [HeldBlock(5, 0, b"key", 0), *claimed.blocks]))
+    assert rig.match() == 100
+
+
+def test_an_answer_to_a_claim_that_was_dropped_is_not_that_to_the_next() -> None:
+    """It leases other blocks: its items would be read into the wrong ones."""
+    rig = Rig(prefilled())
+    rig.match(32)
+    rig.match(0)
+    first, second = (number for number, _, _ in rig.server.claims)
+    rig.core.claim_ended(first, held(FULL, list(range(100)), 100), 0.0)
+    assert rig.match(0) is None
+    rig.core.claim_ended(second, held(FULL, list(range(100)), 70), 0.0)
+    assert rig.match(0) == 70
+
+
+def test_a_reset_gives_back_what_was_leased_before() -> None:
+    """B4.13: a request that waits asks again; what is being pulled, and what was over, is as it was."""
+    rig = Rig(prefilled())
+    rig.pulled(100)
+    rig.core.reset()
+    assert (rig.server.dropped, rig.server.released) == ([1], [])
+    assert rig.match() is None
+    rig.answer(None)
+    assert rig.match() == 0, "the hold went with the reset"
+    rig = Rig(prefilled())
+    rig.pulled(100)
+    rig.allocate(100)
+    rig.core.reset()
+    assert (rig.transfer, rig.server.dropped) == (Transfer.PULLING, [])
+    rig.core.pull_ended("r")
+    rig.core.reset()
+    assert (rig.transfer, rig.server.dropped, len(rig.server.claims)) == (Transfer.OVER, [1], 1)
+
+
 def test_a_window_is_needed_only_where_it_ends() -> None:
     """With 24 tokens of window, the blocks before are not asked for; without its tail a hit is shorter."""
     rig = Rig(prefilled(), geometry=WINDOW)
@@ -233,12 +318,24 @@ def test_a_state_is_needed_at_the_end() -> None:
     assert rig.pulled(96, missing=[(1, 5)]) == 0
 
 
+MIXED = CacheGeometry((*WINDOW.groups, CacheGroup(2, BLOCK, None, is_state=True)), step_tokens=BLOCK, hash_tokens=BLOCK)
+
+
+@pytest.mark.parametrize(("geometry", "expected"), [(WINDOW, 16), (STATE, 16), (MIXED, 0)])
+def test_windows_that_the_engine_may_have_lost_are_not_leaned_on(geometry: CacheGeometry, expected: int) -> None:
+    """B4.10: one with state groups says that it has 80 tokens, and of a window of 24 it may have none of them."""
+    assert Rig(prefilled(), 96, geometry=geometry).pulled(96, 80) == expected
+    assert Rig(prefilled(), 96, geometry=geometry).pulled(96, 64) == 32, "the whole window comes with the pull"
+    assert Rig(prefilled(), 96, geometry=geometry).pulled(96, 0) == 96
+
+
 def test_a_pull_from_the_middle_of_a_block_is_none() -> None:
-    """An engine's own prefix is whole blocks; one that is not cannot be filled up."""
+    """An engine's own prefix is whole blocks; one that is not cannot be filled up, and a load that must fail is not offered."""
     rig = Rig(prefilled())
-    assert rig.pulled(100, 8) == 92
-    rig.core.allocated("r", rig.tables(), 92)
-    assert [pull.job.reads for pull in rig.core.take_pulls()] == [[]]
+    assert rig.match(8) == 0
+    assert rig.server.claims == []
+    assert rig.pulled(100, 16) == 84
+    assert rig.match(24) == 0
 
 
 def test_worth_is_a_matter_of_the_direction() -> None:

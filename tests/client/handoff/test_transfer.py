@@ -142,6 +142,30 @@ def test_a_pull_that_fails_was_the_transfer() -> None:
     assert rig.match() == 0
 
 
+def test_other_loads_are_no_transfer() -> None:
+    """An engine reports those of offloading alike: what is to be pulled still is, and nobody is told to let go."""
+    rig = Rig(prefilled())
+    rig.core.pull_ended("r")
+    assert (rig.transfer, rig.server.released) == (Transfer.WANTED, [])
+    assert rig.pulled(100) == 100
+    rig.core.pull_ended("r")
+    assert (rig.transfer, rig.server.released) == (Transfer.CLAIMED, [])
+
+
+def test_after_the_transfer_nothing_is_read_any_more() -> None:
+    """B2.10: whatever the engine takes for offered; it is told that the load has failed, and the plan has it (so it must step)."""
+    rig = Rig(prefilled())
+    rig.pulled(100)
+    rig.allocate(100)
+    rig.core.take_pulls()
+    rig.core.pull_ended("r")
+    assert not rig.core.pending
+    rig.allocate(100)
+    assert rig.core.pending
+    assert [(pull.remote, pull.job.reads) for pull in rig.core.take_pulls()] == [(None, [])]
+    assert (rig.transfer, rig.server.released) == (Transfer.OVER, [PEER])
+
+
 def test_the_engine_may_take_less_than_was_offered() -> None:
     """Only the blocks that it has allocated for them are filled."""
     rig = Rig(prefilled())
@@ -172,6 +196,16 @@ def test_who_waits_for_a_pull_keeps_it_alive() -> None:
     rig.core.pull_ended("r")
     rig.core.heartbeat(15.1)
     assert rig.server.renewed[-1] == both[1:]
+
+
+def test_one_heartbeat_for_what_several_requests_pull() -> None:
+    """B2.1: samples of one prompt name the same request."""
+    rig = Rig(prefilled())
+    other = Rig(prefilled(), arrives=False).request
+    other.request_id = "r2"
+    rig.core.arrived(other)
+    rig.core.heartbeat(0.0)
+    assert rig.server.renewed == [[PEER]]
 
 
 def test_who_pulls_nothing_sends_no_heartbeat() -> None:

@@ -32,10 +32,11 @@ from kvtier.client.handoff import (
     Reason,
     RemoteRequest,
 )
-from kvtier.client.offload import CacheGroup
+from kvtier.client.offload import CacheGeometry, CacheGroup
 
 TOKEN_BYTES = 8
 NAMESPACE = Namespace("toy", "uint8", (Group(BLOCK * TOKEN_BYTES, BLOCK),))
+WINDOWED = Namespace("windowed toy", "uint8", (Group(BLOCK * TOKEN_BYTES, BLOCK),) * 2)
 WALL = 1e9
 
 
@@ -44,9 +45,9 @@ def digest(tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(repr(list(tokens)).encode()).digest()
 
 
-def kv_of(tokens: Sequence[int], end: int) -> bytes:
-    """Returns what attention has computed of the first tokens: each depends on all before."""
-    seen, kv = hashlib.sha256(), bytearray()
+def kv_of(tokens: Sequence[int], end: int, group_index: int = 0) -> bytes:
+    """Returns what a group's layers have computed of the first tokens: each depends on all before."""
+    seen, kv = hashlib.sha256(bytes([group_index])), bytearray()
     for token in tokens[:end]:
         seen.update(token.to_bytes(4, "big"))
         kv += seen.digest()[:TOKEN_BYTES]
@@ -146,13 +147,14 @@ class ToyServer:
 
 
 class ToyEngine:
-    """Computes requests one after the other, without a cache of its own."""
+    """Computes requests one after the other, without a cache of its own. Of a window it keeps the blocks that are in reach."""
 
-    def __init__(self, client: Client, **options: Any) -> None:
+    def __init__(self, client: Client, geometry: CacheGeometry = FULL, **options: Any) -> None:
         self.client = client
+        self.geometry = geometry
         self.server = ToyServer(client)
         identity = US._replace(engine_id=client.engine_id)
-        self.core = HandoffCore(FULL, identity, HandoffOptions(bidirectional_kv_xfer=True, **options), self.server)
+        self.core = HandoffCore(geometry, identity, HandoffOptions(bidirectional_kv_xfer=True, **options), self.server)
         self.count = 0
         self.steps = 0.0
 
@@ -174,22 +176,44 @@ class ToyEngine:
         self.core.heartbeat(self.steps)
         offered = self._match(request.request_id)
         if not scheduled:
-            self.core.finished(request.request_id, [[]], 0, Reason.OTHER, WALL)
+            self.core.finished(request.request_id, self._tables(0, 0), 0, Reason.OTHER, WALL)
             return Turn(0, 0, None, list(prompt))
-        table = list(range(1, 2 + (len(prompt) + new_tokens) // BLOCK))
-        memory = {block_id: bytearray(BLOCK * TOKEN_BYTES) for block_id in table}
-        self.core.allocated(request.request_id, [table], offered)
+        end = len(prompt) + new_tokens
+        tables = self._tables(end, offered)
+        memory = {block_id: bytearray(BLOCK * TOKEN_BYTES) for table in tables for block_id in table}
+        self.core.allocated(request.request_id, tables, offered)
         pulled = offered if self._pull(memory) else 0
         self.core.pull_ended(request.request_id)
-        self.core.allocated(request.request_id, [table], 0)
-        self._compute(request, table, memory, pulled, new_tokens)
+        if not pulled:
+            tables = self._tables(end, 0)
+            memory = {block_id: bytearray(BLOCK * TOKEN_BYTES) for table in tables for block_id in table}
+        self.core.allocated(request.request_id, tables, 0)
+        self._compute(request, tables, memory, pulled, new_tokens)
         confirmed = len(request.tokens) - 1 if new_tokens else len(prompt)
-        finished = self.core.finished(request.request_id, [table], confirmed, reason, WALL)
+        finished = self.core.finished(request.request_id, tables, confirmed, reason, WALL)
         if saves:
-            full = [(request.key(FULL.groups[0], n), table[n]) for n in range(confirmed // BLOCK)]
-            blocks = [*full, *((block.key or b"", block.block_id) for block in finished.blocks)]
+            blocks = [
+                *((request.key(group, n), tables[group.index][n]) for group, n in self._full_blocks(tables, confirmed)),
+                *((block.key or b"", block.block_id) for block in finished.blocks),
+            ]
             self.server._quietly(self.client.store, [key for key, _ in blocks], [memory[block] for _, block in blocks])
         return Turn(confirmed - pulled, pulled, finished.params, request.tokens)
+
+    def _tables(self, tokens: int, pulled: int) -> list[list[int]]:
+        """Returns blocks for so many tokens, and none where a window does not reach after so many were pulled."""
+        count = 1 + tokens // BLOCK
+        return [
+            [
+                1 + group.index * count + n if n >= group.first_needed_block(pulled) else self.geometry.null_block
+                for n in range(count)
+            ]
+            for group in self.geometry.groups
+        ]
+
+    def _full_blocks(self, tables: list[list[int]], confirmed: int) -> list[tuple[CacheGroup, int]]:
+        null = self.geometry.null_block
+        places = [(group, n) for group in self.geometry.groups for n in range(confirmed // BLOCK)]
+        return [(group, n) for group, n in places if tables[group.index][n] != null]
 
     def _match(self, request_id: str) -> int:
         while (offered := self.core.match(request_id, 0, self.steps, WALL)) is None:
@@ -212,13 +236,17 @@ class ToyEngine:
         return True
 
     def _compute(
-        self, request: ToyRequest, table: list[int], memory: dict[int, bytearray], start: int, new_tokens: int
+        self, request: ToyRequest, tables: list[list[int]], memory: dict[int, bytearray], start: int, new_tokens: int
     ) -> None:
-        held = b"".join(memory[block_id] for block_id in table)[: start * TOKEN_BYTES]
-        assert held == kv_of(request.tokens, start), "tokens would be computed from wrong KV"
+        for group in self.geometry.groups:
+            first = group.first_needed_block(start)
+            held = b"".join(memory[block_id] for block_id in tables[group.index][first:])
+            known = kv_of(request.tokens, start, group.index)[first * BLOCK * TOKEN_BYTES :]
+            assert held[: len(known)] == known, "tokens would be computed from wrong KV"
         for _ in range(new_tokens):
             request.tokens.append(digest(request.tokens)[0])
-        data = kv_of(request.tokens, len(request.tokens))
-        for number, block_id in enumerate(table):
-            piece = data[number * BLOCK * TOKEN_BYTES : (number + 1) * BLOCK * TOKEN_BYTES]
-            memory[block_id][: len(piece)] = piece
+        for group in self.geometry.groups:
+            data = kv_of(request.tokens, len(request.tokens), group.index)
+            for number, block_id in enumerate(tables[group.index]):
+                piece = data[number * BLOCK * TOKEN_BYTES : (number + 1) * BLOCK * TOKEN_BYTES]
+                memory[block_id][: len(piece)] = piece

@@ -56,6 +56,9 @@ class Handoffs(Actors):
         if not isinstance(hold, Hold):
             self.world.saw("holds declined")
             return
+        if self.world.core.resetting(session):
+            loading = any(block is not None and block.promoting for block in hold.items)
+            self.world.must(Invariant.RESET, not loading, "a publication is brought up from below")
         self.used(session, [block for block in hold.items if block is not None], 0.0, 0)
         book.over.discard(name)
         book.open[name] = HoldRecord(hold, duration, now + duration, was_awaited=bool(hold.awaited))

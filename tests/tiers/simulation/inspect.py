@@ -151,8 +151,9 @@ def hold_pins(core: TierManager) -> Counter[Block]:
 
 def lines(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], list[object]]]:
     """Yields every line of eviction by name: who stands in it, and who should."""
+    aside = hold_pins(core)
     for line in core._primary.lines.all():
-        should = [b for b in look.blocks if b.line is line and not (b.retired or b.retained)]
+        should = [b for b in look.blocks if b.line is line and not (b.retired or b.retained or b in aside)]
         yield f"cpu/{line.size_class}/{line.share.name}", list(line.policy.victims()), should
     for lane, here in zip(lanes(core), look.entries, strict=True):
         held = [entry for entry in here if not entry.retained]
@@ -182,6 +183,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "held items": core.handoffs._table._items,
         "waiting holds": core.handoffs._table._waiting,
         "pins of holds": core.handoffs._pins,
+        "blocks set aside": core._primary.lines._aside,
         "held bytes": core.handoffs.held_bytes,
     }
     for lane in lanes(core):

@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         "tiers never hear of the end of what is paid last",
         Invariant.FINISH,
-        "manager.py",
+        "arrivals.py",
         "        for request in finished.paid:\n            self._requests.end_if_settled(request)\n",
         "",
     ),
@@ -199,7 +199,7 @@ MUTANTS = (
     Mutant(
         "a promotion that failed is served",
         Invariant.BYTES,
-        "manager.py",
+        "arrivals.py",
         "            if done and not block.retired:\n",
         "            if not block.retired:\n",
     ),
@@ -255,9 +255,9 @@ MUTANTS = (
     Mutant(
         "who waits is never told",
         Invariant.WAITERS,
-        "manager.py",
-        "self._commands.extend(LeaseSettled(lease.id) for lease in self._lookups.settle(block))",
-        "self._lookups.settle(block)",
+        "arrivals.py",
+        "            for lease in self._lookups.settle(block):\n                self._command(LeaseSettled(lease.id))\n",
+        "            self._lookups.settle(block)\n",
     ),
     Mutant(
         "who waits for what failed waits on",
@@ -401,10 +401,31 @@ MUTANTS = (
     ),
     Mutant(
         "what two holds share is let go with the first",
-        Invariant.HELD,
+        Invariant.PINS,
         "handoffs.py",
-        "        self._primary.unpin(block)\n\n    def _charge",
-        "        block.pins = 1\n        self._primary.unpin(block)\n\n    def _charge",
+        "            self._primary.unpin(block)\n\n    def _charge",
+        "            block.pins = 1\n            self._primary.unpin(block)\n\n    def _charge",
+    ),
+    Mutant(
+        "what is published is brought up while a reset waits",
+        Invariant.RESET,
+        "lookups.py",
+        "        if self._primary.retiring(namespace):\n            return\n        found",
+        "        found",
+    ),
+    Mutant(
+        "what was held is in no line any more",
+        Invariant.LINE,
+        "handoffs.py",
+        "        self._primary.lines.put_back(block for block in blocks if block not in self._pins)\n",
+        "",
+    ),
+    Mutant(
+        "what is used while it is held is in line",
+        Invariant.LINE,
+        "lines.py",
+        "        if self._aside:\n            items = [item for item in items if item not in self._aside]\n",
+        "",
     ),
     Mutant(
         "what two holds share counts twice",
@@ -445,8 +466,8 @@ MUTANTS = (
         "what only a hold names stays when it has ended",
         Invariant.PRIVATE,
         "handoffs.py",
-        "            block.fleeting = block.private\n",
-        "            block.fleeting = False\n",
+        "                block.fleeting = block.private\n",
+        "                block.fleeting = False\n",
     ),
     Mutant(
         "what only a hold names goes to the tiers",

@@ -1,0 +1,179 @@
+"""One run: transfers, prompts, and what follows."""
+
+from __future__ import annotations
+
+import statistics
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...protos.v1 import admin_pb2
+from ..errors import KVTierError, Unavailable
+from ..keeper import Transport
+from ..sync import Client
+from ..timeouts import Timeouts
+from .compute import PrefillEngine
+from .errors import BreakEvenError, NobodyAnswers
+from .fit import Line, Proposal, Samples, fit, propose, worst_miss
+from .geometry import CLIENT_NAME, Geometry, geometry_of_engines, lengths_up_to
+from .transfer import TransferRig
+
+__all__ = ["Computed", "Plan", "Report", "Transferred", "measure"]
+
+_CPU_TIER_PART = 8
+"""An eighth of the CPU tier at most is taken from the engines for a while."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        endpoint: of the server.
+        status: what the server said of itself.
+        transport: as for `Client`.
+        timeout: seconds to wait for the server.
+        geometry: what a prefix consists of; None to learn it from the engines that are connected.
+        model: of which engine, where there are several.
+        compute: the engine to ask, or its seconds per token where they are known.
+        max_bytes: what may lie on the server at once.
+        max_tokens: the longest prefix, and the longest prompt.
+        rounds: how often each length is measured.
+    """
+
+    endpoint: str
+    status: admin_pb2.GetStatusResponse
+    compute: PrefillEngine | float
+    transport: Transport = "auto"
+    timeout: float = 5.0
+    geometry: Geometry | None = None
+    model: str | None = None
+    max_bytes: int = 256 << 20
+    max_tokens: int = 4096
+    rounds: int = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """Timings of transfers; `memcpy` is the limit of any, in bytes per second."""
+
+    transport: str
+    geometry: Geometry
+    samples: Samples
+    line: Line
+    miss: float
+    memcpy: float
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The rate without what each transfer costs before its first token; None if it is lost in the noise."""
+        return self.geometry.bytes_per_token / self.line.per_token if self.line.per_token > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Timings of prompts; without samples where the engine's rate was given."""
+
+    samples: Samples
+    line: Line
+    miss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was measured, and what follows."""
+
+    transferred: Transferred
+    computed: Computed
+    proposal: Proposal
+
+    @property
+    def longest(self) -> int:
+        """The longest length in tokens that all of this was measured up to."""
+        lengths = [max(self.transferred.samples), *([max(self.computed.samples)] if self.computed.samples else [])]
+        return min(lengths)
+
+
+def measure(plan: Plan) -> Report:
+    """Measures and proposes a threshold; leaves nothing on the server.
+
+    Raises:
+        BreakEvenError: it cannot be measured.
+        NobodyAnswers: neither can it, because there is no server or no engine.
+    """
+    try:
+        return _measure(plan)
+    except Unavailable as error:
+        raise NobodyAnswers(f"{plan.endpoint} does not answer (any more): {error}") from None
+    except KVTierError as error:
+        raise BreakEvenError(f"{plan.endpoint} refuses: {error}") from None
+
+
+def _measure(plan: Plan) -> Report:
+    # The engine first: if it is not there, the server is not bothered.
+    most = plan.compute.look() if isinstance(plan.compute, PrefillEngine) else None
+    transferred = _transfers(plan)
+    step = transferred.geometry.step_tokens
+    if isinstance(plan.compute, PrefillEngine):
+        computed = _prompts(plan.compute, min(plan.max_tokens, (most or plan.max_tokens + 1) - 1), step, plan.rounds)
+        proposal = propose(transferred.samples, computed.samples, step)
+    else:
+        computed = Computed({}, Line(0.0, plan.compute))
+        proposal = propose(transferred.samples, plan.compute, step)
+    return Report(transferred, computed, proposal)
+
+
+def _transfers(plan: Plan) -> Transferred:
+    geometry = plan.geometry or geometry_of_engines(plan.status, plan.model)
+    with _client(plan, geometry) as client, TransferRig(client, geometry) as rig:
+        rig.fill(plan.max_tokens, min(plan.max_bytes, plan.status.tiers[0].capacity_bytes // _CPU_TIER_PART))
+        copies: list[float] = []
+        samples = _interleaved(rig.lengths, plan.rounds, rig.read, lambda: copies.append(rig.copy()))
+        line = fit(samples)
+        memcpy = 1 / max(statistics.median(copies[1:]), 1e-15)
+        return Transferred(client.transport or "none", geometry, samples, line, worst_miss(line, samples), memcpy)
+
+
+def _client(plan: Plan, geometry: Geometry) -> Client:
+    client = Client(
+        plan.endpoint,
+        namespace=TransferRig.namespace(geometry),
+        name=CLIENT_NAME,
+        engine_id=f"kvtier-bench-{uuid.uuid4().hex[:8]}",
+        transport=plan.transport,
+        timeouts=Timeouts(connect=plan.timeout, call=plan.timeout),
+    )
+    try:
+        client.wait_until_connected()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _prompts(engine: PrefillEngine, max_tokens: int, step: int, rounds: int) -> Computed:
+    lengths = lengths_up_to(max_tokens, step)
+    if len(lengths) < 2:
+        raise BreakEvenError(f"{engine.url} takes prompts of {max_tokens} tokens at most: too few to measure")
+    samples = _interleaved(lengths, rounds, engine.prefill)
+    line = fit(samples)
+    if line.per_token <= 0:
+        raise BreakEvenError(
+            "what a token costs to compute is lost in the noise: measure longer prompts (--max-tokens), or more --rounds"
+        )
+    return Computed(samples, line, worst_miss(line, samples))
+
+
+def _interleaved(
+    lengths: list[int], rounds: int, action: Callable[[int], float], between: Callable[[], object] = lambda: None
+) -> Samples:
+    """Times each length once per round, so that what else happens befalls all alike; the first round is to warm up."""
+    samples: dict[int, list[float]] = defaultdict(list)
+    for number in range(rounds + 1):
+        between()
+        for tokens in lengths:
+            seconds = action(tokens)
+            if number:
+                samples[tokens].append(seconds)
+    return dict(samples)

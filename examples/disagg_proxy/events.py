@@ -1,0 +1,121 @@
+"""Server-sent events of D: passed on as they come, read on the way for what the next turn must know."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from .transfer import DecodeEngine, Params, is_usable
+
+__all__ = ["EventTooLargeError", "Splitter", "StreamReader", "without_params"]
+
+MAX_EVENT_BYTES = 16 << 20
+_END = re.compile(rb"\r?\n\r?\n")
+_KEPT_ENDINGS = {"stop", "length", "tool_calls", "function_call"}
+"""Reasons for an end after which D holds its blocks (B2.16): not ``abort``, ``error``, ``repetition``."""
+
+
+class EventTooLargeError(Exception):
+    """An event without an end."""
+
+
+class Splitter:
+    """Cuts a stream into events, each with the blank line that ends it."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """Yields the events that are complete with ``chunk``. Raises EventTooLargeError."""
+        text = self._rest + chunk
+        start = 0
+        for end in _END.finditer(text):
+            yield text[start : end.end()]
+            start = end.end()
+        self._rest = text[start:]
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise EventTooLargeError
+
+    @property
+    def rest(self) -> bytes:
+        """What came after the last whole event."""
+        return self._rest
+
+
+class StreamReader:
+    """Reads one answer's events. ``strip_usage``: the client did not ask for the last chunk with the usage."""
+
+    def __init__(self, *, strip_usage: bool) -> None:
+        self._strip_usage = strip_usage
+        self._total_tokens = 0
+        self._is_kept = False
+        self._params: Params | None = None
+        self.is_done = False
+        self.has_failed = False
+
+    def read(self, event: bytes) -> bytes:
+        """Returns the event as the client is to get it: mostly as it came, possibly nothing."""
+        data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+        if data == b"[DONE]":
+            self.is_done = True
+            return event
+        chunk = _json(data) if data else None
+        if not isinstance(chunk, dict):
+            return event
+        self._note(chunk)
+        if self._strip_usage and chunk.get("usage") and chunk.get("choices") == []:
+            return b""
+        if "kv_transfer_params" not in chunk:
+            return event
+        del chunk["kv_transfer_params"]
+        return b"data: " + _dump(chunk) + b"\n\n"
+
+    @property
+    def params(self) -> Params | None:
+        """What D itself said of its hold; engines newer than vLLM 0.32 may."""
+        return self._params
+
+    def hold(self, engine: DecodeEngine | None, name: str | None) -> Params | None:
+        """Returns the hold that the stream has left, as far as can be known: by D's word, else under the name that it was given."""
+        if not self.is_done or self.has_failed:
+            return None
+        if self._params is not None:
+            return self._params if is_usable(self._params) else None
+        if engine is None or name is None or not self._is_kept or self._total_tokens < 2:
+            return None
+        return engine.named_hold(name, self._total_tokens - 1)  # the last token was never an input: it has no KV
+
+    def _note(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk and not chunk.get("choices"):
+            self.has_failed = True
+        params, usage, choices = (chunk.get(name) for name in ("kv_transfer_params", "usage", "choices"))
+        if isinstance(params, dict):
+            self._params = params
+        if isinstance(usage, dict) and isinstance(usage.get("total_tokens"), int):
+            self._total_tokens = usage["total_tokens"]
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict) and choice.get("finish_reason") is not None:
+                self._is_kept = _is_kept(choice)
+
+
+def without_params(answer: dict[str, Any]) -> bytes:
+    """Returns a whole answer as the client is to get it."""
+    return _dump({name: value for name, value in answer.items() if name != "kv_transfer_params"})
+
+
+def _is_kept(choice: dict[str, Any]) -> bool:
+    """Whether D held the request at this end. vLLM finds stop *strings* outside of its engine, where the end is an abort."""
+    return choice["finish_reason"] in _KEPT_ENDINGS and not isinstance(choice.get("stop_reason"), str)
+
+
+def _json(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,0 +1,77 @@
+"""What Prometheus scrapes of the proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from .conversations import Reuse
+from .fleet import Fleet, Instance
+
+__all__ = ["CONTENT_TYPE", "Metrics", "Outcome"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+
+
+class Outcome(Enum):
+    """How a client's request ended."""
+
+    OK = "ok"
+    CLIENT_ERROR = "client_error"
+    """What the client sent was refused, by the proxy or by an engine (4xx)."""
+    ENGINE_ERROR = "engine_error"
+    BROKEN = "broken"
+    """An engine failed in the middle of its answer."""
+    GONE = "client_gone"
+    BUSY = "busy"
+    DEFECT = "defect"
+    """The proxy's own."""
+
+
+class Metrics:
+    """The proxy's figures. What can be looked up when somebody asks is not kept twice."""
+
+    def __init__(self, fleets: Iterable[Fleet], entries: Callable[[], int]) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests by how they ended.", "route", "outcome")
+        self.turns = self._counter("turns", "Turns by whether D's hold of the turn before was used.", "reuse")
+        self.retries = self._counter(
+            "retries", "Failures of an engine that another one made good, or was to.", "role", "cause"
+        )
+        self.fallbacks = self._counter("fallbacks", "Turns that D served without P, and why.", "cause")
+        self.dropped = self._counter("entries_evicted", "Entries that nobody came for.")
+        self.first_token = self._histogram("first_token_seconds", "Until the first event of a stream.", "route")
+        self.duration = self._histogram("duration_seconds", "Until the end of the answer.", "route")
+        self.prefill = self._histogram("prefill_seconds", "Until P had answered.")
+        self._gauge("entries", "Conversations whose latest turn is remembered.").set_function(entries)
+        up = self._gauge("instance_up", "Whether the engine gets requests.", "role", "instance")
+        outstanding = self._gauge("instance_outstanding", "Requests under way at the engine.", "role", "instance")
+        for instance in (instance for fleet in fleets for instance in fleet.instances):
+            up.labels(instance.role.value, instance.url).set_function(_is_up(instance))
+            outstanding.labels(instance.role.value, instance.url).set_function(_outstanding(instance))
+        for reuse in Reuse:
+            self.turns.labels(reuse.value)
+
+    def render(self) -> bytes:
+        """Returns the text format."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"disagg_proxy_{name}", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"disagg_proxy_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(f"disagg_proxy_{name}", text, labels, registry=self._registry, buckets=_SECONDS)
+
+
+def _is_up(instance: Instance) -> Callable[[], float]:
+    return lambda: float(instance.is_up)
+
+
+def _outstanding(instance: Instance) -> Callable[[], float]:
+    return lambda: float(instance.outstanding)

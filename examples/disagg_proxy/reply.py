@@ -1,0 +1,56 @@
+"""What the client is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from starlette.types import Send
+
+from .engines import Answer
+
+__all__ = ["Reply", "error_answer", "error_event"]
+
+_JSON = {"content-type": "application/json"}
+
+
+def error_answer(status: int, message: str, headers: Mapping[str, str] | None = None) -> Answer:
+    """Returns an error in OpenAI's form."""
+    return Answer(status, {**_JSON, **(headers or {})}, _error(status, message))
+
+
+def error_event(status: int, message: str) -> bytes:
+    """Returns the same as an event of a stream that has begun."""
+    return b"data: " + _error(status, message) + b"\n\n"
+
+
+class Reply:
+    """The answer to one request. ``has_begun``: nothing else can be said any more."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
+
+    async def whole(self, answer: Answer) -> None:
+        """Sends all of it."""
+        await self.begin(answer.status, {**answer.headers, "content-length": str(len(answer.body))})
+        await self.end(answer.body)
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Sends the head."""
+        self.has_begun = True
+        raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def more(self, chunk: bytes) -> None:
+        """Sends a part; waits while the client is slow."""
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self, chunk: bytes = b"") -> None:
+        """Sends the last part."""
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
+
+
+def _error(status: int, message: str) -> bytes:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()

@@ -1,0 +1,140 @@
+"""``kv_transfer_params``: what engines are told of each other's blocks, in the field's names (BEHAVIOUR B2.18, B2.22, B2.24)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "Address",
+    "DecodeEngine",
+    "Params",
+    "first_turn",
+    "for_engine",
+    "hold_only",
+    "is_usable",
+    "next_turn",
+    "own_params",
+]
+
+Params = Mapping[str, Any]
+
+_REMOTE = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_block_ids",
+    "remote_host",
+    "remote_port",
+    "remote_num_tokens",
+    "remote_blocks_expiry_time",
+)
+_NOT_FOR_CLIENTS = {"do_remote_prefill", "do_remote_decode", "tp_size"}
+_SETTINGS = "kvtier"
+_HOLD_AS = "hold_as"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a kvtier server is: a host and its port, or ``unix:PATH`` and 0."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Reads ``host:port`` or ``unix:PATH``; raises ValueError."""
+        if text.startswith("unix:") and len(text) > len("unix:"):
+            return cls(text, 0)
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"{text!r} is neither host:port nor unix:PATH")
+        return cls(host.strip("[]"), int(port))
+
+    def replacing(self, params: Params) -> Params:
+        """Returns ``params`` with this as the place of the blocks (B2.22)."""
+        return {**params, "remote_host": self.host, "remote_port": self.port}
+
+
+@dataclass(frozen=True)
+class DecodeEngine:
+    """Who a decode engine is, by its own word: all that must be known of it to speak of a hold that it has not spoken of."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int | None
+
+    @classmethod
+    def parse(cls, params: object) -> DecodeEngine | None:
+        """Reads it from what the engine returned; None where that does not say."""
+        if not isinstance(params, Mapping):
+            return None
+        engine_id, host, port = (params.get(f"remote_{name}") for name in ("engine_id", "host", "port"))
+        if not (isinstance(engine_id, str) and engine_id and isinstance(host, str) and host and isinstance(port, int)):
+            return None
+        tp_size = params.get("tp_size")
+        return cls(engine_id, host, port, tp_size if isinstance(tp_size, int) else None)
+
+    def named_hold(self, name: str, num_tokens: int) -> Params:
+        """Returns what this engine would say of the request that it was told to hold as ``name``.
+
+        Of the blocks only that there are some: the claim says which.
+        """
+        return {
+            "do_remote_prefill": False,
+            "do_remote_decode": True,
+            "remote_block_ids": [[0]],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": name,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "tp_size": self.tp_size,
+            "remote_num_tokens": num_tokens,
+        }
+
+
+def first_turn() -> Params:
+    """For P, when nothing is held of the conversation: all remote fields are None (B2.24)."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(_REMOTE)}
+
+
+def next_turn(hold: Params) -> Params:
+    """For P, when D holds the turn before."""
+    return {**hold, "do_remote_decode": True, "do_remote_prefill": False}
+
+
+def hold_only() -> Params:
+    """For D, when there is nothing to pull: it computes the prompt, and holds the conversation as if it had pulled."""
+    return {"do_remote_decode": False, "do_remote_prefill": True, **dict.fromkeys(_REMOTE)}
+
+
+def is_usable(params: object) -> bool:
+    """Whether an engine's answer names blocks that another could take over (B2.3)."""
+    if not isinstance(params, Mapping) or DecodeEngine.parse(params) is None or not params.get("remote_request_id"):
+        return False
+    blocks, num_tokens = params.get("remote_block_ids"), params.get("remote_num_tokens")
+    named = isinstance(blocks, list) and any(isinstance(group, list) and group for group in blocks)
+    return named and isinstance(num_tokens, int) and num_tokens > 0
+
+
+def own_params(given: object) -> Params:
+    """Returns what a client may say itself: nothing about whose blocks are pulled, and no name for a hold."""
+    if not isinstance(given, Mapping):
+        return {}
+    own = {
+        name: value for name, value in given.items() if name not in _NOT_FOR_CLIENTS and not name.startswith("remote_")
+    }
+    settings = own.get(_SETTINGS)
+    if isinstance(settings, Mapping):
+        own[_SETTINGS] = {name: value for name, value in settings.items() if name != _HOLD_AS}
+    return own
+
+
+def for_engine(params: Params, own: Params, hold_as: str | None = None) -> Params:
+    """Returns what one engine is given: the proxy's ``params``, what the client said itself, and a name for the hold."""
+    merged = {**own, **params}
+    if hold_as is not None:
+        settings = own.get(_SETTINGS)
+        merged[_SETTINGS] = {**(settings if isinstance(settings, Mapping) else {}), _HOLD_AS: hold_as}
+    return merged

@@ -1,0 +1,97 @@
+"""A client's request, and what becomes of its body on the way to P and to D (BEHAVIOUR B2.20, B2.23)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .transfer import Params, for_engine, own_params
+
+__all__ = ["MAX_CONVERSATION_ID", "BadRequestError", "Turn"]
+
+MAX_CONVERSATION_ID = 256
+"""Characters of a conversation's id."""
+
+
+class BadRequestError(Exception):
+    """The request cannot be understood; its text is for the client."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is to be answered.
+
+    ``body``: as it was sent, without ``conversation_id`` and ``kv_transfer_params``. ``own``: what of the latter is the client's.
+    ``alone``: D serves it without P.
+    """
+
+    body: dict[str, Any]
+    own: Params
+    conversation_id: str | None
+    stream: bool
+    wants_usage: bool
+    alone: bool
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Turn:
+        """Raises BadRequestError."""
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError):
+            raise BadRequestError("The body is no JSON.") from None
+        if not isinstance(body, dict):
+            raise BadRequestError("The body must be a JSON object.")
+        conversation_id = _conversation_id(body.pop("conversation_id", None))
+        own = own_params(body.pop("kv_transfer_params", None))
+        options, stream = body.get("stream_options"), body.get("stream")
+        if not isinstance(stream, bool | None):  # engines would take 1 and "true" for it
+            raise BadRequestError("stream must be true or false.")
+        return cls(
+            body,
+            own,
+            conversation_id,
+            stream=bool(stream),
+            wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            alone=not _is_one_answer(body) or _wants_whole_prompt(body),
+        )
+
+    def prefill_body(self, params: Params) -> dict[str, Any]:
+        """For P: one token, which nobody reads (B2.23)."""
+        body = {**self.body, "stream": False, "max_tokens": 1, "kv_transfer_params": for_engine(params, self.own)}
+        for name in ("max_completion_tokens", "min_tokens", "stream_options"):
+            body.pop(name, None)
+        return body
+
+    def decode_body(self, params: Params | None, hold_as: str | None = None) -> dict[str, Any]:
+        """For D. With a name for its hold the stream is to end with the number of tokens, which the next turn must know."""
+        body = dict(self.body)
+        given = for_engine(params or {}, self.own, hold_as)
+        if given:
+            body["kv_transfer_params"] = given
+        if hold_as is not None:
+            options = body.get("stream_options")
+            body["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+        return body
+
+
+def _conversation_id(given: object) -> str | None:
+    if given is None or given == "":
+        return None
+    if not isinstance(given, str) or len(given) > MAX_CONVERSATION_ID:
+        raise BadRequestError(f"conversation_id must be text of at most {MAX_CONVERSATION_ID} characters.")
+    return given
+
+
+def _is_one_answer(body: dict[str, Any]) -> bool:
+    """Whether a hold could stand for the request: one prompt of tokens, one answer."""
+    if body.get("n") not in (None, 1) or body.get("use_beam_search") or body.get("prompt_embeds") is not None:
+        return False
+    prompt = body.get("prompt")
+    return not (isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int))
+
+
+def _wants_whole_prompt(body: dict[str, Any]) -> bool:
+    """Whether D must compute the prompt anyway: for the log probabilities of its tokens nothing is pulled."""
+    echoes = body.get("echo") and body.get("logprobs") is not None
+    return bool(echoes) or body.get("prompt_logprobs") is not None

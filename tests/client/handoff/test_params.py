@@ -1,0 +1,68 @@
+"""What callers say: read as leniently as it must be, since it comes from other machines, through a proxy."""
+
+from __future__ import annotations
+
+import pytest
+from peers import PEER, Rig, answered, prefilled
+
+from kvtier.client.handoff import RemoteRequest, TransferParams
+
+
+def parsed(**said: object) -> TransferParams:
+    """Returns what is understood of the parameters of a prefill engine's request, with these."""
+    params = TransferParams.parse(answered(80, **said))
+    assert params is not None
+    return params
+
+
+def test_what_a_decode_engine_returned_is_understood() -> None:
+    """B2.3: who holds how much, and until when."""
+    expected = TransferParams(
+        do_remote_decode=True, remote=PEER, has_blocks=True, num_tokens=80, expiry_time=1e9, holds_nothing=False
+    )
+    assert parsed(remote_blocks_expiry_time=1e9) == expected
+
+
+@pytest.mark.parametrize(("said", "port"), [("7001", 7001), (7001.0, 7001), (0, 0), (65535, 65535)])
+def test_a_port_may_come_as_text(said: object, port: int) -> None:
+    """JSON and environments know no better; 0 is that of a socket."""
+    assert parsed(remote_port=said).remote == RemoteRequest(PEER.engine_id, PEER.request_id, PEER.host, port)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"remote_port": -1},
+        {"remote_port": 65536},
+        {"remote_port": True},
+        {"remote_port": "http"},
+        {"remote_port": float("inf")},
+        {"remote_port": 10**400},
+        {"remote_host": ""},
+        {"remote_engine_id": ""},
+        {"remote_request_id": ""},
+        {"remote_request_id": 5},
+    ],
+)
+def test_what_cannot_be_reached_is_missing(said: dict[str, object]) -> None:
+    """B2.5: a value that makes no sense is none, and nothing is raised."""
+    assert parsed(**said).remote is None
+
+
+@pytest.mark.parametrize("said", [True, None, "soon", float("nan"), float("-inf"), 10**400, [1]])
+def test_a_number_that_is_none_is_missing(said: object) -> None:
+    """B2.3 B2.19: tokens count as 0 then, and the time of the hold is known to the server only."""
+    params = parsed(remote_num_tokens=said, remote_blocks_expiry_time=said)
+    assert (params.num_tokens, params.expiry_time) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "nothing"),
+    [([[]], True), ([[], []], True), ([[0], []], False), ([], False), (None, False), ("text", False), ([5], False)],
+)
+def test_a_peer_may_say_that_it_holds_nothing(blocks: object, nothing: bool) -> None:  # noqa: FBT001 - a table
+    """B2.17: what it said of every group; one that says nothing of its blocks is asked."""
+    assert parsed(remote_block_ids=blocks).holds_nothing is nothing
+    rig = Rig(prefilled(remote_block_ids=blocks))
+    assert rig.match() == (0 if nothing else None)
+    assert len(rig.server.claims) == (not nothing)

@@ -1,0 +1,187 @@
+"""What the connector asks of servers for requests that are handed over, when these are slow, fail, or hold only a part (B2)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
+
+from kvtier.client import (
+    HandoffDirection,
+    HoldGone,
+    HoldInfo,
+    HoldName,
+    InvalidRequest,
+    KeyStatus,
+    KVTierError,
+    NotConnected,
+    PublishStatus,
+    make_key,
+)
+from kvtier.client.engines.vllm import holds
+
+TABLE = [[1, 2, 3, 4, 5, 6]]
+KEYS = [make_key(bytes([number]) * 32) for number in range(6)]
+HERE = {"remote_engine_id": "P", "remote_request_id": "p", "remote_host": "unix:/ours", "remote_port": 0}
+PREFILLED = {"do_remote_prefill": True, "remote_block_ids": [[0]], **HERE}
+
+
+class HoldsClient(FakeClient):
+    """A server that holds six full blocks of one request, as far as `hits` says; `before_claim` may wait or raise."""
+
+    def __init__(self, hits: Sequence[bool] = (True,) * 6, before_claim: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.hits, self.before_claim = hits, before_claim
+        self.claimed: list[HoldName] = []
+        self.renewed: list[HoldName] = []
+        self.let_go: list[HoldName] = []
+        self.published: list[str] = []
+
+    def claim(self, hold: HoldName, **_: Any) -> Any:
+        self.claimed.append(hold)
+        self.before_claim()
+        number = 1000 + len(self.claimed)
+        return SimpleNamespace(
+            id=number,
+            keys=KEYS,
+            statuses=bytes(KeyStatus.HIT if hit else KeyStatus.MISS for hit in self.hits),
+            hold=HoldInfo(range(6), 24, HandoffDirection.PREFILL_TO_DECODE, 20.0),
+            release=lambda: self.released.append(number),
+        )
+
+    def renew_holds(self, *holds: HoldName) -> None:
+        self.renewed += holds
+
+    def release_holds(self, *holds: HoldName) -> None:
+        self.let_go += holds
+
+    def publish(self, request_id: str, *_: Any, **__: Any) -> Any:
+        self.published.append(request_id)
+        return SimpleNamespace(status=PublishStatus.PUBLISHED)
+
+
+def test_a_part_of_a_hold_is_used_as_far_as_it_goes() -> None:
+    """B2.6: what is not there ends the hit; the lease goes back when it was read, and the peer is told."""
+    client = HoldsClient(hits=[True, True, True, False, True, True])
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params=PREFILLED)
+        scheduler.new_request(request)
+        wait_for(lambda: scheduler.matched_tokens(request, 0) == (12, True))
+        scheduler.blocks_allocated(request, TABLE, 12)
+        [load] = scheduler.build_step(make_step({})).loads
+        assert [(read.lease_id, read.indices, read.block_ids) for read in load.reads] == [(1001, [0, 1, 2], [1, 2, 3])]
+        assert client.released == []
+        scheduler.loads_reported(["r"], [])
+        wait_for(lambda: client.released == [1001] and client.let_go == [HoldName("P", "p")])
+
+
+def test_what_is_about_to_be_pulled_is_kept_alive() -> None:
+    """B2.1: by a heartbeat with the first step, and no more of them when it was pulled."""
+    client = HoldsClient()
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params=PREFILLED)
+        scheduler.new_request(request)
+        scheduler.build_step(make_step({}))
+        wait_for(lambda: client.renewed == [HoldName("P", "p")])
+        scheduler.build_step(make_step({}))
+        wait_for(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+        assert len(client.renewed) == 1, "every sixth of a lease"
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_claim_that_nobody_wants_any_more_is_given_back(*, answered: bool) -> None:
+    """B4.3: whether it was granted before its request ended or is granted afterwards."""
+    gate = threading.Event()
+    client = HoldsClient(before_claim=lambda: None if answered else wait_for(gate.is_set))
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params=PREFILLED)
+        scheduler.new_request(request)
+        if answered:
+            wait_for(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+        else:
+            assert scheduler.matched_tokens(request, 0) == (None, False)
+            wait_for(lambda: bool(client.claimed))
+        scheduler.request_finished(request, [[]])
+        gate.set()
+        wait_for(lambda: client.released == [1001] and client.let_go == [HoldName("P", "p")])
+
+
+@pytest.mark.parametrize(
+    ("error", "asks_again"), [(NotConnected("gone"), False), (HoldGone("gone"), True), (InvalidRequest("odd"), True)]
+)
+def test_a_server_that_fails_is_left_in_peace(monkeypatch: Any, error: KVTierError, *, asks_again: bool) -> None:
+    """A claim that fails is a miss, and the next request is not made to wait for the same; unless it was refused for itself."""
+    monkeypatch.setattr(holds, "_COOL_DOWN_S", 600.0)
+
+    def fail() -> None:
+        raise error
+
+    client = HoldsClient(before_claim=fail)
+    with scheduler_side(client) as (scheduler, _):
+        for request_id in ("first", "second"):
+            request = make_request(6, request_id, kv_transfer_params=PREFILLED)
+            scheduler.new_request(request)
+            wait_for(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
+    assert len(client.claimed) == (2 if asks_again else 1)
+
+
+def test_nobody_is_asked_where_there_is_no_server() -> None:
+    """It is a miss at once."""
+    client = HoldsClient()
+    with scheduler_side(client) as (scheduler, _):
+        client.connected = False
+        request = make_request(6, kv_transfer_params=PREFILLED)
+        scheduler.new_request(request)
+        assert scheduler.matched_tokens(request, 0) == (0, False)
+        client.connected = True
+        assert scheduler.matched_tokens(request, 0)[0] in (0, None), "its one transfer is over, the cache is not"
+    assert client.claimed == []
+
+
+@pytest.mark.parametrize(
+    ("status", "held"),
+    [
+        ("FINISHED_STOPPED", True),
+        ("FINISHED_LENGTH_CAPPED", True),
+        ("FINISHED_ABORTED", False),
+        ("FINISHED_IGNORED", False),
+        ("FINISHED_ERROR", False),
+        ("FINISHED_REPETITION", False),
+    ],
+)
+def test_normal_ends(status: str, *, held: bool) -> None:
+    """B2.16: of vLLM's ways to end a request two are normal."""
+    client = HoldsClient()
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
+        request.status = SimpleNamespace(name=status)
+        scheduler.new_request(request)
+        scheduler.blocks_allocated(request, TABLE, 0)
+        assert (scheduler.request_finished(request, TABLE) is not None) is held
+        saves = [key for save in scheduler.build_step(make_step({})).saves for key in save.keys]
+        assert saves == (KEYS if held else []), "any other end drops what is not stored yet"
+    assert client.published == (["r"] if held else [])
+
+
+def test_what_is_held_is_offered_once_more_where_it_was_not_stored() -> None:
+    """B2.17: blocks that the server had no room for are among those that who pulls would wait for."""
+    from kvtier.client.engines.vllm.metadata import WorkerReport
+
+    client = HoldsClient()
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params={"do_remote_decode": True})
+        scheduler.new_request(request)
+        wait_for(lambda: scheduler.matched_tokens(request, 0) == (0, False))
+        scheduler.blocks_allocated(request, TABLE, 0)
+        wait_for(lambda: not scheduler._requests["r"].announcement.voting)
+        [first] = scheduler.build_step(make_step({"r": TABLE}, r=24)).saves
+        assert first.keys == KEYS
+        scheduler.saves_reported(WorkerReport({first.job_id: 1}, {first.job_id: {1, 4}}))
+        request.num_computed_tokens = 24
+        assert scheduler.request_finished(request, TABLE) is not None
+        saves = scheduler.build_step(make_step({})).saves
+        assert sorted(key for save in saves for key in save.keys) == [KEYS[1], KEYS[4]]

@@ -1,0 +1,135 @@
+"""What is remembered, and for how long."""
+
+from __future__ import annotations
+
+import json
+
+from disagg_proxy.conversations import Conversation, Conversations, Reuse, Taken
+from hypothesis import given
+from hypothesis import strategies as st
+
+C1, C2, C3 = (Conversation("owner", name) for name in ("c1", "c2", "c3"))
+HOLD = {"remote_request_id": "r1", "remote_block_ids": [[0]]}
+LATER = {"remote_request_id": "r2", "remote_block_ids": [[0]]}
+
+
+def test_an_entry_is_for_one_turn() -> None:
+    """B2.21 Taking it removes it."""
+    entries = Conversations()
+    entries.put(C1, HOLD, 0.0)
+    assert entries.take(C1, 1.0) == Taken(Reuse.HIT, HOLD)
+    assert entries.take(C1, 1.0) == Taken(Reuse.MISS)
+
+
+def test_an_entry_lives_450_seconds() -> None:
+    """B2.21 Less than D's hold (480 s); what is over is not used, and gone."""
+    entries = Conversations()
+    entries.put(C1, HOLD, 100.0)
+    entries.put(C2, HOLD, 100.0)
+    assert entries.take(C1, 549.9).reuse is Reuse.HIT
+    assert entries.take(C2, 550.0) == Taken(Reuse.EXPIRED)
+    assert entries.take(C2, 550.0) == Taken(Reuse.MISS)
+
+
+def test_the_latest_turn_counts_and_lives_anew() -> None:
+    """A turn that ends later replaces the one before, and its time."""
+    entries = Conversations(ttl_s=10.0)
+    entries.put(C1, HOLD, 0.0)
+    entries.put(C1, LATER, 9.0)
+    assert len(entries) == 1
+    assert entries.take(C1, 18.0) == Taken(Reuse.HIT, LATER)
+
+
+def test_stale_entries_are_evicted_and_others_stay() -> None:
+    """B2.24 What `/health` does; it says how many."""
+    entries = Conversations(ttl_s=10.0)
+    entries.put(C1, HOLD, 0.0)
+    entries.put(C2, HOLD, 5.0)
+    assert entries.evict(9.9) == 0
+    assert entries.evict(10.0) == 1
+    assert entries.take(C1, 10.0).reuse is Reuse.MISS
+    assert entries.take(C2, 10.0).reuse is Reuse.HIT
+
+
+def test_of_too_many_the_oldest_go() -> None:
+    """However many conversations there are, memory is bounded; a turn makes its conversation young again."""
+    entries = Conversations(max_entries=2)
+    entries.put(C1, HOLD, 0.0)
+    entries.put(C2, HOLD, 1.0)
+    entries.put(C1, LATER, 2.0)
+    entries.put(C3, HOLD, 3.0)
+    assert [entries.take(conversation, 4.0).reuse for conversation in (C1, C2, C3)] == [
+        Reuse.HIT,
+        Reuse.MISS,
+        Reuse.HIT,
+    ]
+
+
+def test_of_too_large_ones_the_oldest_go() -> None:
+    """The block ids of long conversations count as well, and no longer once they are gone."""
+    large = {"remote_block_ids": [list(range(1000))]}
+    room = 2 * len(json.dumps(large)) + 1
+    entries = Conversations(max_bytes=room)
+    for _ in range(5):
+        for conversation in (C1, C2, C3):
+            entries.put(conversation, large, 0.0)
+        assert len(entries) == 2
+        assert entries.take(C1, 1.0).reuse is Reuse.MISS
+        assert entries.take(C2, 1.0).hold == large
+        assert entries.evict(500.0) == 1
+
+
+def test_one_that_is_too_large_is_not_kept() -> None:
+    """It does not take the room of the others for good."""
+    entries = Conversations(max_bytes=100)
+    entries.put(C1, {"remote_block_ids": [list(range(1000))]}, 0.0)
+    assert len(entries) == 0
+    entries.put(C1, HOLD, 0.0)
+    assert entries.take(C1, 1.0).reuse is Reuse.HIT
+
+
+def test_owners_do_not_meet() -> None:
+    """Two credentials that chose the same id have two conversations."""
+    entries = Conversations()
+    entries.put(Conversation("one", "c"), HOLD, 0.0)
+    assert entries.take(Conversation("two", "c"), 0.0).reuse is Reuse.MISS
+
+
+def test_what_is_taken_is_the_takers() -> None:
+    """Changing it, or what was put, changes nothing that is remembered."""
+    entries = Conversations()
+    given_hold = {"remote_block_ids": [[0]]}
+    entries.put(C1, given_hold, 0.0)
+    given_hold["remote_block_ids"].append([9])
+    assert entries.take(C1, 0.0).hold == {"remote_block_ids": [[0]]}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["put", "take", "evict"]), st.sampled_from([C1, C2, C3]), st.floats(0, 8)),
+        max_size=60,
+    )
+)
+def test_any_life_is_that_of_a_plain_dictionary(steps: list[tuple[str, Conversation, float]]) -> None:
+    """B2.21 Against a model that knows nothing of order or room."""
+    entries, model, now = Conversations(ttl_s=10.0), dict[Conversation, tuple[int, float]](), 0.0
+    for number, (step, conversation, passed) in enumerate(steps):
+        now += passed
+        if step == "put":
+            entries.put(conversation, {"number": number}, now)
+            model[conversation] = (number, now + 10.0)
+        elif step == "evict":
+            over = [conversation for conversation, (_, until) in model.items() if until <= now]
+            assert entries.evict(now) == len(over)
+            for conversation_over in over:
+                del model[conversation_over]
+        else:
+            expected = model.pop(conversation, None)
+            taken = entries.take(conversation, now)
+            if expected is None:
+                assert taken == Taken(Reuse.MISS)
+            elif expected[1] <= now:
+                assert taken == Taken(Reuse.EXPIRED)
+            else:
+                assert taken == Taken(Reuse.HIT, {"number": expected[0]})
+        assert len(entries) == len(model)

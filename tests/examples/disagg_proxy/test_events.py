@@ -1,0 +1,165 @@
+"""A stream on its way through."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from disagg_proxy import events
+from disagg_proxy.events import EventTooLargeError, Splitter, StreamReader, without_params
+from disagg_proxy.transfer import DecodeEngine
+from hypothesis import given
+from hypothesis import strategies as st
+
+ENGINE = DecodeEngine("d0", "h", 7070, 1)
+DONE = b"data: [DONE]\n\n"
+END = {"choices": [{"index": 0, "text": "x", "finish_reason": "length", "stop_reason": None}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": 4, "total_tokens": 24}}
+HELD = ENGINE.named_hold("d's own name", 21)
+
+
+def _event(chunk: object) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def _read(*chunks: object, done: bool = True, strip_usage: bool = True) -> tuple[StreamReader, bytes]:
+    reader = StreamReader(strip_usage=strip_usage)
+    passed = [reader.read(_event(chunk)) for chunk in chunks]
+    return reader, b"".join([*passed, reader.read(DONE)] if done else passed)
+
+
+@given(
+    st.lists(st.binary(max_size=20).filter(lambda text: b"\n" not in text and b"\r" not in text), max_size=8),
+    st.lists(st.integers(1, 30), min_size=1),
+    st.sampled_from([b"\n\n", b"\r\n\r\n"]),
+)
+def test_events_are_whole_however_they_arrive(texts: list[bytes], sizes: list[int], end: bytes) -> None:
+    """Cut anywhere by the network, each comes out once, in order, byte for byte."""
+    wanted = [b"data: " + text + end for text in texts]
+    stream, splitter, got, number = b"".join(wanted), Splitter(), list[bytes](), 0
+    while stream:
+        size = sizes[number % len(sizes)]
+        got += splitter.feed(stream[:size])
+        stream, number = stream[size:], number + 1
+    assert b"".join(got) + splitter.rest == b"".join(wanted)
+    if end == b"\n\n":
+        assert got == wanted
+
+
+def test_what_has_no_end_is_kept_apart() -> None:
+    """The start of an event is not passed on as one."""
+    splitter = Splitter()
+    assert list(splitter.feed(b"data: 1\n\ndata: 2")) == [b"data: 1\n\n"]
+    assert splitter.rest == b"data: 2"
+
+
+def test_an_event_without_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that only ever sends one line does not fill the proxy's memory."""
+    monkeypatch.setattr(events, "MAX_EVENT_BYTES", 100)
+    splitter = Splitter()
+    assert list(splitter.feed(b"x" * 100)) == []
+    with pytest.raises(EventTooLargeError):
+        list(splitter.feed(b"x"))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices":[{"index":0,"text":"\xc3\xa9","finish_reason":null}]}\n\n',
+        b": ping\n\n",
+        b"event: odd\ndata: 7\n\n",
+        b"data: {broken\n\n",
+        b"data: [1]\n\n",
+        b"\n\n",
+        b'data:{"choices":"odd","usage":{"total_tokens":"x"}}\n\n',
+        b'data: {"choices":[7,{"finish_reason":"stop"}]}\r\n\r\n',
+        DONE,
+    ],
+)
+def test_events_pass_as_they_come(event: bytes) -> None:
+    """Not a byte is changed, whatever is in it."""
+    assert StreamReader(strip_usage=True).read(event) == event
+
+
+def test_the_usage_is_for_who_asked() -> None:
+    """The chunk that only the proxy wanted does not reach the client; who asked gets it."""
+    assert _read(END, USAGE)[1] == _event(END) + DONE
+    assert _read(END, USAGE, strip_usage=False)[1] == _event(END) + _event(USAGE) + DONE
+
+
+def test_a_chunk_with_text_is_never_stripped() -> None:
+    """With usage in every chunk (`continuous_usage_stats`) only the last one, without text, goes."""
+    chunk = END | {"usage": USAGE["usage"]}
+    assert _read(chunk, USAGE)[1] == _event(chunk) + DONE
+
+
+def test_a_stream_leaves_the_hold_that_it_was_told_to_name() -> None:
+    """B2.22 The entry of a stream: D's name for it, all tokens but the last, which has no KV yet."""
+    reader, _ = _read(END, USAGE)
+    assert reader.hold(ENGINE, "name") == ENGINE.named_hold("name", 23)
+
+
+def test_what_d_says_itself_counts() -> None:
+    """B2.22 A final chunk with `kv_transfer_params` is D's own word; the client does not see them."""
+    chunk = {**END, "kv_transfer_params": HELD}
+    reader, passed = _read(chunk, USAGE)
+    assert reader.hold(ENGINE, "name") == HELD
+    assert reader.hold(None, None) == HELD
+    assert b"kv_transfer_params" not in passed
+    assert json.loads(passed.split(b"\n\n")[0].removeprefix(b"data: ")) == END
+
+
+def test_d_may_say_that_it_holds_nothing() -> None:
+    """B2.15 Its word counts, also then: no hold is made up under the name."""
+    reader, _ = _read({**END, "kv_transfer_params": {**HELD, "remote_block_ids": [[]]}}, USAGE)
+    assert reader.hold(ENGINE, "name") is None
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "function_call"])
+def test_normal_ends_are_held(reason: str) -> None:
+    """B2.16 Stopped and length-capped are normal ends; chat has more words for the former."""
+    reader, _ = _read({"choices": [{"index": 0, "delta": {}, "finish_reason": reason, "stop_reason": 2}]}, USAGE)
+    assert reader.hold(ENGINE, "name") is not None
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"finish_reason": "abort"},
+        {"finish_reason": "error"},
+        {"finish_reason": "repetition"},
+        {"finish_reason": None},
+        {"finish_reason": "stop", "stop_reason": "\n\n"},
+    ],
+)
+def test_other_ends_are_not(end: dict[str, Any]) -> None:
+    """B2.16 Any other end frees the blocks; a stop string is an abort inside of vLLM."""
+    reader, _ = _read({"choices": [{"index": 0, "text": "", **end}]}, USAGE)
+    assert reader.hold(ENGINE, "name") is None
+
+
+def test_nothing_is_made_up() -> None:
+    """Without the end, the usage, the engine's id or a name there is no entry; after an error neither."""
+    assert _read(END, USAGE, done=False)[0].hold(ENGINE, "name") is None
+    assert _read(END)[0].hold(ENGINE, "name") is None
+    assert _read(END, USAGE)[0].hold(None, "name") is None
+    assert _read(END, USAGE)[0].hold(ENGINE, None) is None
+    assert _read(END, {"error": {"message": "dead", "code": 500}}, USAGE)[0].hold(ENGINE, "name") is None
+    one_token = {"choices": [], "usage": {"total_tokens": 1}}
+    assert _read(END, one_token)[0].hold(ENGINE, "name") is None
+
+
+def test_an_error_is_noticed_and_passed_on() -> None:
+    """VLLM's streams say that they fail in an event."""
+    error = {"error": {"message": "dead", "code": 500}}
+    reader, passed = _read(error)
+    assert reader.has_failed
+    assert passed == _event(error) + DONE
+    assert not _read(END)[0].has_failed
+
+
+def test_whole_answers_keep_all_but_the_params() -> None:
+    """Clients do not see what engines tell one another."""
+    answer = {"id": "1", "choices": [{"text": "é\ud800"}], "kv_transfer_params": HELD}
+    assert json.loads(without_params(answer)) == {"id": "1", "choices": [{"text": "é\ud800"}]}

@@ -1,0 +1,57 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import pytest
+from disagg_proxy.settings import Decode, Settings, parse_arguments
+from disagg_proxy.transfer import Address
+
+
+def test_engines_are_named_one_by_one() -> None:
+    """Several of each role; the address of a kvtier server stands beside its decode engine."""
+    settings = parse_arguments(
+        [
+            "--prefill=http://p1:8100/",
+            "--prefill=http://p2:8100/v1",
+            "--decode=http://d1:8200,kvtier=10.0.0.3:7070",
+            "--decode=https://d2",
+            "--port=0",
+        ]
+    )
+    assert settings.prefill == ("http://p1:8100", "http://p2:8100")
+    assert settings.decode == (Decode("http://d1:8200", Address("10.0.0.3", 7070)), Decode("https://d2"))
+    assert [instance.kvtier for instance in settings.decode_instances()] == [Address("10.0.0.3", 7070), None]
+    assert settings.port == 0
+
+
+def test_defaults() -> None:
+    """B2.21 450 s for an entry; nobody but this host is served unless somebody says so."""
+    settings = parse_arguments(["--decode=http://d:1"])
+    assert settings == Settings(decode=(Decode("http://d:1"),))
+    assert (settings.entry_ttl, settings.host) == (450.0, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--prefill=http://p:1"],
+        ["--decode=d:8200"],
+        ["--decode=http://"],
+        ["--decode=http://d:1?x=1"],
+        ["--decode=http://d:1,kvtier=nowhere"],
+        ["--decode=http://d:1,kvteir=h:1"],
+        ["--prefill=http://p:1,kvtier=h:1", "--decode=http://d:1"],
+        ["--decode=http://d:1", "--entry-ttl=0"],
+        ["--decode=http://d:1", "--entry-ttl=nan"],
+        ["--decode=http://d:1", "--prefill-timeout=inf"],
+        ["--decode=http://d:1", "--max-entries=-1"],
+        ["--decode=http://d:x"],
+    ],
+)
+def test_typos_end_the_program(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """At the start, with a line that says which."""
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(arguments)
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""Engines that stand in for real ones, and the proxy in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from disagg_proxy.settings import Decode, Settings
+
+from .running_proxy import Clock, RunningProxy, run_proxy
+from .standin_engine import StandinEngine
+
+__all__ = ["Site"]
+
+
+@dataclass
+class Site:
+    """Two engines of each role, of which a test uses as many as it wants."""
+
+    prefill: list[StandinEngine]
+    decode: list[StandinEngine]
+
+    def settings(self, prefills: int = 1, decodes: int = 1) -> Settings:
+        """For a proxy in front of so many of them."""
+        return Settings(
+            prefill=tuple(engine.url for engine in self.prefill[:prefills]),
+            decode=tuple(Decode(engine.url) for engine in self.decode[:decodes]),
+            check_interval=0.05,
+        )
+
+    @asynccontextmanager
+    async def proxy(self, settings: Settings | None = None, clock: Clock | None = None) -> AsyncIterator[RunningProxy]:
+        """Runs one that knows its decode engines."""
+        settings = settings or self.settings()
+        async with run_proxy(settings, clock) as running:
+            urls = {decode.url for decode in settings.decode}
+            await running.knows(
+                *(engine.engine_id for engine in self.decode if engine.url in urls and engine.bidirectional)
+            )
+            yield running

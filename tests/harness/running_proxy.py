@@ -1,0 +1,112 @@
+"""The proxy of ``examples/disagg_proxy``, listening on a port of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from disagg_proxy.app import make_app
+from disagg_proxy.settings import Settings
+
+from .standin_engine import StandinEngine
+
+__all__ = ["Clock", "RunningProxy", "data_of", "run_proxy", "until"]
+
+PATH = "/v1/completions"
+
+
+class Clock:
+    """Real time, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+class RunningProxy:
+    """A proxy, and a client for it."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient, clock: Clock) -> None:
+        self.url = url
+        self.http = http
+        self.clock = clock
+
+    async def turn(self, conversation_id: str | None = "c", *, path: str = PATH, **body: Any) -> httpx.Response:
+        """Sends one turn; streams are read to their end."""
+        named = {} if conversation_id is None else {"conversation_id": conversation_id}
+        return await self.http.post(path, json={"model": "m", "prompt": "Tell me", **named, **body})
+
+    async def health(self) -> dict[str, Any]:
+        """What it says of itself."""
+        answer: dict[str, Any] = (await self.http.get("/health")).json()
+        return answer
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """One of its figures; 0 where there is none yet."""
+        text = (await self.http.get("/metrics")).text
+        wanted = "".join(f'{label}="{value}",' for label, value in sorted(labels.items())).rstrip(",")
+        start = f"disagg_proxy_{name}{{{wanted}}} " if labels else f"disagg_proxy_{name} "
+        return sum(float(line.removeprefix(start)) for line in text.splitlines() if line.startswith(start))
+
+    async def knows(self, *engine_ids: str) -> None:
+        """Waits until it has learned who these decode engines are."""
+
+        async def known() -> bool:
+            return {engine.get("engine_id") for engine in (await self.health())["decode"]} >= set(engine_ids)
+
+        await until(known)
+
+    async def sees(self, engine: StandinEngine, *, up: bool) -> None:
+        """Waits until it has noticed that an engine came or went."""
+
+        async def noticed() -> bool:
+            health = await self.health()
+            return up in [seen["up"] for seen in health["prefill"] + health["decode"] if seen["url"] == engine.url]
+
+        await until(noticed)
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    """Waits for something that is about to happen."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            met = condition()
+            if met if isinstance(met, bool) else await met:
+                return
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def run_proxy(settings: Settings, clock: Clock | None = None) -> AsyncIterator[RunningProxy]:
+    """Runs a proxy as long as the context lasts."""
+    clock = clock or Clock()
+    config = uvicorn.Config(
+        make_app(settings, clock), log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        await until(lambda: server.started or serving.done())
+        async with httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as http:
+            yield RunningProxy(url, http, clock)
+    finally:
+        server.should_exit = True
+        await serving
+        listening.close()
+
+
+def data_of(stream: str) -> list[Mapping[str, Any]]:
+    """Returns the JSON of each event of a stream but the last, which ends it."""
+    events = [event.removeprefix("data: ") for event in stream.split("\n\n") if event]
+    return [json.loads(event) for event in events if event != "[DONE]"]

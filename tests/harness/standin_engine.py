@@ -1,0 +1,276 @@
+"""An HTTP server that answers as a vLLM engine with kvtier's connector does, records what it is asked, and fails on demand.
+
+By hand on asyncio's streams: it must be able to hang up anywhere in an answer, and to see that somebody hung up on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Behaviour", "Seen", "StandinEngine", "cut_off", "fail", "hang", "hang_up", "hold_back", "say"]
+
+ANSWER = ("Once", " upon", " a", " time")
+PROMPT_TOKENS = 20
+
+
+@dataclass
+class Seen:
+    """One request; ``gone`` when its sender hung up before the end of the answer."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def params(self) -> dict[str, Any] | None:
+        """Its ``kv_transfer_params``."""
+        return self.body.get("kv_transfer_params")
+
+
+Behaviour = Callable[["StandinEngine", Seen, asyncio.StreamWriter], Awaitable[None]]
+"""How one request is answered."""
+
+
+class StandinEngine:
+    """One engine. ``script`` has what it does with its next requests, before it behaves again.
+
+    ``bidirectional``: whether it holds what it answered after a pull, as a decode engine.
+    """
+
+    def __init__(self, engine_id: str, *, bidirectional: bool = True) -> None:
+        self.engine_id = engine_id
+        self.bidirectional = bidirectional
+        self.health = 200
+        self.seen: list[Seen] = []
+        self.probes: list[Seen] = []
+        self.script: deque[Behaviour] = deque()
+        self.probe_script: deque[Behaviour] = deque()
+        self.holds: set[str] = set()
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://127.0.0.1:{self._port}"
+
+    async def start(self) -> None:
+        """Comes up; after ``stop`` where it was before."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Dies: whatever is connected is cut off."""
+        assert self._server is not None
+        self._server.close()
+        for writer in list(self._open):
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    # ---- what it says
+
+    def params(self, name: str, tokens: int, *, prefilled: bool) -> dict[str, Any]:
+        """What it returns of a request that it holds."""
+        self.holds.add(name)
+        return {
+            "do_remote_prefill": prefilled,
+            "do_remote_decode": not prefilled,
+            "remote_block_ids": [list(range(-(-tokens // 16)))],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": name,
+            "remote_host": f"host-of-{self.engine_id}",
+            "remote_port": 7070,
+            "tp_size": 2,
+            "remote_num_tokens": tokens,
+            "remote_blocks_expiry_time": None if prefilled else 2e9,
+        }
+
+    def held(self, asked: Seen, answered: int) -> dict[str, Any] | None:
+        """What it holds at the end of a request."""
+        params = asked.params or {}
+        name = (params.get("kvtier") or {}).get("hold_as") or f"req-{uuid.uuid4().hex[:8]}"
+        tokens = PROMPT_TOKENS + answered - 1
+        if params.get("do_remote_decode"):
+            return self.params(name, tokens, prefilled=True)
+        if params.get("do_remote_prefill") and self.bidirectional:
+            return self.params(name, tokens, prefilled=False)
+        return None
+
+    def whole(self, asked: Seen) -> dict[str, Any]:
+        """A whole answer."""
+        tokens = min(asked.body.get("max_tokens") or len(ANSWER), len(ANSWER))
+        return {
+            "id": "cmpl-1",
+            "choices": [{"index": 0, "text": "".join(ANSWER[:tokens]), "finish_reason": "length", "stop_reason": None}],
+            "usage": _usage(tokens),
+            "kv_transfer_params": self.held(asked, tokens),
+        }
+
+    def events(self, asked: Seen) -> list[bytes]:
+        """A stream: vLLM 0.32 does not say in it what it holds."""
+        self.held(asked, len(ANSWER))
+        chunks: list[dict[str, Any]] = [
+            {"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ANSWER
+        ]
+        chunks[-1]["choices"][0] |= {"finish_reason": "length", "stop_reason": None}
+        if (asked.body.get("stream_options") or {}).get("include_usage"):
+            chunks.append({"choices": [], "usage": _usage(len(ANSWER))})
+        return [b"data: " + json.dumps({"id": "cmpl-1", **chunk}).encode() + b"\n\n" for chunk in chunks] + [DONE]
+
+    # ---- how it is served
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        try:
+            while (asked := await _read(reader)) is not None:
+                await self._answer_while_connected(asked, reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    async def _answer_while_connected(
+        self, asked: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        answering = asyncio.ensure_future(self._answer(asked, writer))
+        ending = asyncio.ensure_future(_until_end(reader))
+        await asyncio.wait((answering, ending), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            asked.gone.set()
+        for task in (answering, ending):
+            task.cancel()
+        for result in await asyncio.gather(answering, ending, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+
+    async def _answer(self, asked: Seen, writer: asyncio.StreamWriter) -> None:
+        if asked.path == "/health":
+            await say(writer, self.health, b"")
+        elif asked.path == "/v1/models":
+            await say(
+                writer, 200, json.dumps({"object": "list", "data": [{"id": f"model-of-{self.engine_id}"}]}).encode()
+            )
+        elif asked.headers.get("content-type") != "application/json":  # vLLM insists
+            await fail(415)(self, asked, writer)
+        elif asked.body.get("prompt") == [1]:
+            self.probes.append(asked)
+            await (self.probe_script.popleft() if self.probe_script else behave)(self, asked, writer)
+        else:
+            self.seen.append(asked)
+            await (self.script.popleft() if self.script else behave)(self, asked, writer)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def behave(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    """As it should."""
+    if asked.body.get("stream"):
+        await _begin(writer)
+        for event in engine.events(asked):
+            await _chunk(writer, event)
+        await _chunk(writer, b"")
+    else:
+        await say(writer, 200, json.dumps(engine.whole(asked)).encode())
+
+
+def fail(status: int, message: str = "no") -> Behaviour:
+    """Says an error."""
+
+    async def behaviour(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
+        await say(writer, status, json.dumps({"error": {"message": message, "code": status}}).encode())
+
+    return behaviour
+
+
+async def hang(_: StandinEngine, __: Seen, ___: asyncio.StreamWriter) -> None:
+    """Says nothing, until the other side has had enough."""
+    await asyncio.Event().wait()
+
+
+async def hang_up(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
+    """Dies before its first byte."""
+    writer.transport.abort()
+
+
+def cut_off(after: int, *, cleanly: bool = False) -> Behaviour:
+    """Dies after so many events; 0: after the head. ``cleanly``: its stream ends, without having come to an end."""
+
+    async def behaviour(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+        await _begin(writer)
+        for event in engine.events(asked)[:after]:
+            await _chunk(writer, event)
+        if cleanly:
+            await _chunk(writer, b"")
+        else:
+            await asyncio.sleep(0.05)  # what was written is to arrive
+            writer.transport.abort()
+
+    return behaviour
+
+
+def hold_back(after: int, gate: asyncio.Event) -> Behaviour:
+    """Sends so many events and the others when the gate opens."""
+
+    async def behaviour(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+        await _begin(writer)
+        for number, event in enumerate(engine.events(asked)):
+            if number == after:
+                await gate.wait()
+            await _chunk(writer, event)
+        await _chunk(writer, b"")
+
+    return behaviour
+
+
+async def say(writer: asyncio.StreamWriter, status: int, body: bytes, content_type: str = "application/json") -> None:
+    """Sends a whole answer."""
+    head = (
+        f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\nx-engine: yes\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    await writer.drain()
+
+
+def _usage(answered: int) -> dict[str, int]:
+    return {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": answered, "total_tokens": PROMPT_TOKENS + answered}
+
+
+async def _begin(writer: asyncio.StreamWriter) -> None:
+    writer.write(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    await writer.drain()
+
+
+async def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+    await writer.drain()
+
+
+async def _read(reader: asyncio.StreamReader) -> Seen | None:
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except asyncio.IncompleteReadError:
+        return None
+    request, *lines = head.strip().split("\r\n")
+    method, path, _ = request.split(" ", 2)
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    return Seen(method, path, headers, json.loads(body) if body else {})
+
+
+async def _until_end(reader: asyncio.StreamReader) -> None:
+    """Waits for the other side to hang up; it sends nothing else before it has its answer."""
+    while not reader.at_eof() and reader.exception() is None:  # noqa: ASYNC110 - to read would eat the next request
+        await asyncio.sleep(0.005)

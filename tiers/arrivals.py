@@ -1,0 +1,90 @@
+"""Blocks that were on their way: those that have come, those that will not, and who is told of it.
+
+Clients write blocks, and tiers load them; readers, holds and requests wait for either alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .base import Outcome
+from .blocks import Block
+from .commands import Command, JobId, LeaseSettled
+from .flow import JobKind, TierFlow
+from .handoffs import Handoffs
+from .history import History, MissReason
+from .lookups import Lookups
+from .primary import PrimaryTier
+from .requests import RequestTable
+
+__all__ = ["Arrivals"]
+
+
+class Arrivals:
+    """Takes in the ends of jobs and stores, and passes them on."""
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        flow: TierFlow,
+        requests: RequestTable,
+        lookups: Lookups,
+        handoffs: Handoffs,
+        history: History,
+        command: Callable[[Command], None],
+    ) -> None:
+        self._primary = primary
+        self._flow = flow
+        self._requests = requests
+        self._lookups = lookups
+        self._handoffs = handoffs
+        self._history = history
+        self._command = command
+
+    def settle(self, blocks: Sequence[Block]) -> None:
+        """Tells who waited for blocks that may not be pending any more."""
+        for block in blocks:
+            if block.pending:
+                continue
+            for lease in self._lookups.settle(block):
+                self._command(LeaseSettled(lease.id))
+            self._handoffs.settle(block)
+            for request in self._requests.settled(block):
+                if block.ready:
+                    self._flow.cascade_for(request, [block])
+                else:
+                    request.incomplete += 1
+                self._requests.end_if_settled(request)
+
+    def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
+        """Takes in the result of a tier's job, an outcome per block. A job that is not known is ignored."""
+        finished = self._flow.finish(job_id, outcomes)
+        if finished is None:
+            return
+        for request in finished.paid:
+            self._requests.end_if_settled(request)
+        if finished.kind is JobKind.STORE:
+            return
+        for block, done in finished.results:
+            if done and not block.retired:
+                block.promoted()
+            else:
+                reason = MissReason.RESET if block.retired else MissReason.LOAD_FAILED
+                self._history.left(block.namespace, block.key, reason)
+                self._lookups.drop_promotion(block)
+        self.settle([block for block, _ in finished.results])
+        for block, _ in finished.results:
+            self._primary.unpin(block)
+
+    def tier_stalled(self, tier: int, *, stalled: bool) -> None:
+        """Takes note of whether a tier comes back from its jobs: what it is loading is not waited for while it does not."""
+        change = self._flow.stall(tier, stalled=stalled)
+        for block in change.given_up:
+            self._history.left(block.namespace, block.key, MissReason.LOAD_FAILED)
+            block.promoting = False
+            self._primary.disown(block)
+        self.settle(change.given_up)
+        for request in change.paid:
+            self._requests.end_if_settled(request)
+        if change.is_back:
+            self._flow.catch_up(tier, self._primary.left_out_blocks())
