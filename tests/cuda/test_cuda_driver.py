@@ -142,10 +142,13 @@ def test_copies_are_the_same_without_batches(backend: GpuBackend) -> None:
 @pytest.mark.parametrize("backend", ["fake"], indirect=True)
 def test_a_refused_batch_says_which_copy(backend: GpuBackend) -> None:
     """An error of the driver names the call, the copy where the driver knows it, and the code."""
-    at, stream = backend.allocate(PAGE_BYTES), backend.driver.create_stream()
+    at, stream, event = backend.allocate(PAGE_BYTES), backend.driver.create_stream(), backend.driver.create_event()
     with pytest.raises(DeviceError, match=r"cuMemcpyBatchAsync \(copy 1 of 2\): CUDA_ERROR_INVALID_VALUE") as caught:
         backend.driver.copy(stream, [at, at], [at + 64, at + 128], [1, 0])
     assert caught.value.cause is Cause.REFUSED
+    backend.driver.record(event, stream)
+    backend.driver.wait(event)  # copy 0 has been begun
+    backend.driver.destroy_event(event)
     backend.driver.destroy_stream(stream)
     backend.free(at)
 

@@ -19,7 +19,7 @@ from kvtier.cuda.driver import StreamId
 from kvtier.cuda.errors import Cause, CopyCancelled, DeviceError
 from kvtier.cuda.handles import OpenHandles
 from kvtier.cuda.layout import LayoutError
-from kvtier.cuda.ordering import ValueAfter
+from kvtier.cuda.ordering import After, ValueAfter
 from kvtier.cuda.region import HostRegion
 
 StartEngine = Callable[[Kv], Engine]
@@ -93,6 +93,19 @@ def test_the_size_of_batches_changes_nothing(
     assert slots(region, range(0, BLOCKS * STEP, STEP), blocks.part_bytes(0)) == JOINED.parts(0)
 
 
+class Watched:
+    """Counts how often somebody looks."""
+
+    def __init__(self, after: After) -> None:
+        self.asked = 0
+        self._after = after
+
+    def reached(self) -> bool:
+        """See After."""
+        self.asked += 1
+        return self._after.reached()
+
+
 def test_a_store_waits_for_the_engines_event(
     region: HostRegion, start_engine: StartEngine, open_blocks: Open, aside: ThreadPoolExecutor
 ) -> None:
@@ -101,9 +114,11 @@ def test_a_store_waits_for_the_engines_event(
     blocks = open_blocks(engine)
     assert blocks.has_events
     engine.tell("compute", 1)
-    storing = aside.submit(blocks.copy_out, 0, [2], [0], blocks.after_event(1))
-    assert slots(region, [0], 8) == [bytes(8)]
+    after = Watched(blocks.after_event(1))
+    storing = aside.submit(blocks.copy_out, 0, [2], [0], after)
+    eventually(lambda: after.asked > 2 or storing.done())
     assert not storing.done()
+    assert slots(region, [0], 8) == [bytes(8)]
     engine.tell("finish", 1)
     storing.result(60)
     assert slots(region, [0], blocks.part_bytes(0)) == [JOINED.parts(1)[2]]
@@ -116,11 +131,21 @@ def test_a_store_waits_for_the_engines_counter(
     engine = start_engine(JOINED)
     blocks = open_blocks(engine)
     engine.tell("count", 5)
-    storing = aside.submit(blocks.copy_out, 0, [2], [0], ValueAfter(region.memory[-8:], 5))
+    after = Watched(ValueAfter(region.memory[-8:], 5))
+    storing = aside.submit(blocks.copy_out, 0, [2], [0], after)
+    eventually(lambda: after.asked > 2 or storing.done())
+    assert not storing.done()
     assert slots(region, [0], 8) == [bytes(8)]
     engine.tell("finish", 1)
     storing.result(60)
     assert slots(region, [0], blocks.part_bytes(0)) == [JOINED.parts(1)[2]]
+
+
+@pytest.mark.parametrize(("value", "reached"), [(0, False), (4, False), (5, True), (6, True), (1 << 63, True)])
+def test_a_counter_is_reached_at_its_value(value: int, reached: bool) -> None:  # noqa: FBT001
+    """And stays so when the engine's stream has gone further."""
+    word = bytearray(value.to_bytes(8, "little"))
+    assert ValueAfter(memoryview(word), 5).reached() is reached
 
 
 def test_without_a_common_shm_there_are_no_events(
@@ -145,7 +170,9 @@ def test_an_engine_killed_before_its_event(
     engine = start_engine(JOINED)
     blocks = open_blocks(engine)
     engine.tell("compute", 0)
-    storing = aside.submit(blocks.copy_out, 0, [0], [0], blocks.after_event(0))
+    after = Watched(blocks.after_event(0))
+    storing = aside.submit(blocks.copy_out, 0, [0], [0], after)
+    eventually(lambda: after.asked > 2)
     engine.kill()
     blocks.cancel()
     with pytest.raises(CopyCancelled):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,18 @@ def test_failures_are_explained() -> None:
     assert explain(failure, parent, HERE) is failure
     broken = DeviceError(Cause.BROKEN)
     assert explain(broken, nobody, HERE) is broken
+
+
+def test_a_zombie_is_gone() -> None:
+    """A killed process that nobody has waited for holds nothing any more."""
+    child = subprocess.Popen(["sleep", "60"])
+    origin = dataclasses.replace(HERE, pid=child.pid)
+    assert not origin.is_gone(HERE)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert origin.is_gone(HERE)
+    child.wait()
+    assert origin.is_gone(HERE)
 
 
 def test_events_need_a_common_shm() -> None:

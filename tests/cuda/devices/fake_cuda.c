@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 enum { OK = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_CONTEXT = 201, MAP_FAILED_ = 205, INVALID_HANDLE = 400, NOT_READY = 600,
-       ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, CAPTURE_UNSUPPORTED = 900 };
+       ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
 enum { HOST = 1, DEVICE = 2, MANAGED = 3, POOL = 4 };
 
 typedef struct { uint64_t magic, pid, fd, inode, size, unused[3]; } Handle;
@@ -128,6 +128,7 @@ API cuMemHostRegister(void *at, size_t size, unsigned flags) {
     if (find((uint64_t)at)) return ALREADY_REGISTERED;
     return add(at, size, -1, HOST), OK;
 }
+API cuMemHostRegister_v2(void *at, size_t size, unsigned flags) { return cuMemHostRegister(at, size, flags); }
 API cuMemHostUnregister(void *at) {
     IN_CONTEXT;
     Memory *memory = find((uint64_t)at);
@@ -253,11 +254,12 @@ API cuStreamBeginCapture(Stream *stream, int how) { IN_CONTEXT; return stream->c
 API cuStreamEndCapture(Stream *stream, void **graph) { IN_CONTEXT; return stream->capturing = 0, *graph = NULL, OK; }
 API cuEventRecord(Event *event, Stream *stream) {
     IN_CONTEXT;
-    if (stream->capturing) return CAPTURE_UNSUPPORTED;
+    if (stream->capturing) return OK;  // it is in the graph, and says nothing of now
     return give(stream, (Action){REACH, 0, ++counters(event)->recorded, 0, counters(event)});
 }
 API cuStreamWriteValue64(Stream *stream, uint64_t at, uint64_t value, unsigned flags) {
     IN_CONTEXT;
+    if (stream->capturing) return OK;
     return flags ? INVALID_VALUE : give(stream, (Action){WRITE, at, value});
 }
 API cuStreamWaitValue64(Stream *stream, uint64_t at, uint64_t value, unsigned flags) {

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from kvtier.cuda.cuda_library import import_bindings
 from kvtier.cuda.errors import Cause, DeviceError
 
 __all__ = ["is_loaded", "load"]
@@ -23,7 +24,8 @@ def is_loaded() -> bool:
 
 
 def load() -> None:
-    """Raises DeviceError where it cannot be compiled, or a real driver is here: a process has one of them."""
+    """Raises DeviceError without cuda-bindings or a compiler, or where a real driver is: a process keeps the first one."""
+    import_bindings("driver")
     library = _compiled()
     if not is_loaded() and _has_real_driver():
         raise DeviceError(Cause.NO_DRIVER, "there is a real one")
