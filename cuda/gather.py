@@ -51,8 +51,8 @@ _ROW_BYTES: Final = 24
 class KernelCopier:
     """A `device_copies.Method`. Raises DeviceError where the kernel cannot be compiled, or the device cannot use host addresses.
 
-    ``pinned`` says whether host memory at (address, bytes) is pinned: for a kernel any other address is the end of the context. A
-    batch that is not pinned throughout goes the driver's way. ``region`` is where host memory is: (address, bytes).
+    ``region`` is where host memory is: (address, bytes). ``pinned`` says whether a piece of it is pinned (`Pinning.covers`): for a
+    kernel any other address is the end of the context, so a batch that is not pinned throughout goes the driver's way.
     """
 
     def __init__(self, driver: CudaDriver, region: tuple[int, int], pinned: Callable[[int, int], bool]) -> None:

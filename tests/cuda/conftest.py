@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from devices.backends import Backend, make_backend
 from devices.engine import Engine
 from devices.kv import Kv
 
+from kvtier.cuda.device_copies import EngineBlocks, Tuning
 from kvtier.cuda.errors import DeviceError
+from kvtier.cuda.handles import OpenHandles
 from kvtier.cuda.region import HostRegion
 
 REGION_BYTES = 4 << 20
@@ -51,3 +55,31 @@ def start_engine(backend: Backend, region: HostRegion) -> Iterator[Callable[[Kv]
     yield start
     for engine in engines:
         engine.kill()
+
+
+@pytest.fixture
+def handles(backend: Backend) -> OpenHandles:
+    """What is open here."""
+    return OpenHandles(backend.driver)
+
+
+@pytest.fixture
+def open_blocks(backend: Backend, handles: OpenHandles, region: HostRegion) -> Iterator[Callable[..., EngineBlocks]]:
+    """Opens engines' blocks, and closes them."""
+    opened: list[EngineBlocks] = []
+
+    def open_them(engine: Engine, **tuning: object) -> EngineBlocks:
+        opened.append(EngineBlocks(backend.driver, handles, region, engine.export, Tuning(**tuning)))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield open_them
+    for blocks in opened:
+        with contextlib.suppress(DeviceError):
+            blocks.close()
+
+
+@pytest.fixture
+def aside() -> Iterator[ThreadPoolExecutor]:
+    """A thread beside the test's."""
+    with ThreadPoolExecutor(2) as pool:
+        yield pool

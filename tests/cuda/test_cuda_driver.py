@@ -67,6 +67,16 @@ def test_no_context_is_left_behind(backend: GpuBackend) -> None:
     assert backend.driver._cuda.attempt("cuMemAlloc", 8)[0] == before == "CUDA_ERROR_INVALID_CONTEXT"
 
 
+def test_the_threads_capture_mode_is_restored(backend: GpuBackend) -> None:
+    """B4.16 What a thread's calls may do beside a capture is as it was before."""
+    modes = backend.driver._api.CUstreamCaptureMode
+    exchange = "cuThreadExchangeStreamCaptureMode"
+    before = backend.driver._cuda.call(exchange, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    backend.driver.destroy_stream(backend.driver.create_stream())
+    after = backend.driver._cuda.call(exchange, before)
+    assert (before, after) == (modes.CU_STREAM_CAPTURE_MODE_GLOBAL, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+
+
 def test_a_closed_driver_does_nothing(backend: GpuBackend) -> None:
     """CLOSED, whatever is asked; others of the same device go on."""
     other = CudaDriver(backend.driver.device)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from devices.kv import Kv
 from kvtier.cuda.exports import DeviceExport
+from kvtier.cuda.ordering import After
 from kvtier.cuda.region import HostRegion
 
-__all__ = ["Engine", "eventually"]
+__all__ = ["Engine", "Watched", "eventually"]
 
 _HERE = Path(__file__).parent.parent
 
@@ -77,3 +78,16 @@ class Engine:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+class Watched:
+    """Counts how often somebody looks."""
+
+    def __init__(self, after: After) -> None:
+        self.asked = 0
+        self._after = after
+
+    def reached(self) -> bool:
+        """See After."""
+        self.asked += 1
+        return self._after.reached()

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.cuda.layout import BlockLayout, TensorShape, describe
+from kvtier.cuda.region import HostRegion
 
-__all__ = ["BLOCKS", "LAYOUTS", "Array", "Kv", "gather", "shape_of"]
+__all__ = ["BLOCKS", "JOINED", "JOINED_LAYERS", "LAYOUTS", "STEP", "Array", "Kv", "gather", "shape_of", "slots"]
 
 Array = NDArray[Any]
 
@@ -70,3 +71,14 @@ LAYOUTS = {
     "layers outermost": Kv((LAYERS, BLOCKS, 2, TOKENS, HEADS, DIM), 1),
     "heads outside of blocks": Kv((2, HEADS, BLOCKS, TOKENS, DIM), 2, LAYERS),
 }
+
+JOINED = LAYOUTS["a tensor per layer, K and V joined"]
+JOINED_LAYERS = LAYOUTS["all layers of a block together"]
+
+STEP = 96 << 10
+"""Between two slots: more than any part has, and no multiple of a page."""
+
+
+def slots(region: HostRegion, offsets: Sequence[int], size: int) -> list[bytes]:
+    """What the slots hold."""
+    return [bytes(region.memory[offset : offset + size]) for offset in offsets]
