@@ -88,6 +88,7 @@ class HandoffCore:
         if params is None:
             return False
         wanted = may_pull(params, self._options) and (params.do_remote_prefill or params.has_blocks)
+        wanted = wanted and not params.names_nobody
         transfer = Transfer.WANTED if wanted else Transfer.NONE
         self._requests[request.request_id] = HandoffState(request, params, transfer)
         if wanted:

@@ -13,6 +13,9 @@ from typing import Any
 __all__ = ["RemoteRequest", "TransferParams", "returned_params"]
 
 
+_PEER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
 @dataclass(frozen=True)
 class RemoteRequest:
     """A request of another engine, and the server that holds it."""
@@ -29,7 +32,8 @@ class TransferParams:
 
     ``remote``: whose blocks, if all four of its keys are there. ``has_blocks``: whether ``remote_block_ids`` names any.
     ``num_tokens``: how many tokens these back. ``expiry_time``: when they go, in seconds since 1970; None where nothing is said.
-    ``holds_nothing``: whether the peer itself says so, of each of its groups: there is nothing to wait for.
+    ``holds_nothing``: whether the peer itself says so, of each of its groups: there is nothing to wait for. ``names_nobody``:
+    whether the caller says that there is no peer: all four keys are there, and None.
     """
 
     do_remote_prefill: bool = False
@@ -39,6 +43,7 @@ class TransferParams:
     num_tokens: int = 0
     expiry_time: float | None = None
     holds_nothing: bool = False
+    names_nobody: bool = False
 
     @classmethod
     def parse(cls, raw: object) -> TransferParams | None:
@@ -54,6 +59,7 @@ class TransferParams:
             num_tokens=int(_number(raw.get("remote_num_tokens")) or 0),
             expiry_time=_number(raw.get("remote_blocks_expiry_time")),
             holds_nothing=bool(groups) and not any(map(len, groups)),
+            names_nobody=all(raw.get(name, "") is None for name in _PEER_KEYS),
         )
 
 

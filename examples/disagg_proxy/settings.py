@@ -86,7 +86,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     lists = ("prefill", "decode")
     parser.set_defaults(**{setting.name: setting.default for setting in fields(Settings) if setting.name not in lists})
     given = vars(parser.parse_args(arguments))
-    return Settings(**given | {name: tuple(given.get(name, ())) for name in lists})
+    given.update({name: tuple(given.get(name, ())) for name in lists})
+    return Settings(**given)
 
 
 def _url(text: str) -> str:

@@ -32,6 +32,7 @@ _REMOTE = (
 _NOT_FOR_CLIENTS = {"do_remote_prefill", "do_remote_decode", "tp_size"}
 _SETTINGS = "kvtier"
 _HOLD_AS = "hold_as"
+_HOLD = "hold"
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,13 @@ def own_params(given: object) -> Params:
     return own
 
 
-def for_engine(params: Params, own: Params, hold_as: str | None = None) -> Params:
-    """Returns what one engine is given: the proxy's ``params``, what the client said itself, and a name for the hold."""
-    merged = {**own, **params}
-    if hold_as is not None:
-        settings = own.get(_SETTINGS)
-        merged[_SETTINGS] = {**(settings if isinstance(settings, Mapping) else {}), _HOLD_AS: hold_as}
+def for_engine(params: Params, own: Params, hold_as: str | None = None, *, holds: bool = True) -> Params:
+    """Returns what one engine is given: the proxy's ``params``, what the client said itself, and a name for the hold.
+
+    ``holds``: whether anybody will ask for the hold. Without a conversation nobody does.
+    """
+    merged, settings = {**own, **params}, own.get(_SETTINGS)
+    ours: Params = {_HOLD_AS: hold_as} if hold_as is not None else {} if holds else {_HOLD: False}
+    if ours:
+        merged[_SETTINGS] = {**(settings if isinstance(settings, Mapping) else {}), **ours}
     return merged

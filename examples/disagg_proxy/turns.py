@@ -66,7 +66,7 @@ class Turn:
     def decode_body(self, params: Params | None, hold_as: str | None = None) -> dict[str, Any]:
         """For D. With a name for its hold the stream is to end with the number of tokens, which the next turn must know."""
         body = dict(self.body)
-        given = for_engine(params or {}, self.own, hold_as)
+        given = for_engine(params or {}, self.own, hold_as, holds=not params or self.conversation_id is not None)
         if given:
             body["kv_transfer_params"] = given
         if hold_as is not None:

@@ -222,13 +222,16 @@ def test_roles_are_about_the_cache(make: MakeEngine) -> None:
     assert make("other").run(list(range(40))).computed == 40
 
 
-@pytest.mark.parametrize(("theirs", "pulls", "holds"), [("skip_load", False, True), ("skip_save", True, False)])
+@pytest.mark.parametrize(
+    ("theirs", "pulls", "holds"),
+    [({"skip_load": True}, False, True), ({"skip_save": True}, True, False), ({"hold": False}, True, False)],
+)
 def test_what_a_request_does_not_want(
-    server: ServerProcess, prefill: ToyEngine, decode: ToyEngine, theirs: str, *, pulls: bool, holds: bool
+    server: ServerProcess, prefill: ToyEngine, decode: ToyEngine, theirs: Any, *, pulls: bool, holds: bool
 ) -> None:
-    """A request that is to load nothing pulls nothing, one that is to be stored nowhere is not held."""
+    """A request that is to load nothing pulls nothing; one that is to be stored nowhere, or not to be held, is not held."""
     params = params_of(prefill, PROMPT)
-    turn = decode.run(PROMPT, params | {"kvtier": {theirs: True}}, 1)
+    turn = decode.run(PROMPT, params | {"kvtier": theirs}, 1)
     assert (turn.computed == 0, turn.params is not None) == (pulls, holds)
     is_released(server, params)
 

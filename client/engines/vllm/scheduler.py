@@ -242,7 +242,7 @@ class SchedulerSide:
             # The role is about the cache; who is asked to hand a request on does, whatever it is.
             may_save=(self._may_save or handed_on) and served and not settings.skip_save,
             may_pull=reads and not settings.skip_load,
-            may_hold=handed_on and not settings.skip_save,
+            may_hold=handed_on and settings.hold and not settings.skip_save,
         )
         return view
 

@@ -36,6 +36,7 @@ class RequestSettings:
     ``offload_policy``: ``request_level`` asks that tiers get every block of it; their rules may think otherwise.
     ``hold_as``: what its hold is to be called when the request is handed on (then the ``remote_request_id`` of the next engine's
     parameters): for who cannot wait for the answer to tell. One name, one request.
+    ``hold``: false keeps it from being held at its end, whatever its parameters say: nobody will go on with it.
     ``skip_load``, ``skip_save``: compute it as if nothing were stored; store nothing of it. (In lazy mode blocks are stored when
     they are nobody's any more: there ``skip_save`` and ``retain_for_s`` do not reach them.)
     """
@@ -47,6 +48,7 @@ class RequestSettings:
     min_hit_tokens: int = 0
     offload_policy: str | None = None
     hold_as: str | None = None
+    hold: bool = True
     skip_load: bool = False
     skip_save: bool = False
 
@@ -146,6 +148,7 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "min_hit_tokens": _tokens,
     "offload_policy": _policy,
     "hold_as": _name,
+    "hold": _flag,
     "skip_load": _flag,
     "skip_save": _flag,
 }

@@ -114,6 +114,15 @@ def test_missing_keys_are_a_warning(params: dict[str, object], key: str) -> None
     assert rig.server.released == []
 
 
+def test_a_caller_may_say_that_there_is_no_peer() -> None:
+    """B2.8: all four keys are None: a proxy whose prefill engines are down, say. That is worth no warning, and the hold stays."""
+    rig = Rig(prefilled(**dict.fromkeys(REMOTE)), **BOTH)
+    assert rig.match() == 0
+    rig.allocate(0)
+    assert (rig.server.warned, rig.server.released) == ([], [])
+    assert rig.finish(100).params is not None
+
+
 def test_tokens_that_were_never_offered_fail_their_load() -> None:
     """B2.12: the engine waits for whatever it was once promised: a pull without reads is reported as failed."""
     rig = Rig(prefilled())

@@ -78,9 +78,16 @@ def test_prefill_is_one_token_and_no_stream() -> None:
 
 def test_decode_gets_what_the_client_wanted() -> None:
     """B2.23 is about P only: D gets the request as it came, with its own parameters."""
-    turn = _turn(stream=True, max_tokens=100, min_tokens=5, max_completion_tokens=90)
+    turn = _turn(conversation_id="c", stream=True, max_tokens=100, min_tokens=5, max_completion_tokens=90)
     assert turn.decode_body(hold_only()) == {**turn.body, "kv_transfer_params": hold_only()}
     assert turn.decode_body(None) == turn.body
+
+
+def test_decode_holds_nothing_that_nobody_will_ask_for() -> None:
+    """B2.20: without a conversation there is no next turn, and a hold would take memory for minutes."""
+    turn = _turn(kv_transfer_params={"kvtier": {"retain_for_s": 5}})
+    assert turn.decode_body(hold_only())["kv_transfer_params"]["kvtier"] == {"retain_for_s": 5, "hold": False}
+    assert _turn().decode_body(None) == _turn().body
 
 
 def test_a_stream_that_is_to_be_remembered_tells_its_tokens() -> None:

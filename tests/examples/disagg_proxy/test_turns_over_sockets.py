@@ -166,7 +166,7 @@ async def test_no_conversation_no_reuse(site: Site, caplog: pytest.LogCaptureFix
         assert (await proxy.health())["conversations"] == 0
     assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True] * 3
     assert all(asked.params["remote_engine_id"] == "p0" for asked in site.decode[0].seen)
-    assert "kvtier" not in site.decode[0].seen[1].params
+    assert all(asked.params["kvtier"] == {"hold": False} for asked in site.decode[0].seen), "nobody will ask for it"
     assert sum("has no conversation_id" in record.message for record in caplog.records) == 3
 
 
