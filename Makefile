@@ -18,7 +18,7 @@ PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines test-gpu simulate simulate-mutants stress bench bench-engine bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
+.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -30,11 +30,14 @@ demo: $(VENV)/.stamp  ## Show a prefix surviving its engine and the server (smal
 demo-vllm: $(VLLM)/.stamp  ## The same with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
 
-test: $(VENV)/.stamp  ## Run every test that needs no LLM server (about 5 minutes on 2 quiet cores)
+test: $(VENV)/.stamp  ## Run every test that needs no LLM server (about 6 minutes on 2 quiet cores)
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines $(ARGS)
+
+test-handoff: $(VLLM)/.stamp  ## Of these, run only the ones with a prefill engine, a decode engine and the proxy
+	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines/handoff $(ARGS)
 
 # PYTHONSAFEPATH: else the folder `cuda` here comes before NVIDIA's package of that name.
 test-gpu: $(VENV)/.stamp  ## Run the tests that want an NVIDIA GPU (installs cuda-bindings; skipped without a GPU)

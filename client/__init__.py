@@ -16,7 +16,7 @@ from .errors import (
     SessionLost,
     Unavailable,
 )
-from .namespace import Group, GroupKind, Namespace, make_hold_key, make_key
+from .namespace import Group, GroupKind, Namespace, is_hold_key, make_hold_key, make_key
 from .results import (
     DurableStatus,
     HandoffDirection,
@@ -76,6 +76,7 @@ __all__ = [
     "Timeouts",
     "Unavailable",
     "WriteBatch",
+    "is_hold_key",
     "make_hold_key",
     "make_key",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..protos.v1 import common_pb2
 
-__all__ = ["Group", "GroupKind", "Namespace", "make_hold_key", "make_key"]
+__all__ = ["Group", "GroupKind", "Namespace", "is_hold_key", "make_hold_key", "make_key"]
 
 
 _HOLD_PREFIX = b"kvtier.hold."
@@ -96,6 +96,11 @@ class Namespace:
 def make_key(block_hash: bytes, group: int = 0) -> bytes:
     """Returns the key of a block: its content hash and its KV cache group's index, 4 bytes big-endian."""
     return block_hash + group.to_bytes(4, "big")
+
+
+def is_hold_key(key: bytes) -> bool:
+    """Whether a key was made by `make_hold_key`."""
+    return key.startswith(_HOLD_PREFIX)
 
 
 def make_hold_key(engine_id: str, request_id: str, group: int, position: int, content: bytes = b"") -> bytes:

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from .. import __version__
 from ..tiers.base import Outcome
+from ..tiers.handoff_notes import ClaimOutcome
 from ..tiers.history import MissReason
 from ..tiers.holds import HandoffDirection, HandoffStats
 from ..tiers.stats import ManagerStats
@@ -231,6 +232,13 @@ def _handoff_families(stats: ManagerStats) -> Iterator[Metric]:
             value = getattr(stats.handoffs.get(direction, HandoffStats()), name)
             family.add_metric((direction.name.lower(),), value)
         yield family
+    missed = CounterMetricFamily(
+        "kvtier_handoffs_claims_missed", "Claims that did not find their hold, by what they met.", labels=("outcome",)
+    )
+    for outcome in ClaimOutcome:
+        if outcome is not ClaimOutcome.HELD:
+            missed.add_metric((outcome.name.lower(),), stats.claims_missed.get(outcome, 0))
+    yield missed
 
 
 def _tier_families(stats: ManagerStats) -> Iterator[Metric]:

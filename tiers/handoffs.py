@@ -6,6 +6,7 @@ waited for by an empty one that is pinned; so whoever stores it finds the hold, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ MAX_HELD_ITEMS = 4 << 20
 """Most items that the holds of one tenant may add up to; what several hold counts for each."""
 
 _REMEMBERED = 4096
-"""Names of expired holds that are remembered, for the reason that a claim is given."""
+"""Names of holds that are over that are remembered: nobody waits for these, and who claims one is told why not."""
 
 
 class Handoffs:
@@ -58,7 +59,8 @@ class Handoffs:
         self._pins: dict[Block, int] = {}
         """Per held block how many pins of holds there are on it."""
         self._budgets = _budgets(list(primary.lines.shares), capacity_bytes, keeping.held_part)
-        self._expired: dict[HoldName, None] = {}
+        self._over: dict[HoldName, HoldEnd | PublishStatus] = {}
+        self._claims_missed: Counter[ClaimOutcome] = Counter()
         self._stats = {direction: HandoffStats() for direction in HandoffDirection}
 
     def __len__(self) -> int:
@@ -79,6 +81,11 @@ class Handoffs:
         for hold in self._table:
             found[hold.direction].open += 1
         return found
+
+    @property
+    def claims_missed(self) -> dict[ClaimOutcome, int]:
+        """How many claims since start did not find their hold, by what they met."""
+        return dict(self._claims_missed)
 
     def publish(
         self,
@@ -119,6 +126,8 @@ class Handoffs:
         if refused is not None:
             self._stats[direction].declined += 1
             self._let_go(blocks)
+            self._note_over(name, refused)
+            self._command(HoldChanged(name))
             return refused
         self._lookups.fetch(session.namespace.id, blocks)
         self._primary.lines.set_aside(blocks)
@@ -129,7 +138,7 @@ class Handoffs:
         hold.record = record
         self._table.add(hold)
         record.pending = hold.awaited
-        self._expired.pop(name, None)
+        self._over.pop(name, None)
         self._stats[direction].published += 1
         self._command(HoldChanged(name))
         return hold
@@ -141,9 +150,15 @@ class Handoffs:
             HoldExpired: its time is over, or nearly so.
         """
         hold = self._table.get(name)
-        if name in self._expired or (hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now):
+        if self._over.get(name) is HoldEnd.EXPIRED or (
+            hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now
+        ):
             raise HoldExpired(f"the time of request {name[2]!r} of engine {name[1]!r} is over, or nearly so")
         return hold
+
+    def may_come(self, name: HoldName) -> bool:
+        """Whether a hold that is not there may yet be published: it was neither declined nor has it ended, and is not elsewhere."""
+        return name not in self._over and not self._table.is_elsewhere(name)
 
     def claim(
         self,
@@ -166,13 +181,11 @@ class Handoffs:
         try:
             hold = self.find(name, now)
         except HoldExpired:
-            self._notes.not_claimed(owner, name, ClaimOutcome.EXPIRED, now)
+            self._not_claimed(owner, name, ClaimOutcome.EXPIRED, now)
             raise
         if hold is None:
             elsewhere = self._table.is_elsewhere(name)
-            self._notes.not_claimed(
-                owner, name, ClaimOutcome.OTHER_NAMESPACE if elsewhere else ClaimOutcome.NOT_HELD, now
-            )
+            self._not_claimed(owner, name, ClaimOutcome.OTHER_NAMESPACE if elsewhere else ClaimOutcome.NOT_HELD, now)
             raise HoldNotFound(f"nobody holds request {name[2]!r} of engine {name[1]!r}; it may have been released")
         if self._lookups.leases.items_of(session.id) + len(hold.keys) > MAX_LEASED_ITEMS:
             raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
@@ -215,10 +228,7 @@ class Handoffs:
         """Ends all holds whose time is over: a heartbeat moves a hold without moving it in the table (B2.19)."""
         for hold in [hold for hold in self._table if hold.expires_at <= now]:
             self._stats[hold.direction].expired += 1
-            self._expired[hold.name] = None
             self._end(hold, HoldEnd.EXPIRED, now)
-        while len(self._expired) > _REMEMBERED:
-            del self._expired[next(iter(self._expired))]
 
     def reset(self, namespace: NamespaceId, now: float) -> None:
         """Ends all holds of a namespace: its CPU tier is about to be emptied."""
@@ -258,10 +268,21 @@ class Handoffs:
 
     def _end(self, hold: Hold, how: HoldEnd, now: float) -> None:
         self._table.remove(hold)
+        if how is not HoldEnd.REPLACED:
+            self._note_over(hold.name, how)
         self._notes.ended(hold, how, now)
         self._stats[hold.direction].held_seconds += max(0.0, now - hold.published_at)
         self._let_go([block for block in hold.items if block is not None])
         self._command(HoldChanged(hold.name))
+
+    def _note_over(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
+        self._over.setdefault(name, why)  # one that has expired has, whatever was declined under its name since
+        while len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
+
+    def _not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
+        self._claims_missed[outcome] += 1
+        self._notes.not_claimed(owner, name, outcome, now)
 
     def _let_go(self, blocks: Sequence[Block]) -> None:
         """Drops a hold's pins on blocks; one that only holds name goes with the last of them, the others are in line again."""

@@ -417,6 +417,7 @@ class TierManager:
             holds=len(self.handoffs),
             held_bytes=self.handoffs.held_bytes,
             handoffs=self.handoffs.stats(),
+            claims_missed=self.handoffs.claims_missed,
             lookup_keys=tally.keys,
             lookup_misses=tally.misses.total(),
             misses_by_reason=dict(tally.misses),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .handoff_notes import ClaimOutcome
 from .history import MissReason
 from .holds import HandoffDirection, HandoffStats
 
@@ -101,6 +102,8 @@ class ManagerStats:
     """Bytes of the CPU tier that holds pin; what several hold counts once."""
     handoffs: Mapping[HandoffDirection, HandoffStats] = field(default_factory=dict)
     """What has become of all holds, per direction."""
+    claims_missed: Mapping[ClaimOutcome, int] = field(default_factory=dict)
+    """Claims since start that did not find their hold, by what they met."""
     lookup_keys: int = 0
     """Keys that were answered for since start."""
     lookup_misses: int = 0

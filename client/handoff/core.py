@@ -11,13 +11,22 @@ back, ``wall_time`` seconds since 1970. Requests that the core does not know, or
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from ..offload import BlockTables, CacheGeometry, FreeBlock, LoadJob
 from .engine import Claimed, ClaimId, Direction, HandoffRequest, HandoffServer, Publication, Reason
 from .holding import hold_blocks
-from .matching import is_expired, may_pull, needs_older_windows, offered_tokens, usable_blocks, usable_tokens, worth
+from .matching import (
+    is_expired,
+    may_pull,
+    needs_earlier_context,
+    needs_older_windows,
+    offered_tokens,
+    usable_blocks,
+    usable_tokens,
+    worth,
+)
 from .options import HandoffOptions
 from .params import RemoteRequest, TransferParams, returned_params
 from .reads import plan_pull
@@ -45,8 +54,7 @@ class Pull(NamedTuple):
 class Finished(NamedTuple):
     """What a request's end comes to: the parameters to answer with, and the blocks to be stored under the names given here.
 
-    That is all that is held, so that who pulls it waits for nothing that was left out. But for states: which block has one, and
-    from where, is known only to who stores them as the request runs.
+    That is all that is held, so that who pulls it waits for nothing that was left out.
 
     ``drop_saves``: nothing more of it is to be stored at all (B2.16), or can be: its blocks may hold anything.
     """
@@ -71,11 +79,8 @@ class HandoffCore:
         self._pulls: list[Pull] = []
         self._next_claim = 1
         self._beat_at = 0.0
-
-    @property
-    def in_batch(self) -> set[str]:
-        """The requests that were scheduled and are to be held at their end (B2.8)."""
-        return {request_id for request_id, state in self._requests.items() if state.in_batch}
+        # Of whose peers no heartbeat was sent yet.
+        self._newcomers: list[str] = []
 
     @property
     def pending(self) -> bool:
@@ -92,7 +97,7 @@ class HandoffCore:
         transfer = Transfer.WANTED if wanted else Transfer.NONE
         self._requests[request.request_id] = HandoffState(request, params, transfer)
         if wanted:
-            self._beat_at = 0.0
+            self._newcomers.append(request.request_id)
         return wanted
 
     def match(self, request_id: str, computed_tokens: int, now: float, wall_time: float) -> int | None:
@@ -139,7 +144,7 @@ class HandoffCore:
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
-            self._pulls.append(self._pull(state, request_id, tables, external_tokens))
+            self._pull(state, request_id, tables, external_tokens)
         if state is None:
             return
         params = state.params
@@ -174,15 +179,13 @@ class HandoffCore:
         return pulls
 
     def heartbeat(self, now: float) -> None:
-        """Once per step: keeps what is about to be pulled alive, every sixth of a lease (B2.1)."""
-        if now < self._beat_at:
-            return
-        waiting = (Transfer.WANTED, Transfer.CLAIMED, Transfer.PULLING)
-        remotes = [state.params.remote for state in self._requests.values() if state.transfer in waiting]
-        alive = list(dict.fromkeys(remote for remote in remotes if remote is not None))
-        if alive:
+        """Once per step: keeps what is about to be pulled alive, from the first step on and every sixth of a lease (B2.1)."""
+        newcomers, self._newcomers = self._newcomers, []
+        if now >= self._beat_at:
             self._beat_at = now + self._options.heartbeat_s
-            self._server.renew(alive)
+            self._renew(self._requests.values())
+        elif newcomers:
+            self._renew(self._requests[name] for name in newcomers if name in self._requests)
 
     def finished(
         self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: Reason, wall_time: float
@@ -205,6 +208,13 @@ class HandoffCore:
 
     # ---- details
 
+    def _renew(self, states: Iterable[HandoffState]) -> None:
+        waiting = (Transfer.WANTED, Transfer.CLAIMED, Transfer.PULLING)
+        remotes = [state.params.remote for state in states if state.transfer in waiting]
+        alive = list(dict.fromkeys(remote for remote in remotes if remote is not None))
+        if alive:
+            self._server.renew(alive)
+
     def _is_wanted(self, state: HandoffState, computed_tokens: int, wall_time: float) -> bool:
         params, options, request = state.params, self._options, state.engine
         if not request.may_pull:
@@ -222,10 +232,19 @@ class HandoffCore:
     def _offer(self, state: HandoffState, claim: Claim, computed_tokens: int) -> int:
         """Returns how many tokens of an answered claim can be pulled, and are worth it."""
         state.offered_from = computed_tokens
-        reach = min(claim.reach, state.engine.prompt_tokens)
+        reach = self._reach(claim, state.engine.prompt_tokens, computed_tokens)
         if needs_older_windows(self._geometry, computed_tokens, reach):
             return 0
         return worth(reach - computed_tokens, state.params, self._options)
+
+    def _reach(self, claim: Claim, prompt_tokens: int, computed_tokens: int) -> int:
+        """Returns how many tokens from its start the request may take from an answered claim."""
+        if claim.reach < prompt_tokens or claim.usable is None:
+            return claim.reach
+        limit = prompt_tokens
+        if needs_earlier_context(self._geometry, limit):
+            limit = (limit - 1) // self._geometry.step_tokens * self._geometry.step_tokens
+        return usable_tokens(self._geometry, claim.usable, limit, computed_tokens)
 
     def _claim(self, state: HandoffState, computed_tokens: int, now: float) -> Claim | None:
         """Returns the claim that says what can be pulled, a new one where there is none that still counts."""
@@ -248,16 +267,18 @@ class HandoffCore:
         granted = claim.answered and claim.answer is not None
         return granted and now - claim.answered_at > self._options.claim_lifetime_s
 
-    def _pull(self, state: HandoffState | None, request_id: str, tables: BlockTables, external_tokens: int) -> Pull:
+    def _pull(self, state: HandoffState | None, request_id: str, tables: BlockTables, external_tokens: int) -> None:
         job = LoadJob(request_id)
         if state is None or state.transfer not in (Transfer.WANTED, Transfer.CLAIMED):
-            return Pull(None, job)
+            self._pulls.append(Pull(None, job))
+            return
+        # First of all: whatever goes wrong below, the engine is told of a load that has failed, and this was the transfer.
+        state.transfer = Transfer.PULLING
+        self._pulls.append(Pull(state.params.remote, job))
         claim, start = state.claim, state.offered_from
         if claim is not None and claim.answer is not None and claim.usable is not None:
             end = start + external_tokens
             job.reads = plan_pull(self._geometry, claim.usable, claim.answer.lease_id, tables, start, end)
-        state.transfer = Transfer.PULLING
-        return Pull(state.params.remote, job)
 
     def _drop(self, state: HandoffState) -> None:
         claim, state.claim = state.claim, None
@@ -296,8 +317,7 @@ class HandoffCore:
             tp_size=us.tp_size,
             expiry_time=wall_time + hold_for if holding.keys and not prefilled else None,
         )
-        states = {group.index for group in self._geometry.groups if group.is_state}
-        return Finished(params, [block for block in holding.blocks if block.group_index not in states])
+        return Finished(params, holding.blocks)
 
 
 def _name(remote: RemoteRequest | None) -> str:

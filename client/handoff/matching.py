@@ -12,6 +12,7 @@ __all__ = [
     "Usable",
     "is_expired",
     "may_pull",
+    "needs_earlier_context",
     "needs_older_windows",
     "offered_tokens",
     "usable_blocks",
@@ -84,6 +85,14 @@ def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
         return False
     windows = (group for group in geometry.groups if group.kind is GroupKind.WINDOW)
     return any(group.first_needed_block(end) < start // group.block_tokens for group in windows)
+
+
+def needs_earlier_context(geometry: CacheGeometry, end: int) -> bool:
+    """Whether a hit that is a whole prompt of ``end`` tokens lacks what its last token is computed from.
+
+    An engine computes that one in any case: with a state it would count twice, and a window may reach one block further back.
+    """
+    return any(g.is_state or g.first_needed_block(end - 1) < g.first_needed_block(end) for g in geometry.groups)
 
 
 def _is_complete(group: CacheGroup, items: dict[int, int], num_tokens: int, computed_tokens: int) -> bool:

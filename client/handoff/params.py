@@ -12,7 +12,8 @@ from typing import Any
 
 __all__ = ["RemoteRequest", "TransferParams", "returned_params"]
 
-
+# What a server takes. One name that it does not take would be the end of a call for many: heartbeats go out for all at once.
+_MAX_NAME_LENGTH = 512
 _PEER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
@@ -92,13 +93,18 @@ def returned_params(
 
 
 def _remote(raw: Mapping[Any, Any]) -> RemoteRequest | None:
-    engine_id, request_id, host = (raw.get(f"remote_{name}") for name in ("engine_id", "request_id", "host"))
+    engine_id, request_id, host = (_text(raw.get(f"remote_{name}")) for name in ("engine_id", "request_id", "host"))
     port = _number(raw.get("remote_port"))
-    if not (isinstance(engine_id, str) and isinstance(request_id, str) and isinstance(host, str)):
-        return None
     if not (engine_id and request_id and host) or port is None or not 0 <= port < 1 << 16:
         return None
     return RemoteRequest(engine_id, request_id, host, int(port))
+
+
+def _text(value: object) -> str:
+    """Returns a name that can be sent to a server; empty where it cannot (JSON may have half a character: a lone surrogate)."""
+    if not isinstance(value, str) or len(value) > _MAX_NAME_LENGTH:
+        return ""
+    return "" if any("\ud800" <= character <= "\udfff" for character in value) else value
 
 
 def _groups(block_ids: object) -> list[Sequence[Any]]:

@@ -204,7 +204,7 @@ class OffloadCore:
                 job = self._saves.plan(state.engine, state.progress, confirmed_tokens, lambda: tables, now, last=True)
                 self._add_save(state, job)
             if held and self._reset is _Reset.NONE:
-                self._store_held(held, state.progress.offered(tables))
+                self._store_held(held, self._saves.offered(state.progress, tables, confirmed_tokens))
         finally:
             self._end(state)
 

@@ -58,15 +58,6 @@ class SaveProgress:
         """The first position that was not looked at."""
         return self.next_position.get(group_index, 0)
 
-    def offered(self, tables: BlockTables) -> set[int]:
-        """Returns the blocks that were offered, and stored as far as is known, or that came from the server."""
-        return {
-            table[position]
-            for index, table in enumerate(tables)
-            for position in range(min(self.cursor(index), len(table)))
-            if position not in self.missed.get(index, ())
-        }
-
     def miss(self, group_index: int, position: int, now: float) -> None:
         """Note that a block was not stored; one that the cursor has yet to reach (again) needs no note."""
         if position >= self.cursor(group_index):
@@ -140,10 +131,11 @@ class SavePlanner:
         self._lost_after_s = lost_after_s
         self._pool = pool
         self._jobs: dict[int, _Held] = {}
-        # B5: by block id and for the scheduler's life; two blocks with equal content are two blocks. With each, the requests that
-        # offered it meanwhile: they are told when it was not stored. (Lazy mode would not need it, B5.8: held blocks are not found
-        # free again; but whole requests offer theirs in lazy mode too.)
-        self._in_flight: dict[int, list[_Place]] = {}
+        # B5: by block id, and for the scheduler's life; two blocks with equal content are two blocks. And by key: what is held for
+        # a peer may go by another name than the content's. With each, the requests that offered it meanwhile: they are told when
+        # it was not stored. (Lazy mode would not need it, B5.8: held blocks are not found free again; but whole requests offer
+        # theirs in lazy mode too.)
+        self._in_flight: dict[tuple[int, bytes], list[_Place]] = {}
         self._next_job_id = 1
 
     @property
@@ -161,7 +153,7 @@ class SavePlanner:
         first = next(iter(self._jobs.values()), None)
         if first is None or now - first.sent_at > _PROMPT_S:
             return False
-        return any(self._pool.references(block_id) == 1 for block_id in self._in_flight)
+        return any(self._pool.references(block_id) == 1 for block_id, _ in self._in_flight)
 
     def step_ends(self, progress: SaveProgress, tokens: int) -> None:
         """The step that is being planned computes a request up to here, whatever it finds: no tokens that may be rejected."""
@@ -213,8 +205,20 @@ class SavePlanner:
         return self._hold(self._named(blocks), were_free=True)
 
     def plan_named(self, blocks: Collection[FreeBlock]) -> SaveJob | None:
-        """The job for blocks that somebody else has named."""
+        """The job for blocks that somebody else has named; without those that are being stored under that very name."""
         return self._hold(self._named(blocks))
+
+    def offered(self, progress: SaveProgress, tables: BlockTables, confirmed_tokens: int) -> set[int]:
+        """Returns the blocks that were offered, and stored as far as is known, or that came from the server.
+
+        Of those that are full of confirmed tokens: one that turned out not to be goes by another name.
+        """
+        blocks: set[int] = set()
+        for group in self._groups:
+            end = min(progress.cursor(group.index), confirmed_tokens // group.block_tokens)
+            missed = progress.missed.get(group.index, ())
+            blocks.update(block for n, block in enumerate(tables[group.index][:end]) if n not in missed)
+        return blocks
 
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
         """These are given to the workers now: from now on their reports are waited for."""
@@ -255,8 +259,8 @@ class SavePlanner:
     def _end(self, held: _Held, now: float) -> EndedSave:
         job = held.job
         del self._jobs[job.job_id]
-        for index, block_id in enumerate(job.block_ids):
-            for progress, group_index, position in self._in_flight.pop(block_id, []):
+        for index, name in enumerate(zip(job.block_ids, job.keys, strict=True)):
+            for progress, group_index, position in self._in_flight.pop(name, []):
                 if held.doubtful or index in held.not_stored:
                     progress.miss(group_index, position, now)
                 else:
@@ -284,13 +288,13 @@ class SavePlanner:
                 continue
             if group.is_state and not self._has_state(request, progress, group, position, block_id):
                 continue
-            place = _Place(progress, group.index, position)
-            if block_id in self._in_flight:
-                self._in_flight[block_id].append(place)
+            place, key = _Place(progress, group.index, position), request.key(group, position)
+            if (block_id, key) in self._in_flight:
+                self._in_flight[block_id, key].append(place)
             elif room > 0:
                 room -= 1
-                self._in_flight[block_id] = [place]
-                _add(job, request.key(group, position), group.index, block_id)
+                self._in_flight[block_id, key] = [place]
+                _add(job, key, group.index, block_id)
             elif position < cursor:
                 progress.miss(group.index, position, now)
             else:
@@ -308,8 +312,8 @@ class SavePlanner:
     def _named(self, blocks: Collection[FreeBlock]) -> SaveJob:
         job = SaveJob(self._next_job_id, "")
         for block in blocks:
-            if block.key is not None:
-                self._in_flight.setdefault(block.block_id, [])
+            if block.key is not None and (block.block_id, block.key) not in self._in_flight:
+                self._in_flight[block.block_id, block.key] = []
                 _add(job, block.key, block.group_index, block.block_id)
         return job
 

@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,16 +18,19 @@ from starlette.types import Receive, Scope, Send
 
 from .conversations import Conversation, Conversations
 from .engines import Answer, Engines, engine_headers
-from .exchange import Exchange, Request, Service
+from .exchange import Exchange
 from .fleet import Fleet
 from .metrics import Metrics, Outcome
 from .pages import Pages, no_route
-from .reply import Reply, error_answer
+from .reply import ClientGoneError, Reply, error_answer
+from .service import Request, Service
 from .settings import Settings
 from .turns import BadRequestError, Turn
 from .watch import Watch
 
 __all__ = ["make_app"]
+
+_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 READ_TIMEOUT_S = 60.0
 """For a client to send its request."""
@@ -54,22 +58,24 @@ class Completions:
         self._settings = settings
         self._under_way = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request, as ASGI has it."""
-        metrics, path, begun_at = self._service.metrics, scope["path"], self._service.clock()
+    async def __call__(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves a request, as ASGI has it. ``path``: the route's own, never what a client's ``Host`` makes of it."""
+        metrics, begun_at = self._service.metrics, self._service.clock()
         reply, outcome = Reply(send), Outcome.DEFECT
         self._under_way += 1
         try:
-            outcome = await self._serve(HttpRequest(scope, receive), reply, begun_at)
+            outcome = await self._serve(path, HttpRequest(scope, receive), reply, begun_at)
         except _RejectedError as rejected:
             outcome = rejected.outcome
             await reply.whole(rejected.answer)
+        except ClientGoneError:
+            outcome = Outcome.GONE
         finally:
             self._under_way -= 1
             metrics.requests.labels(path, outcome.value).inc()
             metrics.duration.labels(path).observe(self._service.clock() - begun_at)
 
-    async def _serve(self, http: HttpRequest, reply: Reply, begun_at: float) -> Outcome:
+    async def _serve(self, path: str, http: HttpRequest, reply: Reply, begun_at: float) -> Outcome:
         if self._under_way > self._settings.max_requests:
             raise _RejectedError(
                 Outcome.BUSY, error_answer(503, "Too many requests are under way.", {"retry-after": "1"})
@@ -81,7 +87,7 @@ class Completions:
             turn = Turn.parse(raw)
         except BadRequestError as error:
             raise _RejectedError(Outcome.CLIENT_ERROR, error_answer(400, str(error))) from None
-        request = self._request(http, turn, begun_at)
+        request = self._request(path, http, turn, begun_at)
         outcome = await _while_connected(http.receive, Exchange(self._service, request, reply).run())
         return Outcome.GONE if outcome is None else outcome
 
@@ -108,15 +114,15 @@ class Completions:
             answer = error_answer(408, "The body did not come in time.", _HANG_UP)
             raise _RejectedError(Outcome.CLIENT_ERROR, answer) from None
 
-    def _request(self, http: HttpRequest, turn: Turn, begun_at: float) -> Request:
+    def _request(self, path: str, http: HttpRequest, turn: Turn, begun_at: float) -> Request:
         headers = engine_headers(http.headers)
         conversation = None
         if turn.conversation_id is None:
             logger.warning("%s has no conversation_id: nothing of it is used again", headers["x-request-id"])
         else:
             owner = hashlib.sha256(headers.get("authorization", "").encode()).hexdigest()
-            conversation = Conversation(owner, turn.conversation_id)
-        return Request(http.url.path, turn, conversation, headers, begun_at)
+            conversation = Conversation(owner, turn.model, turn.conversation_id)
+        return Request(path, turn, conversation, headers, begun_at)
 
 
 def make_app(settings: Settings, clock: Callable[[], float]) -> Starlette:
@@ -128,8 +134,7 @@ def make_app(settings: Settings, clock: Callable[[], float]) -> Starlette:
     service = Service(prefill, decode, engines, conversations, metrics, clock, settings.prefill_timeout)
     pages, completions = Pages(service), Completions(service, settings)
     routes = [
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", completions, methods=["POST"]),
+        *(Route(path, partial(completions, path), methods=["POST"]) for path in _PATHS),
         Route("/v1/models", pages.models),
         Route("/health", pages.health),
         Route("/metrics", pages.metrics),

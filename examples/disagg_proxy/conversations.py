@@ -24,9 +24,10 @@ class Reuse(Enum):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Which one it is. ``owner`` keeps those of two credentials apart that chose the same ``name``."""
+    """Which one it is. ``owner`` and ``model`` keep those apart that chose the same ``name``: of two credentials, of two models."""
 
     owner: str
+    model: str
     name: str
 
 
@@ -62,14 +63,17 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, conversation: Conversation, hold: Params, now: float) -> None:
-        """Remembers the latest turn; what was known of an earlier one is forgotten."""
+    def put(self, conversation: Conversation, hold: Params, now: float) -> int:
+        """Remembers the latest turn, instead of an earlier one; returns how many others had to make room."""
         self._forget(conversation)
         entry = _Entry(json.dumps(hold).encode(), now + self._ttl_s)
         self._entries[conversation] = entry
         self._bytes += len(entry.hold)
+        crowded_out = 0
         while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
             self._forget(next(iter(self._entries)))
+            crowded_out += 1
+        return crowded_out
 
     def take(self, conversation: Conversation, now: float) -> Taken:
         """Returns the hold and forgets it."""

@@ -19,9 +19,6 @@ from .fleet import Instance
 __all__ = ["Answer", "Cause", "EngineFailedError", "Engines", "engine_headers", "read_answer"]
 
 CONNECT_TIMEOUT_S = 5.0
-KEEPALIVE_S = 3.0
-"""vLLM's server closes idle connections after 5 s: ours go first, else a request meets one that is just being closed."""
-
 MAX_ANSWER_BYTES = 64 << 20
 _HOP_BY_HOP = {
     "connection",
@@ -30,6 +27,7 @@ _HOP_BY_HOP = {
     "date",
     "keep-alive",
     "proxy-authenticate",
+    "proxy-connection",
     "server",
     "trailer",
     "transfer-encoding",
@@ -40,6 +38,7 @@ _HOP_BY_HOP = {
 _NOT_PASSED_ON = {
     "accept-encoding",
     "connection",
+    "content-encoding",
     "content-length",
     "content-type",
     "cookie",
@@ -47,12 +46,14 @@ _NOT_PASSED_ON = {
     "host",
     "keep-alive",
     "proxy-authorization",
+    "proxy-connection",
     "te",
     "trailer",
     "transfer-encoding",
     "upgrade",
+    "x-data-parallel-rank",
 }
-"""Headers of a request that are about the client's connection or its body's form."""
+"""Headers of a request that are about the client's connection or its body's form, or choose among engines."""
 
 
 class Cause(Enum):
@@ -100,7 +101,10 @@ class Engines:
     def __init__(self, silence_s: float) -> None:
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
+            limits=httpx.Limits(max_connections=None),
+            # A connection per request: one that is kept may be closed while it is taken for the next request, by the engine (idle
+            # for 5 s) or by httpx (seen on a machine that stood still), and a decode engine's only answer is lost.
+            headers={"connection": "close"},
             trust_env=False,  # engines are not behind the proxy of whoever started this
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # what one client is given is not for the next
         )
@@ -161,12 +165,21 @@ async def read_answer(response: httpx.Response) -> Answer:
 
 def _passed_on(response: httpx.Response) -> dict[str, str]:
     """Returns the headers that the client is to get as well."""
-    return {name: value for name, value in response.headers.items() if name not in _HOP_BY_HOP}
+    headers = response.headers
+    dropped = _HOP_BY_HOP | _named(headers)
+    return {name: value for name, value in headers.items() if name not in dropped}
+
+
+def _named(headers: Mapping[str, str]) -> set[str]:
+    """Returns the headers that ``Connection`` says are about the connection, too."""
+    values = [value for name, value in headers.items() if name == "connection"]
+    return {name.strip().lower() for name in ",".join(values).split(",")}
 
 
 def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Returns what engines get of a client's headers; the request is known by one id everywhere."""
-    passed = {name: value for name, value in headers.items() if name not in _NOT_PASSED_ON and value.isascii()}
+    dropped = _NOT_PASSED_ON | _named(headers)
+    passed = {name: value for name, value in headers.items() if name not in dropped and value.isascii()}
     return {
         "x-request-id": uuid.uuid4().hex,
         **passed,

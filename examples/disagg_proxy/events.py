@@ -12,6 +12,7 @@ from .transfer import DecodeEngine, Params, is_usable
 __all__ = ["EventTooLargeError", "Splitter", "StreamReader", "without_params"]
 
 MAX_EVENT_BYTES = 16 << 20
+_DONE = b"[DONE]"
 _END = re.compile(rb"\r?\n\r?\n")
 _KEPT_ENDINGS = {"stop", "length", "tool_calls", "function_call"}
 """Reasons for an end after which D holds its blocks (B2.16): not ``abort``, ``error``, ``repetition``."""
@@ -38,10 +39,9 @@ class Splitter:
         if len(self._rest) > MAX_EVENT_BYTES:
             raise EventTooLargeError
 
-    @property
-    def rest(self) -> bytes:
-        """What came after the last whole event."""
-        return self._rest
+    def end(self) -> list[bytes]:
+        """Returns what the end of the stream completes: the last event of all. Of any other half may be missing."""
+        return [self._rest.rstrip() + b"\n\n"] if _data(self._rest) == _DONE else []
 
 
 class StreamReader:
@@ -57,8 +57,8 @@ class StreamReader:
 
     def read(self, event: bytes) -> bytes:
         """Returns the event as the client is to get it: mostly as it came, possibly nothing."""
-        data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
-        if data == b"[DONE]":
+        data = _data(event)
+        if data == _DONE:
             self.is_done = True
             return event
         chunk = _json(data) if data else None
@@ -108,6 +108,10 @@ def without_params(answer: dict[str, Any]) -> bytes:
 def _is_kept(choice: dict[str, Any]) -> bool:
     """Whether D held the request at this end. vLLM finds stop *strings* outside of its engine, where the end is an abort."""
     return choice["finish_reason"] in _KEPT_ENDINGS and not isinstance(choice.get("stop_reason"), str)
+
+
+def _data(event: bytes) -> bytes:
+    return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
 
 
 def _json(data: bytes) -> object:

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
 
 import httpx
 
-from .conversations import Conversation, Conversations, Reuse, Taken
-from .engines import Answer, Cause, EngineFailedError, Engines, read_answer
+from .conversations import Reuse, Taken
+from .engines import Answer, Cause, EngineFailedError, read_answer
 from .events import EventTooLargeError, Splitter, StreamReader, without_params
 from .fleet import Fleet, Instance
-from .metrics import Metrics, Outcome
+from .metrics import Outcome
 from .reply import Reply, error_answer, error_event
+from .service import Request, Service
 from .transfer import DecodeEngine, Params, first_turn, hold_only, is_usable, next_turn
-from .turns import Turn
 
-__all__ = ["Exchange", "Request", "Service"]
+__all__ = ["Exchange"]
 
 TRIES = 2
 """Engines of a role that a request is given to, before it goes on without."""
@@ -29,30 +29,6 @@ TRIES = 2
 _STREAM_HEADERS = ("content-type", "x-request-id")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Service:
-    """What all requests share. ``clock``: seconds, never back."""
-
-    prefill: Fleet
-    decode: Fleet
-    engines: Engines
-    conversations: Conversations
-    metrics: Metrics
-    clock: Callable[[], float]
-    prefill_timeout_s: float
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a client wants: ``path`` as the engines have it, ``headers`` for them, ``begun_at`` on the service's clock."""
-
-    path: str
-    turn: Turn
-    conversation: Conversation | None
-    headers: Mapping[str, str]
-    begun_at: float
 
 
 class _RefusedError(Exception):
@@ -90,7 +66,10 @@ class Exchange:
             return Taken(Reuse.ALONE)
         if conversation is None:
             return Taken(Reuse.UNNAMED)
-        return self._service.conversations.take(conversation, self._service.clock())
+        taken = self._service.conversations.take(conversation, self._service.clock())
+        if taken.reuse is Reuse.EXPIRED:
+            self._service.metrics.dropped.labels("expired").inc()
+        return taken
 
     # ---- P
 
@@ -104,6 +83,8 @@ class Exchange:
             except EngineFailedError as error:
                 self._note_failure(instance, error)
                 cause = error.cause.value
+                if error.cause is Cause.TIMEOUT:  # another would be as slow with it
+                    break
                 continue
             if params:
                 return params
@@ -141,6 +122,10 @@ class Exchange:
             if self._reply.has_begun:
                 await self._reply.end(error_event(502, "The engine failed in the middle of its answer."))
                 return Outcome.BROKEN
+            if (
+                failure.cause is Cause.TIMEOUT
+            ):  # the request may be what takes so long: it is not to go from one to the next
+                break
         status = 504 if failure.cause is Cause.TIMEOUT else 502
         await self._reply.whole(failure.answer or error_answer(status, "No engine could answer."))
         return Outcome.ENGINE_ERROR
@@ -185,10 +170,10 @@ class Exchange:
     async def _relay(
         self, instance: Instance, response: httpx.Response, reader: StreamReader, name: str | None
     ) -> None:
-        splitter, is_kept = Splitter(), False
-        try:
-            async for chunk in response.aiter_bytes():
-                passed = b"".join([reader.read(event) for event in splitter.feed(chunk)])
+        is_kept = False
+        async with aclosing(_events(response)) as parts:
+            async for events in parts:
+                passed = b"".join([reader.read(event) for event in events])
                 if reader.is_done and not is_kept:  # before the client can see the end, and send its next turn
                     is_kept = True
                     instance.answered()
@@ -196,12 +181,8 @@ class Exchange:
                     self._keep(instance, reader.hold(instance.engine, name))
                 if passed:
                     await self._pass_on(response, reader, passed)
-        except EventTooLargeError as error:
-            raise EngineFailedError(Cause.BROKEN) from error
-        if not self._reply.has_begun:
+        if not reader.is_done:
             raise EngineFailedError(Cause.BROKEN)
-        if splitter.rest:
-            await self._reply.more(splitter.rest)
 
     async def _pass_on(self, response: httpx.Response, reader: StreamReader, chunk: bytes) -> None:
         if not self._reply.has_begun:
@@ -229,9 +210,11 @@ class Exchange:
     def _note_failure(self, instance: Instance, error: EngineFailedError) -> None:
         logger.warning("%s (%s) failed: %s", instance.url, instance.role.value, error.cause.value)
         self._service.metrics.retries.labels(instance.role.value, error.cause.value).inc()
-        # Who says 500 may have been asked something odd: one client must not take an engine from all.
-        if error.cause is not Cause.STATUS:
+        # It may have been asked something odd, or too much: one client must not take an engine from all.
+        if error.cause is Cause.CONNECT:
             instance.failed(self._service.clock())
+        elif error.cause is not Cause.STATUS:
+            instance.is_doubted = True
 
     def _learn(self, instance: Instance, params: object) -> None:
         engine = DecodeEngine.parse(params)
@@ -244,4 +227,16 @@ class Exchange:
             return
         address = instance.kvtier
         kept = hold if address is None else address.replacing(hold)
-        self._service.conversations.put(conversation, kept, self._service.clock())
+        crowded_out = self._service.conversations.put(conversation, kept, self._service.clock())
+        self._service.metrics.dropped.labels("no_room").inc(crowded_out)
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[list[bytes]]:
+    """Yields the events of a stream, those that come together together."""
+    splitter = Splitter()
+    try:
+        async for chunk in response.aiter_bytes():
+            yield list(splitter.feed(chunk))
+        yield splitter.end()
+    except EventTooLargeError as error:
+        raise EngineFailedError(Cause.BROKEN) from error

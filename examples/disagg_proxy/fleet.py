@@ -28,8 +28,9 @@ class Role(Enum):
 class Instance:
     """One engine. ``kvtier``: where its kvtier server is for others, if that is not what it says itself (B2.22).
 
-    ``engine``: who it is, if it holds anything, and since when that is known. ``failures``: in a row; it is left alone until
-    ``retry_at``. Times in seconds, on the clock of whoever asks.
+    ``engine``: who it is, if it holds anything, and since when that is known. ``is_doubted``: a request went wrong, and its health
+    is to be looked at at once. ``failures``: in a row; it is left alone until ``retry_at``. Times in seconds, on the clock of
+    whoever asks.
     """
 
     url: str
@@ -38,13 +39,14 @@ class Instance:
     engine: DecodeEngine | None = None
     engine_seen_at: float | None = None
     is_up: bool = True
+    is_doubted: bool = False
     outstanding: int = 0
     served: int = 0
     failures: int = 0
     retry_at: float = 0.0
 
     def failed(self, now: float) -> None:
-        """A request or a look at its health went wrong: it is down for 1 s, then 2, 4 and so on."""
+        """It could not be reached, or a look at its health went wrong: it is down for 1 s, then 2, 4 and so on."""
         self.is_up = False
         self.failures += 1
         self.retry_at = now + min(MAX_PAUSE_S, 2.0 ** min(self.failures - 1, 10))

@@ -39,10 +39,10 @@ class Metrics:
         self.requests = self._counter("requests", "Requests by how they ended.", "route", "outcome")
         self.turns = self._counter("turns", "Turns by whether D's hold of the turn before was used.", "reuse")
         self.retries = self._counter(
-            "retries", "Failures of an engine that another one made good, or was to.", "role", "cause"
+            "retries", "Failures of engines, most of which another made good.", "role", "cause"
         )
         self.fallbacks = self._counter("fallbacks", "Turns that D served without P, and why.", "cause")
-        self.dropped = self._counter("entries_evicted", "Entries that nobody came for.")
+        self.dropped = self._counter("entries_evicted", "Entries that were of no use to any turn, and why.", "reason")
         self.first_token = self._histogram("first_token_seconds", "Until the first event of a stream.", "route")
         self.duration = self._histogram("duration_seconds", "Until the end of the answer.", "route")
         self.prefill = self._histogram("prefill_seconds", "Until P had answered.")

@@ -7,10 +7,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from .engines import Answer, EngineFailedError, engine_headers
-from .exchange import Service
 from .fleet import Instance
 from .metrics import CONTENT_TYPE
 from .reply import error_answer
+from .service import Service
 
 __all__ = ["Pages", "no_route"]
 
@@ -25,7 +25,7 @@ class Pages:
         """Says which engines are up, and forgets what is over (B2.24)."""
         service = self._service
         evicted = service.conversations.evict(service.clock())
-        service.metrics.dropped.inc(evicted)
+        service.metrics.dropped.labels("expired").inc(evicted)
         is_up = any(instance.is_up for instance in service.decode.instances)
         answer = {
             "status": "ok" if is_up else "no decode engine is up",
@@ -64,5 +64,5 @@ def _response(answer: Answer) -> Response:
 async def no_route(http: HttpRequest, error: Exception) -> Response:
     """Answers what is nowhere, or asked for in the wrong way."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"There is no {http.method} {http.url.path} here."
+    message = f"There is no {http.method} {http.scope['path']} here."
     return _response(error_answer(status, message, getattr(error, "headers", None)))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from .engines import Answer
 
-__all__ = ["Reply", "error_answer", "error_event"]
+__all__ = ["ClientGoneError", "Reply", "error_answer", "error_event"]
+
+SEND_TIMEOUT_S = 60.0
+"""For a client to read what fills the buffers on the way to it."""
 
 _JSON = {"content-type": "application/json"}
 
@@ -24,11 +28,15 @@ def error_event(status: int, message: str) -> bytes:
     return b"data: " + _error(status, message) + b"\n\n"
 
 
+class ClientGoneError(Exception):
+    """The client does not read its answer."""
+
+
 class Reply:
-    """The answer to one request. ``has_begun``: nothing else can be said any more."""
+    """The answer to one request; all may raise ClientGoneError. ``has_begun``: nothing else can be said any more."""
 
     def __init__(self, send: Send) -> None:
-        self._send = send
+        self._pass = send
         self.has_begun = False
 
     async def whole(self, answer: Answer) -> None:
@@ -49,6 +57,13 @@ class Reply:
     async def end(self, chunk: bytes = b"") -> None:
         """Sends the last part."""
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
+
+    async def _send(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._pass(message)
+        except TimeoutError:
+            raise ClientGoneError from None
 
 
 def _error(status: int, message: str) -> bytes:

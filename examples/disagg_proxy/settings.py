@@ -30,7 +30,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     prefill_timeout: float = 120.0
-    decode_timeout: float = 600.0
+    decode_timeout: float = 1800.0
     entry_ttl: float = 450.0
     max_entries: int = 100_000
     max_requests: int = 1024
@@ -76,7 +76,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     add("--host", metavar="ADDRESS", help="where to listen")
     add("--port", type=int, help="0 for any that is free")
     add("--prefill-timeout", type=_positive, metavar="SECONDS", help="for a whole prefill")
-    add("--decode-timeout", type=_positive, metavar="SECONDS", help="the longest silence of an engine")
+    add(
+        "--decode-timeout",
+        type=_positive,
+        metavar="SECONDS",
+        help="the longest silence of an engine; a whole answer is one",
+    )
     add("--entry-ttl", type=_positive, metavar="SECONDS", help="for how long a turn is remembered")
     add("--max-entries", type=_count, metavar="N", help="how many are")
     add("--max-requests", type=_count, metavar="N", help="at once")

@@ -44,6 +44,9 @@ class Turn:
             raise BadRequestError("The body must be a JSON object.")
         conversation_id = _conversation_id(body.pop("conversation_id", None))
         own = own_params(body.pop("kv_transfer_params", None))
+        # vLLM takes what is in there for parameters, too: by that way a client could say whose blocks are pulled.
+        if isinstance(xargs := body.get("vllm_xargs"), dict):
+            xargs.pop("kv_transfer_params", None)
         options, stream = body.get("stream_options"), body.get("stream")
         if not isinstance(stream, bool | None):  # engines would take 1 and "true" for it
             raise BadRequestError("stream must be true or false.")
@@ -55,6 +58,12 @@ class Turn:
             wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
             alone=not _is_one_answer(body) or _wants_whole_prompt(body),
         )
+
+    @property
+    def model(self) -> str:
+        """As the client names it; empty where it does not, and engines have but one."""
+        model = self.body.get("model")
+        return model if isinstance(model, str) else ""
 
     def prefill_body(self, params: Params) -> dict[str, Any]:
         """For P: one token, which nobody reads (B2.23)."""

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from .engines import EngineFailedError, Engines, engine_headers
 from .fleet import Instance, Role
@@ -35,23 +35,30 @@ class Watch:
         self._checked_at = clock()
         self._probed_at = -math.inf
         self._probe_s = probe_s
+        self._is_refused = False
         # One name for all, so that each probe's hold takes the place of the one before.
         self._hold_as = f"disagg_proxy.probe.{uuid.uuid4().hex}"
 
     async def run(self) -> None:
         """Never ends."""
+        await asyncio.gather(self._again_and_again(self.probe), self._again_and_again(self._check_if_due))
+
+    async def _again_and_again(self, look: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await self.probe()
-                if self._is_check_due():
-                    await self.check()
+                await look()
             except Exception:
                 logger.exception("looking at %s went wrong", self._instance.url)
             await asyncio.sleep(min(TICK_S, self._check_s))
 
+    async def _check_if_due(self) -> None:
+        if self._is_check_due():
+            await self.check()
+
     async def check(self) -> None:
         """Asks whether it is well."""
         instance, was_up, self._checked_at = self._instance, self._instance.is_up, self._clock()
+        instance.is_doubted = False
         try:
             answer = await self._engines.ask(instance, "/health", None, {}, timeout_s=HEALTH_TIMEOUT_S)
             is_well = answer.status == 200
@@ -77,14 +84,25 @@ class Watch:
             body = {"model": _first_model(models.parsed()), "prompt": [1], "max_tokens": 1}
             body["kv_transfer_params"] = for_engine(hold_only(), {}, self._hold_as)
             answer = await self._engines.ask(instance, "/v1/completions", body, headers, timeout_s=PROBE_TIMEOUT_S)
-            params = answer.parsed().get("kv_transfer_params")
+            params = None if answer.status >= 400 else answer.parsed().get("kv_transfer_params")
         except EngineFailedError as error:
             logger.warning("%s does not answer a probe: %s", instance.url, error.cause.value)
             return
+        if answer.status >= 400:
+            self._note_refusal(answer.status)
+            return
         engine = DecodeEngine.parse(params)
         if engine is None:
-            logger.warning("%s holds nothing (status %d): its streams are not remembered", instance.url, answer.status)
+            logger.warning("%s holds nothing: its streams are not remembered", instance.url)
         instance.introduced(engine, self._clock())
+
+    def _note_refusal(self, status: int) -> None:
+        """It says nothing of what it holds: what is known stands, and it is asked again after the usual time."""
+        instance = self._instance
+        if not self._is_refused:
+            logger.warning("%s refuses probes (status %d); does VLLM_API_KEY lack?", instance.url, status)
+        self._is_refused = True
+        instance.introduced(instance.engine, self._clock())
 
     def _is_probe_due(self) -> bool:
         seen_at, now = self._instance.engine_seen_at, self._clock()
@@ -92,6 +110,8 @@ class Watch:
 
     def _is_check_due(self) -> bool:
         """Whoever is down, since a request found that out perhaps, is looked at as soon as its pause is over."""
+        if self._instance.is_up and self._instance.is_doubted:
+            return True
         due_at = self._checked_at + self._check_s if self._instance.is_up else self._instance.retry_at
         return self._clock() >= due_at
 

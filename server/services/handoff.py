@@ -105,7 +105,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         deadline = self._runtime.now() + seconds
         while (remaining := deadline - self._runtime.now()) > 0:
             hold = self._handoffs.find(name, self._runtime.now())
-            if hold is not None and not hold.awaited:
+            if not (hold.awaited if hold is not None else self._handoffs.may_come(name)):
                 return
             await self._runtime.hold_changed(name, remaining)
             self._sessions.check(session)

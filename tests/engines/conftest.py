@@ -81,6 +81,8 @@ def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEng
             "VLLM_CPU_OMP_THREADS_BIND": bind,
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            # With steps of its own between calls, whatever some module of the tests has set for an engine in its process.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         }
         environment.pop("PYTHONHASHSEED", None)
         command = [sys.executable, HERE / runner, path.with_suffix(".job"), path.with_suffix(".json")]

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+RESET_SECONDS = 60.0
+
 
 def main() -> None:
     """Runs the job."""
@@ -36,12 +38,14 @@ def main() -> None:
 
 
 def _continued(step: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """A prompt may begin with what an earlier step was asked and answered."""
-    name = step.pop("continues", None)
-    earlier = next((result for result in results if name and result.get("name") == name), None)
+    """Prompts may begin with what an earlier step was asked and answered, and take over what another one held of them."""
+    named = {result["name"]: result for result in results if result.get("name")}
+    earlier, holder = (named.get(step.pop(word, None)) for word in ("continues", "takes_over"))
     if earlier is not None:
         turns = zip(earlier["prompts"], earlier["rows"], step["prompts"], strict=True)
         step["prompts"] = [asked + row["tokens"] + prompt for asked, row, prompt in turns]
+    if holder is not None:
+        step["transfers"] = [row["transfer"] for row in holder["rows"]]
     return step
 
 
@@ -50,12 +54,21 @@ def _step(llm: Any, step: dict[str, Any]) -> dict[str, Any]:
         case "generate":
             return _generate(llm, **step)
         case "reset":
-            return {"ok": llm.reset_prefix_cache(**step)}
+            return _reset(llm, step)
         case "shell":
             done = subprocess.run(step["command"], capture_output=True, text=True, check=True, timeout=60)
             return {"stdout": done.stdout}
         case unknown:
             raise ValueError(unknown)
+
+
+def _reset(llm: Any, how: dict[str, Any]) -> dict[str, Any]:
+    """Empties the engine's prefix cache, which it refuses while blocks are being saved."""
+    deadline = time.monotonic() + RESET_SECONDS
+    while not llm.reset_prefix_cache(**how):
+        assert time.monotonic() < deadline, "the engine does not let go of its blocks"
+        time.sleep(0.05)
+    return {}
 
 
 def _generate(
@@ -65,25 +78,31 @@ def _generate(
     max_tokens: int = 8,
     salt: str | None = None,
     settings: dict[str, Any] | None = None,
+    transfers: list[dict[str, Any]] | None = None,
     *,
     at_once: bool = False,
 ) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        logprobs=3,
-        detokenize=False,
-        ignore_eos=True,
-        extra_args={"kv_transfer_params": {"kvtier": settings}} if settings else None,
-    )
+    given = {"kvtier": settings} if settings else {}
+    samplings = [
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            logprobs=3,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        for params in [given | transfer for transfer in transfers or [{}] * len(prompts)]
+    ]
     inputs: list[dict[str, Any]] = [
         {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})} for tokens in prompts
     ]
     before, start = _counters(llm), time.perf_counter()
-    batches = [inputs] if at_once else [[one] for one in inputs]
-    outputs = [output for batch in batches for output in llm.generate(batch, sampling, use_tqdm=False)]
+    asked = list(zip(inputs, samplings, strict=True))
+    batches = [asked] if at_once else [[one] for one in asked]
+    outputs = [out for batch in batches for out in llm.generate(*map(list, zip(*batch, strict=True)), use_tqdm=False)]
     seconds = time.perf_counter() - start
     time.sleep(0.3)  # idle steps, in which the last saves end
     after = _counters(llm)
@@ -95,7 +114,7 @@ def _generate(
         - before.get("vllm:external_prefix_cache_hits", 0),
         "preemptions": after.get("vllm:num_preemptions", 0) - before.get("vllm:num_preemptions", 0),
         "kvtier": {name: value for name, value in after.items() if name.startswith("vllm:kvtier_")},
-        "rows": [describe(output) for output in outputs],
+        "rows": [{**describe(output), "transfer": output.kv_transfer_params} for output in outputs],
     }
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,28 @@ _KVTIER = Path(sys.executable).with_name("kvtier")
 
 
 class ServerProcess:
-    """A server whose socket, data and process id are in `folder`; `region` is the size of its CPU tier."""
+    """A server whose socket, data and process id are in `folder`; `region` is the size of its CPU tier, `flags` are others."""
 
-    def __init__(self, folder: Path, region: str = "512MiB") -> None:
-        self.folder, self.region = folder, region
+    def __init__(self, folder: Path, region: str = "512MiB", flags: Sequence[str] = ()) -> None:
+        self.folder, self.region, self.flags = folder, region, tuple(flags)
         self.endpoint = f"unix:{folder / 'kvtier.sock'}"
         self._child: subprocess.Popen[bytes] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started by this process, and has not ended."""
+        return self._child is not None and self._child.poll() is None
+
     def start(self) -> None:
         """Starts it and waits until it answers."""
-        command = [_KVTIER, "serve", "--listen", self.endpoint, "--region-size", self.region]
+        command = [_KVTIER, "serve", "--listen", self.endpoint, "--region-size", self.region, *self.flags]
         self._reap()
         with (self.folder / "server.log").open("ab") as log:
             self._child = subprocess.Popen(
                 [*command, "--data-dir", self.folder / "data"], stdout=log, stderr=log, start_new_session=True
             )
         (self.folder / "pid").write_text(str(self._child.pid))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.CalledProcessError):
                 self.status()
@@ -71,8 +77,15 @@ class ServerProcess:
             self.start()
 
     def status(self) -> dict[str, Any]:
-        """Asks what it holds."""
-        command = [_KVTIER, "status", "--json", "--timeout", "2", "--endpoint", self.endpoint]
+        """Asks what it has."""
+        return self._ask("status")
+
+    def handoffs(self) -> dict[str, Any]:
+        """Asks which requests it holds for other engines."""
+        return self._ask("handoffs")
+
+    def _ask(self, what: str) -> dict[str, Any]:
+        command = [_KVTIER, what, "--json", "--timeout", "2", "--endpoint", self.endpoint]
         done = subprocess.run(command, capture_output=True, check=True, timeout=60)
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer

@@ -59,11 +59,16 @@ def decode(make: MakeEngine) -> ToyEngine:
     return make("D")
 
 
-def holds_of(server: ServerProcess) -> list[str]:
-    """Returns the names of what is held."""
+def report_of(server: ServerProcess) -> Any:
+    """Returns what the server says of what is held, and was."""
     command = [Path(sys.executable).with_name("kvtier"), "handoffs", "--json", "--endpoint", server.endpoint]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [hold["request_id"] for hold in json.loads(done.stdout)["handoffs"]]
+    return json.loads(done.stdout)
+
+
+def holds_of(server: ServerProcess) -> list[str]:
+    """Returns the names of what is held."""
+    return [hold["request_id"] for hold in report_of(server)["handoffs"]]
 
 
 def params_of(engine: ToyEngine, tokens: list[int], params: Any = FIRST_TURN, new_tokens: int = 0) -> dict[str, Any]:
@@ -89,6 +94,8 @@ def test_a_conversation_of_three_turns(server: ServerProcess, prefill: ToyEngine
     assert counts["pull_tokens"] == sum(len(PROMPT) + 9 + 15 * turn for turn in range(2))
     assert counts["pull_blocks:pulled"] == sum(-(-(len(PROMPT) + 9 + 15 * turn) // BLOCK) for turn in range(2))
     assert holds_of(server) == [params["remote_request_id"]], "the others were released by who pulled them"
+    totals = {total["direction"]: total["published"] for total in report_of(server)["totals"]}
+    assert totals == {"prefill to decode": 3, "decode to prefill": 3}
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -250,6 +257,17 @@ def test_other_content_is_not_pulled(prefill: ToyEngine, decode: ToyEngine) -> N
         asked.mm_features = [SimpleNamespace(identifier=identifier, mm_position=feature.mm_position)]
         assert decode.match(asked) == tokens
         # Dropped, not ended: the hold stays.
+        decode.scheduler._handoffs._core._requests.clear()
+        decode.scheduler._core._requests.clear()
+
+
+def test_the_same_end_of_another_beginning_is_not_pulled(prefill: ToyEngine, decode: ToyEngine) -> None:
+    """A part of a block is its holder's only behind the same tokens, though nothing before it is pulled."""
+    params = params_of(prefill, PROMPT)
+    for prompt, pulled in (([7, *PROMPT[1:]], 0), (PROMPT, 3)):
+        request = decode.arrive(prompt, params | {"kvtier": {"hold": False}})
+        wait_for(lambda: decode.scheduler.matched_tokens(request, 6 * BLOCK)[0] is not None)  # noqa: B023 - called at once
+        assert decode.scheduler.matched_tokens(request, 6 * BLOCK) == (pulled, pulled > 0)
         decode.scheduler._handoffs._core._requests.clear()
         decode.scheduler._core._requests.clear()
 

@@ -11,6 +11,7 @@ import pytest
 from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
 
 from kvtier.client import (
+    DeadlineExceeded,
     HandoffDirection,
     HoldGone,
     HoldInfo,
@@ -23,6 +24,7 @@ from kvtier.client import (
     make_key,
 )
 from kvtier.client.engines.vllm import holds
+from kvtier.client.engines.vllm.metadata import WorkerReport
 
 TABLE = [[1, 2, 3, 4, 5, 6]]
 KEYS = [make_key(bytes([number]) * 32) for number in range(6)]
@@ -40,6 +42,7 @@ class HoldsClient(FakeClient):
         self.renewed: list[HoldName] = []
         self.let_go: list[HoldName] = []
         self.published: list[str] = []
+        self.late_publications = 0
 
     def claim(self, hold: HoldName, **_: Any) -> Any:
         self.claimed.append(hold)
@@ -60,6 +63,9 @@ class HoldsClient(FakeClient):
         self.let_go += holds
 
     def publish(self, request_id: str, *_: Any, **__: Any) -> Any:
+        if self.late_publications:
+            self.late_publications -= 1
+            raise DeadlineExceeded("late")
         self.published.append(request_id)
         return SimpleNamespace(status=PublishStatus.PUBLISHED)
 
@@ -169,8 +175,6 @@ def test_normal_ends(status: str, *, held: bool) -> None:
 
 def test_what_is_held_is_offered_once_more_where_it_was_not_stored() -> None:
     """B2.17: blocks that the server had no room for are among those that who pulls would wait for."""
-    from kvtier.client.engines.vllm.metadata import WorkerReport
-
     client = HoldsClient()
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params={"do_remote_decode": True})
@@ -185,3 +189,100 @@ def test_what_is_held_is_offered_once_more_where_it_was_not_stored() -> None:
         assert scheduler.request_finished(request, TABLE) is not None
         saves = scheduler.build_step(make_step({})).saves
         assert sorted(key for save in saves for key in save.keys) == [KEYS[1], KEYS[4]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [({"num_output_placeholders": 4}, 20), ({"num_tokens": 20, "num_output_placeholders": 0}, 20), ({}, 24)],
+)
+def test_only_what_is_confirmed_is_held(fields: dict[str, int], tokens: int) -> None:
+    """B2.18, B4.6: no token that is only scheduled (async scheduling), and none behind the end (accepted drafts)."""
+    client = HoldsClient()
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24, **fields)
+        scheduler.new_request(request)
+        scheduler.blocks_allocated(request, TABLE, 0)
+        params = scheduler.request_finished(request, TABLE)
+        assert params is not None
+        assert (params["remote_num_tokens"], params["remote_block_ids"]) == (tokens, [list(range(tokens // 4))])
+        saves = [key for save in scheduler.build_step(make_step({})).saves for key in save.keys]
+        assert saves == KEYS[: tokens // 4]
+
+
+def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
+    """B4.13: between a reset and the server's word that it has forgotten all, holds are of weights that may have changed."""
+    gate = threading.Event()
+    client = HoldsClient()
+    client.resets = [lambda: wait_for(gate.is_set) or 0]
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params=PREFILLED)
+        scheduler.new_request(request)
+        wait_for(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+        assert scheduler.reset()
+        assert scheduler.matched_tokens(request, 0)[0] in (0, None)
+        last = make_request(6, "last", kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
+        scheduler.new_request(last)
+        scheduler.blocks_allocated(last, TABLE, 0)
+        assert scheduler.request_finished(last, TABLE) is None
+        gate.set()
+        wait_for(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+    assert client.published == []
+
+
+def test_claims_behind_one_that_fails_are_not_made(monkeypatch: Any) -> None:
+    """They would each wait as long as it did."""
+    monkeypatch.setattr(holds, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(holds, "_THREADS", 1)
+    gate = threading.Event()
+
+    def fail() -> None:
+        wait_for(gate.is_set)
+        raise NotConnected("gone")
+
+    client = HoldsClient(before_claim=fail)
+    with scheduler_side(client) as (scheduler, _):
+        requests = [make_request(6, f"r{number}", kv_transfer_params=PREFILLED) for number in range(3)]
+        for request in requests:
+            scheduler.new_request(request)
+            assert scheduler.matched_tokens(request, 0) == (None, False)
+        gate.set()
+        for request in requests:
+            wait_for(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
+            scheduler.blocks_allocated(request, TABLE, 0)
+        assert len(client.claimed) == 1
+        wait_for(lambda: len(client.let_go) == 3)  # peers are told all the same
+        done = make_request(6, "done", kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
+        scheduler.new_request(done)
+        scheduler.blocks_allocated(done, TABLE, 0)
+        assert scheduler.request_finished(done, TABLE) is not None
+        wait_for(lambda: client.published == ["done"])
+
+
+def test_a_publication_that_was_late_is_made_once_more() -> None:
+    """B2.17: who is to pull would wait for it; what is told of a request twice is one hold."""
+    client = HoldsClient()
+    client.late_publications = 1
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
+        scheduler.new_request(request)
+        scheduler.blocks_allocated(request, TABLE, 0)
+        scheduler.request_finished(request, TABLE)
+        wait_for(lambda: client.published == ["r"])
+
+
+def test_a_defect_in_handing_over_does_not_keep_a_request_from_ending(monkeypatch: Any) -> None:
+    """The hook is contained; the server hears of the end, and the cache's half forgets the request."""
+    client = HoldsClient()
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
+        scheduler.new_request(request)
+        scheduler.blocks_allocated(request, TABLE, 0)
+
+        def fail(*_: object, **__: object) -> None:
+            raise KeyError("a defect")
+
+        monkeypatch.setattr(scheduler._handoffs, "finished", fail)
+        with pytest.raises(KeyError):
+            scheduler.request_finished(request, TABLE)
+        wait_for(lambda: client.finished == ["r"])
+        assert scheduler._core._requests == {}

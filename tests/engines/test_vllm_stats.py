@@ -200,7 +200,7 @@ def test_every_count_has_a_metric() -> None:
     # See test_vllm_handoffs.
     counted |= {f"claims:{outcome}" for outcome in ("granted", "empty", "gone", "unavailable")}
     counted |= {f"publications:{outcome}" for outcome in ("published", "no_room", "too_many")}
-    counted |= {"pull_tokens", "pull_blocks:pulled", "pull_blocks:failed"}
+    counted |= {"claim_seconds", "pull_tokens", "pull_blocks:pulled", "pull_blocks:failed"}
     series = {
         f"{name}:{outcome}" if outcome else name for name, of in METRICS.items() for outcome in of.outcomes or ("",)
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["VOCABULARY", "make_dense", "make_hybrid", "make_state"]
+__all__ = ["VOCABULARY", "make_dense", "make_hybrid", "make_state", "make_tokenizer"]
 
 VOCABULARY = 1024
 _SIZES: dict[str, Any] = {
@@ -83,6 +83,23 @@ def make_state(path: Path) -> None:
             elif name.endswith("dt_bias"):
                 weight.fill_(-3.0)
     model.save_pretrained(path)
+
+
+def make_tokenizer(path: Path) -> None:
+    """Writes a tokenizer beside a model, where token 7 is the word "w7", and a chat template that joins what was said.
+
+    So the words of an answer, sent again as text, are the tokens that the engine made.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3}
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    words = {f"w{token}": token for token in range(4, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(special | words, unk_token=names["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names).save_pretrained(path)
 
 
 def _randomize(model: torch.nn.Module, *, normed: bool) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Behaviour", "Seen", "StandinEngine", "cut_off", "fail", "hang", "hang_up", "hold_back", "say"]
+__all__ = ["Behaviour", "Seen", "StandinEngine", "cut_off", "fail", "hang", "hang_up", "hold_back", "say", "stream"]
 
 ANSWER = ("Once", " upon", " a", " time")
 PROMPT_TOKENS = 20
@@ -42,13 +42,15 @@ Behaviour = Callable[["StandinEngine", Seen, asyncio.StreamWriter], Awaitable[No
 class StandinEngine:
     """One engine. ``script`` has what it does with its next requests, before it behaves again.
 
+    ``health``: what it says of that, None for nothing; ``looks``: how often it was asked.
     ``bidirectional``: whether it holds what it answered after a pull, as a decode engine.
     """
 
     def __init__(self, engine_id: str, *, bidirectional: bool = True) -> None:
         self.engine_id = engine_id
         self.bidirectional = bidirectional
-        self.health = 200
+        self.health: int | None = 200
+        self.looks = 0
         self.seen: list[Seen] = []
         self.probes: list[Seen] = []
         self.script: deque[Behaviour] = deque()
@@ -155,7 +157,8 @@ class StandinEngine:
 
     async def _answer(self, asked: Seen, writer: asyncio.StreamWriter) -> None:
         if asked.path == "/health":
-            await say(writer, self.health, b"")
+            self.looks += 1
+            await (hang(self, asked, writer) if self.health is None else say(writer, self.health, b""))
         elif asked.path == "/v1/models":
             await say(
                 writer, 200, json.dumps({"object": "list", "data": [{"id": f"model-of-{self.engine_id}"}]}).encode()
@@ -215,6 +218,17 @@ def cut_off(after: int, *, cleanly: bool = False) -> Behaviour:
         else:
             await asyncio.sleep(0.05)  # what was written is to arrive
             writer.transport.abort()
+
+    return behaviour
+
+
+def stream(*events: bytes) -> Behaviour:
+    """Sends these, each in a piece of its own, and ends in good order."""
+
+    async def behaviour(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
+        await _begin(writer)
+        for event in (*events, b""):
+            await _chunk(writer, event)
 
     return behaviour
 

@@ -282,4 +282,6 @@ def test_what_became_of_holds_is_counted(prefill: Client, decode: Client, server
     assert [figure(f"handoffs_{name}_total") for name in names] == [2, 1, 1, 1, 1, 3 * PART, 0]
     assert figure("handoffs_expired_total", "decode_to_prefill") == 1
     assert figure("handoffs_held_seconds_total", "decode_to_prefill") >= 0.2
+    missed = [lines[f'kvtier_handoffs_claims_missed_total{{outcome="{how}"}}'] for how in ("not_held", "expired")]
+    assert missed == ["0.0", "0.0"]
     assert figure("holds") == figure("holds", "decode_to_prefill") == float(lines["kvtier_held_bytes"]) == 0

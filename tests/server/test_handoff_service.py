@@ -20,7 +20,8 @@ from kvtier.server.services.handoff import HandoffService
 from kvtier.tiers.answers import Session, StoreStatus
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.errors import HoldExpired, UnknownSession
+from kvtier.tiers.errors import HoldExpired, HoldNotFound, UnknownSession
+from kvtier.tiers.handoff_notes import ClaimOutcome
 from kvtier.tiers.leases import KeyStatus
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
@@ -184,5 +185,43 @@ def test_a_heartbeat_may_say_how_long() -> None:
         assert (await desk.claim()).remaining.seconds >= 290
         await desk.release()
         assert list((await desk.renew()).missing_holds) == [0]
+
+    at_the_desk(scenario)
+
+
+@pytest.mark.parametrize("way", ["released", "reset", "declined", "declined while it waits"])
+def test_what_will_not_come_is_not_waited_for(way: str) -> None:
+    """B2.17: a hold that has ended, or was declined, is a miss at once; only one that was never heard of may yet be published."""
+
+    async def scenario(desk: Desk, runtime: TierRuntime) -> None:
+        claiming = asyncio.ensure_future(desk.claim(wait=3600)) if way.endswith("waits") else None
+        await asyncio.sleep(0)
+        # Of 16 blocks four may be held.
+        answer = await desk.publish(keys(0, 6 if way.startswith("declined") else 1))
+        assert (answer.status == handoff_pb2.PUBLISH_STATUS_PUBLISHED) is not way.startswith("declined")
+        if way == "released":
+            await desk.release()
+        if way == "reset":
+            runtime.core.reset(desk.session)
+        with pytest.raises(HoldNotFound):
+            await (claiming or desk.claim(wait=3600))
+        assert runtime.core.stats().claims_missed == {ClaimOutcome.NOT_HELD: 1}
+        await desk.publish(keys(0, 1))
+        desk.store(keys(0, 1))
+        assert (await desk.claim(wait=3600)).lease_id
+
+    at_the_desk(scenario)
+
+
+def test_what_is_held_in_another_namespace_is_not_waited_for() -> None:
+    """Engines whose blocks mean something else (of another tensor parallelism, say) do not meet, and do not wait either."""
+
+    async def scenario(desk: Desk, runtime: TierRuntime) -> None:
+        await desk.publish(keys(0, 1))
+        other = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
+        desk.session = runtime.core.open_session(b"o", "reader", None, other)
+        with pytest.raises(HoldNotFound):
+            await desk.claim(wait=3600)
+        assert runtime.core.stats().claims_missed == {ClaimOutcome.OTHER_NAMESPACE: 1}
 
     at_the_desk(scenario)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ....protos.endpoint import client_endpoint
 from ... import Client, InvalidRequest, KVTierError, Namespace
 from ...handoff import Identity
 from ...keeper import Pin
@@ -111,6 +112,11 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             client.wait_until_connected(_START_SECONDS)
         except KVTierError as error:
             logger.warning("kvtier: no server yet, the engine starts without: %s", error)
+        if config.peers and client_endpoint(config.advertise or config.endpoint).is_loopback:
+            logger.warning(
+                "kvtier: `peers` are on other hosts, which cannot reach this engine's server at %s: set `advertise`",
+                self._address[0],
+            )
         logger.info(
             "kvtier: namespace %s, %d KV cache group(s), transport %s", digest, len(geometry.groups), client.transport
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from ... import is_hold_key
 from ...offload import CacheGroup, EndedSave
 from .compat import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent, maybe_convert_block_hash
 
@@ -37,7 +38,8 @@ class KVEvents:
         if not self._enabled:
             return
         for position, (key, group_index) in enumerate(zip(save.job.keys, save.job.groups, strict=True)):
-            if position not in save.not_stored:
+            # What only a hold names is found by nobody who asks for content.
+            if position not in save.not_stored and not is_hold_key(key):
                 self._events.append(self._stored(key, group_index))
 
     def cleared(self) -> None:

@@ -97,10 +97,12 @@ class Handoffs:
         self._core.reset()
         return not self._core.pending
 
-    def finished(self, request: Any, block_ids: Sequence[Sequence[int]], confirmed_tokens: int) -> Finished:
-        """The request has ended: what its caller is answered, and what is to be stored beside its full blocks."""
+    def finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]], confirmed_tokens: int, *, may_hold: bool = True
+    ) -> Finished:
+        """The request has ended: what its caller is answered, and what is to be stored. ``may_hold``: whether anything may be."""
         self._offered.discard(request.request_id)
-        reason = _REASONS.get(request.status.name, Reason.OTHER)
+        reason = _REASONS.get(request.status.name, Reason.OTHER) if may_hold else Reason.OTHER
         return self._core.finished(request.request_id, block_ids, confirmed_tokens, reason, time.time())
 
     def close(self) -> None:

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
 
-from ... import Client, HoldGone, HoldName, InvalidRequest, KeyStatus, KVTierError, Lease, LimitExceeded
+from ... import (
+    Client,
+    DeadlineExceeded,
+    HoldGone,
+    HoldName,
+    InvalidRequest,
+    KeyStatus,
+    KVTierError,
+    Lease,
+    LimitExceeded,
+    PublishStatus,
+)
 from ... import HandoffDirection as WireDirection
 from ...handoff import Claimed, ClaimId, Direction, HandoffRequest, HeldBlock, Publication, RemoteRequest
 from .background import BackgroundThreads, LimitedLog, logger
@@ -24,6 +35,7 @@ _THREADS = 8  # all they do is wait: for a peer's last saves
 _WAIT_SHARE = 0.8
 _CONNECT_WITHIN_S = 1.0
 _COOL_DOWN_S = 2.0
+_LATE_S = 30.0
 _DIRECTIONS = {
     Direction.PREFILL_TO_DECODE: WireDirection.PREFILL_TO_DECODE,
     Direction.DECODE_TO_PREFILL: WireDirection.DECODE_TO_PREFILL,
@@ -61,7 +73,8 @@ class HoldCalls:
         self._wanted: dict[ClaimId, _Claim] = {}
         self._answers: deque[ClaimAnswer] = deque()
         self._cool_until: dict[str, float] = {}
-        self._claims: BackgroundThreads | None = None
+        # By server: those that wait for one say nothing of the others.
+        self._claims: dict[str, BackgroundThreads] = {}
         # By server, one thread each: what is to be told queues behind nobody who waits.
         self._words: dict[str, BackgroundThreads] = {}
 
@@ -71,9 +84,8 @@ class HoldCalls:
 
     def close(self) -> None:
         """End the threads and the sessions with other servers."""
-        for threads in (self._claims, *self._words.values()):
-            if threads is not None:
-                threads.close(0.5)
+        for threads in (*self._claims.values(), *self._words.values()):
+            threads.close(0.5)
         self._peers.close()
 
     # ---- what the core asks for
@@ -87,14 +99,14 @@ class HoldCalls:
         if endpoint is None or not self._reachable(endpoint):
             self._tally.count("claims:unavailable")
             return False
-        if self._claims is None:
-            self._claims = BackgroundThreads("claim", self._log, threads=_THREADS)
+        if endpoint not in self._claims:
+            self._claims[endpoint] = BackgroundThreads("claim", self._log, threads=_THREADS)
         with self._lock:
             self._wanted[claim] = _Claim(endpoint)
         # A peer's server is told no end of our requests: what it grants is given back by itself.
         name, positions = request.server_name if endpoint == OWN else "", list(first_positions)
         deadline = time.monotonic() + self._wait_s
-        self._claims.submit(lambda: self._claim(claim, endpoint, _hold_of(remote), name, positions, deadline))
+        self._claims[endpoint].submit(lambda: self._claim(claim, endpoint, _hold_of(remote), name, positions, deadline))
         return True
 
     def drop_claim(self, claim: ClaimId) -> None:
@@ -105,9 +117,10 @@ class HoldCalls:
             self._tell(dropped.endpoint, dropped.lease.release)
 
     def renew(self, remotes: Sequence[RemoteRequest]) -> None:
-        """See HandoffServer."""
+        """See HandoffServer; a server that has failed a moment ago is left in peace: there will be another heartbeat."""
         for endpoint, holds in self._by_endpoint(remotes).items():
-            self._tell_server(endpoint, operator.methodcaller("renew_holds", *holds))
+            if self._reachable(endpoint):
+                self._tell_server(endpoint, operator.methodcaller("renew_holds", *holds))
 
     def release(self, remote: RemoteRequest) -> None:
         """See HandoffServer."""
@@ -151,34 +164,47 @@ class HoldCalls:
         return endpoint != OWN or self._peers.client(OWN).connected
 
     def _tell_server(self, endpoint: str, call: Callable[[Client], object]) -> None:
-        if self._reachable(endpoint):
-            self._tell(endpoint, lambda: call(self._peers.client(endpoint)))
+        self._tell(endpoint, lambda: call(self._peers.client(endpoint)))
 
     def _tell(self, endpoint: str, call: Callable[[], object]) -> None:
         words = self._words.get(endpoint)
         if words is None:
             words = self._words[endpoint] = BackgroundThreads("handoff", self._log)
-        words.submit(lambda: self._say(call))
+        told_at = time.monotonic()
+        words.submit(lambda: self._say(call, told_at))
 
     # ---- background threads from here on
 
-    def _say(self, call: Callable[[], object]) -> None:
+    def _say(self, call: Callable[[], object], told_at: float) -> None:
         try:
-            call()
+            # Behind a server that hangs, what is told to it piles up; nobody cares any more when it comes so late.
+            if time.monotonic() < told_at + _LATE_S:
+                call()
+            else:
+                self._log.warn(
+                    "handoff-late", "a server was not told of requests that are handed over: it takes too long"
+                )
         except KVTierError as error:
             self._log.warn("handoff-call", f"a server could not be told of a request that is handed over: {error}")
 
     def _publish(self, client: Client, publication: Publication) -> None:
-        held = client.publish(
+        try:
+            status = self._publish_once(client, publication)
+        except DeadlineExceeded:
+            # Whether it was heard or not: a peer would wait for it, and once more under the same name does no harm.
+            status = self._publish_once(client, publication)
+        logger.debug("kvtier: request %s: %s", publication.request_id, status.name)
+        self._tally.count(f"publications:{status.name.lower()}")
+
+    def _publish_once(self, client: Client, publication: Publication) -> PublishStatus:
+        return client.publish(
             publication.request_id,
             publication.keys,
             publication.positions,
             num_tokens=publication.num_tokens,
             direction=_DIRECTIONS[publication.direction],
             hold_for=publication.hold_for,
-        )
-        logger.debug("kvtier: request %s: %s", publication.request_id, held)
-        self._tally.count(f"publications:{held.status.name.lower()}")
+        ).status
 
     def _claim(
         self,
@@ -189,9 +215,10 @@ class HoldCalls:
         first_positions: Sequence[int],
         deadline: float,
     ) -> None:
-        lease, outcome = None, "unavailable"
+        lease, outcome, begun_at = None, "unavailable", time.monotonic()
         try:
-            if self._is_wanted(number):
+            # It may have queued behind others that found out that the server does not answer.
+            if self._is_wanted(number) and self._reachable(endpoint):
                 client = self._peers.client(endpoint)
                 if endpoint != OWN:
                     client.wait_until_connected(_CONNECT_WITHIN_S)
@@ -207,6 +234,7 @@ class HoldCalls:
             self._log.warn("claim", f"a claim failed, its request is computed instead: {error}")
         finally:
             self._tally.count(f"claims:{outcome}")
+            self._tally.observe("claim_seconds", time.monotonic() - begun_at)
             self._answered(number, lease)
 
     def _is_wanted(self, number: ClaimId) -> bool:
@@ -221,7 +249,7 @@ class HoldCalls:
         if wanted is not None:
             self._answers.append(ClaimAnswer(number, _claimed(lease), time.monotonic()))
         elif lease is not None:
-            self._say(lease.release)
+            self._say(lease.release, time.monotonic())
 
 
 def _hold_of(remote: RemoteRequest) -> HoldName:

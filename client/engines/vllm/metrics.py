@@ -45,6 +45,9 @@ METRICS = {
         "not long enough any more; unavailable: its server cannot be asked.",
         ("granted", "empty", "gone", "unavailable"),
     ),
+    "claim_seconds": Metric(
+        "Seconds from the call to the answer of a claim: peers' last saves are waited for.", in_seconds=True
+    ),
     "pull_tokens": Metric("Tokens whose KV was taken over from other engines."),
     "pull_blocks": Metric(
         "KV blocks pulled from other engines, or computed because that failed.", ("pulled", "failed")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ... import Client
-from ...handoff import Identity
+from ...handoff import Finished, Identity
 from ...offload import CacheGeometry, Computed, EndedSave, LoadJob, Mode, OffloadCore, OffloadOptions
 from .announcements import Announcement, server_name
 from .background import LimitedLog
@@ -102,7 +102,8 @@ class SchedulerSide:
         if request.request_id not in self._requests:
             self.new_request(request)
         self._hear()
-        hit = self._handoffs.match(request.request_id, computed_tokens)
+        # What is held may be of weights that are about to be forgotten: until the server has done so, nothing is pulled (B4.13).
+        hit = 0 if self._forgetting else self._handoffs.match(request.request_id, computed_tokens)
         if hit == 0:
             hit = self._core.match(request.request_id, computed_tokens, time.monotonic())
         return hit, bool(hit)
@@ -164,11 +165,16 @@ class SchedulerSide:
         Returns the parameters for the engine that is to go on with it, where one is.
         """
         self._requests.pop(request.request_id, None)
-        confirmed = request.num_computed_tokens - request.num_output_placeholders
-        handed_on = self._handoffs.finished(request, block_ids, confirmed)
-        if handed_on.drop_saves:
-            confirmed = 0
-        self._core.finished(request.request_id, block_ids, confirmed, time.monotonic(), handed_on.blocks)
+        # Of drafts that were accepted behind the request's end nothing is known but that they were computed.
+        confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
+        handed_on = Finished(drop_saves=True)
+        try:
+            handed_on = self._handoffs.finished(request, block_ids, confirmed, may_hold=not self._forgetting)
+        finally:
+            # Whatever goes wrong with that: the request has ended.
+            if handed_on.drop_saves:
+                confirmed = 0
+            self._core.finished(request.request_id, block_ids, confirmed, time.monotonic(), handed_on.blocks)
         return handed_on.params
 
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -25,7 +25,7 @@ from .background import BackgroundThreads, LimitedLog, leave_compute_cores
 from .copies import BlockCopier, make_copier
 from .layout import build_layouts
 from .metadata import SAVE_WITHIN_S, StepMetadata
-from .peers import Peers
+from .peers import OWN, Peers
 from .reports import WorkerReports
 from .sleep import Asleep, SleepGate
 from .stats import Tally
@@ -66,6 +66,9 @@ class WorkerSide:
         self._client: Client | None = None
         self._copier: BlockCopier | None = None
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
+        # By server of another host: one that is slow holds up no load from this engine's own.
+        self._far_loads: dict[str, BackgroundThreads] = {}
+        self._on_start: Callable[[], None] | None = None
         self._save_after = 0.0
         self._reports = reports
         self._tally = tally or Tally()
@@ -87,10 +90,10 @@ class WorkerSide:
         device = self._copier.device
         self._client = self._connect(self._pin_for(device))
         self._peers = self._peers_of(self._client)
-        on_start = leave_compute_cores if device.type == "cpu" else None
+        self._on_start = leave_compute_cores if device.type == "cpu" else None
         self._threads = (
-            BackgroundThreads("load", self._log, on_start=on_start),
-            BackgroundThreads("save", self._log, on_start=on_start),
+            BackgroundThreads("load", self._log, on_start=self._on_start),
+            BackgroundThreads("save", self._log, on_start=self._on_start),
         )
 
     def suspend(self) -> None:
@@ -123,7 +126,9 @@ class WorkerSide:
         after = self._copier.mark()
         for job in step.loads:
             if job.reads:
-                self._queue(0, functools.partial(self._load, job, after, time.monotonic()))
+                self._loads_from(job.reads[0].endpoint).submit(
+                    functools.partial(self._load, job, after, time.monotonic())
+                )
             else:
                 self._reports.load_ended(job.request_id, failed=True)
 
@@ -139,15 +144,16 @@ class WorkerSide:
             self._reports.refuse_saves(step)
             return
         assert self._copier is not None
+        assert self._threads is not None
         after = self._copier.mark()
         now = time.monotonic()
         give_up_at = now + SAVE_WITHIN_S - max(0.0, time.time() - step.sent_at)
         for job in step.saves:
-            self._queue(1, functools.partial(self._save, job, after, now, give_up_at))
+            self._threads[1].submit(functools.partial(self._save, job, after, now, give_up_at))
 
     def close(self) -> None:
         """Let queued copies end, briefly, and disconnect."""
-        for threads in self._threads or ():
+        for threads in (*(self._threads or ()), *self._far_loads.values()):
             threads.close(2.0)
         if self._peers is not None:
             self._peers.close()
@@ -173,9 +179,13 @@ class WorkerSide:
             return False
         return True
 
-    def _queue(self, thread: int, job: Callable[[], None]) -> None:
+    def _loads_from(self, endpoint: str) -> BackgroundThreads:
         assert self._threads is not None
-        self._threads[thread].submit(job)
+        if endpoint == OWN:
+            return self._threads[0]
+        if endpoint not in self._far_loads:
+            self._far_loads[endpoint] = BackgroundThreads("load", self._log, on_start=self._on_start)
+        return self._far_loads[endpoint]
 
     # ---- background threads from here on
 
@@ -201,7 +211,7 @@ class WorkerSide:
         assert self._peers is not None
         assert self._copier is not None
         client = self._peers.client(read.endpoint)
-        for chunk in self._chunks(read.groups):
+        for chunk in self._chunks(read.groups, client):
             groups, block_ids = read.groups[chunk], read.block_ids[chunk]
             # Leaving the block confirms the lease and raises if it did not hold: the load then counts as failed.
             with client.read(read.lease_id, read.indices[chunk]) as batch:
@@ -216,7 +226,7 @@ class WorkerSide:
         try:
             # A hung server costs one deadline, not one per job: blocks are held back from reuse meanwhile.
             if time.monotonic() >= self._save_after and self._client is not None and self._client.connected:
-                for chunk in self._chunks(job.groups):
+                for chunk in self._chunks(job.groups, self._client):
                     if time.monotonic() >= give_up_at:
                         # The scheduler is about to take the job for lost, and the engine may reuse its blocks then (B5.6).
                         self._log.warn("late", "saves take minutes; blocks are not stored")
@@ -248,9 +258,9 @@ class WorkerSide:
     def _bytes_of(self, groups: Sequence[int]) -> int:
         return sum(self._groups[group].part_bytes for group in groups)
 
-    def _chunks(self, groups: Sequence[int]) -> list[slice]:
+    def _chunks(self, groups: Sequence[int], client: Client) -> list[slice]:
         """Slices of at most _BATCH_BYTES and the server's number of keys (and at least one block) each."""
-        most = (self._client.max_keys if self._client is not None else None) or len(groups)
+        most = client.max_keys or len(groups)
         chunks, start, size = [], 0, 0
         for index, group in enumerate(groups):
             part_bytes = self._groups[group].part_bytes

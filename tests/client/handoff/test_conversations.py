@@ -74,6 +74,16 @@ def test_a_conversation_of_three_turns(engine: Callable[..., ToyEngine]) -> None
     assert prefill.server.log == decode.server.log == []
 
 
+@pytest.mark.parametrize("tokens", range(97, 113))
+def test_a_prompt_of_any_length_is_handed_over(tokens: int) -> None:
+    """B2.2: with windows as well: whole, or to its last full block where the last token looks further back than the next one."""
+    server = FakeServer()
+    prefill = ToyEngine(server.client(WINDOWED, engine_id="prefill"), WINDOW)
+    decode = ToyEngine(server.client(WINDOWED, engine_id="decode"), WINDOW)
+    first = prefill.run(range(tokens), FIRST_TURN, 0)
+    assert decode.run(range(tokens), first.params, 10).pulled == (96 if tokens == 104 else tokens)
+
+
 def test_engines_without_the_feature_compute_what_they_know(engine: Callable[..., ToyEngine]) -> None:
     """B2.7 B2.15: nothing comes back; prefill to decode is as ever."""
     prefill, decode = engine("prefill"), engine("decode")

@@ -80,7 +80,7 @@ def test_ended_while_workers_pull(reason: Reason) -> None:
     rig.core.pull_ended("r")
     assert rig.server.released == [PEER]
     assert not rig.core.pending
-    assert rig.core.in_batch == set()
+    assert rig.core._requests == {}
     assert rig.server.published == []
 
 
@@ -138,29 +138,45 @@ def test_the_returned_parameters(params: dict[str, object], prefilled_here: bool
     }
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(100, [4, 5, 6]), (96, [4, 5]), (24, [0, 1]), (41, [1, 2])])
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(100, [4, 5, 6]), (96, [4, 5]), (24, [0, 1]), (41, [1, 2]), (104, [4, 5, 6]), (40, [0, 1, 2])],
+)
 def test_windows_are_clipped_to_their_tail(tokens: int, expected: list[int]) -> None:
-    """B2.18: of a window of 24 tokens only the blocks that it reaches from the end."""
-    rig = Rig(TO_DECODE, geometry=WINDOW)
+    """B2.18: of a window of 24 tokens only the blocks that it reaches from the end, or from the last token."""
+    rig = Rig(TO_DECODE, prompt=104, geometry=WINDOW)
     rig.allocate()
     finished = rig.finish(tokens)
     assert finished.params is not None
     assert finished.params["remote_block_ids"] == [list(range(-(-tokens // BLOCK))), expected]
 
 
-@pytest.mark.parametrize(
-    "geometry", [STATE, CacheGeometry(FULL.groups, step_tokens=BLOCK, hash_tokens=BLOCK, drop_last_block=True)]
-)
-def test_what_cannot_be_gone_on_from_is_not_promised(geometry: CacheGeometry) -> None:
-    """B2.18: tokens backed by blocks; of a state that is what was kept at the end of a step."""
+def test_what_cannot_be_gone_on_from_is_not_promised() -> None:
+    """B2.18: tokens backed by blocks; whole steps where the last block of a hit is computed anew."""
+    geometry = CacheGeometry(FULL.groups, step_tokens=BLOCK, hash_tokens=BLOCK, drop_last_block=True)
     rig = Rig(TO_DECODE, geometry=geometry)
     rig.allocate()
     finished = rig.finish(100)
     assert finished.params is not None
     assert finished.params["remote_num_tokens"] == 96
     full = geometry.groups[0]
-    assert finished.blocks == [FreeBlock(n + 1, 0, rig.request.key(full, n)) for n in range(6)], "and no state"
-    assert len(rig.server.published[0].keys) == 6 + (geometry is STATE)
+    assert finished.blocks == [FreeBlock(n + 1, 0, rig.request.key(full, n)) for n in range(6)]
+    assert len(rig.server.published[0].keys) == 6
+
+
+@pytest.mark.parametrize("params", [TO_DECODE, prefilled()])
+@pytest.mark.parametrize("tokens", [96, 100])
+def test_of_states_nothing_is_held(params: dict[str, object], tokens: int) -> None:
+    """B2.17: the one to go on from is gone by then: who comes next is told so, waits for nothing, and asks the cache."""
+    rig = Rig(params, geometry=STATE, **BOTH)
+    rig.allocate()
+    finished = rig.finish(tokens)
+    assert (rig.server.published, finished.blocks, finished.drop_saves) == ([], [], False)
+    assert finished.params is not None
+    assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[], []])
+    assert finished.params["remote_blocks_expiry_time"] is None
+    reader = Rig(finished.params, geometry=STATE, **BOTH)
+    assert (reader.match(), reader.server.claims) == (0, [])
 
 
 def test_all_that_is_held_is_stored() -> None:
@@ -176,6 +192,17 @@ def test_all_that_is_held_is_stored() -> None:
         "B2.6: its end, too"
     )
     assert [block.key for block in finished.blocks] == list(rig.server.published[0].keys)
+
+
+def test_what_only_the_last_token_needs_may_be_gone() -> None:
+    """B2.18: the hold is worth less by a part of a block to who has the same prompt, and as much to who has a longer one."""
+    rig = Rig(TO_DECODE, prompt=104, geometry=WINDOW)
+    rig.allocate()
+    tables = [list(table) for table in rig.tables()]
+    tables[1][4] = WINDOW.null_block
+    finished = rig.finish(104, tables=tables)
+    assert finished.params is not None
+    assert finished.params["remote_block_ids"] == [list(range(7)), [5, 6]]
 
 
 def test_a_block_that_is_gone_ends_it() -> None:
@@ -211,6 +238,33 @@ def test_a_block_that_has_more_tokens_than_are_confirmed_has_the_holds_name() ->
     rig.finish(100)
     (publication,) = rig.server.published
     assert publication.keys[6] == rig.request.hold_key("us", publication.request_id, FULL.groups[0], 6, 100)
+
+
+@pytest.mark.parametrize("drafts", [1, 12, 40])
+def test_what_is_not_confirmed_is_not_held(drafts: int) -> None:
+    """B2.18: a step ahead, or with drafts, an engine has tokens and blocks that do not count; and a window may have gone on."""
+    rig = Rig(TO_DECODE, geometry=WINDOW)
+    rig.allocate()
+    rig.request.tokens += range(100, 100 + drafts)
+    finished = rig.finish(100)
+    assert finished.params is not None
+    assert finished.params["remote_block_ids"] == [list(range(7)), [4, 5, 6]]
+    names = [rig.request.hold_key("us", "server's r", group, 6, 100) for group in WINDOW.groups]
+    assert [block.key for block in finished.blocks if block.block_id in (7, 107)] == names
+    rig = Rig(TO_DECODE, geometry=WINDOW)
+    rig.allocate()
+    tables = [list(table) for table in rig.tables()]
+    tables[1][:5] = [WINDOW.null_block] * 5
+    assert rig.finish(100, tables=tables).blocks == []
+
+
+@pytest.mark.parametrize("confirmed", [101, 112, 128])
+def test_tokens_that_nobody_knows_yet_are_not_held(confirmed: int) -> None:
+    """B2.17: those of a step that has not been processed have KV and no name: it would be held as another request's."""
+    rig = Rig(TO_DECODE)
+    rig.allocate()
+    assert rig.finish(confirmed).blocks == []
+    assert rig.server.published == []
 
 
 def test_a_request_ends_once() -> None:

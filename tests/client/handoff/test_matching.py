@@ -10,6 +10,8 @@ from kvtier.client.handoff.matching import offered_tokens, worth
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
 BOTH = {"bidirectional_kv_xfer": True}
+# A window whose needed blocks change where a block ends.
+BY_EIGHT = CacheGeometry((FULL.groups[0], CacheGroup(1, BLOCK, 2 * BLOCK)), step_tokens=BLOCK, hash_tokens=BLOCK)
 
 
 def test_defaults_are_the_fields_own() -> None:
@@ -318,15 +320,57 @@ def test_a_state_is_needed_at_the_end() -> None:
     assert rig.pulled(96, missing=[(1, 5)]) == 0
 
 
+def all_of(geometry: CacheGeometry, num_tokens: int) -> Claimed:
+    """Returns a claim of every full block of so many tokens, windows and states included."""
+    theirs = Request(None, list(range(num_tokens)))
+    places = [(group, position) for group in geometry.groups for position in range(num_tokens // BLOCK)]
+    blocks = [HeldBlock(group.index, n, theirs.key(group, n), item) for item, (group, n) in enumerate(places)]
+    return Claimed(77, num_tokens, blocks)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "prompt", "expected"),
+    [(FULL, 112, 112), (STATE, 112, 96), (WINDOW, 112, 112), (STATE, 113, 112), (STATE, 16, 0), (BY_EIGHT, 112, 96)],
+)
+def test_the_last_token_of_a_prompt_is_computed_in_any_case(
+    geometry: CacheGeometry, prompt: int, expected: int
+) -> None:
+    """B2.2 B4.2: from the state before it, and all of its window: where a pull of the whole prompt lacks that, less is pulled."""
+    rig = Rig(prefilled(), prompt, geometry=geometry)
+    rig.match()
+    rig.answer(all_of(geometry, prompt // BLOCK * BLOCK))
+    assert rig.match() == expected
+
+
+@pytest.mark.parametrize(("geometry", "prompt"), [(STATE, 96), (STATE, 100), (WINDOW, 104)])
+def test_a_whole_prompt_without_what_its_last_token_needs_is_computed(geometry: CacheGeometry, prompt: int) -> None:
+    """B2.2: the peer holds the state at the end only, and of a window what is needed after it; nothing wrong is computed."""
+    assert Rig(prefilled(), prompt, geometry=geometry).pulled(prompt) == 0
+
+
+def test_a_window_that_reaches_no_further_back_needs_nothing_more() -> None:
+    """B2.2: one prompt of each block's length is shorter by a step, if its window's blocks are held; the others come whole."""
+    whole = [prompt for prompt in range(97, 113) if Rig(prefilled(), prompt, geometry=WINDOW).pulled(prompt) == prompt]
+    assert whole == [prompt for prompt in range(97, 113) if prompt != 104]
+
+
+def test_a_longer_hold_is_judged_where_the_prompt_ends() -> None:
+    """B2.6: of windows it has only the tail from its own end; a load that would have to fail is not offered."""
+    rig = Rig(prefilled(), geometry=WINDOW, arrives=False)
+    rig.request.tokens += range(100, 140)
+    rig.core.arrived(rig.request)
+    assert rig.pulled(140) == 0
+
+
 MIXED = CacheGeometry((*WINDOW.groups, CacheGroup(2, BLOCK, None, is_state=True)), step_tokens=BLOCK, hash_tokens=BLOCK)
 
 
 @pytest.mark.parametrize(("geometry", "expected"), [(WINDOW, 16), (STATE, 16), (MIXED, 0)])
 def test_windows_that_the_engine_may_have_lost_are_not_leaned_on(geometry: CacheGeometry, expected: int) -> None:
     """B4.10: one with state groups says that it has 80 tokens, and of a window of 24 it may have none of them."""
-    assert Rig(prefilled(), 96, geometry=geometry).pulled(96, 80) == expected
-    assert Rig(prefilled(), 96, geometry=geometry).pulled(96, 64) == 32, "the whole window comes with the pull"
-    assert Rig(prefilled(), 96, geometry=geometry).pulled(96, 0) == 96
+    assert Rig(prefilled(), 97, geometry=geometry).pulled(96, 80) == expected
+    assert Rig(prefilled(), 97, geometry=geometry).pulled(96, 64) == 32, "the whole window comes with the pull"
+    assert Rig(prefilled(), 97, geometry=geometry).pulled(96, 0) == 96
 
 
 def test_a_pull_from_the_middle_of_a_block_is_none() -> None:

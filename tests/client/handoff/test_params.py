@@ -7,6 +7,8 @@ from peers import PEER, Rig, answered, prefilled
 
 from kvtier.client.handoff import RemoteRequest, TransferParams
 
+NAMES = ("remote_engine_id", "remote_request_id", "remote_host")
+
 
 def parsed(**said: object) -> TransferParams:
     """Returns what is understood of the parameters of a prefill engine's request, with these."""
@@ -42,11 +44,21 @@ def test_a_port_may_come_as_text(said: object, port: int) -> None:
         {"remote_engine_id": ""},
         {"remote_request_id": ""},
         {"remote_request_id": 5},
+        *({key: text} for key in NAMES for text in ("a" * 513, "\ud800", "x\udfff", "\udc80y")),
     ],
 )
 def test_what_cannot_be_reached_is_missing(said: dict[str, object]) -> None:
     """B2.5: a value that makes no sense is none, and nothing is raised."""
     assert parsed(**said).remote is None
+
+
+@pytest.mark.parametrize("text", ["a" * 512, "\U0001f600" * 512, "\ud7ff\ue000"])
+@pytest.mark.parametrize("key", NAMES)
+def test_whatever_a_server_takes_is_a_name(key: str, text: str) -> None:
+    """B2.5: up to 512 characters, of any script."""
+    remote = parsed(**{key: text}).remote
+    assert remote is not None
+    assert text in (remote.engine_id, remote.request_id, remote.host)
 
 
 @pytest.mark.parametrize("said", [True, None, "soon", float("nan"), float("-inf"), 10**400, [1]])

@@ -25,9 +25,10 @@ BOTH = {"bidirectional_kv_xfer": True}
 def test_who_joins_the_batch(params: object, both: bool, expected: bool) -> None:  # noqa: FBT001 - a table
     """B2.8: iff do_remote_decode, or do_remote_prefill and bidirectional; once it is scheduled."""
     rig = Rig(params, bidirectional_kv_xfer=both)
-    assert rig.core.in_batch == set()
+    assert rig.finish().params is None
+    rig = Rig(params, bidirectional_kv_xfer=both)
     rig.allocate()
-    assert ("r" in rig.core.in_batch) is expected
+    assert (rig.finish().params is not None) is expected
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,18 @@ def test_tokens_that_were_never_offered_fail_their_load() -> None:
     assert rig.match() == 0
 
 
+def test_a_pull_that_cannot_be_planned_is_a_load_that_fails() -> None:
+    """B2.10 B2.12: a defect costs one recomputation: the engine hears of the load's end, and the peer is told."""
+    rig = Rig(prefilled())
+    rig.pulled(100)
+    with pytest.raises(IndexError):
+        rig.core.allocated("r", [], 100)
+    assert (rig.transfer, rig.core.pending) == (Transfer.PULLING, True)
+    assert [(pull.remote, pull.job.reads) for pull in rig.core.take_pulls()] == [(PEER, [])]
+    rig.core.pull_ended("r")
+    assert (rig.transfer, rig.server.released, rig.core.pending) == (Transfer.OVER, [PEER], False)
+
+
 def test_a_pull_that_fails_was_the_transfer() -> None:
     """B2.10: its blocks are computed; the peer is told all the same."""
     rig = Rig(prefilled())
@@ -197,14 +210,29 @@ def test_who_waits_for_a_pull_keeps_it_alive() -> None:
     rig.core.arrived(other)
     both = [PEER, RemoteRequest(PEER.engine_id, "another", PEER.host, PEER.port)]
     rig.core.heartbeat(5.1)
-    assert rig.server.renewed[-1] == both
+    assert rig.server.renewed[2:] == [both[1:]], "who has waited before has had its heartbeat"
     rig.pulled(100)
     rig.allocate(100)
+    rig.core.heartbeat(9.9)
+    assert len(rig.server.renewed) == 3
     rig.core.heartbeat(10.1)
     assert rig.server.renewed[-1] == both
     rig.core.pull_ended("r")
     rig.core.heartbeat(15.1)
     assert rig.server.renewed[-1] == both[1:]
+
+
+def test_each_step_with_an_arrival_renews_what_is_new() -> None:
+    """B2.1: a busy engine has one in every step, and hundreds that wait."""
+    rig = Rig(prefilled())
+    for step in range(40):
+        other = Rig(prefilled(remote_request_id=f"{step}"), arrives=False).request
+        other.request_id = f"r{step}"
+        rig.core.arrived(other)
+        rig.core.heartbeat(step / 10)
+    assert [len(renewed) for renewed in rig.server.renewed] == [2, *[1] * 39]
+    rig.core.heartbeat(5.0)
+    assert len(rig.server.renewed[-1]) == 41
 
 
 def test_one_heartbeat_for_what_several_requests_pull() -> None:
@@ -224,4 +252,7 @@ def test_who_pulls_nothing_sends_no_heartbeat() -> None:
     rig = Rig(prefilled())
     rig.finish(0, Reason.OTHER, tables=[[]])
     rig.core.heartbeat(0.0)
+    rig.core.arrived(rig.request)
+    rig.finish(0, Reason.OTHER, tables=[[]])
+    rig.core.heartbeat(0.1)
     assert rig.server.renewed == []

@@ -188,7 +188,8 @@ class ToyEngine:
             tables = self._tables(end, 0)
             memory = {block_id: bytearray(BLOCK * TOKEN_BYTES) for table in tables for block_id in table}
         self.core.allocated(request.request_id, tables, 0)
-        self._compute(request, tables, memory, pulled, new_tokens)
+        # As engines do: of a prompt that was pulled whole, the last token is computed again.
+        self._compute(request, tables, memory, min(pulled, len(prompt) - 1), new_tokens)
         confirmed = len(request.tokens) - 1 if new_tokens else len(prompt)
         finished = self.core.finished(request.request_id, tables, confirmed, reason, WALL)
         if saves:

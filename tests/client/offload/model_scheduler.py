@@ -7,9 +7,11 @@ import random
 from model_engine import NULL, Layout, ModelRequest, Pool, Script, Status, Work
 from model_server import ModelServer, ModelWorker
 
-from kvtier.client.offload import CacheGeometry, Computed, LoadJob, OffloadCore, OffloadOptions, SaveJob
+from kvtier.client.offload import CacheGeometry, Computed, FreeBlock, LoadJob, OffloadCore, OffloadOptions, SaveJob
 
 UNALIGNED = 0.1
+# How often a request's blocks are held at its end.
+HELD = 0.2
 
 
 class ModelScheduler:
@@ -45,6 +47,8 @@ class ModelScheduler:
         self.to_process: list[list[Work]] = []
         self.preempted: list[str] = []
         self.arrivals = 0
+        self.held: set[tuple[int, bytes | None]] = set()
+        """What was held for somebody, whatever room there was."""
         self.takes_all: set[str] = set()
         """Requests that took all that was offered to them: that must be loadable."""
         self.hits: dict[str, int] = {}
@@ -306,12 +310,29 @@ class ModelScheduler:
             if request.known >= request.max_tokens:
                 self.finish(request)
 
+    def held_blocks(self, request: ModelRequest, tokens: int) -> list[FreeBlock]:
+        """What somebody waits for who goes on with a request; what is not full goes by a name of its own (nothing with states)."""
+        held = []
+        for group in self.geometry.groups if not any(group.is_state for group in self.geometry.groups) else ():
+            size, table = group.block_tokens, request.tables[group.index] if request.tables else []
+            for position in range(group.first_needed_block(tokens), min(-(-tokens // size), len(table))):
+                if (position + 1) * size <= tokens:
+                    key = request.key(group, position)
+                else:
+                    key = b"hold %s %d" % (request.request_id.encode(), group.index)
+                    self.script.meaning[key] = request.all_labels()[position * size : tokens]
+                if table[position] != NULL:
+                    held.append(FreeBlock(table[position], group.index, key))
+        return held
+
     def finish(self, request: ModelRequest) -> None:
         """Ends a request, in whatever state; one that is being loaded keeps its blocks until that is over."""
         loading = request.status is Status.LOADING
         request.status = Status.FINISHED
         confirmed = max(0, request.computed - request.placeholders)
-        self.core.finished(request.request_id, request.tables, confirmed, self.now)
+        held = [] if loading or self.rng.random() > HELD else self.held_blocks(request, min(confirmed, request.known))
+        self.held.update((block.block_id, block.key) for block in held)
+        self.core.finished(request.request_id, request.tables, confirmed, self.now, held)
         if request in self.running:
             self.running.remove(request)
         if request in self.waiting:

@@ -210,14 +210,16 @@ class World(ModelScheduler):
 
     def check(self) -> None:
         core = self.core
-        in_use = Counter(block for job in self.saves.values() for block in job.block_ids)
-        assert not in_use or max(in_use.values()) == 1, "a block is saved twice at once"
         unsent = {job.job_id: job for job in core._plan.saves}
         jobs = self.saves | unsent
         assert core._saves._jobs.keys() == jobs.keys()
+        names = Counter(name for job in jobs.values() for name in zip(job.block_ids, job.keys, strict=True))
+        assert not names or max(names.values()) == 1, "a block is saved twice at once"
+        assert core._saves._in_flight.keys() == names.keys(), "the in-flight set is not what is in flight"
         in_use = Counter(block for job in jobs.values() for block in job.block_ids)
-        assert core._saves._in_flight.keys() == in_use.keys(), "the in-flight set is not what is in flight"
-        assert len(in_use) <= self.pool.num_blocks * core._saves._max_held_fraction, "saves hold too much"
+        unheld = [block for block, _ in names.keys() - self.held]
+        assert len(unheld) == len(set(unheld)), "a block is saved under two names at once"
+        assert len(unheld) <= self.pool.num_blocks * core._saves._max_held_fraction, "saves hold too much"
         users = in_use + Counter(
             block for request in self.requests.values() for table in request.tables for block in table if block != NULL
         )

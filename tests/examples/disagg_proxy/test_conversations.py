@@ -8,7 +8,7 @@ from disagg_proxy.conversations import Conversation, Conversations, Reuse, Taken
 from hypothesis import given
 from hypothesis import strategies as st
 
-C1, C2, C3 = (Conversation("owner", name) for name in ("c1", "c2", "c3"))
+C1, C2, C3 = (Conversation("owner", "m", name) for name in ("c1", "c2", "c3"))
 HOLD = {"remote_request_id": "r1", "remote_block_ids": [[0]]}
 LATER = {"remote_request_id": "r2", "remote_block_ids": [[0]]}
 
@@ -56,8 +56,8 @@ def test_of_too_many_the_oldest_go() -> None:
     entries = Conversations(max_entries=2)
     entries.put(C1, HOLD, 0.0)
     entries.put(C2, HOLD, 1.0)
-    entries.put(C1, LATER, 2.0)
-    entries.put(C3, HOLD, 3.0)
+    assert entries.put(C1, LATER, 2.0) == 0
+    assert entries.put(C3, HOLD, 3.0) == 1
     assert [entries.take(conversation, 4.0).reuse for conversation in (C1, C2, C3)] == [
         Reuse.HIT,
         Reuse.MISS,
@@ -91,8 +91,8 @@ def test_one_that_is_too_large_is_not_kept() -> None:
 def test_owners_do_not_meet() -> None:
     """Two credentials that chose the same id have two conversations."""
     entries = Conversations()
-    entries.put(Conversation("one", "c"), HOLD, 0.0)
-    assert entries.take(Conversation("two", "c"), 0.0).reuse is Reuse.MISS
+    entries.put(Conversation("one", "m", "c"), HOLD, 0.0)
+    assert entries.take(Conversation("two", "m", "c"), 0.0).reuse is Reuse.MISS
 
 
 def test_what_is_taken_is_the_takers() -> None:

@@ -61,17 +61,23 @@ def _other(engines: list[StandinEngine], engine: StandinEngine) -> StandinEngine
     return engines[1 - engines.index(engine)]
 
 
+async def test_no_connection_is_used_twice(site: Site) -> None:
+    """One that is idle may be closed just when it is taken again, and then a request would fail for nothing."""
+    async with site.proxy() as proxy:
+        await proxy.turn()
+        await proxy.turn(stream=True)
+        seen = [seen for engine in (site.prefill[0], site.decode[0]) for seen in (*engine.seen, *engine.probes)]
+        assert len(seen) >= 4
+        assert {one.headers["connection"] for one in seen} == {"close"}
+
+
 # ---- P
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "cause", "stays_up"),
-    [(fail(500), "status", True), (hang_up, "broken", False), (nonsense, "broken", False), (hang, "timeout", False)],
-)
-async def test_another_p_does_it(site: Site, behaviour: Behaviour, cause: str, *, stays_up: bool) -> None:
-    """P fails, hangs or talks nonsense: another P is asked the same, the hold included."""
-    settings = replace(site.settings(prefills=2), prefill_timeout=PATIENCE_S, check_interval=60.0)
-    async with site.proxy(settings) as proxy:
+@pytest.mark.parametrize(("behaviour", "cause"), [(fail(500), "status"), (hang_up, "broken"), (nonsense, "broken")])
+async def test_another_p_does_it(site: Site, behaviour: Behaviour, cause: str) -> None:
+    """P fails, hangs up or talks nonsense: another P is asked the same, the hold included."""
+    async with site.proxy(replace(site.settings(prefills=2), check_interval=60.0)) as proxy:
         home = await _home(proxy, site.prefill)
         other = _other(site.prefill, home)
         home.script.append(behaviour)
@@ -81,9 +87,6 @@ async def test_another_p_does_it(site: Site, behaviour: Behaviour, cause: str, *
         assert other.seen[0].params["remote_request_id"] is not None
         assert site.decode[0].seen[1].params["remote_engine_id"] == other.engine_id
         assert await proxy.metric("retries_total", cause=cause, role="prefill") == 1
-        assert await proxy.metric("instance_up", instance=home.url, role="prefill") == stays_up
-        if behaviour is hang:
-            await home.seen[1].gone.wait()
 
 
 async def test_a_p_that_is_down_is_not_asked(site: Site) -> None:
@@ -176,14 +179,12 @@ async def test_what_p_refuses_is_refused(site: Site, status: int) -> None:
         (cut_off(0), True, "broken"),
         (cut_off(0, cleanly=True), True, "broken"),
         (error_event, True, "status"),
-        (hang, True, "timeout"),
         (nonsense, False, "broken"),
     ],
 )
 async def test_another_d_does_it(site: Site, behaviour: Behaviour, cause: str, *, stream: bool) -> None:
     """D fails before its first byte: another D gets the same of P's blocks, and a name of its own for its hold."""
-    settings = replace(site.settings(decodes=2), decode_timeout=PATIENCE_S, check_interval=60.0)
-    async with site.proxy(settings) as proxy:
+    async with site.proxy(replace(site.settings(decodes=2), check_interval=60.0)) as proxy:
         home = await _home(proxy, site.decode)
         other = _other(site.decode, home)
         home.script.append(behaviour)
@@ -234,13 +235,6 @@ async def test_the_last_error_is_told(site: Site) -> None:
         assert await proxy.metric("requests_total", outcome="engine_error", route=PATH) == 2
         for engine in site.decode:
             await engine.start()
-
-
-async def test_silence_is_told_as_such(site: Site) -> None:
-    """504 where D said nothing in time, and there is no other."""
-    async with site.proxy(replace(site.settings(), decode_timeout=PATIENCE_S)) as proxy:
-        site.decode[0].script.append(hang)
-        assert (await proxy.turn()).status_code == 504
 
 
 async def test_an_error_event_of_every_d_is_passed_on(site: Site) -> None:

@@ -137,6 +137,7 @@ async def test_entries_are_bounded(site: Site) -> None:
         for name in ("c1", "c2", "c3"):
             await proxy.turn(name)
         assert await proxy.metric("entries") == 2
+        assert await proxy.metric("entries_evicted_total", reason="no_room") == 1
 
 
 async def test_probes_show_the_key_of_the_environment(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

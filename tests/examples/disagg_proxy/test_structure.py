@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import disagg_proxy
 import pytest
+from disagg_proxy.fleet import Fleet, Instance, Role
+from disagg_proxy.metrics import Metrics
 
 FOLDER = Path(disagg_proxy.__file__).parent
 DECIDES = {"transfer", "turns", "conversations", "events", "fleet"}
@@ -32,3 +35,11 @@ def test_decisions_are_pure(name: str) -> None:
 def test_the_folder_runs_anywhere() -> None:
     """It can be copied away from this repository: it imports nothing of kvtier."""
     assert not {name for module in FOLDER.glob("*.py") for name in _imports(module) if name == "kvtier"}
+
+
+def test_every_figure_is_explained() -> None:
+    """README names each metric by the name under which it is scraped."""
+    fleet = Fleet([Instance("http://d", Role.DECODE)])
+    scraped = set(re.findall(r"^# TYPE disagg_proxy_(\w+)", Metrics([fleet], int).render().decode(), re.MULTILINE))
+    readme = (FOLDER / "README.md").read_text()
+    assert not {name for name in scraped if f"`{name}" not in readme and not name.endswith("_created")}

@@ -166,3 +166,11 @@ def test_odd_parameters_of_a_client_do_no_harm(given: object) -> None:
 def test_one_hold_is_of_one_prompt_and_one_answer(body: dict[str, Any], alone: bool) -> None:  # noqa: FBT001
     """What is several requests in one, or must be computed whole, is D's alone."""
     assert _turn(**body).alone is alone
+
+
+def test_there_is_no_other_way_to_name_blocks() -> None:
+    """Engines copy `vllm_xargs` to where they look for parameters; what else is in them is the client's business."""
+    turn = _turn(vllm_xargs={"kv_transfer_params": "x", "mine": 1})
+    for body in (turn.prefill_body(first_turn()), turn.decode_body(None), turn.decode_body(hold_only(), "name")):
+        assert body["vllm_xargs"] == {"mine": 1}
+    assert _turn(vllm_xargs="odd").decode_body(None)["vllm_xargs"] == "odd", "engines say what is wrong with it"

@@ -1,0 +1,157 @@
+"""What somebody waits for when a request has ended: it is stored under the names that it is held by, and nothing twice."""
+
+from __future__ import annotations
+
+import pytest
+from stand_ins import FULL, References, Request, Wishes
+
+from kvtier.client.offload import (
+    BlockTables,
+    CacheGeometry,
+    Computed,
+    EndedSave,
+    FreeBlock,
+    Mode,
+    OffloadCore,
+    OffloadOptions,
+)
+
+TABLES = [[1, 2, 3, 4, 5]]
+TAIL = b"tail"
+
+
+def held(*positions: int, tail: int | None = None) -> list[FreeBlock]:
+    """Returns these blocks of the table by the names of their contents, and one by a name of its own."""
+    blocks = [FreeBlock(TABLES[0][position], 0, b"%d.0" % position) for position in positions]
+    return blocks + ([FreeBlock(TABLES[0][tail], 0, TAIL)] if tail is not None else [])
+
+
+class Engine:
+    """A core and its block pool."""
+
+    def __init__(self, mode: Mode = Mode.EAGER, fraction: float = 1.0) -> None:
+        self.pool, self.server = References(), Wishes()
+        options = OffloadOptions(mode, max_held_fraction=fraction, batched_tokens=16)
+        self.core = OffloadCore(CacheGeometry((FULL,), 4, 4), 1, options, self.pool, self.server)
+
+    def start(self, request_id: str = "r", *, whole: bool = False) -> None:
+        self.core.arrived(Request(4, request_id, may_load=False, whole=whole), 0, 0.0)
+        self.core.allocated(request_id, TABLES, 0)
+
+    def save(
+        self, tokens: int = 0, request_id: str = "r", *, tables: BlockTables = TABLES, now: float = 0.0
+    ) -> dict[int, list[tuple[int, bytes]]]:
+        """Returns the blocks that a step saves, with their names, by job."""
+        computed = [Computed(request_id, tokens, lambda: tables)] if tokens else []
+        self.core.plan_saves(computed, now)
+        jobs = self.core.take_plan(now).saves
+        return {job.job_id: list(zip(job.block_ids, job.keys, strict=True)) for job in jobs}
+
+    def finish(self, tokens: int, blocks: list[FreeBlock], request_id: str = "r") -> dict[int, list[tuple[int, bytes]]]:
+        """Ends a request; returns what is saved then."""
+        self.core.finished(request_id, TABLES, tokens, 0.0, blocks)
+        return self.save()
+
+    def stored(self, *jobs: int, failed: tuple[int, ...] = ()) -> list[EndedSave]:
+        """The workers have ended these jobs, but for the blocks at the ``failed`` places of each."""
+        return self.core.saves_ended(dict.fromkeys(jobs, 1), dict.fromkeys(jobs, failed), 0.0)
+
+
+def test_only_what_was_not_offered_is_stored_for_it() -> None:
+    """B2.17 B5.1: the first two are stored, the next two full with the last step, as ever; the last one has another name."""
+    engine = Engine()
+    engine.start()
+    engine.stored(*engine.save(8))
+    saves = engine.finish(17, held(0, 1, 2, 3, tail=4))
+    assert list(saves.values()) == [[(3, b"2.0"), (4, b"3.0")], [(5, TAIL)]]
+    engine.stored(*saves)
+    assert (engine.server.ended, engine.core.pending) == (["r"], False)
+
+
+def test_what_was_offered_and_not_stored_is_stored_now() -> None:
+    """B2.17 B3.5: whatever room there is: who pulls waits for all that is held."""
+    engine = Engine(fraction=0.02)
+    engine.start()
+    engine.stored(*engine.save(8), failed=(0,))
+    engine.start("other")
+    engine.save(8, "other", tables=[[11, 12]])
+    saves = engine.finish(14, held(0, 1, 2, tail=3))
+    assert list(saves.values()) == [[(1, b"0.0"), (3, b"2.0"), (4, TAIL)]]
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_all_is_stored_where_nothing_was_offered(mode: Mode) -> None:
+    """B2.17 B4.7: in lazy mode the others wait until they are about to be evicted; a peer does not."""
+    engine = Engine(mode)
+    engine.start()
+    saves = engine.finish(0 if mode is Mode.EAGER else 14, held(0, 1, 2, tail=3))
+    assert list(saves.values()) == [[(1, b"0.0"), (2, b"1.0"), (3, b"2.0"), (4, TAIL)]]
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_blocks_that_are_stored_for_somebody_are_held_until_then(mode: Mode) -> None:
+    """B5.3: by a reference of their own, which is given back; not as blocks that were free before are."""
+    engine = Engine(mode)
+    engine.start()
+    (job,) = engine.finish(0, held(0, 1, tail=2))
+    assert engine.pool.refs[1:4] == [2, 2, 2]
+    engine.pool.release([1, 2, 3])
+    engine.pool.released.clear()
+    (ended,) = engine.stored(job)
+    assert not ended.were_free
+    assert (engine.pool.refs[1:4], engine.pool.released) == ([0, 0, 0], [3, 2, 1])
+    assert not engine.core.pending
+
+
+def test_what_is_being_stored_under_that_name_is_not_stored_twice() -> None:
+    """B5.2 B5.4: by another request that has it, say; who offered it still learns that it was not stored."""
+    engine = Engine(Mode.LAZY)
+    engine.start("whole", whole=True)
+    engine.start()
+    (job,) = engine.save(8, "whole")
+    saves = engine.finish(10, held(0, 1, tail=2))
+    assert list(saves.values()) == [[(3, TAIL)]]
+    engine.stored(*saves)
+    assert engine.pool.refs[1:4] == [2, 2, 1]
+    engine.stored(job, failed=(1,))
+    assert list(engine.save(8, "whole", now=9.0).values()) == [[(2, b"1.0")]]
+
+
+@pytest.mark.parametrize("first", ["content", TAIL])
+def test_a_block_in_flight_under_another_name_is_stored_under_this_one(first: str | bytes) -> None:
+    """B2.6 B5.4: whichever of the two ends first, it is held until both have, and each learns what became of its own."""
+    engine = Engine()
+    engine.start("other")
+    engine.start()
+    (content,) = engine.save(8, "other")
+    (tail,) = saves = engine.finish(6, held(0, tail=1))
+    assert saves[tail] == [(2, TAIL)]
+    for job in (content, tail) if first == "content" else (tail, content):
+        assert engine.pool.refs[2] > 1
+        engine.stored(job, failed=(1,) if job == content else ())
+    assert engine.pool.refs[2] == 1
+    assert list(engine.save(8, "other", now=9.0).values()) == [[(2, b"1.0")]]
+
+
+def test_a_block_that_was_offered_for_more_tokens_than_count_is_stored_by_its_name() -> None:
+    """B2.6 B4.6: a step ahead it was full; its request ended within it, so that who goes on knows it by another name only."""
+    engine = Engine()
+    engine.start()
+    saves = engine.save(8)
+    assert list(saves.values()) == [[(1, b"0.0"), (2, b"1.0")]]
+    assert list(engine.finish(6, held(0, tail=1)).values()) == [[(2, TAIL)]]
+
+
+@pytest.mark.parametrize("emptying", [False, True])
+def test_nothing_is_stored_while_the_server_is_to_forget(emptying: bool) -> None:  # noqa: FBT001 - a table
+    """B4.13: what is held would be there again after the reset, under the names of what was to go."""
+    engine = Engine()
+    engine.start()
+    engine.start("other")
+    jobs = engine.save(4, "other", tables=[[11]])
+    engine.core.reset()
+    if emptying:
+        engine.stored(*jobs)
+        assert engine.server.emptied == 1
+    assert engine.finish(14, held(0, 1, 2, tail=3)) == {}
+    assert engine.pool.refs[1:5] == [1, 1, 1, 1]

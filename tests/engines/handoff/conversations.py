@@ -1,0 +1,93 @@
+"""Conversations of three turns, all of one shape, and what a plain engine answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scenario import BLOCK, RunEngine, assert_same, generate, tokens
+
+__all__ = ["FIRST", "LONG", "MORE", "SAID", "TURNS", "Truth", "held_by_decode", "local_blocks", "prompt_tokens"]
+
+TURNS = (1, 2, 3)
+FIRST, SAID, MORE = 200, 80, 40
+"""Tokens of the first question, of each answer, and of each further question."""
+
+LONG = 3000
+"""Tokens of an answer that is not over before something happens to it."""
+
+NAMES = (
+    "kept caches",
+    "emptied caches",
+    "streamed",
+    "chat",
+    "under pressure",
+    "decode killed",
+    "decode interrupted",
+    "prefill killed",
+    "nobody decodes",
+    "proxy killed",
+    "server killed",
+    "after the server",
+    "63",
+    "64",
+    "shorter",
+    "mixed up",
+    "another one",
+    "salted",
+    "over",
+    "nearly over",
+    "not over",
+    "expired",
+    "left decoding",
+    "left waiting",
+    "left before prefill",
+    "refused",
+    "nobody holds it",
+    *(f"at once {number}" for number in range(4)),
+)
+
+
+class Truth:
+    """What a plain engine, without a connector, answers to each turn of each conversation."""
+
+    def __init__(self, run_engine: RunEngine) -> None:
+        steps = [generate("1", [tokens(100 + number, FIRST) for number in range(len(NAMES))], max_tokens=SAID)]
+        for turn in TURNS[1:]:
+            more = [tokens(1000 * turn + number, MORE) for number in range(len(NAMES))]
+            steps.append(generate(str(turn), more, max_tokens=SAID) | {"continues": str(turn - 1)})
+        self._results = run_engine([step | {"at_once": True} for step in steps])
+
+    def prompt(self, name: str, turn: int) -> list[int]:
+        """Returns a turn's prompt: what was asked and answered before, and the next question."""
+        prompt: list[int] = self._results[str(turn)]["prompts"][NAMES.index(name)]
+        return prompt
+
+    def answer(self, name: str, turn: int) -> list[int]:
+        """Returns the tokens that it answered."""
+        answered: list[int] = self._row(name, turn)["tokens"]
+        return answered
+
+    def check(self, name: str, turn: int, answered: dict[str, Any]) -> None:
+        """Asserts that a row, of any number of tokens, begins as the plain engine's answer does."""
+        count, expected = len(answered["tokens"]), self._row(name, turn)
+        begun = expected | {part: expected[part][:count] for part in ("tokens", "logprobs")}
+        assert_same({"rows": [begun]}, {"name": f"{name}, turn {turn}", "rows": [answered]})
+
+    def _row(self, name: str, turn: int) -> dict[str, Any]:
+        row: dict[str, Any] = self._results[str(turn)]["rows"][NAMES.index(name)]
+        return row
+
+
+def prompt_tokens(turn: int) -> int:
+    """Returns how long a turn's prompt is."""
+    return FIRST + (turn - 1) * (SAID + MORE)
+
+
+def held_by_decode(turn: int) -> int:
+    """Returns what D holds after a turn: all that it computed, and nobody computes the last token of an answer."""
+    return prompt_tokens(turn) + SAID - 1
+
+
+def local_blocks(count: int) -> int:
+    """Returns how many of a request's tokens an engine's own cache keeps: those of whole blocks."""
+    return count // BLOCK * BLOCK

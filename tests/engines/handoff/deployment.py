@@ -1,0 +1,215 @@
+"""A kvtier server, a prefill engine, a decode engine and a proxy; and what a turn moves between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from calls import ask, question
+from engine_server import EngineServer, Sources
+from proxy_process import ProxyProcess
+from scenario import BLOCK, tokens
+from server_process import ServerProcess
+
+__all__ = ["Deployment", "Moved", "connector_config", "eventually"]
+
+SETTLE_SECONDS = 60.0
+VAIN_SECONDS = 20.0
+SOON_SECONDS = 3.0
+LONGEST_HOLD = 600.0
+HELD_PART = 0.9
+"""What D holds after a last turn stays for minutes: there are to be many of them."""
+
+DIRECTIONS = {"to_decode": "prefill to decode", "to_prefill": "decode to prefill"}
+_TOTALS = ("open", "published", "declined", "claimed", "released", "expired", "dropped", "claimed_bytes")
+EXTRA: dict[str, Any] = {"bidirectional_kv_xfer": True, "lookup_timeout_s": 20.0, "claim_timeout_s": 10.0}
+"""Waits are long: on busy cores a miss for want of time would look like one for want of blocks."""
+
+
+@dataclass
+class Moved:
+    """What happened meanwhile: tokens of prompts by where they came from, and what became of holds, by their direction.
+
+    ``pending_blocks``: blocks of holds that are on their way to the server still.
+    ``pulled``: of the external tokens of P and of D, those that came out of a hold, as the connector counts them.
+    """
+
+    p: Sources = field(default_factory=lambda: Sources(0, 0, 0))
+    d: Sources = field(default_factory=lambda: Sources(0, 0, 0))
+    pulled: tuple[int, int] = (0, 0)
+    to_decode: dict[str, int] = field(default_factory=dict)
+    to_prefill: dict[str, int] = field(default_factory=dict)
+    pending_blocks: int = 0
+
+    @property
+    def published(self) -> int:
+        """How many holds were published, either way."""
+        return self.to_decode["published"] + self.to_prefill["published"]
+
+    @property
+    def ended(self) -> int:
+        """How many holds have ended."""
+        return self.published - self.to_decode["open"] - self.to_prefill["open"]
+
+    def holds(self, direction: str) -> dict[str, int]:
+        """Returns what became of the holds of a direction, without what did not happen."""
+        return {what: count for what, count in getattr(self, direction).items() if count}
+
+
+class Deployment:
+    """One P, one D, one server, one proxy. Whatever a test ends, `heal` brings back."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder, self._settings = folder, folder / "kvtier.toml"
+        self.server = ServerProcess(folder, region="96MiB", flags=["--config", str(self._settings)])
+        config = connector_config(self.server.endpoint, EXTRA)
+        self.p, self.d = (EngineServer(folder, name, model, config) for name in ("P", "D"))
+        self.proxy = ProxyProcess(folder, [self.p], [self.d])
+        self._longest_hold: float | None = None
+
+    def heal(self) -> None:
+        """Starts what does not run, and waits until all of it answers."""
+        if self._longest_hold != LONGEST_HOLD or not self.server.is_running:
+            self.renew_server()
+        for engine in (self.p, self.d):
+            if not engine.is_running:
+                engine.start()
+        for engine in (self.p, self.d):
+            engine.wait_ready()
+        if not self.proxy.is_running:
+            self.proxy.start()
+        self.proxy.wait_ready()
+
+    @contextmanager
+    def proxy_of(self, prefill: Sequence[EngineServer], decode: Sequence[EngineServer]) -> Iterator[ProxyProcess]:
+        """Runs another proxy, in front of these engines."""
+        proxy = ProxyProcess(self._folder, prefill, decode)
+        try:
+            proxy.start()
+            proxy.wait_ready()
+            yield proxy
+        finally:
+            proxy.kill()
+
+    def renew_server(self, longest_hold: float = LONGEST_HOLD) -> None:
+        """Kills the server and starts it again; no hold of the new one lasts longer than so many seconds."""
+        self.server.kill()
+        usual = min(longest_hold, 30.0)
+        self._settings.write_text(f"[handoff]\npart = {HELD_PART}\nmax = {longest_hold}\ndefault = {usual}\n")
+        self.server.start()
+        self._longest_hold = longest_hold
+        self._wait_connected()
+
+    def _wait_connected(self) -> None:
+        """Waits until each engine that runs uses the server again: it leaves one alone for a while that went away."""
+        for engine in (self.p, self.d):
+            if engine.is_running:
+                eventually(partial(self._is_told, engine), f"{engine.name} tells the server nothing")
+
+    def _is_told(self, engine: EngineServer) -> bool:
+        """Whether the server has all that an engine holds of a request, made for that, or gets it soon."""
+        name = f"{engine.name}{time.monotonic_ns()}"
+        params = {"do_remote_prefill": True, "kvtier": {"hold_as": name}}
+        ask(engine.port, question(tokens(time.monotonic_ns(), BLOCK + 1), 1, kv_transfer_params=params))
+        deadline = time.monotonic() + SOON_SECONDS
+        while time.monotonic() < deadline:
+            holds = [hold for hold in self.open_holds() if hold["request_id"] == name]
+            if holds and not holds[0]["pending_blocks"]:
+                return True
+            time.sleep(0.2)
+        return False
+
+    def end(self) -> None:
+        """Ends all of it."""
+        for part in (self.proxy, self.p, self.d, self.server):
+            part.kill()
+
+    def empty(self) -> None:
+        """Empties the prefix caches of both engines: what they have of a prompt afterwards comes from outside."""
+        self.p.empty()
+        self.d.empty()
+
+    @contextmanager
+    def watch(self, *, p: int = 1, d: int = 1, published: int = 0, ended: int = 0) -> Iterator[Moved]:
+        """Counts what moves while so many requests end at each engine, so many holds are published and so many end.
+
+        Engines tell the server, and save blocks, after they have answered. Where fewer do, it waits in vain, and the counts say so.
+        """
+        moved, before, earlier = Moved(), self._counts(), self._ended()
+        yield moved
+        expected = (earlier[0] + p, earlier[1] + d)
+        eventually(lambda: self._ended() == expected, lambda: f"{self._ended()} requests ended, not {expected}")
+        deadline = time.monotonic() + VAIN_SECONDS
+        while True:
+            after = self._counts()
+            moved.p, moved.d = after.p - before.p, after.d - before.d
+            moved.pulled = after.pulled[0] - before.pulled[0], after.pulled[1] - before.pulled[1]
+            moved.to_decode = {what: after.to_decode[what] - count for what, count in before.to_decode.items()}
+            moved.to_prefill = {what: after.to_prefill[what] - count for what, count in before.to_prefill.items()}
+            is_over = moved.published >= published and moved.ended >= ended and not after.pending_blocks
+            if is_over or time.monotonic() > deadline:
+                return
+            time.sleep(0.2)
+
+    def totals(self, direction: str) -> dict[str, int]:
+        """Returns what has become of the holds of a direction since the server started; times apart."""
+        return _totals(self.server.handoffs())[direction]
+
+    def open_holds(self) -> list[dict[str, Any]]:
+        """Returns the holds that are open."""
+        holds: list[dict[str, Any]] = self.server.handoffs()["handoffs"]
+        return holds
+
+    def leftovers(self) -> dict[str, int]:
+        """Returns what a server that nobody uses does not have: each is to be 0, but for the holds of D after a turn."""
+        status, totals = self.server.status(), _totals(self.server.handoffs())
+        held = {direction: counts["open"] for direction, counts in totals.items()}
+        return {name: int(status[name]) for name in ("leases", "stores", "quarantined_bytes")} | held
+
+    def assert_idle(self, **holds: int) -> None:
+        """Asserts that nothing is left of any request in engines and server, but for so many holds by direction."""
+        expected = {"leases": 0, "stores": 0, "quarantined_bytes": 0, "to_decode": 0, "to_prefill": 0, **holds}
+        eventually(lambda: self.leftovers() == expected, lambda: f"left: {self.leftovers()}, expected: {expected}")
+        for engine in (self.p, self.d):
+            eventually(engine.is_idle, f"{engine.name} is busy")
+            engine.empty()  # it refuses while a block of its own is in use
+
+    def _ended(self) -> tuple[int, int]:
+        p, d = (int(sum(engine.ended().values())) if engine.is_running else 0 for engine in (self.p, self.d))
+        return p, d
+
+    def _counts(self) -> Moved:
+        sources = [engine.sources() if engine.is_running else Sources(0, 0, 0) for engine in (self.p, self.d)]
+        pulled = [engine.pulled() if engine.is_running else 0 for engine in (self.p, self.d)]
+        handoffs = self.server.handoffs()
+        totals, pending = _totals(handoffs), sum(hold["pending_blocks"] for hold in handoffs["handoffs"])
+        return Moved(*sources, (pulled[0], pulled[1]), *(totals[direction] for direction in DIRECTIONS), pending)
+
+
+def _totals(handoffs: dict[str, Any]) -> dict[str, dict[str, int]]:
+    rows = {row["direction"]: row for row in handoffs["totals"]}
+    return {name: {what: int(rows.get(row, {}).get(what, 0)) for what in _TOTALS} for name, row in DIRECTIONS.items()}
+
+
+def connector_config(endpoint: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Returns the `kv_transfer_config` of both engines: each of them saves, loads, holds and pulls."""
+    return {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.client.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"endpoint": endpoint, **extra},
+    }
+
+
+def eventually(is_so: Callable[[], bool], otherwise: str | Callable[[], str], seconds: float = SETTLE_SECONDS) -> None:
+    """Waits until it is so; fails with `otherwise`."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, otherwise() if callable(otherwise) else otherwise
+        time.sleep(0.1)

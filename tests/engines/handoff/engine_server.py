@@ -1,0 +1,185 @@
+"""A real vLLM behind its own HTTP server, in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from calls import post
+
+__all__ = ["EngineServer", "Sources", "free_port"]
+
+START_SECONDS = 300.0
+"""Several engines start at once, on cores that others use too."""
+
+SETTLE_SECONDS = 60.0
+GONE_SECONDS = 10.0
+_METRIC = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache, /pause and /resume
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class Sources(NamedTuple):
+    """Where the tokens of prompts came from, as vLLM counts them."""
+
+    computed: int
+    local: int
+    external: int
+
+    def __sub__(self, other: Sources) -> Sources:
+        return Sources(*(here - there for here, there in zip(self, other, strict=True)))
+
+
+class EngineServer:
+    """An engine named `name`, always at the same port; its logs are in `folder`. Each of its lives has an engine id of its own."""
+
+    def __init__(self, folder: Path, name: str, model: Path, config: dict[str, Any]) -> None:
+        self.name, self.port = name, free_port()
+        self._log = folder / f"{name}.log"
+        self._flags = [
+            *("--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "4096"),
+            *("--num-gpu-blocks-override", "512", "--generation-config", "vllm", "--enable-log-requests"),
+        ]
+        self._config, self._lives = config, 0
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where its HTTP server is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def engine_id(self) -> str:
+        """Who it is in this life."""
+        return f"{self.name}{self._lives}"
+
+    @property
+    def log(self) -> str:
+        """What it has logged, in all its lives."""
+        return self._log.read_text(errors="replace")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and has not ended."""
+        return self._child is not None and self._child.poll() is None
+
+    def start(self) -> None:
+        """Starts it; `wait_ready` waits until it answers."""
+        environment = {**os.environ, **_ENVIRONMENT}
+        environment.pop("PYTHONHASHSEED", None)
+        self._lives += 1
+        config = json.dumps(self._config | {"engine_id": self.engine_id})
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._flags]
+        command += ["--kv-transfer-config", config]
+        with self._log.open("ab") as log:
+            self._child = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    def wait_ready(self) -> None:
+        """Waits until it answers."""
+        deadline = time.monotonic() + START_SECONDS
+        while not self._is_healthy():
+            assert self.is_running, f"{self.name} ended:\n{self.log[-4000:]}"
+            assert time.monotonic() < deadline, f"{self.name} does not start:\n{self.log[-4000:]}"
+            time.sleep(0.25)
+
+    def kill(self) -> None:
+        """Kills all of its processes without notice, and waits until they are gone."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait(20)
+        deadline = time.monotonic() + GONE_SECONDS
+        with contextlib.suppress(ProcessLookupError):
+            while (
+                time.monotonic() < deadline
+            ):  # its children are the init process's, which takes its time, or never looks
+                os.killpg(child.pid, 0)
+                time.sleep(0.05)
+
+    def empty(self) -> None:
+        """Empties its own prefix cache, which it refuses while blocks are being saved."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while not post(self.port, "/reset_prefix_cache")["success"]:
+            assert time.monotonic() < deadline, f"{self.name} does not let go of its blocks"
+            time.sleep(0.1)
+
+    def pause(self) -> None:
+        """Has it schedule nothing any more; what it was asked waits."""
+        post(self.port, "/pause?mode=keep&clear_cache=false")
+
+    def resume(self) -> None:
+        """Has it go on."""
+        post(self.port, "/resume")
+
+    def wait_logged(self, text: str, count: int = 1) -> None:
+        """Waits until it has logged this so many times."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while self.log.count(text) < count:
+            assert time.monotonic() < deadline, f"{self.name} never says {text!r}:\n{self.log[-4000:]}"
+            time.sleep(0.05)
+
+    def sources(self) -> Sources:
+        """Returns where the tokens of all prompts so far came from."""
+        values = self.metrics("prompt_tokens_by_source_total", "source")
+        return Sources(*(int(values[s]) for s in ("local_compute", "local_cache_hit", "external_kv_transfer")))
+
+    def pulled(self) -> int:
+        """Returns how many tokens it has taken over from other engines, as the connector counts them."""
+        return int(sum(self.metrics("kvtier_pull_tokens_total").values()))
+
+    def ended(self) -> dict[str, float]:
+        """Returns how many requests have ended, by the reason."""
+        return self.metrics("request_success_total", "finished_reason")
+
+    def is_idle(self) -> bool:
+        """Whether no request runs or waits."""
+        return not any(sum(self.metrics(f"num_requests_{state}").values()) for state in ("running", "waiting"))
+
+    def metrics(self, name: str, label: str = "") -> dict[str, float]:
+        """Returns a metric of vLLM's, by a label's value."""
+        found: dict[str, float] = {}
+        for metric, labels, value in _METRIC.findall(self._scrape()):
+            if metric == name:
+                known = dict(re.findall(r'([a-z_]+)="([^"]*)"', labels))
+                found[known.get(label, "")] = found.get(known.get(label, ""), 0.0) + float(value)
+        return found
+
+    def _scrape(self) -> str:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=SETTLE_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read().decode()
+
+    def _is_healthy(self) -> bool:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
+        with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException):
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        return False
+
+
+def free_port() -> int:
+    """Returns a port of the loopback address that nobody has now."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port

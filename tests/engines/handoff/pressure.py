@@ -1,0 +1,26 @@
+"""Others that want the memory of the server."""
+
+from __future__ import annotations
+
+import numpy as np
+from server_process import ServerProcess
+
+from kvtier.client import Client, Group, Namespace, make_key
+
+__all__ = ["crowd_out"]
+
+_PAGE = 1 << 20
+_ROUNDS = 2
+
+
+def crowd_out(server: ServerProcess) -> None:
+    """Stores more than the CPU tier has room for, so that whatever may be evicted is; nobody reads it."""
+    [cpu] = [tier for tier in server.status()["tiers"] if tier["name"] == "cpu"]
+    count = _ROUNDS * cpu["capacity_bytes"] // _PAGE
+    page = np.zeros(_PAGE, np.uint8)
+    namespace = Namespace("others", "float32", (Group(_PAGE, 32),))
+    with Client(server.endpoint, namespace=namespace, engine_id="others", rank=0) as client:
+        for number in range(count):
+            client.store([make_key(b"%016d" % number, 0)], [page])
+    [crowded] = [tier for tier in server.status()["tiers"] if tier["name"] == "cpu"]
+    assert crowded["evictions"] - cpu["evictions"] >= count // 2

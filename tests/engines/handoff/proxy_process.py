@@ -1,0 +1,78 @@
+"""The proxy of examples/disagg_proxy, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_server import EngineServer, free_port
+
+__all__ = ["ProxyProcess"]
+
+_PROGRAM = Path(__file__).parents[3] / "examples" / "disagg_proxy"
+START_SECONDS = 60.0
+
+
+class ProxyProcess:
+    """In front of these engines, always at the same port. It probes an engine that decodes once in that one's life."""
+
+    def __init__(self, folder: Path, prefill: Sequence[EngineServer], decode: Sequence[EngineServer]) -> None:
+        self.port = free_port()
+        self._prefill, self._decode = tuple(prefill), tuple(decode)
+        self._log = folder / f"proxy{self.port}.log"
+        self._flags = ["--port", str(self.port), "--check-interval", "0.5", "--probe-interval", "86400"]
+        self._flags += [part for engine in prefill for part in ("--prefill", engine.url)]
+        self._flags += [part for engine in decode for part in ("--decode", engine.url)]
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and has not ended."""
+        return self._child is not None and self._child.poll() is None
+
+    def start(self) -> None:
+        """Starts it; `wait_ready` waits until it is of use."""
+        with self._log.open("ab") as log:
+            self._child = subprocess.Popen([sys.executable, _PROGRAM, *self._flags], stdout=log, stderr=log)
+
+    def wait_ready(self) -> None:
+        """Waits until it knows of all its engines that run that they do, and who decodes: it asks nothing more of them then."""
+        up = {engine.url for engine in (*self._prefill, *self._decode) if engine.is_running}
+        known = {engine.url: engine.engine_id for engine in self._decode if engine.is_running}
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            health = self._health()
+            engines = [*health.get("prefill", ()), *health.get("decode", ())]
+            found = {engine["url"] for engine in engines if engine["up"]}
+            names = {engine["url"]: engine.get("engine_id") for engine in engines if engine["url"] in known}
+            if found == up and names.items() >= known.items():
+                return
+            assert self.is_running, self.log
+            assert time.monotonic() < deadline, f"{health}\n{self.log}"
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """Kills it without notice."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait(20)
+
+    @property
+    def log(self) -> str:
+        """The end of what it has logged."""
+        return self._log.read_text(errors="replace")[-4000:]
+
+    def _health(self) -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10) as answer:
+                health: dict[str, Any] = json.load(answer)
+                return health
+        except OSError:
+            return {}

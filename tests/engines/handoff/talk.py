@@ -1,0 +1,102 @@
+"""Turns of conversations with a deployment, each of them compared with the plain engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+from calls import Stream, ask, chat_row, post, question, row, streamed_row
+from conversations import SAID, Truth
+from deployment import Deployment, Moved
+from proxy_process import ProxyProcess
+
+__all__ = ["Talk"]
+
+
+class Talk:
+    """Asks the next turn of a conversation, by its name, in one way or another; asserts that the answer is the plain engine's."""
+
+    def __init__(self, deployment: Deployment, truth: Truth) -> None:
+        self._deployment, self._truth = deployment, truth
+
+    def turn(self, name: str, turn: int, *, reuses: bool = True, **more: Any) -> Moved:
+        """Asks the proxy for a whole answer; returns what moved. Without `reuses` there is nothing held of the turn before."""
+        with self._watch(turn, reuses=reuses) as moved:
+            self.answered(name, turn, **more)
+        return moved
+
+    def answered(self, name: str, turn: int, proxy: ProxyProcess | None = None, **more: Any) -> None:
+        """Asks the proxy for a whole answer, and counts nothing."""
+        port = (proxy or self._deployment.proxy).port
+        answer = ask(port, self._question(name, turn, **{"conversation_id": name, **more}))
+        assert "kv_transfer_params" not in answer
+        self._check(name, turn, row(answer))
+
+    def at_once(self, names: Sequence[str], turn: int) -> None:
+        """Asks the proxy for a turn of each of these conversations, and counts nothing."""
+        with ThreadPoolExecutor(len(names)) as threads:
+            list(threads.map(lambda name: self.answered(name, turn), names))
+
+    def streamed(self, name: str, turn: int) -> Moved:
+        """Asks the proxy for an answer in pieces; returns what moved."""
+        with self._watch(turn) as moved:
+            self.answered_in_pieces(name, turn)
+        return moved
+
+    def answered_in_pieces(self, name: str, turn: int, **more: Any) -> None:
+        """Asks the proxy for an answer in pieces, and counts nothing."""
+        body = self._question(name, turn, **{"conversation_id": name, **more})
+        with Stream(self._deployment.proxy.port, body) as stream:
+            self._check(name, turn, streamed_row(list(stream.pieces())))
+
+    def chatted(self, name: str, turn: int) -> Moved:
+        """Asks the proxy the chat way, in words."""
+        messages = []
+        for earlier in range(1, turn + 1):
+            before = (
+                [*self._truth.prompt(name, earlier - 1), *self._truth.answer(name, earlier - 1)] if earlier > 1 else []
+            )
+            asked = self._truth.prompt(name, earlier)[len(before) :]
+            messages.append({"role": "user", "content": _words(asked)})
+            messages.append({"role": "assistant", "content": _words(self._truth.answer(name, earlier))})
+        body = {
+            **question([], SAID, conversation_id=name, logprobs=True, top_logprobs=3, skip_special_tokens=False),
+            "messages": messages[:-1],
+        }
+        del body["prompt"]
+        with self._watch(turn) as moved:
+            self._check(name, turn, chat_row(post(self._deployment.proxy.port, "/v1/chat/completions", body)))
+        return moved
+
+    def direct(
+        self, engine: str, name: str, turn: int, params: dict[str, Any], max_tokens: int = SAID, cut: int | None = None
+    ) -> dict[str, Any] | None:
+        """Asks an engine itself, with these `kv_transfer_params`; returns those that it answers with.
+
+        Of the prompt `cut` tokens, where the answer is not what is looked at.
+        """
+        body = self._question(name, turn, kv_transfer_params=params) | {"max_tokens": max_tokens}
+        if cut is not None:
+            body["prompt"] = body["prompt"][:cut]
+        answer = ask({"P": self._deployment.p, "D": self._deployment.d}[engine].port, body)
+        if cut is None:
+            self._check(name, turn, row(answer))
+        returned: dict[str, Any] | None = answer.get("kv_transfer_params")
+        return returned
+
+    def _watch(self, turn: int, *, reuses: bool = True) -> AbstractContextManager[Moved]:
+        """Each engine holds its request at the end, and takes over what the other held, if it did."""
+        return self._deployment.watch(published=2, ended=2 if reuses and turn > 1 else 1)
+
+    def _question(self, name: str, turn: int, **more: Any) -> dict[str, Any]:
+        return question(self._truth.prompt(name, turn), SAID, **more)
+
+    def _check(self, name: str, turn: int, answered: dict[str, Any]) -> None:
+        self._truth.check(name, turn, answered)
+
+
+def _words(tokens: list[int]) -> str:
+    names = {0: "<unk>", 1: "<s>", 2: "</s>", 3: "<pad>"}
+    return " ".join(names.get(token, f"w{token}") for token in tokens)

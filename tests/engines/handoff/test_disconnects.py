@@ -1,0 +1,117 @@
+"""Clients that go away, and requests that an engine refuses: nobody's blocks are kept for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from calls import CallError, Stream, ask, question, row
+from conversations import FIRST, LONG, SAID, Truth
+from deployment import Deployment, eventually
+from engine_server import Sources
+from talk import Talk
+
+
+@pytest.fixture
+def held_before(deployment: Deployment) -> int:
+    """How many requests D held before: each is the end of a conversation."""
+    return deployment.totals("to_prefill")["open"]
+
+
+def _prefilled(deployment: Deployment, truth: Truth, name: str) -> dict[str, Any]:
+    """Has P compute a first turn; returns what it tells D."""
+    body = question(truth.prompt(name, 1), 1, kv_transfer_params={"do_remote_decode": True})
+    with deployment.watch(d=0, published=1) as moved:
+        params: dict[str, Any] = ask(deployment.p.port, body)["kv_transfer_params"]
+    assert moved.holds("to_decode") == {"open": 1, "published": 1}
+    return params
+
+
+def _released(deployment: Deployment, before: dict[str, int]) -> bool:
+    """Whether a hold of P's has ended since, and not because its time was over."""
+    return deployment.totals("to_decode")["released"] == before["released"] + 1
+
+
+def test_leaving_in_the_middle_of_an_answer(deployment: Deployment, truth: Truth, talk: Talk, held_before: int) -> None:
+    """B2.16 The proxy tells D, D holds nothing of what was not said to the end, and P's hold has ended long since."""
+    body = question(truth.prompt("left decoding", 1), LONG, conversation_id="left decoding")
+    aborted = deployment.d.log.count("Aborted request")
+    with deployment.watch(d=0, published=1, ended=1) as moved, Stream(deployment.proxy.port, body) as stream:
+        pieces = stream.pieces()
+        for _ in range(3):
+            next(pieces)
+        stream.hang_up()
+        deployment.d.wait_logged("Aborted request", aborted + 1)
+    assert moved.to_decode["released"] == 1
+    assert moved.holds("to_prefill") == {}
+    deployment.assert_idle(to_prefill=held_before)
+    talk.turn("left decoding", 1)
+
+
+def test_leaving_while_the_decode_engine_is_busy(
+    deployment: Deployment, truth: Truth, talk: Talk, held_before: int
+) -> None:
+    """B2.14 A request that D never came to: P's hold ends with it."""
+    params = _prefilled(deployment, truth, "left waiting")
+    before = deployment.totals("to_decode")
+    body = question(truth.prompt("left waiting", 1), SAID, kv_transfer_params=params)
+    known = deployment.d.log.count("Added request")
+    deployment.d.pause()
+    try:
+        with Stream(deployment.d.port, body) as stream:
+            stream.send()
+            deployment.d.wait_logged("Added request", known + 1)
+        eventually(lambda: _released(deployment, before), "P's request is still held")
+    finally:
+        deployment.d.resume()
+    assert deployment.totals("to_decode")["claimed"] == before["claimed"]
+    deployment.assert_idle(to_prefill=held_before)
+    talk.turn("left waiting", 1)
+
+
+def test_leaving_while_the_prefill_engine_is_busy(
+    deployment: Deployment, truth: Truth, talk: Talk, held_before: int
+) -> None:
+    """B2.14, B2.21 A second turn that P never came to: what D held for it ends with it."""
+    name = "left before prefill"
+    talk.turn(name, 1)
+    known = deployment.p.log.count("Added request")
+    deployment.p.pause()
+    try:
+        with Stream(deployment.proxy.port, question(truth.prompt(name, 2), SAID, conversation_id=name)) as stream:
+            stream.send()
+            deployment.p.wait_logged("Added request", known + 1)
+        eventually(lambda: deployment.totals("to_prefill")["open"] == held_before, "D's request is still held")
+    finally:
+        deployment.p.resume()
+    deployment.assert_idle(to_prefill=held_before)
+    talk.turn(name, 2, reuses=False)
+
+
+def test_leaving_while_a_claim_waits(deployment: Deployment, truth: Truth, held_before: int) -> None:
+    """B2.14 What nobody has published is waited for, and then computed; who leaves before leaves nothing behind."""
+    name, own = "nobody holds it", {"do_remote_prefill": True, "do_remote_decode": False}
+    remote = {"block_ids": [[0]], "engine_id": "nobody", "request_id": "never", "num_tokens": FIRST, "port": 0}
+    host = {"remote_host": deployment.server.endpoint}
+    params = {**own, **host, **{f"remote_{part}": value for part, value in remote.items()}}
+    known = deployment.d.log.count("Added request")
+    with Stream(deployment.d.port, question(truth.prompt(name, 1), LONG, kv_transfer_params=params)) as stream:
+        stream.send()
+        deployment.d.wait_logged("Added request", known + 1)
+    with deployment.watch(p=0, published=1) as moved:
+        answer = ask(deployment.d.port, question(truth.prompt(name, 1), SAID, kv_transfer_params=params))
+    truth.check(name, 1, row(answer))
+    assert moved.holds("to_decode") == {}
+    assert moved.d == Sources(FIRST, 0, 0)
+    deployment.assert_idle(to_prefill=held_before + 1)
+
+
+def test_a_request_that_is_refused(deployment: Deployment, truth: Truth, held_before: int) -> None:
+    """B2.14 A decode engine that says 400 to a request tells P's server that nobody comes."""
+    params = _prefilled(deployment, truth, "refused")
+    before = deployment.totals("to_decode")
+    with pytest.raises(CallError) as refusal:
+        ask(deployment.d.port, question(truth.prompt("refused", 1), 100_000, kv_transfer_params=params))
+    assert refusal.value.status == 400
+    eventually(lambda: _released(deployment, before), "P's request is still held")
+    deployment.assert_idle(to_prefill=held_before)

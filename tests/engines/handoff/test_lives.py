@@ -1,0 +1,73 @@
+"""Parts that end between two turns: answers stay right, and what was held by an engine that is gone is there all the same."""
+
+from __future__ import annotations
+
+import pytest
+from calls import CallError, Stream, question
+from conversations import LONG, Truth, held_by_decode, local_blocks, prompt_tokens
+from deployment import Deployment, eventually
+from engine_server import Sources
+from talk import Talk
+
+PULLED = Sources(prompt_tokens(2) - held_by_decode(1), 0, held_by_decode(1))
+
+
+def test_engines_that_are_killed(deployment: Deployment, truth: Truth, talk: Talk) -> None:
+    """Between two turns D is killed, then P: P still pulls what D held, in its own next life too, for the server has it.
+
+    Whoever reads an answer at that moment is told that it ends here.
+    """
+    talk.turn("decode killed", 1)
+    talk.turn("prefill killed", 1)
+    deployment.p.empty()
+    body = question(truth.prompt("decode interrupted", 1), LONG, conversation_id="decode interrupted")
+    with Stream(deployment.proxy.port, body) as stream:
+        pieces = stream.pieces()
+        next(pieces)
+        deployment.d.kill()
+        with pytest.raises(CallError, match="502"):
+            list(pieces)
+    with deployment.watch(d=0, published=1, ended=1) as moved, pytest.raises(CallError, match="502"):
+        talk.answered("decode killed", 2)
+    assert moved.p == PULLED
+    assert moved.to_prefill["claimed"] == 1
+    with deployment.proxy_of([deployment.p], [deployment.d, deployment.p]) as proxy:
+        talk.answered("nobody decodes", 1, proxy=proxy)
+        talk.answered("nobody decodes", 2, proxy=proxy)
+    deployment.p.kill()
+    deployment.heal()
+    moved = talk.turn("prefill killed", 2)
+    assert moved.p == PULLED
+    assert moved.d == Sources(0, 0, prompt_tokens(2))
+    talk.turn("decode killed", 2, reuses=False)
+    eventually(lambda: not deployment.totals("to_decode")["open"], "what nobody decoded is still held")
+    deployment.assert_idle(to_prefill=deployment.totals("to_prefill")["open"])
+
+
+def test_a_proxy_that_is_killed(deployment: Deployment, talk: Talk) -> None:
+    """B2.24 A new proxy knows nothing of the turn before: P takes it from the cache, but for the last block."""
+    talk.turn("proxy killed", 1)
+    deployment.proxy.kill()
+    deployment.heal()
+    deployment.empty()
+    moved = talk.turn("proxy killed", 2, reuses=False)
+    cached = local_blocks(held_by_decode(1))
+    assert moved.p == Sources(prompt_tokens(2) - cached, 0, cached)
+    deployment.empty()
+    moved = talk.turn("proxy killed", 3)
+    assert moved.p == Sources(prompt_tokens(3) - held_by_decode(2), 0, held_by_decode(2))
+
+
+def test_a_server_that_is_killed(deployment: Deployment, talk: Talk) -> None:
+    """Without a server everybody computes; the next one begins with no holds, and is used as soon as it is there."""
+    talk.turn("server killed", 1)
+    deployment.server.kill()
+    talk.answered("server killed", 2)
+    deployment.renew_server()
+    talk.answered("server killed", 3)
+    assert deployment.totals("to_prefill")["claimed"] == 0, "nobody was told of the second turn"
+    for turn in (1, 2):
+        deployment.empty()
+        moved = talk.turn("after the server", turn)
+    assert moved.p == PULLED
+    deployment.assert_idle(to_prefill=deployment.totals("to_prefill")["open"])

@@ -1,0 +1,92 @@
+"""What of a client's request line and headers reaches engines, and of an engine's the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from harness.disagg_site import Site
+from harness.running_proxy import PATH
+from harness.standin_engine import ANSWER, Seen, StandinEngine, say
+
+OF_THE_CONNECTION = {
+    "connection": "close, X-Hop",
+    "x-hop": "1",
+    "keep-alive": "timeout=5",
+    "proxy-authorization": "Basic eDp5",
+    "proxy-connection": "keep-alive",
+    "te": "trailers",
+    "trailer": "x",
+    "upgrade": "h2c",
+    "content-encoding": "identity",
+    "cookie": "a=b",
+    "x-data-parallel-rank": "1",
+    "accept-encoding": "br",
+    "content-type": "text/plain",
+}
+
+
+@pytest.mark.parametrize("host", ["x/reset_prefix_cache?", "x/v1/models", "x#", "[", "a b"])
+async def test_what_engines_are_asked_is_not_the_hosts_business(site: Site, host: str) -> None:
+    """A `Host` with `/` and `?` in it (Starlette 1.0.0 makes a URL of it) reaches no other path of an engine."""
+    async with site.proxy() as proxy:
+        answer = await proxy.http.post(PATH, json={"prompt": "x", "stream": True}, headers={"host": host})
+        assert answer.status_code == 200
+        assert await proxy.metric("first_token_seconds_count", route=PATH) == 1
+        nowhere = await proxy.http.get("/nowhere", headers={"host": host})
+        assert nowhere.json()["error"]["message"] == "There is no GET /nowhere here."
+    assert [asked.path for engine in (site.prefill[0], site.decode[0]) for asked in engine.seen] == [PATH] * 2
+
+
+async def test_a_path_that_only_looks_like_one_is_not_passed_on(site: Site) -> None:
+    """Starlette's routes let a last line break through: engines are asked for the route all the same."""
+    async with site.proxy() as proxy:
+        answer = await proxy.http.post(f"{PATH}%0A", content=json.dumps({"prompt": "x"}))
+        assert answer.status_code == 200
+        assert await proxy.metric("requests_total", outcome="ok", route=PATH) == 1
+    assert [asked.path for asked in site.decode[0].seen] == [PATH]
+
+
+async def test_headers_of_the_connection_stay_on_it(site: Site) -> None:
+    """What is about the client's connection or its body's form, or whom an engine's balancer is to ask, is not for engines."""
+    async with site.proxy() as proxy:
+        headers = {**OF_THE_CONNECTION, "x-other": "2"}
+        assert (await proxy.http.post(PATH, content=b'{"prompt": "x"}', headers=headers)).status_code == 200
+    for engine in (site.prefill[0], site.decode[0]):
+        got = engine.seen[0].headers
+        assert got["x-other"] == "2"
+        kept = {name for name in OF_THE_CONNECTION if got.get(name) == OF_THE_CONNECTION[name]}
+        assert not kept
+        assert (got["content-type"], got["accept-encoding"]) == ("application/json", "identity")
+        assert not got.keys() & {"x-hop", "te", "upgrade", "trailer", "x-data-parallel-rank", "content-encoding"}
+
+
+async def test_headers_of_an_engines_connection_stay_on_it(site: Site) -> None:
+    """The same the other way; what the engine says of its answer is the client's."""
+
+    async def chatty(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+        more = "connection: x-hop\r\nx-hop: 1\r\nkeep-alive: timeout=5\r\nserver: engine\r\ncontent-encoding: identity"
+        await say(writer, 200, json.dumps(engine.whole(asked)).encode(), f"application/json\r\n{more}")
+
+    site.decode[0].script.append(chatty)
+    async with site.proxy() as proxy:
+        answer = await proxy.turn()
+    assert answer.json()["choices"][0]["text"] == "".join(ANSWER)
+    assert answer.headers["x-engine"] == "yes"
+    assert answer.headers.get("server") != "engine"
+    assert not answer.headers.keys() & {"x-hop", "keep-alive", "content-encoding", "connection"}
+
+
+async def test_headers_of_a_stream(site: Site) -> None:
+    """Its request's id comes along, and nobody on the way is to keep it."""
+
+    async def named(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+        event = b"".join(engine.events(asked))
+        await say(writer, 200, event, "text/event-stream\r\nx-request-id: theirs\r\ncache-control: public")
+
+    site.decode[0].script.append(named)
+    async with site.proxy() as proxy:
+        answer = await proxy.turn(stream=True)
+    assert (answer.headers["x-request-id"], answer.headers["cache-control"]) == ("theirs", "no-cache")
+    assert "x-engine" not in answer.headers

@@ -1,0 +1,42 @@
+"""What the README has people type."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from pathlib import Path
+
+import disagg_proxy
+import pytest
+from harness.disagg_site import Site
+from harness.standin_engine import Seen, StandinEngine, say
+
+README = Path(disagg_proxy.__file__).with_name("README.md").read_text()
+ANSWER = "They said: \"it\\s 'blue' $HOME\".\n\tYes"
+
+
+async def odd(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    """An answer with all that a shell and JSON might stumble over."""
+    answer = engine.whole(asked)
+    answer["choices"][0]["text"] = ANSWER
+    await say(writer, 200, json.dumps(answer).encode())
+
+
+@pytest.mark.skipif(not (shutil.which("jq") and shutil.which("curl")), reason="needs jq and curl")
+async def test_three_turns_as_the_readme_has_them(site: Site) -> None:
+    """Answers with quotes and new lines go into the next prompt as they are; the figures are the promised ones."""
+    typed = re.search(r"^\$ (talk\(\).*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert typed is not None
+    site.decode[0].script.extend([odd] * 3)
+    async with site.proxy() as proxy:
+        script = re.sub(r"^\$ ", "", typed[1], flags=re.MULTILINE).replace("localhost:8000", proxy.url)
+        process = await asyncio.create_subprocess_exec("bash", "-euc", script, stdout=asyncio.subprocess.PIPE)
+        printed, _ = await process.communicate()
+    assert process.returncode == 0
+    assert printed.decode().startswith(ANSWER)
+    assert 'reuse="hit"} 2.0' in printed.decode()
+    first, second, third = (asked.body["prompt"] for asked in site.decode[0].seen)
+    assert second == f"{first}{ANSWER} And the wind?"
+    assert third == f"{second}{ANSWER} And the rain?"

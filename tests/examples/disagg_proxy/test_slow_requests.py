@@ -1,0 +1,89 @@
+"""Requests that take long, or break an answer: they cost nobody else an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from disagg_proxy import engines, watch
+from disagg_proxy.transfer import hold_only
+from harness.disagg_site import Site
+from harness.running_proxy import PATH, RunningProxy, until
+from harness.standin_engine import ANSWER, Behaviour, Seen, StandinEngine, hang, hang_up, say
+
+PATIENCE_S = 1.0
+
+
+async def huge(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    """An answer that is right, and larger than what the proxy takes."""
+    await say(writer, 200, json.dumps({**engine.whole(asked), "more": "x" * 10_000}).encode())
+
+
+async def _is_up_after_a_look(proxy: RunningProxy, engine: StandinEngine, looks: int) -> bool:
+    """Whether it gets requests, after its health was asked for once more than ``looks`` times."""
+    await until(lambda: engine.looks > looks)
+    described = (await proxy.health())["prefill"] + (await proxy.health())["decode"]
+    (is_up,) = [seen["up"] for seen in described if seen["url"] == engine.url]
+    return bool(is_up)
+
+
+async def test_a_prompt_that_is_slow_at_p_goes_to_d(site: Site) -> None:
+    """P takes too long: no other P is held up by the same prompt, P is hung up on, D computes it; P stays up."""
+    settings = replace(site.settings(prefills=2), prefill_timeout=PATIENCE_S, check_interval=60.0)
+    async with site.proxy(settings) as proxy:
+        looks = [engine.looks for engine in site.prefill]
+        for engine in site.prefill:
+            engine.script.append(hang)
+        assert (await proxy.turn()).json()["choices"][0]["text"] == "".join(ANSWER)
+        (slow,) = [engine for engine in site.prefill if engine.seen]
+        await slow.seen[0].gone.wait()
+        assert await _is_up_after_a_look(proxy, slow, looks[site.prefill.index(slow)])
+        assert await proxy.metric("retries_total", cause="timeout", role="prefill") == 1
+        assert await proxy.metric("fallbacks_total", cause="timeout") == 1
+    assert site.decode[0].seen[0].params == hold_only()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_slow_is_asked_for_once(site: Site, *, stream: bool) -> None:
+    """D says nothing in time: 504, no other D is held up as well, and D stays up."""
+    settings = replace(site.settings(decodes=2), decode_timeout=PATIENCE_S, check_interval=60.0)
+    async with site.proxy(settings) as proxy:
+        looks = [engine.looks for engine in site.decode]
+        for engine in site.decode:
+            engine.script.append(hang)
+        assert (await proxy.turn(stream=stream)).status_code == 504
+        (slow,) = [engine for engine in site.decode if engine.seen]
+        assert await _is_up_after_a_look(proxy, slow, looks[site.decode.index(slow)])
+        assert await proxy.metric("requests_total", outcome="engine_error", route=PATH) == 1
+
+
+@pytest.mark.parametrize("behaviour", [hang_up, huge])
+async def test_an_answer_that_breaks_takes_no_engine_down(
+    site: Site, behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All engines break it, since of the request: the next one is served by them."""
+    monkeypatch.setattr(engines, "MAX_ANSWER_BYTES", 5000)
+    async with site.proxy(replace(site.settings(decodes=2), check_interval=60.0)) as proxy:
+        looks = [engine.looks for engine in site.decode]
+        for engine in site.decode:
+            engine.script.append(behaviour)
+        assert (await proxy.turn()).status_code == 502
+        for engine, before in zip(site.decode, looks, strict=True):
+            assert await _is_up_after_a_look(proxy, engine, before)
+        assert (await proxy.turn()).status_code == 200
+        assert await proxy.metric("retries_total", cause="broken", role="decode") == 2
+
+
+@pytest.mark.parametrize("health", [500, None])
+async def test_who_is_not_well_either_is_down(site: Site, monkeypatch: pytest.MonkeyPatch, health: int | None) -> None:
+    """Its health is asked for at once, not with the next look a minute later; to say nothing is not to be well."""
+    monkeypatch.setattr(watch, "HEALTH_TIMEOUT_S", 0.2)
+    async with site.proxy(replace(site.settings(prefills=2), check_interval=60.0)) as proxy:
+        for engine in site.prefill:
+            engine.script.append(hang_up)
+            engine.health = health
+        assert (await proxy.turn()).status_code == 200
+        for engine in site.prefill:
+            await proxy.sees(engine, up=False)
