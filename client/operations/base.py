@@ -30,7 +30,9 @@ class Base:
         self._timeouts = timeouts
         self._lost = lost
         self._staging = StagingPool()
-        self._sizes_by_group = {number.to_bytes(4, "big"): group.part_bytes for number, group in enumerate(namespace.groups)}
+        self._sizes_by_group = {
+            number.to_bytes(4, "big"): group.part_bytes for number, group in enumerate(namespace.groups)
+        }
 
     def _call(self, link: Link, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
         try:
