@@ -20,6 +20,7 @@ from .bulk import BulkRoute, Streams
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Transport
+from .local_calls_aio import AsyncLocalCalls
 from .namespace import Namespace
 from .operations import Operations
 from .results import (
@@ -92,6 +93,7 @@ class AsyncClient:
         self._operations = Operations(namespace, self.timeouts, self._keeper.lost)
         self._channel = grpc.aio.insecure_channel(server.target, options=CHANNEL_OPTIONS)
         self._closed = False
+        self._local: AsyncLocalCalls | None = None
         self._calls = {
             method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
@@ -301,6 +303,8 @@ class AsyncClient:
     async def _close(self) -> None:
         await asyncio.to_thread(self._keeper.close)
         await asyncio.to_thread(self._bulk.close)
+        if self._local is not None:
+            self._local.close()
         self._session_channel.close()
         await self._channel.close()
 
@@ -325,6 +329,10 @@ class AsyncClient:
     async def _perform(self, effect: Effect) -> Any:
         try:
             return await self._do(effect)
+        except SessionLost:
+            if self._closed:
+                raise NotConnected("the client is closed") from None
+            raise
         except grpc.RpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
         except grpc.FutureCancelledError:
@@ -353,6 +361,11 @@ class AsyncClient:
             case Pull(link, request, take, timeout) if bulk := self._bulk.streams(link):
                 await self._on_thread(bulk, lambda calls: bulk.pull(link, request, take, timeout, calls))
             case Call(method, request, timeout):
+                local = self._local_calls()
+                if local is not None:
+                    answer = await local.call(method, serialize(request), timeout)
+                    if answer is not None:
+                        return RESPONSES[method].FromString(answer)
                 return await self._calls[method](request, timeout=timeout)
             case Push(link, frames, timeout):
                 push = self._push(frames(), timeout=timeout)
@@ -379,6 +392,17 @@ class AsyncClient:
 
         await _to_its_end(asyncio.to_thread(run), lambda: [call.cancel() for call in calls])
         return results[0]
+
+    def _local_calls(self) -> AsyncLocalCalls | None:
+        """Returns what this session's calls go over, if that is not gRPC."""
+        link = self._keeper.link
+        wanted = link.calls if link is not None else None
+        if self._local is not None and self._local.calls is not wanted:
+            self._local.close()
+            self._local = None
+        if self._local is None and wanted is not None:
+            self._local = AsyncLocalCalls(wanted)
+        return self._local
 
     def _from_any_thread(self, cancel: Callable[[], object]) -> Callable[[], object]:
         loop = asyncio.get_running_loop()

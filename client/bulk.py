@@ -176,7 +176,7 @@ class BulkRoute:
         call = channel.unary_unary(path_of(LOCATE)).future(b"", timeout=_CONNECT_SECONDS, wait_for_ready=True)
         while not self._closing.is_set():
             with contextlib.suppress(grpc.FutureTimeoutError):
-                error = call.exception(timeout=_POLL_SECONDS)
+                error: Any = call.exception(timeout=_POLL_SECONDS)
                 return error is None or error.code() is grpc.StatusCode.UNIMPLEMENTED
         call.cancel()
         return False

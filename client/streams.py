@@ -34,7 +34,8 @@ def worth_another_try(error: KVTierError, link: Link) -> bool:
 class Source:
     """Parts in memory, as frames of a Push.
 
-    gRPC asks for frames on a thread of its own, at times after the call has ended: once `close` has returned, the memory is not touched.
+    gRPC asks for frames on a thread of its own, at times after the call has ended. Once `close` has returned, the memory is
+    not touched any more.
     """
 
     def __init__(

@@ -46,9 +46,8 @@ class _Stream:
 class BulkDesk:
     """Decides on behalf of one bulk process after the other."""
 
-    def __init__(
-        self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge, metrics: Metrics, arrivals: Arrivals
-    ) -> None:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge, metrics: Metrics) -> None:
+        self.arrivals = Arrivals(lambda: {store.id for store in runtime.core.stores()})
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
@@ -57,7 +56,6 @@ class BulkDesk:
         self._pushed = metrics.transfer("grpc-bulk", "in")
         self._pulled = metrics.transfer("grpc-bulk", "out")
         self._damaged = metrics.mismatches("grpc")
-        self._arrivals = arrivals
         self._streams: dict[int, _Stream] = {}
         # Attach connections count upwards from 1.
         self._writers = itertools.count(-1, -1)
@@ -136,7 +134,7 @@ class BulkDesk:
             session = self._sessions.get(stream.ref)
             if stream.push:
                 self._core.renew_store(session, StoreId(stream.target), self._renewed())
-                self._arrivals.add(stream.target, message.start, message.end)
+                self.arrivals.add(stream.target, message.start, message.end)
             else:
                 self._core.renew(session, LeaseId(stream.target), self._renewed())
         except (CoreError, Refused) as error:

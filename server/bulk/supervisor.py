@@ -8,14 +8,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from ...cuda.region import HostRegion
-from ...protos.endpoint import Endpoint
-from ..config import LimitConfig, LogConfig
+from ..config import Config
 from ..logs import get_logger
 from .desk import BulkDesk
 from .messages import Listening, Reader, Setup, ToChild, decode_from_child, encode
@@ -38,14 +36,12 @@ _RECEIVE_BYTES = 256 << 10
 class BulkProcess:
     """The child, if there is one. `close` ends it."""
 
-    def __init__(
-        self, region: HostRegion, endpoints: Sequence[Endpoint], log: LogConfig, limits: LimitConfig, desk: BulkDesk
-    ) -> None:
+    def __init__(self, region: HostRegion, config: Config, desk: BulkDesk) -> None:
+        self.arrivals = desk.arrivals
         self._region = region
-        self._hosts = tuple(endpoint.host for endpoint in endpoints if not endpoint.is_unix)
-        self._paths = tuple(f"{endpoint.path}{SOCKET_SUFFIX}" for endpoint in endpoints if endpoint.is_unix)
-        self._limits = limits
-        self._log = log
+        self._config = config
+        self._hosts = tuple(endpoint.host for endpoint in config.endpoints if not endpoint.is_unix)
+        self._paths = tuple(f"{endpoint.path}{SOCKET_SUFFIX}" for endpoint in config.endpoints if endpoint.is_unix)
         self._desk = desk
         self._task: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -105,7 +101,7 @@ class BulkProcess:
             self._bury()
             raise
         try:
-            limits = self._limits
+            limits, log = self._config.limits, self._config.log
             self._say(
                 Setup(
                     self._region.size_bytes,
@@ -114,8 +110,8 @@ class BulkProcess:
                     self._paths,
                     limits.max_frame_bytes,
                     limits.max_message_bytes,
-                    self._log.level,
-                    self._log.format,
+                    log.level,
+                    log.format,
                 )
             )
             self._desk.connected(self._say)

@@ -19,7 +19,6 @@ from ...protos.sequence import PartSequence
 from ...protos.v1 import transfer_pb2
 from ...tiers.answers import Session
 from ...tiers.commands import LeaseId, StoreId
-from ..bulk.arrivals import Arrivals
 from ..bulk.supervisor import BulkProcess
 from ..edge import Edge
 from ..errors import Refused
@@ -40,7 +39,6 @@ class TransferService:
         edge: Edge,
         metrics: Metrics,
         bulk: BulkProcess,
-        arrivals: Arrivals,
     ) -> None:
         self._runtime = runtime
         self._core = runtime.core
@@ -48,7 +46,7 @@ class TransferService:
         self._sessions = sessions
         self._edge = edge
         self._bulk = bulk
-        self._arrivals = arrivals
+        self._arrivals = bulk.arrivals
         self._pushed = metrics.transfer("grpc", "in")
         self._pulled = metrics.transfer("grpc", "out")
         self._damaged = metrics.mismatches("grpc")

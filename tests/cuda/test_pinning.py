@@ -144,6 +144,21 @@ def test_transfers_are_cut_where_chunks_meet(offset: int, nbytes: int, pieces: l
     assert list(split_at_chunks(offset, nbytes)) == pieces
 
 
+def test_what_is_pinned_is_known(region: HostRegion, notes: Notes) -> None:
+    """Whoever may touch pinned memory only can ask; a short last chunk ends where it ends."""
+    pinning = Pinning(region, notes, allowed=lambda: True)
+    assert not pinning.covers(0, 1)
+    pinning.pin(0, PIN_CHUNK_BYTES)
+    pinning.pin(2 * PIN_CHUNK_BYTES, 3 * PAGE_BYTES)
+    assert pinning.covers(0, PIN_CHUNK_BYTES)
+    assert pinning.covers(PIN_CHUNK_BYTES - 1, 1)
+    assert not pinning.covers(PIN_CHUNK_BYTES, 1)
+    assert pinning.covers(2 * PIN_CHUNK_BYTES + 8, 3 * PAGE_BYTES - 8)
+    assert not pinning.covers(2 * PIN_CHUNK_BYTES + 8, 3 * PAGE_BYTES)
+    pinning.close()
+    assert not pinning.covers(0, 1)
+
+
 def test_without_a_gpu_there_is_a_reason() -> None:
     """Pinning is an extra: what is missing is said, and nothing breaks."""
     with pytest.raises(PinError, match=r"CUDA|cuDeviceGet"):
