@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,10 +25,10 @@ __all__ = ["BulkRoute", "Streams"]
 _log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 2.0
-_POLL_SECONDS = 0.1
 _FIRST_RETRY_SECONDS = 0.1
-_LAST_RETRY_SECONDS = 10.0
-_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_LAST_RETRY_SECONDS = 5.0
+_FULL_SECONDS = 1.0
+"""How long a bulk process that has refused a stream too many is left alone."""
 
 
 class Streams:
@@ -75,6 +76,8 @@ class BulkRoute:
         self._streams: Streams | None = None
         self._link: Link | None = None
         self._search: threading.Thread | None = None
+        self._call: Any = None
+        self._full_until = 0.0
         self._closing = threading.Event()
 
     @property
@@ -88,7 +91,7 @@ class BulkRoute:
             return None
         streams = self._streams
         if streams is not None and self._link is link:
-            return streams
+            return streams if time.monotonic() >= self._full_until else None
         self._look(link)
         return None
 
@@ -98,11 +101,13 @@ class BulkRoute:
         try:
             yield
         except grpc.RpcError as error:
-            if error.code() in _GONE:
-                self.lost(streams)
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._lost(streams)
+            elif error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self._full_until = time.monotonic() + _FULL_SECONDS
             raise
 
-    def lost(self, streams: Streams) -> None:
+    def _lost(self, streams: Streams) -> None:
         """Takes note that a stream broke: the process may be gone, and the next one elsewhere."""
         with self._lock:
             if self._streams is not streams:
@@ -113,6 +118,10 @@ class BulkRoute:
     def close(self) -> None:
         """Closes the channel, and waits for a search to end."""
         self._closing.set()
+        with self._lock:
+            call = self._call
+        if call is not None:
+            call.cancel()
         search = self._search
         if search is not None:
             search.join()
@@ -127,9 +136,9 @@ class BulkRoute:
                 return
             old, self._streams = self._streams, None
             thread = threading.Thread(target=self._find, args=(link,), name="kvtier-bulk", daemon=True)
-            self._search = thread
             with contextlib.suppress(RuntimeError):  # no thread to be had: streams go where they have gone until now
                 thread.start()
+                self._search = thread
         if old is not None:
             old.channel.close()
 
@@ -137,16 +146,10 @@ class BulkRoute:
         """Looks until it is found, or there is nothing to be found."""
         delay = _FIRST_RETRY_SECONDS
         while not link.fallen:
-            try:
-                answer = self._locate(transfer_pb2.LocateRequest(session=link.ref), timeout=_CONNECT_SECONDS)
-            except grpc.RpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older server
-                    self._closing.wait(_LAST_RETRY_SECONDS)
-                    return
-                answer = transfer_pb2.LocateResponse()
-            except ValueError:  # the channel is closed
-                return
-            endpoint = self._endpoint_of(answer)
+            answer, error = self._outcome(self._locate, transfer_pb2.LocateRequest(session=link.ref))
+            if error is not None and error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older server
+                delay = _LAST_RETRY_SECONDS
+            endpoint = self._endpoint_of(answer) if answer is not None else None
             if endpoint is not None and self._connect(link, endpoint):
                 return
             if self._closing.wait(delay):
@@ -173,10 +176,18 @@ class BulkRoute:
 
     def _is_reached(self, channel: grpc.Channel) -> bool:
         """Waits for a connection. The bulk process serves streams only: that it says so is an answer."""
-        call = channel.unary_unary(path_of(LOCATE)).future(b"", timeout=_CONNECT_SECONDS, wait_for_ready=True)
-        while not self._closing.is_set():
-            with contextlib.suppress(grpc.FutureTimeoutError):
-                error: Any = call.exception(timeout=_POLL_SECONDS)
-                return error is None or error.code() is grpc.StatusCode.UNIMPLEMENTED
-        call.cancel()
-        return False
+        error = self._outcome(channel.unary_unary(path_of(LOCATE)), b"", wait_for_ready=True)[1]
+        return error is None or error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    def _outcome(self, method: Any, request: Any, **options: Any) -> tuple[Any, Any]:
+        """Makes a call that ends when this is closed; returns its answer, or its error."""
+        call = method.future(request, timeout=_CONNECT_SECONDS, **options)
+        with self._lock:
+            self._call = call
+        if self._closing.is_set():
+            call.cancel()
+        try:
+            error = call.exception()
+            return (None, error) if error is not None else (call.result(), None)
+        except grpc.FutureCancelledError:
+            return None, call  # it knows its status as well as an error does
