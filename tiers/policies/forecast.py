@@ -289,7 +289,7 @@ class Forecast(Generic[T]):
     def _wait(self, run: Run[T]) -> None:
         """Sees to it that a run leaves its bin; the first ones together, for what is so young need not be told apart."""
         lasts, least = BIN_ENDS[run.bin], len(self._runs) // _AGES
-        due = run.trail.time + (lasts if lasts > least else least)
+        due = run.trail.time + (max(least, lasts))
         if due != run.due:
             run.due = due
             self._due[run.bin].append((due, run))
