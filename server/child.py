@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -28,22 +29,22 @@ _STDERR_LINE_BYTES = 64 << 10
 
 
 class Backoff:
-    """How long to wait before a child is started again: twice as long each time, until one has lived for a while."""
+    """When a child may be started again: at once, then after twice as long each time, until one has lived for a while."""
 
     def __init__(self, first: float = 0.1, most: float = 30.0, good: float = 60.0) -> None:
         """In seconds; ``good`` is how long a child lives that has come up well."""
         self._first, self._most, self._good = first, most, good
-        self._next = 0.0
+        self._pause = 0.0
+        self._due = 0.0
 
-    async def pause(self) -> None:
-        """Waits; not at all before the first start."""
-        pause, self._next = self._next, min(self._most, max(self._first, 2 * self._next))
-        await asyncio.sleep(pause)
+    def remaining(self) -> float:
+        """Seconds until the next start is due; 0: it is."""
+        return max(0.0, self._due - time.monotonic())
 
     def ended(self, lived: float) -> None:
         """Takes note that a child has ended after so many seconds."""
-        if lived >= self._good:
-            self._next = self._first
+        self._pause = self._first if lived >= self._good else min(self._most, max(self._first, 2 * self._pause))
+        self._due = time.monotonic() + self._pause
 
 
 class Child:

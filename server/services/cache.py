@@ -158,6 +158,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.CompleteStoreResponse:
         session = self._sessions.get(request.session)
         store_id = StoreId(request.store_id)
+        await self._writers.idle(store_id)
+        self._sessions.check(session)  # it may have fallen meanwhile
         try:
             failed = self._edge.numbers(request.failed_items, "failed_items")
             if request.abort:
