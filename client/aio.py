@@ -19,6 +19,7 @@ from ..protos.v1 import admin_pb2, transfer_pb2
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Transport
+from .local_calls_aio import AsyncLocalCalls
 from .namespace import Namespace
 from .operations import Operations
 from .results import (
@@ -90,6 +91,7 @@ class AsyncClient:
         self._operations = Operations(namespace, self.timeouts, self._keeper.lost)
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._closed = False
+        self._local: AsyncLocalCalls | None = None
         self._calls = {
             method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
@@ -298,6 +300,8 @@ class AsyncClient:
 
     async def _close(self) -> None:
         await asyncio.to_thread(self._keeper.close)
+        if self._local is not None:
+            self._local.close()
         self._session_channel.close()
         await self._channel.close()
 
@@ -322,6 +326,10 @@ class AsyncClient:
     async def _perform(self, effect: Effect) -> Any:
         try:
             return await self._do(effect)
+        except SessionLost:
+            if self._closed:
+                raise NotConnected("the client is closed") from None
+            raise
         except grpc.aio.AioRpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
         except grpc.aio.UsageError:
@@ -342,6 +350,11 @@ class AsyncClient:
             case Connect(timeout, patient):
                 return self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
             case Call(method, request, timeout):
+                local = self._local_calls()
+                if local is not None:
+                    answer = await local.call(method, serialize(request), timeout)
+                    if answer is not None:
+                        return RESPONSES[method].FromString(answer)
                 return await self._calls[method](request, timeout=timeout)
             case Push(link, frames, timeout):
                 push = self._push(frames(), timeout=timeout)
@@ -356,6 +369,17 @@ class AsyncClient:
             case Copy(run):
                 await _to_its_end(asyncio.to_thread(run))
         return None
+
+    def _local_calls(self) -> AsyncLocalCalls | None:
+        """Returns what this session's calls go over, if that is not gRPC."""
+        link = self._keeper.link
+        wanted = link.calls if link is not None else None
+        if self._local is not None and self._local.calls is not wanted:
+            self._local.close()
+            self._local = None
+        if self._local is None and wanted is not None:
+            self._local = AsyncLocalCalls(wanted)
+        return self._local
 
     def _from_any_thread(self, cancel: Callable[[], object]) -> Callable[[], object]:
         loop = asyncio.get_running_loop()

@@ -42,6 +42,7 @@ __all__ = [
     "SessionLost",
     "Unavailable",
     "error_for",
+    "error_from",
     "error_from_status",
 ]
 
@@ -148,7 +149,11 @@ def error_from_status(
     code: grpc.StatusCode, details: str | None, trailing_metadata: Iterable[Any] | None
 ) -> KVTierError:
     """Returns the exception for a call that gRPC reports as failed."""
-    reason = reason_of(trailing_metadata)
+    return error_from(code, details, reason_of(trailing_metadata))
+
+
+def error_from(code: grpc.StatusCode, details: str | None, reason: str | None) -> KVTierError:
+    """Returns the exception for a call that failed with this status, and with this reason if the server gave one."""
     if reason is not None:
         return error_for(reason, details or reason)
     return _ERROR_OF_STATUS.get(code, ServerError)(f"{code.name}: {details or 'no details'}")

@@ -437,6 +437,10 @@ class _GrpcWire:
     def perform(self, effect: Effect) -> Any:
         try:
             return self._do(effect)
+        except SessionLost:
+            if self._closed:
+                raise NotConnected("the client is closed") from None
+            raise
         except grpc.RpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
         except grpc.FutureCancelledError:
@@ -451,6 +455,11 @@ class _GrpcWire:
             case Connect(timeout, patient):
                 return self._keeper.wait(timeout, patient=patient)
             case Call(method, request, timeout):
+                link = self._keeper.link
+                if link is not None and link.calls is not None:
+                    answer = link.calls.call(method, serialize(request), timeout)
+                    if answer is not None:
+                        return RESPONSES[method].FromString(answer)
                 return self._calls[method](request, timeout=timeout)
             case Push(link, frames, timeout):
                 push = self._push.future(frames(), timeout=timeout)

@@ -1,7 +1,7 @@
 """Processes that serve the server: what may crash, or hold the GIL, without taking the control process down.
 
-A child is a module of this package, run by the same interpreter. It shares a socket with the server, and whatever descriptors it was
-handed; it dies with the server, and its end is noticed. What it writes to its standard error goes to the server's log.
+A child is a module of this package, run by the same interpreter. It shares a socket with the server, and whatever descriptors it
+was handed; it dies with the server, and its end is noticed. What it writes to its standard error goes to the server's log.
 """
 
 from __future__ import annotations
@@ -72,16 +72,7 @@ class Child:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                # -P: a folder `cuda` in the current directory is not NVIDIA's package.
-                command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments]
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    pass_fds=[theirs.fileno(), *fds],
-                    env=os.environ | {"PYTHONPATH": _python_path()},
-                )
+                process = _run(module, theirs.fileno(), arguments, fds)
         except BaseException:
             ours.close()
             raise
@@ -158,6 +149,18 @@ class Child:
                     _log.info("a child process says", child=self.name, pid=self.pid, text=text)
         finally:
             transport.close()
+
+
+def _run(module: str, connection: int, arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603 - our own interpreter, and nothing that somebody said
+        # -P: a folder `cuda` in the current directory is not NVIDIA's package.
+        [sys.executable, "-P", "-m", module, str(connection), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=[connection, *fds],
+        env=os.environ | {"PYTHONPATH": _python_path()},
+    )
 
 
 async def _line_of(reader: asyncio.StreamReader) -> bytes:

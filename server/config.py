@@ -179,7 +179,9 @@ class DevicesConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     driver: Annotated[
         str,
-        setting('What moves them: CUDA where it is to be had (`auto`), nothing (`off`), or "module:callable", for tests.'),
+        setting(
+            'What moves them: CUDA where it is to be had (`auto`), nothing (`off`), or "module:callable", for tests.'
+        ),
     ] = "auto"
 
 

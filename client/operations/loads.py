@@ -42,7 +42,7 @@ class Loads(Lookups):
         known = isinstance(lease, LookupResult) and lease.link is link and max(items, default=0) < len(lease.slots)
         if known and isinstance(lease, LookupResult):
             slots = [lease.slots[item] for item in items]
-            sizes = [self._namespace.part_bytes_of(lease.keys[item]) for item in items]
+            sizes = self._sizes(lease.keys[item] for item in items)
         else:
             request = message(cache_pb2.PrepareLoadRequest, session=link.ref, lease_id=lease_id, items=items)
             answer = yield from self._call(link, "CacheService/PrepareLoad", request)

@@ -48,7 +48,7 @@ class Stores(Base):
         held.enter_context(link.using())
         answer = yield from self._call_for_sure(link, "CacheService/PrepareStore", request)
         wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
-        sizes = [self._namespace.part_bytes_of(keys[number]) for number in wanted]
+        sizes = self._sizes(keys[number] for number in wanted)
         if link.region is not None:
             memory, address, offsets = link.region.memory, link.region.address, unpack_offsets(answer.slot_offsets)
         else:

@@ -57,12 +57,14 @@ class Limits(_message.Message):
     def __init__(self, max_keys: _Optional[int] = ..., max_key_bytes: _Optional[int] = ..., max_part_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Region(_message.Message):
-    __slots__ = ("attach_path", "size_bytes")
+    __slots__ = ("attach_path", "size_bytes", "takes_calls")
     ATTACH_PATH_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAKES_CALLS_FIELD_NUMBER: _ClassVar[int]
     attach_path: str
     size_bytes: int
-    def __init__(self, attach_path: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    takes_calls: bool
+    def __init__(self, attach_path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., takes_calls: bool = ...) -> None: ...
 
 class OpenRequest(_message.Message):
     __slots__ = ("protocol_version", "client_name", "engine_id", "rank", "namespace", "pid", "transport")

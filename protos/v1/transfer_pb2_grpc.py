@@ -126,8 +126,8 @@ class TransferServiceServicer(object):
         """Fills slots that PrepareStore granted from blocks of the caller's device; answers when the bytes are there. The
         client completes the store afterwards.
 
-        A call that is cancelled, or whose deadline passes, begins nothing more; the store's slots stay out of use until
-        what it had begun has ended, and CompleteStore waits for that.
+        A call that is cancelled begins nothing more; the store's slots stay out of use until what it had begun has ended,
+        and CompleteStore waits for that.
 
         Errors: STORE_NOT_FOUND, NOT_OWNER, INVALID_ARGUMENT (a block or item that is not there, or twice), DEVICE_LOST
         (register again; nothing is stored), UNKNOWN_SESSION, STALE_EPOCH.
@@ -140,9 +140,8 @@ class TransferServiceServicer(object):
         """Fills blocks of the caller's device from items of a lease; answers when the bytes are there. The client confirms
         with CompleteLoad afterwards.
 
-        The call MUST have a deadline: two seconds before it passes (half-way, where it is shorter than four) the server
-        stops to begin copies. So a client whose deadline has passed knows that nobody writes to its blocks any more; one
-        that loses the server before SHOULD give what was begun a second to end.
+        A client that gives up on the call, or loses the server, cannot know what has become of its blocks before
+        `give_up_at_nanoseconds`; from a second after that nobody writes to them any more.
 
         Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (a block or item that is not
         there, or twice), DEVICE_LOST (register again; a miss), UNKNOWN_SESSION, STALE_EPOCH.

@@ -69,8 +69,7 @@ class Mover:
                     self._on_thread(engine.threads[True], self._open, number, engine, payload)
                 case "copy":
                     engine = self._engines[number]
-                    give_up_at = time.monotonic() + header["seconds"]
-                    self._on_thread(engine.threads[header["out"]], self._copy, engine, header, payload, give_up_at)
+                    self._on_thread(engine.threads[header["out"]], self._copy, engine, header, payload)
                 case "call_off" if number in self._engines:
                     self._engines[number].called_off.add(header["copy"])
                 case "close":
@@ -87,7 +86,7 @@ class Mover:
             work(*arguments)
         except OSError:  # the server is gone, and this process is about to be
             return
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it is, nobody would be answered
             _log.exception("the mover has a defect")
             os._exit(1)
 
@@ -102,11 +101,11 @@ class Mover:
             answer |= {"cause": error.cause, "message": str(error)}
         self._channel.send(answer)
 
-    def _copy(self, engine: _Engine, header: dict[str, Any], payload: bytes, give_up_at: float) -> None:
+    def _copy(self, engine: _Engine, header: dict[str, Any], payload: bytes) -> None:
         answer = {"op": "done", "copy": header["copy"]}
 
         def called_off() -> bool:
-            return header["copy"] in engine.called_off or time.monotonic() > give_up_at
+            return header["copy"] in engine.called_off or time.monotonic_ns() >= header["give_up_at"]
 
         try:
             self._move(engine.blocks, header, payload, called_off)

@@ -31,14 +31,14 @@ _CLOSE_SECONDS = 5.0
 class CopyPlan:
     """What is to be copied: per group blocks, and the slots' offsets in the region; ``out`` of the device, or into it.
 
-    ``seconds`` after the mover has it nothing more is begun.
+    At ``give_up_at`` (nanoseconds of the host's monotonic clock) the last of it is begun.
     """
 
     out: bool
     groups: Groups
     nbytes: int
     after_event: int | None
-    seconds: float
+    give_up_at: int
 
 
 class DeviceMover:
@@ -85,11 +85,11 @@ class DeviceMover:
             "copy": number,
             "out": plan.out,
             "after": plan.after_event,
-            "seconds": plan.seconds,
+            "give_up_at": plan.give_up_at,
             "groups": groups,
         }
         asking = asyncio.ensure_future(self._ask(child, ("done", number), header, payload))
-        done, _ = await asyncio.wait([asking], timeout=plan.seconds + _OVERDUE_SECONDS)
+        done, _ = await asyncio.wait([asking], timeout=_overdue(plan))
         if not done:
             _log.error("a device's mover does not come back from a copy and is killed", device=self.device)
             child.kill()
@@ -132,7 +132,9 @@ class DeviceMover:
     async def _start(self) -> None:
         pause = self._backoff.remaining()
         if pause > _PATIENCE_SECONDS:
-            raise Refused("DEVICE_UNAVAILABLE", f"the device's mover is started again in {pause:.0f} s: {self._trouble}")
+            raise Refused(
+                "DEVICE_UNAVAILABLE", f"the device's mover is started again in {pause:.0f} s: {self._trouble}"
+            )
         await asyncio.sleep(pause)
         arguments = [str(self._region.fd), str(self._region.size_bytes), self._driver, self.device]
         try:
@@ -187,6 +189,12 @@ class DeviceMover:
         self, child: Child, key: tuple[str, int], header: dict[str, Any], payload: bytes = b""
     ) -> dict[str, Any]:
         """Sends a message and waits for its answer. Raises Refused where the process ends before."""
-        future = self._answers[key] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[key] = future
         child.send(header, payload)
         return await future
+
+
+def _overdue(plan: CopyPlan) -> float:
+    """In how many seconds a copy is overdue."""
+    return max(0.0, (plan.give_up_at - time.monotonic_ns()) / 1e9) + _OVERDUE_SECONDS

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cuda.exports import DeviceExport
+from ...protos.v1 import session_pb2
 from ...tiers.answers import Session
 from ...tiers.grants import Store
 from ..errors import Refused
@@ -58,6 +59,11 @@ class DeviceRegistry:
         self._tasks: set[asyncio.Task[Any]] = set()
         sessions.on_close.append(self._session_closed)
 
+    @property
+    def capabilities(self) -> session_pb2.Devices:
+        """What clients are told."""
+        return session_pb2.Devices(offered=not self.why_not, why_not=self.why_not)
+
     async def register(self, session: Session, export: DeviceExport) -> Registration:
         """Opens a session's blocks, in place of what it had registered before. Raises Refused."""
         if self.why_not:
@@ -69,7 +75,7 @@ class DeviceRegistry:
         try:
             self._sessions.check(session)
         except Refused:
-            self._spawn(mover.close(number))
+            _ = self._spawn(mover.close(number))
             raise
         for earlier in self._of_session(session.id):
             self._drop(earlier)
@@ -149,7 +155,7 @@ class DeviceRegistry:
 
     def _drop(self, registration: Registration) -> None:
         del self._registered[registration.id]
-        self._spawn(registration.mover.close(registration.id))
+        _ = self._spawn(registration.mover.close(registration.id))
 
     def _forget(self, device: str) -> None:
         """The mover of a device has ended."""

@@ -21,6 +21,7 @@ from ..edge import Edge
 from ..errors import Refused
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
+from ..writers import Writers
 from .admin_messages import POLICIES
 
 __all__ = ["CacheService"]
@@ -45,11 +46,12 @@ class _Asked:
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
     """Serves `kvtier.v1.CacheService`."""
 
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge) -> None:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge, writers: Writers) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
         self._edge = edge
+        self._writers = writers
 
     async def BeginRequest(
         self, request: cache_pb2.BeginRequestRequest, context: grpc.aio.ServicerContext

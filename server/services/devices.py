@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
+from google.protobuf import message_factory
 
 from ...cuda.errors import DeviceError
 from ...protos.v1 import devices_pb2, transfer_pb2
-from ...tiers.answers import Session
 from ...tiers.blocks import GROUP_INDEX_BYTES, Block
 from ...tiers.commands import LeaseId, StoreId
 from ..devices.exports import export_of
@@ -21,11 +23,9 @@ from ..metrics import Metrics
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
 
-__all__ = ["DeviceCalls"]
+__all__ = ["DeviceCalls", "add_device_calls"]
 
-_LONGEST_SECONDS = 60.0
-_MARGIN_SECONDS = 2.0
-"""How long before a call's deadline nothing more is begun: see LoadToDevice in the wire contract."""
+_LONGEST_NANOSECONDS = 60 * 10**9
 
 
 class DeviceCalls:
@@ -47,24 +47,6 @@ class DeviceCalls:
         self._moved = {
             out: metrics.transfer("cuda_ipc", "in" if out else "out") for out in (True, False)
         }  # out of the device is into the region
-
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Returns what a server registers."""
-        calls: dict[str, Any] = {
-            "RegisterDeviceBuffers": self.RegisterDeviceBuffers,
-            "UnregisterDeviceBuffers": self.UnregisterDeviceBuffers,
-            "StoreFromDevice": self.StoreFromDevice,
-            "LoadToDevice": self.LoadToDevice,
-        }
-        handlers = {
-            name: grpc.unary_unary_rpc_method_handler(
-                call,
-                getattr(transfer_pb2, f"{name}Request").FromString,
-                getattr(transfer_pb2, f"{name}Response").SerializeToString,
-            )
-            for name, call in calls.items()
-        }
-        return grpc.method_handlers_generic_handler("kvtier.v1.TransferService", handlers)
 
     async def RegisterDeviceBuffers(
         self, request: transfer_pb2.RegisterDeviceBuffersRequest, context: grpc.aio.ServicerContext
@@ -106,7 +88,6 @@ class DeviceCalls:
             [store.blocks[item] for item in items],
             [slots[item] for item in items],
             out=True,
-            seconds=_budget(context),
         )
         await self._devices.copy(registration, plan, store)
         # Had it ended meanwhile, what was copied is nobody's.
@@ -123,7 +104,7 @@ class DeviceCalls:
         items = _distinct(self._edge.numbers(request.items, "items"), "item")
         slots = lease.slots(items, session.own_rank())
         blocks = [block for item in items if (block := lease.items[item]) is not None]
-        plan = self._plan(registration, request, blocks, slots, out=False, seconds=_budget(context))
+        plan = self._plan(registration, request, blocks, slots, out=False)
         await self._devices.copy(registration, plan, None)
         self._core.lease(session, lease.id)  # raises if it ended meanwhile: what was read may have been somebody else's
         return transfer_pb2.LoadToDeviceResponse(moved_bytes=self._count(plan))
@@ -140,7 +121,6 @@ class DeviceCalls:
         slots: Sequence[int],
         *,
         out: bool,
-        seconds: float,
     ) -> CopyPlan:
         if len(request.blocks) != len(parts):
             raise Refused("INVALID_ARGUMENT", f"{len(request.blocks)} blocks for {len(parts)} items")
@@ -151,9 +131,24 @@ class DeviceCalls:
             offsets.append(slot)
         for group, (ids, _) in groups.items():
             _check_blocks(ids, group, registration.num_blocks.get(group, 0))
-        return CopyPlan(
-            out, groups, sum(part.part_bytes for part in parts), _event_of(request, registration), seconds
+        nbytes = sum(part.part_bytes for part in parts)
+        return CopyPlan(out, groups, nbytes, _event_of(request, registration), _give_up_at(request))
+
+
+def add_device_calls(calls: DeviceCalls, server: Any) -> None:
+    """Registers the calls with a server of gRPC, or with what takes the same, beside the rest of the service."""
+    service = transfer_pb2.DESCRIPTOR.services_by_name["TransferService"]
+    handlers = {
+        method.name: grpc.unary_unary_rpc_method_handler(
+            getattr(calls, method.name),
+            message_factory.GetMessageClass(method.input_type).FromString,
+            operator.methodcaller("SerializeToString"),
         )
+        for method in service.methods
+        if hasattr(calls, method.name)
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+    server.add_registered_method_handlers(service.full_name, handlers)
 
 
 def _check_blocks(ids: Sequence[int], group: int, num_blocks: int) -> None:
@@ -182,9 +177,9 @@ def _event_of(
     return request.after.event_index
 
 
-def _budget(context: grpc.aio.ServicerContext) -> float:
-    """Returns for how many seconds copies may be begun."""
-    remaining = context.time_remaining()
-    if remaining is None or remaining > _LONGEST_SECONDS:
-        return _LONGEST_SECONDS
-    return max(remaining - _MARGIN_SECONDS, remaining / 2)
+def _give_up_at(request: transfer_pb2.StoreFromDeviceRequest | transfer_pb2.LoadToDeviceRequest) -> int:
+    """Returns until when copies may be begun. Raises Refused where that time has passed: the caller has gone on."""
+    now, wanted = time.monotonic_ns(), request.give_up_at_nanoseconds
+    if 0 < wanted <= now:
+        raise Refused("DEVICE_LOST", "called_off: the call comes too late")
+    return min(wanted, now + _LONGEST_NANOSECONDS) if wanted else now + _LONGEST_NANOSECONDS

@@ -53,7 +53,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 max_part_bytes=self._runtime.extent_bytes,
                 max_frame_bytes=limits.max_frame_bytes,
             ),
-            region=session_pb2.Region(attach_path=str(self._attach_path), size_bytes=self._runtime.region.size_bytes),
+            region=session_pb2.Region(
+                attach_path=str(self._attach_path), size_bytes=self._runtime.region.size_bytes, takes_calls=True
+            ),
             tiers=[tier.name for tier in self._runtime.core.stats().tiers],
             devices=self._devices,
         )
