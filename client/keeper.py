@@ -30,7 +30,7 @@ __all__ = ["Identity", "Keeper", "Pin", "Transport"]
 
 _log = logging.getLogger(__name__)
 
-Transport = Literal["auto", "shm", "grpc"]
+Transport = Literal["auto", "shm", "grpc", "cuda_ipc"]
 Pin: TypeAlias = Callable[[HostRegion], Pinning]
 """How a process that has a GPU pins a region that it has mapped."""
 

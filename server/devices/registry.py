@@ -35,10 +35,14 @@ class Registration:
     id: int
     session_id: bytes
     mover: DeviceMover
-    num_blocks: dict[int, int]
-    """By group."""
+    export: DeviceExport
     events: int
     """How many events can be named; 0 where the caller has to wait itself."""
+
+    def num_blocks(self, group: int) -> int:
+        """How many blocks of a group there are."""
+        layout = self.export.layouts.get(group)
+        return layout.num_blocks if layout is not None else 0
 
 
 class DeviceRegistry:
@@ -55,6 +59,8 @@ class DeviceRegistry:
         self._movers: dict[str, DeviceMover] = {}
         self._registered: dict[int, Registration] = {}
         self._next_id = secrets.randbits(62)
+        self._opening: dict[bytes, asyncio.Lock] = {}
+        """By session: one registration at a time."""
         self._copies = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         sessions.on_close.append(self._session_closed)
@@ -65,25 +71,36 @@ class DeviceRegistry:
         return session_pb2.Devices(offered=not self.why_not, why_not=self.why_not)
 
     async def register(self, session: Session, export: DeviceExport) -> Registration:
-        """Opens a session's blocks, in place of what it had registered before. Raises Refused."""
+        """Opens a session's blocks, in place of what it had registered before; what is open already stays. Raises Refused.
+
+        Goes on when the caller is cancelled: a device's first process may take longer than a call, and is there for the next.
+        """
         if self.why_not:
             raise Refused("DEVICE_UNAVAILABLE", self.why_not)
         self._check_parts(session, export)
-        mover = self._mover_of(export.device)
-        number = self._next_id = self._next_id + 1
-        has_events = await self._to_its_end(mover.open(number, export))
-        try:
-            self._sessions.check(session)
-        except Refused:
-            _ = self._spawn(mover.close(number))
-            raise
-        for earlier in self._of_session(session.id):
-            self._drop(earlier)
-        num_blocks = {group: layout.num_blocks for group, layout in export.layouts.items()}
-        events = len(export.events) if has_events else 0
-        registration = Registration(number, session.id, mover, num_blocks, events)
-        self._registered[number] = registration
+        registration: Registration = await self._to_its_end(self._register(session, export))
         return registration
+
+    async def _register(self, session: Session, export: DeviceExport) -> Registration:
+        async with self._opening.setdefault(session.id, asyncio.Lock()):
+            self._sessions.check(session)
+            earlier = self._of_session(session.id)
+            for one in earlier:
+                if one.export == export:
+                    return one
+            mover = self._mover_of(export.device)
+            number = self._next_id = self._next_id + 1
+            has_events = await mover.open(number, export)
+            registration = Registration(number, session.id, mover, export, len(export.events) if has_events else 0)
+            self._registered[number] = registration
+            for one in earlier:
+                self._drop(one)
+            try:
+                self._sessions.check(session)
+            except Refused:
+                self._drop(registration)
+                raise
+            return registration
 
     def get(self, session: Session, number: int) -> Registration:
         """Returns a registration of this session, or raises Refused."""
@@ -150,11 +167,13 @@ class DeviceRegistry:
         return [one for one in self._registered.values() if one.session_id == session_id]
 
     def _session_closed(self, session_id: bytes) -> None:
+        self._opening.pop(session_id, None)
         for registration in self._of_session(session_id):
             self._drop(registration)
 
     def _drop(self, registration: Registration) -> None:
-        del self._registered[registration.id]
+        if self._registered.pop(registration.id, None) is None:
+            return  # its mover has ended meanwhile
         _ = self._spawn(registration.mover.close(registration.id))
 
     def _forget(self, device: str) -> None:

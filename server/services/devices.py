@@ -130,7 +130,7 @@ class DeviceCalls:
             ids.append(block)
             offsets.append(slot)
         for group, (ids, _) in groups.items():
-            _check_blocks(ids, group, registration.num_blocks.get(group, 0))
+            _check_blocks(ids, group, registration.num_blocks(group))
         nbytes = sum(part.part_bytes for part in parts)
         return CopyPlan(out, groups, nbytes, _event_of(request, registration), _give_up_at(request))
 
