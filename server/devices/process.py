@@ -145,9 +145,12 @@ class DeviceMover:
         self._watch = asyncio.create_task(self._attend(child))
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), _START_SECONDS)
-        except TimeoutError as error:
+        except (Refused, TimeoutError) as error:
             child.kill()
-            raise Refused("DEVICE_UNAVAILABLE", "the device's mover does not come up") from error
+            await self._watch  # until it is gone: the next one has nothing to do with it
+            raise error if isinstance(error, Refused) else Refused(
+                "DEVICE_UNAVAILABLE", "the device's mover does not come up"
+            ) from error
         self._child = child
 
     async def _attend(self, child: Child) -> None:
