@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from devices.kv import BLOCKS, JOINED, LAYOUTS, Kv
+from devices.kv import BLOCKS, JOINED, LAYOUTS
 from devices.service import Engine, Service, eventually, keys_of, namespace_of
 from harness.server_process import MIB, ServerProcess
 
-from kvtier.client import AsyncClient, Client, DeviceUnavailable, KeyStatus, LeaseLost, StoreStatus, Timeouts
+from kvtier.client import AsyncClient, Client, DeviceUnavailable, KeyStatus, KvBuffers, LeaseLost, StoreStatus, Timeouts
+from kvtier.cuda.driver import MemoryKind
+from kvtier.cuda.host_driver import HostDriver
 
 KEYS = keys_of(BLOCKS)
 GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS
@@ -164,7 +166,7 @@ def test_a_device_that_is_not_there(service: Service) -> None:
     """The refusal names the cause, comes at once when asked again, and the ordinary way goes on."""
     with Engine(service.server.endpoint) as engine:
         engine.backend.driver.device = "missing"
-        buffers = type(engine.buffers)(engine.backend.driver, {0: (JOINED.layout(), engine.addresses)})
+        buffers = KvBuffers(engine.backend.driver, {0: (JOINED.layout(), engine.addresses)})
         for _ in range(3):
             with pytest.raises(DeviceUnavailable, match="no_device") as caught:
                 engine.client.register_kv_buffers(buffers)
@@ -189,18 +191,13 @@ def test_a_server_that_serves_no_devices_says_why(tmp_path: Path, config: str, c
         assert engine.stored(KEYS) == JOINED.parts(0)
 
 
-@pytest.mark.parametrize("kv", [JOINED])
-def test_memory_that_cannot_be_shared(kv: Kv) -> None:
+def test_memory_that_cannot_be_shared() -> None:
     """The engine's side refuses it, with the cause, before any server is asked."""
-    from kvtier.client import KvBuffers  # noqa: PLC0415
-    from kvtier.cuda.driver import MemoryKind  # noqa: PLC0415
-    from kvtier.cuda.host_driver import HostDriver  # noqa: PLC0415
-
     driver = HostDriver()
     for kind, cause in ((MemoryKind.VMM, "vmm_memory"), (MemoryKind.POOL, "pool_memory")):
-        addresses = [driver.allocate(tensor.nbytes, kind) for tensor in kv.tensors(0)]
+        addresses = [driver.allocate(tensor.nbytes, kind) for tensor in JOINED.tensors(0)]
         with pytest.raises(DeviceUnavailable) as caught:
-            KvBuffers(driver, {0: (kv.layout(), addresses)})
+            KvBuffers(driver, {0: (JOINED.layout(), addresses)})
         assert caught.value.reason == cause
     assert driver.in_use["events"] == 0
     driver.close()
