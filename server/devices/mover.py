@@ -176,7 +176,11 @@ def main(arguments: list[str]) -> int:
     channel.send({"op": "ready"})
     pinning = Pinning(region, driver, allowed=lambda: True)
     threading.Thread(target=warm_up, args=(region, pinning, lambda: False), name="kvtier-warmup", daemon=True).start()
-    Mover(channel, driver, region).serve()
+    try:
+        Mover(channel, driver, region).serve()
+    except BaseException:  # noqa: BLE001 - threads that still run would keep the process, and its server would wait
+        _log.exception("the mover has a defect")
+        os._exit(1)
     os._exit(0)  # what still runs ends here, and the server frees no slot before it has seen that
 
 

@@ -88,7 +88,7 @@ class DeviceMover:
             "give_up_at": plan.give_up_at,
             "groups": groups,
         }
-        asking = asyncio.ensure_future(self._ask(child, ("done", number), header, payload))
+        asking = self._ask(child, ("done", number), header, payload)
         done, _ = await asyncio.wait([asking], timeout=_overdue(plan))
         if not done:
             _log.error("a device's mover does not come back from a copy and is killed", device=self.device)
@@ -151,7 +151,6 @@ class DeviceMover:
             raise error if isinstance(error, Refused) else Refused(
                 "DEVICE_UNAVAILABLE", "the device's mover does not come up"
             ) from error
-        self._child = child
 
     async def _attend(self, child: Child) -> None:
         """Takes what a child sends, until it has ended."""
@@ -174,6 +173,7 @@ class DeviceMover:
     def _take(self, header: dict[str, Any]) -> None:
         match header["op"]:
             case "ready" if self._ready is not None:
+                self._child = self._process
                 self._ready.set_result(None)
             case "failed" if self._ready is not None:
                 self._trouble = f"{header['cause']}: {header['message']}"
@@ -188,14 +188,17 @@ class DeviceMover:
         if future is not None and not future.done():
             future.set_result(header)
 
-    async def _ask(
+    def _ask(
         self, child: Child, key: tuple[str, int], header: dict[str, Any], payload: bytes = b""
-    ) -> dict[str, Any]:
-        """Sends a message and waits for its answer. Raises Refused where the process ends before."""
+    ) -> asyncio.Future[dict[str, Any]]:
+        """Sends a message; returns what its answer will be, or Refused if the process ends before.
+
+        No coroutine: between the moment that somebody sees a child alive and this one nothing else may happen on the loop.
+        """
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[key] = future
         child.send(header, payload)
-        return await future
+        return future
 
 
 def _overdue(plan: CopyPlan) -> float:
