@@ -105,6 +105,8 @@ class _Connection(asyncio.Protocol):
         self._oversized = 0
         """Bytes still to come of a request that is refused for its size."""
         self._task: asyncio.Task[None] | None = None
+        self._unread = False
+        """Whether the client lets its answers lie: it gets no more of them until it takes them."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -112,6 +114,16 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
+        if self._task is None and not self._unread:
+            self._next()
+        elif len(self._received) > self._calls.max_message_bytes:
+            self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        self._unread = True
+
+    def resume_writing(self) -> None:
+        self._unread = False
         if self._task is None:
             self._next()
 
@@ -127,6 +139,7 @@ class _Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         """Starts the next call, if it has come whole."""
+        self._transport.resume_reading()
         if self._oversized:
             self._skip()
         if self._oversized or len(self._received) < LENGTH_BYTES:
@@ -156,6 +169,7 @@ class _Connection(asyncio.Protocol):
             _log.warning("local call refused", error=str(error), exc_info=None if type(error) is ValueError else error)
             self.close()
             return
-        self._transport.write(answer)
         self._task = None
-        self._next()
+        self._transport.write(answer)
+        if not self._unread:
+            self._next()

@@ -160,6 +160,28 @@ def test_requests_that_are_too_large(session: RawSession) -> None:
         assert line.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
 
 
+def test_a_client_that_does_not_read(server: ServerProcess, session: RawSession) -> None:
+    """Requests whose answers nobody takes wait in the client's socket, not in the server's memory; none is lost."""
+    request = pack_call(
+        b"CacheService/Lookup", lookup_of(session, [key_of(n) for n in range(1000)]).SerializeToString()
+    )
+    sent, before = 0, server.own_bytes()
+    with Line(session) as line:
+        line.socket.settimeout(1)
+        rest = b""
+        with contextlib.suppress(TimeoutError):
+            for _ in range(128 * MIB // len(request)):
+                rest = request
+                while rest:
+                    rest = rest[line.socket.send(rest) :]
+                sent += 1
+        assert rest, "the server took it all"
+        assert server.own_bytes() - before < 24 * MIB
+        line.socket.settimeout(10)
+        for _ in range(sent):
+            assert line.answer()[0] == 0
+
+
 def test_what_is_no_request(server: ServerProcess, session: RawSession) -> None:
     """The server hangs up on it, and serves everybody else."""
     with Line(session) as good:
