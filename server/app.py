@@ -234,7 +234,7 @@ class Server:
         devices = self._make_devices(runtime, sessions, writers)
         session = SessionService(self.config, runtime, sessions, attach.path, devices.capabilities)
         session_pb2_grpc.add_SessionServiceServicer_to_server(session, server)
-        cache = CacheService(runtime, sessions, edge, writers)
+        cache = CacheService(runtime, sessions, edge, writers.idle)
         handoff = HandoffService(runtime, sessions, edge)
         admin = AdminService(runtime, sessions, started)
         for registry in (server, calls):

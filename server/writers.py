@@ -12,7 +12,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-from ..tiers.commands import StoreId
 from ..tiers.grants import Store
 from .runtime import TierRuntime
 
@@ -24,8 +23,8 @@ class Writers:
 
     def __init__(self, runtime: TierRuntime) -> None:
         self._runtime = runtime
-        self._numbers = itertools.count(-1, -1)  # connections that map the region count upwards (`attach`)
-        self._running: Counter[StoreId] = Counter()
+        self._numbers = itertools.count(1 << 32)  # `attach` counts its own from 1
+        self._running: Counter[int] = Counter()
         self._ended = asyncio.Event()
 
     @contextlib.contextmanager
@@ -46,7 +45,7 @@ class Writers:
             self._ended.set()
             self._ended = asyncio.Event()
 
-    async def idle(self, store_id: StoreId) -> None:
+    async def idle(self, store_id: int) -> None:
         """Returns when nobody writes to a store's slots on our behalf."""
         while self._running[store_id] > 0:
             await self._ended.wait()

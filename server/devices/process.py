@@ -148,8 +148,10 @@ class DeviceMover:
         except (Refused, TimeoutError) as error:
             child.kill()
             await self._watch  # until it is gone: the next one has nothing to do with it
-            raise error if isinstance(error, Refused) else Refused(
-                "DEVICE_UNAVAILABLE", "the device's mover does not come up"
+            raise (
+                error
+                if isinstance(error, Refused)
+                else Refused("DEVICE_UNAVAILABLE", "the device's mover does not come up")
             ) from error
 
     async def _attend(self, child: Child) -> None:

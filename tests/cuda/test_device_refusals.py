@@ -6,18 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grpc
 import pytest
+from devices.caller import PART, Caller, why
 from devices.kv import BLOCKS, JOINED
-from devices.service import Engine, Service, keys_of, namespace_of
-from harness.raw import RawSession, refusal_of
+from devices.service import Service, keys_of
 from harness.server_process import MIB
 
-from kvtier.client.device import registration_of
-from kvtier.protos.v1 import cache_pb2, transfer_pb2, transfer_pb2_grpc
+from kvtier.protos.v1 import cache_pb2, transfer_pb2
 
 KEYS = keys_of(BLOCKS)
-PART = JOINED.layout().part_bytes
 
 
 @pytest.fixture(scope="module")
@@ -25,59 +22,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One server for all."""
     with Service(tmp_path_factory.mktemp("refusals"), region=32 * MIB) as running:
         yield running
-
-
-def why(call: Any, request: Any) -> str | None:
-    """Returns the reason why a call is refused."""
-    with pytest.raises(grpc.RpcError) as caught:
-        call(request, timeout=5)
-    return refusal_of(caught.value)[1]
-
-
-class Caller:
-    """A session with raw stubs, and KV tensors that it can register."""
-
-    def __init__(self, service: Service, engine_id: str) -> None:
-        self.engine = Engine(service.server.endpoint)
-        self.raw = RawSession(service.server.endpoint, namespace_of(JOINED), engine_id=engine_id)
-        self.calls = transfer_pb2_grpc.TransferServiceStub(self.raw.channel)
-        self.buffers_id = 0
-
-    def registration(self) -> transfer_pb2.RegisterDeviceBuffersRequest:
-        """What registers the tensors."""
-        request = registration_of(self.engine.buffers.export)
-        request.session.CopyFrom(self.raw.ref)
-        return request
-
-    def register(self) -> None:
-        """Registers them."""
-        self.buffers_id = self.calls.RegisterDeviceBuffers(self.registration(), timeout=30).buffers_id
-
-    def prepare(self, keys: list[bytes]) -> int:
-        """Returns a store of these keys."""
-        request = cache_pb2.PrepareStoreRequest(session=self.raw.ref, keys=keys)
-        store_id: int = self.raw.cache.PrepareStore(request, timeout=5).store_id
-        return store_id
-
-    def abort(self, store_id: int) -> None:
-        """Ends a store."""
-        request = cache_pb2.CompleteStoreRequest(session=self.raw.ref, store_id=store_id, abort=True)
-        self.raw.cache.CompleteStore(request, timeout=5)
-
-    def store(self, store_id: int, **fields: Any) -> str | None:
-        """Returns the reason why StoreFromDevice is refused."""
-        fields = {"session": self.raw.ref, "buffers_id": self.buffers_id, "store_id": store_id} | fields
-        return why(self.calls.StoreFromDevice, transfer_pb2.StoreFromDeviceRequest(**fields))
-
-    def load(self, lease_id: int, **fields: Any) -> str | None:
-        """Returns the reason why LoadToDevice is refused."""
-        fields = {"session": self.raw.ref, "buffers_id": self.buffers_id, "lease_id": lease_id} | fields
-        return why(self.calls.LoadToDevice, transfer_pb2.LoadToDeviceRequest(**fields))
-
-    def close(self) -> None:
-        """Ends both."""
-        self.raw.__exit__(None, None, None)
-        self.engine.close()
 
 
 @pytest.fixture
@@ -175,54 +119,28 @@ def test_what_is_somebody_elses(caller: Caller, start: Callable[[str], Caller]) 
     assert caller.calls.StoreFromDevice(good, timeout=5).moved_bytes == PART
 
 
-def change(name: str, request: transfer_pb2.RegisterDeviceBuffersRequest) -> None:
-    """Makes a registration wrong."""
-    group = request.groups[0]
-    match name:
-        case "nothing":
-            del request.groups[:]
-        case "a group twice":
-            request.groups.add().CopyFrom(group)
-        case "a group that the namespace lacks":
-            group.group_index = 1
-        case "parts of another size":
-            del group.runs[-1]
-        case "pieces that overlap":
-            group.runs[0].block_stride_bytes -= 1
-        case "an allocation that is not there":
-            group.runs[0].allocation_index = 3
-        case "blocks outside of their allocation":
-            group.num_blocks += 100
-        case "sizes beyond everything":
-            group.runs[0].offset_bytes = 1 << 63
-        case "a handle that is too short":
-            request.allocations[0].handle = b"handle"
-        case "an endless name":
-            request.device_uuid = "x" * 1000
-        case "more handles than anybody has":
-            request.event_handles.extend([bytes(64)] * 5000)
+Request = transfer_pb2.RegisterDeviceBuffersRequest
+
+WRONG: dict[str, Callable[[Request], object]] = {
+    "nothing": lambda request: request.ClearField("groups"),
+    "a group twice": lambda request: request.groups.append(request.groups[0]),
+    "a group that the namespace lacks": lambda request: setattr(request.groups[0], "group_index", 1),
+    "parts of another size": lambda request: request.groups[0].runs.pop(),
+    "pieces that overlap": lambda request: setattr(request.groups[0].runs[0], "block_stride_bytes", 8),
+    "an allocation that is not there": lambda request: setattr(request.groups[0].runs[0], "allocation_index", 3),
+    "blocks outside of their allocation": lambda request: setattr(request.groups[0], "num_blocks", 100),
+    "sizes beyond everything": lambda request: setattr(request.groups[0].runs[0], "offset_bytes", 1 << 63),
+    "a handle that is too short": lambda request: setattr(request.allocations[0], "handle", b"handle"),
+    "an endless name": lambda request: setattr(request, "device_uuid", "x" * 1000),
+    "more handles than anybody has": lambda request: request.event_handles.extend([bytes(64)] * 5000),
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nothing",
-        "a group twice",
-        "a group that the namespace lacks",
-        "parts of another size",
-        "pieces that overlap",
-        "an allocation that is not there",
-        "blocks outside of their allocation",
-        "sizes beyond everything",
-        "a handle that is too short",
-        "an endless name",
-        "more handles than anybody has",
-    ],
-)
+@pytest.mark.parametrize("name", WRONG)
 def test_registrations_that_make_no_sense(caller: Caller, name: str) -> None:
     """INVALID_ARGUMENT, and what was registered before is still there."""
     request = caller.registration()
-    change(name, request)
+    WRONG[name](request)
     assert why(caller.calls.RegisterDeviceBuffers, request) == "INVALID_ARGUMENT"
     store_id = caller.prepare(keys_of(1, name))
     good = transfer_pb2.StoreFromDeviceRequest(

@@ -38,7 +38,7 @@ def service(running: Service) -> Iterator[Service]:
 @pytest.mark.parametrize("transport", ["cuda_ipc", "grpc"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_round_trips_are_identical(service: Service, name: str, transport: str) -> None:
-    """Blocks go to the server as a plain gather has them, and come back elsewhere without a bit changed; whoever maps the region."""
+    """Blocks go to the server as a plain gather has them, and come back without a bit changed; whoever maps the region."""
     kv, keys = LAYOUTS[name], keys_of(BLOCKS, f"{name} {transport}")
     with Engine(service.server.endpoint, kv, transport=transport).register() as engine:
         order = [3, 4, 0, 5, 1, 2]

@@ -1,4 +1,4 @@
-"""Engines, movers and servers that end in mid-copy: the others go on, slots come back when nobody writes to them, and not before."""
+"""Engines, movers and servers that end in mid-copy: the others go on; slots come back when nobody writes to them, not before."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from devices.caller import Caller
 from devices.kv import BLOCKS, JOINED
 from devices.service import Engine, KilledEngine, Service, eventually, keys_of, namespace_of
 from harness.server_process import MIB
 
 from kvtier.client import Client, DeviceUnavailable, KeyStatus, KVTierError, StoreStatus, Unavailable
+from kvtier.protos.v1 import transfer_pb2
 
 PART = JOINED.layout().part_bytes
 KEYS = keys_of(BLOCKS)
@@ -49,7 +52,7 @@ def assert_all_memory_is_there(service: Service, client: Client) -> None:
 
 
 def test_an_engine_killed_in_mid_copy(service: Service) -> None:
-    """Its store is lost at once, its slots wait for the copy; others go on meanwhile, then its memory is closed and its slots used."""
+    """Its store is lost at once, its slots wait for the copy, others go on meanwhile; then its memory is closed, its slots used."""
     endpoint = service.server.endpoint
     with Engine(endpoint).register() as other:
         [mover] = service.movers
@@ -205,8 +208,8 @@ def test_a_copy_that_takes_too_long(service: Service, aside: ThreadPoolExecutor)
         service.server.wait_for(lambda status: not status.quarantined_bytes)
 
 
-def test_a_store_is_not_aborted_under_its_copy(service: Service, aside: ThreadPoolExecutor) -> None:
-    """Whoever says that a store is over, while the server still copies for it, is answered when that has ended."""
+def test_a_session_that_falls_in_mid_copy(service: Service, aside: ThreadPoolExecutor) -> None:
+    """While its process lives on: its store's slots stay out of use until the copy has ended."""
     with (
         Engine(service.server.endpoint).register() as engine,
         Client(service.server.endpoint, namespace=namespace_of(JOINED)) as other,
@@ -225,6 +228,27 @@ def test_a_store_is_not_aborted_under_its_copy(service: Service, aside: ThreadPo
         assert_all_memory_is_there(service, other)
 
 
+def test_a_store_is_not_aborted_under_its_copy(service: Service, aside: ThreadPoolExecutor) -> None:
+    """Whoever says that a store is over, while the server still copies for it, is answered when that has ended."""
+    with closing(Caller(service, "raw")) as caller:
+        caller.register()
+        store_id = caller.prepare(KEYS)
+        request = transfer_pb2.StoreFromDeviceRequest(
+            session=caller.raw.ref, buffers_id=caller.buffers_id, store_id=store_id, blocks=range(BLOCKS)
+        )
+        service.gate.close()
+        storing = caller.calls.StoreFromDevice.future(request, timeout=30)
+        service.gate.wait_reached()
+        storing.cancel()
+        aborting = aside.submit(caller.abort, store_id)
+        time.sleep(0.2)
+        assert not aborting.done()
+        assert service.server.status().stores == 1
+        service.gate.open()
+        aborting.result(30)
+        service.server.wait_for(lambda status: not status.stores and not status.quarantined_bytes)
+
+
 def test_a_server_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecutor) -> None:
     """SIGTERM: the server ends with its movers, within its time to drain."""
     with Engine(service.server.endpoint, device=1).register() as engine:
@@ -240,18 +264,18 @@ def test_a_server_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecu
         opening.join()
 
 
-def kill_at_random(service: Service, rng: Callable[[], float], rounds: int) -> None:
+def kill_at_random(service: Service, random_part: Callable[[], float], rounds: int) -> None:
     """Engines that store and load, killed at any moment."""
     for number in range(rounds):
         with KilledEngine(service.server.endpoint, ("store_from_device", "load_to_device")[number % 2]) as engine:
-            time.sleep(0.15 + 0.25 * rng())
+            time.sleep(0.15 + 0.25 * random_part())
             engine.kill()
 
 
 def test_engines_killed_at_any_moment(tmp_path: Path) -> None:
     """While they register, copy and end: the server lives, nothing stays open, pinned or in quarantine."""
     with Service(tmp_path, region=8 * MIB) as service, Engine(service.server.endpoint).register() as other:
-        kill_at_random(service, random.Random(4).random, 8)  # noqa: S311 - not a secret
+        kill_at_random(service, random.Random(4).random, 8)
         [mover] = service.movers
         service.server.wait_for(lambda status: len(status.sessions) == 1 and not status.stores and not status.leases)
         eventually(lambda: service.open_allocations(mover) == JOINED.count + 4)

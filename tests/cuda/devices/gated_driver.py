@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+from kvtier.cuda.errors import Cause, DeviceError
 from kvtier.cuda.host_driver import HostDriver
 
 __all__ = ["Gate", "make"]
@@ -64,7 +65,5 @@ class _Pace:
 def make(device: str) -> HostDriver:
     """What `devices.driver` names."""
     if device == "missing":
-        from kvtier.cuda.errors import Cause, DeviceError  # noqa: PLC0415 - a device that is not there
-
         raise DeviceError(Cause.NO_DEVICE, device)
     return HostDriver(device, pace=_Pace(Path(os.environ[_VARIABLE])))

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from harness.server_process import MIB, ServerProcess
+
 from devices.backends import HostBackend
 from devices.gated_driver import Gate
 from devices.kv import BLOCKS, JOINED, Kv
-from harness.server_process import MIB, ServerProcess
-
 from kvtier.client import Client, Group, KvBuffers, Namespace, Timeouts, make_key
 
 __all__ = ["Engine", "KilledEngine", "Service", "eventually", "keys_of", "namespace_of"]
