@@ -26,6 +26,7 @@ from .devices.offer import why_not
 from .devices.registry import DeviceRegistry
 from .edge import Edge
 from .errors import RefusalInterceptor
+from .garbage import collect_the_young_only
 from .health import Health
 from .local_calls import LocalCalls
 from .logs import get_logger
@@ -68,6 +69,7 @@ def serve(config: Config) -> int:
     After `EXIT_LEFT_BEHIND` threads may still be at work on the region: the process must end without more ado (`os._exit`).
     """
     tune_malloc()
+    collect_the_young_only()
     # A copy on a worker thread takes back the GIL after each block; with the default of 5 ms, one busy
     # thread beside it cuts its rate to a hundredth.
     sys.setswitchinterval(1e-4)
