@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import itertools
 import statistics
 import tempfile
 import time
@@ -115,33 +114,32 @@ class Engine:
 
 
 def measure(report: Report, service: Service, device: Device) -> None:
-    """Adds the rows."""
+    """Adds the rows of all sizes."""
     device.large_copy(out=True)
     for name, fragment in FRAGMENTS.items():
         engine = Engine(service, device, fragment)
-        rounds = itertools.count()
-        engine.store(next(rounds))
-        engine.cpu_seconds.clear()
-        seconds = interleave(
-            ROUNDS,
-            {
-                "D2H": lambda _: device.large_copy(out=True),
-                "H2D": lambda _: device.large_copy(out=False),
-                "store": lambda number: engine.store(number + 1),
-                "load": lambda number: engine.load(number + 1),
-            },
-        )
-        for limit, row in (("D2H", "store"), ("H2D", "load")):
-            report.add(f"{limit} one copy, beside {name}", rate(MOVED_BYTES, seconds[limit]), "GB/s")
-            report.add(
-                f"{row} {name} fragments",
-                rate(MOVED_BYTES, seconds[row]),
-                "GB/s",
-                limit=f"{limit} one copy, beside {name}",
-            )
-        milliseconds = statistics.median(engine.cpu_seconds) * 1e3
-        report.add(f"engine's CPU time per call of {engine.blocks:,} blocks of {LAYERS} fragments", milliseconds, "ms")
+        _measure_one(report, device, engine, name)
         engine.close()
+
+
+def _measure_one(report: Report, device: Device, engine: Engine, name: str) -> None:
+    engine.store(0)
+    engine.cpu_seconds.clear()
+    seconds = interleave(
+        ROUNDS,
+        {
+            "D2H": lambda _: device.large_copy(out=True),
+            "H2D": lambda _: device.large_copy(out=False),
+            "store": lambda number: engine.store(number + 1),
+            "load": lambda number: engine.load(number + 1),
+        },
+    )
+    for direction, row in (("D2H", "store"), ("H2D", "load")):
+        limit = f"{direction} one copy, beside {name}"
+        report.add(limit, rate(MOVED_BYTES, seconds[direction]), "GB/s")
+        report.add(f"{row} {name} fragments", rate(MOVED_BYTES, seconds[row]), "GB/s", limit)
+    milliseconds = statistics.median(engine.cpu_seconds) * 1e3
+    report.add(f"engine's CPU time per call of {engine.blocks:,} blocks of {LAYERS} fragments", milliseconds, "ms")
 
 
 def main() -> None:

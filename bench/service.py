@@ -30,7 +30,10 @@ class Service:
     """`kvtier serve` on a Unix socket and a TCP port of its own, with nothing but what is said here."""
 
     def __init__(self, directory: Path, region_bytes: int, *, lmdb_bytes: int | None = None, config: str = "") -> None:
-        """Without `lmdb_bytes` there is no tier under the CPU tier; `config` is more of the file. `directory` is the caller's to remove."""
+        """Without `lmdb_bytes` there is no tier under the CPU tier; `config` is more of the file.
+
+        `directory` is the caller's to remove.
+        """
         self._directory = directory
         # The path of a socket is short, whatever the directory's is.
         self._sockets = Path(tempfile.mkdtemp(prefix="kvtier-bench-"))
