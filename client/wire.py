@@ -9,7 +9,7 @@ from types import MappingProxyType
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
-from ..protos.v1 import admin_pb2, cache_pb2, handoff_pb2
+from ..protos.v1 import admin_pb2, cache_pb2, handoff_pb2, transfer_pb2
 
 __all__ = ["CHANNEL_OPTIONS", "PULL", "PUSH", "RESPONSES", "path_of", "serialize"]
 
@@ -32,9 +32,10 @@ CHANNEL_OPTIONS = (
 RESPONSES: MappingProxyType[str, type[Message]] = MappingProxyType(
     {
         f"{service.name}/{method.name}": message_factory.GetMessageClass(method.output_type)
-        for file in (cache_pb2.DESCRIPTOR, handoff_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR)
+        for file in (cache_pb2.DESCRIPTOR, handoff_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, transfer_pb2.DESCRIPTOR)
         for service in file.services_by_name.values()
         for method in service.methods
+        if not (method.client_streaming or method.server_streaming)
     }
 )
 """The unary methods that operations call, and what they answer with."""
