@@ -17,6 +17,7 @@ from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
 from .bulk import BulkRoute, Streams
+from .device_calls import AsyncDeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Transport
@@ -60,7 +61,7 @@ class AsyncLease(LookupResult):
         await self.release()
 
 
-class AsyncClient:
+class AsyncClient(AsyncDeviceCalls):
     """A client for one event loop; construct it there. Each method is that of `Client`, awaited.
 
     The session is kept by a thread, so that a loop which is busy for long does not lose it.

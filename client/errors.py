@@ -11,6 +11,7 @@
     ├── HoldGone               a request that should be handed over is not held (any more)
     ├── NotOwner               the lease or store belongs to another engine
     ├── LimitExceeded          too much at once; try again later
+    ├── DeviceUnavailable      the server does not move bytes of this device, or not any more: use another way
     ├── ChecksumMismatch       bytes arrived damaged
     └── ServerError            a defect of the server, or something that is not kvtier answered
 
@@ -30,6 +31,7 @@ from ..protos.reasons import reason_of
 __all__ = [
     "ChecksumMismatch",
     "DeadlineExceeded",
+    "DeviceUnavailable",
     "Draining",
     "HoldGone",
     "InvalidRequest",
@@ -100,6 +102,10 @@ class ChecksumMismatch(KVTierError):
     """Bytes arrived damaged."""
 
 
+class DeviceUnavailable(KVTierError):
+    """The server does not move bytes to and from this device, or not any more; the message begins with the cause."""
+
+
 class ServerError(KVTierError):
     """The server has a defect, or is not a kvtier server."""
 
@@ -126,6 +132,8 @@ ERROR_OF = MappingProxyType(
         "REQUEST_NOT_FOUND": InvalidRequest,
         "HOLD_NOT_FOUND": HoldGone,
         "HOLD_EXPIRED": HoldGone,
+        "DEVICE_UNAVAILABLE": DeviceUnavailable,
+        "DEVICE_LOST": DeviceUnavailable,
     }
 )
 """The exception of each reason; complete, by test."""

@@ -19,18 +19,18 @@ import grpc
 
 from ..cuda.pinning import Pinning
 from ..cuda.region import HostRegion
+from ..cuda.warmup import warm_up
 from ..protos.v1 import session_pb2, session_pb2_grpc
 from .errors import Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from .link import AttachError, Attachment, Link
 from .local_calls import LocalCalls
 from .namespace import Namespace
-from .warmup import warm_up
 
 __all__ = ["Identity", "Keeper", "Pin", "Transport"]
 
 _log = logging.getLogger(__name__)
 
-Transport = Literal["auto", "shm", "grpc"]
+Transport = Literal["auto", "shm", "grpc", "cuda_ipc"]
 Pin: TypeAlias = Callable[[HostRegion], Pinning]
 """How a process that has a GPU pins a region that it has mapped."""
 

@@ -91,6 +91,7 @@ class Link:
         ref: how calls name the session.
         transport: "shm" where the region is mapped, else "grpc".
         why: why this transport, for people.
+        devices: whether the server moves bytes of devices.
         tiers: names of the tiers, as `sources` indexes them.
         calls: what calls go over instead of gRPC; None where they go over gRPC.
     """
@@ -106,6 +107,7 @@ class Link:
         self.ref = ref
         self.transport = "grpc" if attachment is None else "shm"
         self.why = why
+        self.devices = capabilities.devices
         self.tiers = tuple(capabilities.tiers)
         self.limits = Limits(
             max_keys=capabilities.limits.max_keys,

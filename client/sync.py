@@ -17,6 +17,7 @@ from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2
 from .bulk import BulkRoute, Streams
+from .device_calls import DeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Pin, Transport
@@ -77,7 +78,7 @@ class Lease(LookupResult):
         self.release()
 
 
-class Client:
+class Client(DeviceCalls):
     """A client of the kvtier server on this host, or of one elsewhere. Safe to use from any thread.
 
     It connects in the background and reconnects by itself, with a new session, when the server was restarted. While
@@ -105,7 +106,8 @@ class Client:
             name: name of the client for people.
             engine_id: the engine that this process is part of; clients of one engine share leases. Random by default.
             rank: the rank whose parts are read and written; None for a scheduler, or a world of one.
-            transport: "shm", "grpc", or "auto" for shm where server and client share a host.
+            transport: "shm", "grpc", or "auto" for shm where server and client share a host; "cuda_ipc" is like "auto", for a
+                client that registers its device (`register_kv_buffers`).
             timeouts: deadlines.
             pin: makes what pins the server's region in a process that has a GPU; see `kvtier.cuda.pinning`.
             wire: for tests, what stands in for a server; see `kvtier.client.testing`.

@@ -34,9 +34,10 @@ LOCATE = "TransferService/Locate"
 RESPONSES: MappingProxyType[str, type[Message]] = MappingProxyType(
     {
         f"{service.name}/{method.name}": message_factory.GetMessageClass(method.output_type)
-        for file in (cache_pb2.DESCRIPTOR, handoff_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR)
+        for file in (cache_pb2.DESCRIPTOR, handoff_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, transfer_pb2.DESCRIPTOR)
         for service in file.services_by_name.values()
         for method in service.methods
+        if not (method.client_streaming or method.server_streaming)
     }
     | {LOCATE: transfer_pb2.LocateResponse}
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -28,6 +28,10 @@ from .region import HostRegion
 __all__ = ["Direction", "EngineBlocks", "Method", "Tuning"]
 
 _log = logging.getLogger(__name__)
+
+
+def _never() -> bool:
+    return False
 
 
 class Direction(Enum):
@@ -134,17 +138,33 @@ class EngineBlocks:
         """What one block of a group takes in its slot. Raises DeviceError (BAD_EXPORT) for a group that is not there."""
         return self._planner(group).part_bytes
 
-    def copy_out(self, group: int, blocks: Sequence[int], offsets: Sequence[int], after: After | None = None) -> None:
+    def copy_out(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        offsets: Sequence[int],
+        after: After | None = None,
+        called_off: Callable[[], bool] = _never,
+    ) -> None:
         """Copies blocks into the slots at ``offsets`` of the region, after ``after``; returns when the bytes are there.
+
+        ``called_off`` is asked before each batch: once it says so nothing more is begun, and CopyCancelled is raised.
 
         Raises CopyCancelled and DeviceError; LayoutError for blocks or slots that are not there, and RegionError where the region
         is closed (then nothing is copied).
         """
-        self._move(Direction.OUT, group, blocks, offsets, after)
+        self._move(Direction.OUT, group, blocks, offsets, after, called_off)
 
-    def copy_in(self, group: int, blocks: Sequence[int], offsets: Sequence[int], after: After | None = None) -> None:
+    def copy_in(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        offsets: Sequence[int],
+        after: After | None = None,
+        called_off: Callable[[], bool] = _never,
+    ) -> None:
         """Copies slots into blocks; otherwise as `copy_out`. ``after`` is when nothing reads the blocks any more."""
-        self._move(Direction.IN, group, blocks, offsets, after)
+        self._move(Direction.IN, group, blocks, offsets, after, called_off)
 
     def cancel(self) -> None:
         """The engine is gone: nothing new is begun, and what runs raises CopyCancelled once it is drained. Does not wait."""
@@ -170,13 +190,23 @@ class EngineBlocks:
         return self._planners[group]
 
     def _move(
-        self, direction: Direction, group: int, blocks: Sequence[int], offsets: Sequence[int], after: After | None
+        self,
+        direction: Direction,
+        group: int,
+        blocks: Sequence[int],
+        offsets: Sequence[int],
+        after: After | None,
+        called_off: Callable[[], bool],
     ) -> None:
         plan = self._planner(group).plan(blocks, offsets)
+
+        def is_off() -> bool:
+            return self._cancelled or called_off()
+
         with self._counted(), self._region.memory[:0]:
             if after is not None:
-                wait_until(after, lambda: self._cancelled)
-            self._carry_out(direction, plan)
+                wait_until(after, is_off)
+            self._carry_out(direction, plan, is_off)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -191,14 +221,14 @@ class EngineBlocks:
                 self._running -= 1
                 self._idle.notify_all()
 
-    def _carry_out(self, direction: Direction, plan: Plan) -> None:
+    def _carry_out(self, direction: Direction, plan: Plan, is_off: Callable[[], bool]) -> None:
         """Begins batch after batch, waiting for the last but one; whatever happens, returns with none under way."""
         stream = self._streams[direction]
         under_way: list[EventId] = []
         try:
             for batch in plan.split(self._tuning.batch_copies, self._tuning.batch_bytes):
-                if self._cancelled:
-                    raise CopyCancelled("the engine ended before its copies did")
+                if is_off():
+                    raise CopyCancelled("the engine ended, or gave up, before its copies did")
                 self._begin(direction, stream, batch, under_way)
                 if len(under_way) > 1:
                     self._finish(under_way.pop(0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Cause", "CopyCancelled", "DeviceError", "RegionError"]
+__all__ = ["Cause", "CopyCancelled", "DeviceError", "RegionError", "advice"]
 
 
 class RegionError(Exception):
@@ -68,6 +68,11 @@ _ADVICE = {
     Cause.REFUSED: "the driver refused a call",
     Cause.BROKEN: "the device's context is broken, and only a new process gets a new one",
 }
+
+
+def advice(cause: Cause) -> str:
+    """Returns what a cause means and what to do about it, for people."""
+    return _ADVICE[cause]
 
 
 class DeviceError(Exception):

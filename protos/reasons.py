@@ -40,6 +40,8 @@ STATUS_OF = MappingProxyType(
         "REQUEST_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
         "HOLD_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
         "HOLD_EXPIRED": grpc.StatusCode.NOT_FOUND,
+        "DEVICE_UNAVAILABLE": grpc.StatusCode.FAILED_PRECONDITION,
+        "DEVICE_LOST": grpc.StatusCode.ABORTED,
     }
 )
 """Status of each reason. A test holds it against `kvtier.v1.ErrorReason`: none is missing, none is unknown."""

@@ -24,8 +24,11 @@ from .attach import AttachServer
 from .bulk.desk import BulkDesk
 from .bulk.supervisor import BulkProcess
 from .config import Config
+from .devices.offer import why_not
+from .devices.registry import DeviceRegistry
 from .edge import Edge
 from .errors import RefusalInterceptor
+from .garbage import collect_the_young_only
 from .health import Health
 from .local_calls import LocalCalls
 from .logs import get_logger
@@ -34,6 +37,7 @@ from .metrics_http import MetricsServer, MetricsServerError, on_loop
 from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.cache import CacheService
+from .services.devices import DeviceCalls, add_device_calls
 from .services.handoff import HandoffService
 from .services.session import SessionService
 from .services.transfer import TransferService
@@ -41,6 +45,7 @@ from .sessions import SessionRegistry
 from .sockets import SocketClaim, SocketError
 from .tenants import keeping_of
 from .tierfactory import open_tiers
+from .writers import Writers
 
 __all__ = ["EXIT_LEFT_BEHIND", "Server", "StartError", "serve"]
 
@@ -66,6 +71,7 @@ def serve(config: Config) -> int:
     After `EXIT_LEFT_BEHIND` threads may still be at work on the region: the process must end without more ado (`os._exit`).
     """
     tune_malloc()
+    collect_the_young_only()
     # A copy on a worker thread takes back the GIL after each block; with the default of 5 ms, one busy
     # thread beside it cuts its rate to a hundredth.
     sys.setswitchinterval(1e-4)
@@ -228,9 +234,11 @@ class Server:
     ) -> None:
         """Registers all services with gRPC, and those with unary calls for clients on this host as well."""
         edge = Edge(self.config.limits, self.config.leases, self.config.retention, self.config.handoff)
-        session = SessionService(self.config, runtime, sessions, attach.path)
+        writers = Writers(runtime)
+        devices = self._make_devices(runtime, sessions, writers)
+        session = SessionService(self.config, runtime, sessions, attach.path, devices.capabilities)
         session_pb2_grpc.add_SessionServiceServicer_to_server(session, server)
-        bulk = self._make_bulk(runtime, sessions, edge, metrics)
+        bulk = self._make_bulk(BulkDesk(runtime, sessions, edge, metrics, writers), runtime, sessions)
         cache = CacheService(runtime, sessions, edge, bulk.quiet)
         handoff = HandoffService(runtime, sessions, edge)
         admin = AdminService(runtime, sessions, started)
@@ -238,17 +246,25 @@ class Server:
             cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, registry)
             handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, registry)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, registry)
+            add_device_calls(DeviceCalls(runtime, sessions, edge, metrics, devices), registry)
         transfer = TransferService(runtime, sessions, edge, metrics, bulk)
         server.add_generic_rpc_handlers((transfer.handler(),))
         names = [f"kvtier.v1.{name}" for name in _SERVICES]
         reflection.enable_server_reflection([*names, SERVICE_NAME, reflection.SERVICE_NAME], server)
 
-    def _make_bulk(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge, metrics: Metrics) -> BulkProcess:
-        desk = BulkDesk(runtime, sessions, edge, metrics)
-        sessions.fell = desk.session_fell
+    def _make_bulk(self, desk: BulkDesk, runtime: TierRuntime, sessions: SessionRegistry) -> BulkProcess:
+        sessions.on_close.append(desk.session_fell)
         bulk = BulkProcess(runtime.region, self.config, desk)
         self._closers.push_async_callback(bulk.close)
         return bulk
+
+    def _make_devices(self, runtime: TierRuntime, sessions: SessionRegistry, writers: Writers) -> DeviceRegistry:
+        driver = self.config.devices.driver
+        devices = DeviceRegistry(runtime, sessions, writers, driver=driver, why_not=why_not(driver))
+        self._closers.push_async_callback(devices.close)
+        if devices.why_not:
+            _log.info("engines' devices are not served", reason=devices.why_not)
+        return devices
 
     def _listen(self, server: grpc.aio.Server, claims: list[SocketClaim]) -> None:
         for endpoint in self.config.endpoints:

@@ -50,8 +50,8 @@ class SessionRegistry:
         """Set when the server takes no new work any more."""
         self.ended = asyncio.Event()
         """Set when the server is about to end: the streams of all sessions end with it."""
-        self.fell: Callable[[bytes], None] = lambda _: None
-        """Told the id of each session that has fallen."""
+        self.on_close: list[Callable[[bytes], None]] = []
+        """Who is told of each session that has fallen, after the core."""
         self._runtime = runtime
         self._max_sessions = max_sessions
         self._sessions: dict[bytes, OpenSession] = {}
@@ -102,7 +102,8 @@ class SessionRegistry:
         for hang_up in session.hang_ups:
             hang_up()
         self._runtime.core.close_session(session.core.id)
-        self.fell(session.core.id)
+        for tell in self.on_close:
+            tell(session.core.id)
         self._runtime.pump()
         self._runtime.notify()
 
@@ -119,6 +120,11 @@ class SessionRegistry:
         """Raises `Refused` if a session has fallen while somebody waited on its behalf."""
         if session.id not in self._sessions:
             raise Refused("UNKNOWN_SESSION", "the session fell meanwhile")
+
+    def set_transport(self, session: Session, transport: str) -> None:
+        """Takes note of how a session's bytes move, for people and metrics."""
+        self.check(session)
+        self._sessions[session.id].transport = transport
 
     def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
         """Takes note that a connection maps the region for a session; returns whether there is such a session."""

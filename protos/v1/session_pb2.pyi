@@ -15,20 +15,30 @@ class CapabilitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CapabilitiesResponse(_message.Message):
-    __slots__ = ("server_version", "protocol_versions", "epoch", "limits", "region", "tiers")
+    __slots__ = ("server_version", "protocol_versions", "epoch", "limits", "region", "tiers", "devices")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     protocol_versions: _containers.RepeatedScalarFieldContainer[int]
     epoch: int
     limits: Limits
     region: Region
     tiers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, server_version: _Optional[str] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., region: _Optional[_Union[Region, _Mapping]] = ..., tiers: _Optional[_Iterable[str]] = ...) -> None: ...
+    devices: Devices
+    def __init__(self, server_version: _Optional[str] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., region: _Optional[_Union[Region, _Mapping]] = ..., tiers: _Optional[_Iterable[str]] = ..., devices: _Optional[_Union[Devices, _Mapping]] = ...) -> None: ...
+
+class Devices(_message.Message):
+    __slots__ = ("offered", "why_not")
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_FIELD_NUMBER: _ClassVar[int]
+    offered: bool
+    why_not: str
+    def __init__(self, offered: bool = ..., why_not: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_keys", "max_key_bytes", "max_part_bytes", "max_frame_bytes", "max_wait", "max_lease")

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-import msgspec
-
 from ...protos.v1 import common_pb2
+from ..child_main import Channel
 from ..errors import Refused
 from .messages import (
     Begin,
@@ -25,10 +23,10 @@ from .messages import (
     Listening,
     Moved,
     Quiet,
-    Reader,
     Refusal,
     Settled,
     Setup,
+    ToChild,
     decode_to_child,
     encode,
 )
@@ -36,7 +34,6 @@ from .messages import (
 __all__ = ["Control", "Stream"]
 
 _ANSWER_SECONDS = 10.0
-_RECEIVE_BYTES = 256 << 10
 _REPORT_BYTES = 8 << 20
 """How often the server hears of progress. Each time costs it a wake-up; what it has not heard of is sent again after a break."""
 
@@ -121,20 +118,19 @@ class Stream:
 class Control:
     """The connection to the server. `setup` comes first, then `start`."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._sending = threading.Lock()
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._messages = iter(channel)
         self._numbers = itertools.count(1)
         self._streams: dict[int, Stream] = {}
-        self._reader = Reader()
 
     def setup(self) -> Setup:
         """Returns the server's first word; ends the process if there is none."""
-        while True:
-            for data in self._receive():
-                message = decode_to_child(data)
-                if isinstance(message, Setup):
-                    return message
+        for _, payload in self._messages:
+            message = decode_to_child(payload)
+            if isinstance(message, Setup):
+                return message
+        os._exit(0)  # the server has ended, and with it whatever this process was for
 
     def start(self, port: int) -> None:
         """Tells the server that it is served, and reads what it says from now on."""
@@ -153,30 +149,21 @@ class Control:
 
     def send(self, message: FromChild) -> None:
         """Says something to the server."""
-        # A server that is gone is noticed by the thread that reads.
-        with self._sending, suppress(OSError):
-            self._connection.sendall(encode(message))
+        with suppress(OSError):  # a server that is gone is noticed by the thread that reads
+            self._channel.send({}, encode(message))
 
     def _run(self) -> None:
         try:
-            while True:
-                for data in self._receive():
-                    self._take(data)
+            for _, payload in self._messages:
+                self._take(decode_to_child(payload))
         finally:
-            os._exit(1)
+            os._exit(0)
 
-    def _take(self, data: bytes) -> None:
-        message = decode_to_child(data)
+    def _take(self, message: ToChild) -> None:
         if isinstance(message, Setup):
-            raise msgspec.ValidationError("a second setup")
+            raise ValueError("a second setup")  # noqa: TRY004 - out of place, not of a wrong type
         stream = self._streams.get(message.stream)
         if stream is not None:
             stream.answer(message)
         if isinstance(message, Refusal):
             self.send(Quiet(message.stream))
-
-    def _receive(self) -> list[bytes]:
-        data = self._connection.recv(_RECEIVE_BYTES)
-        if not data:
-            os._exit(0)  # the server has ended, and with it whatever this process was for
-        return list(self._reader.feed(data))

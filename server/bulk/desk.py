@@ -7,8 +7,8 @@ are given to nobody else until it has gone. Lives on the event loop.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2
@@ -20,6 +20,7 @@ from ..errors import Refused
 from ..metrics import Metrics
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
+from ..writers import Writers
 from .arrivals import Arrivals
 from .messages import Begin, Damaged, End, Granted, Moved, Quiet, Refusal, Settled, ToChild
 
@@ -35,10 +36,8 @@ class _Stream:
     ref: common_pb2.SessionRef
     target: int
     began_at: float
-    writer: int = 0
-    """How the core knows it; 0 for a reader, and for what writes no more."""
-    owner: bytes = b""
-    """The session that it writes for: that of the store, which may be another one of the engine."""
+    writing: ExitStack = field(default_factory=ExitStack)
+    """Open as long as it may write; from the start empty for a reader."""
     refused: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -46,19 +45,20 @@ class _Stream:
 class BulkDesk:
     """Decides on behalf of one bulk process after the other."""
 
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge, metrics: Metrics) -> None:
+    def __init__(
+        self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge, metrics: Metrics, writers: Writers
+    ) -> None:
         self.arrivals = Arrivals(lambda: {store.id for store in runtime.core.stores()})
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
         self._edge = edge
+        self.writers = writers
         self._observe = metrics.observe_rpc
         self._pushed = metrics.transfer("grpc-bulk", "in")
         self._pulled = metrics.transfer("grpc-bulk", "out")
         self._damaged = metrics.mismatches("grpc")
         self._streams: dict[int, _Stream] = {}
-        # Attach connections count upwards from 1.
-        self._writers = itertools.count(-1, -1)
         self._say: Callable[[ToChild], None] = lambda _: None
 
     def connected(self, say: Callable[[ToChild], None]) -> None:
@@ -95,7 +95,7 @@ class BulkDesk:
         writing = [stream for stream in self._streams.values() if stream.push and stream.target == store_id]
         for stream in writing:
             self._refuse(stream, "STORE_NOT_FOUND", f"store {store_id} is being ended")
-        return [stream.gone for stream in writing if stream.writer]
+        return [stream.gone for stream in writing if not stream.gone.is_set()]
 
     def session_fell(self, session_id: bytes) -> None:
         """Tells the streams of a session to end."""
@@ -117,8 +117,7 @@ class BulkDesk:
 
     def _grant_push(self, stream: _Stream, session: Session) -> Granted:
         store = self._core.renew_store(session, StoreId(stream.target), self._renewed())
-        stream.writer, stream.owner = next(self._writers), store.owner.session_id
-        self._core.writer_attached(stream.owner, stream.writer)
+        stream.writing.enter_context(self.writers.writing(store))
         return Granted(stream.number, store.slots(), [block.part_bytes for block in store.blocks])
 
     def _grant_pull(self, message: Begin, session: Session) -> Granted:
@@ -154,7 +153,7 @@ class BulkDesk:
         """Completes the store or the load of a stream; returns whether that could be done now."""
         session = self._sessions.get(stream.ref)
         if stream.push:
-            if any(other.writer and other.target == stream.target for other in self._streams.values()):
+            if self.writers.busy(stream.target):
                 return False
             try:
                 self._core.complete_store(session, StoreId(stream.target))
@@ -177,11 +176,8 @@ class BulkDesk:
         self._detach(stream)
 
     def _detach(self, stream: _Stream) -> None:
-        writer, stream.writer = stream.writer, 0
         stream.gone.set()
-        if writer:
-            self._core.writer_gone(stream.owner, writer)
-            self._runtime.pump()
+        stream.writing.close()
 
     def _renewed(self) -> float:
         return self._runtime.now() + self._edge.leases.default

@@ -1,14 +1,10 @@
-"""What the server and its bulk process say to each other: msgpack, each message behind its length."""
+"""What the server and its bulk process say to each other: msgpack, as payload of the messages of `child`."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from typing import TypeAlias
 
 import msgspec
-
-from ..config import LogFormat, LogLevel
 
 __all__ = [
     "Begin",
@@ -19,7 +15,6 @@ __all__ = [
     "Listening",
     "Moved",
     "Quiet",
-    "Reader",
     "Refusal",
     "Settled",
     "Setup",
@@ -28,8 +23,6 @@ __all__ = [
     "decode_to_child",
     "encode",
 ]
-
-_LENGTH = struct.Struct("<I")
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -48,8 +41,6 @@ class Setup(_Message, frozen=True):
     """Unix sockets to listen on."""
     max_frame_bytes: int
     max_message_bytes: int
-    log_level: LogLevel
-    log_format: LogFormat
 
 
 class Granted(_Message, frozen=True):
@@ -131,8 +122,7 @@ _from_child = msgspec.msgpack.Decoder(FromChild)
 
 def encode(message: ToChild | FromChild) -> bytes:
     """Returns a message as it is sent."""
-    data = _encoder.encode(message)
-    return _LENGTH.pack(len(data)) + data
+    return _encoder.encode(message)
 
 
 def decode_to_child(data: bytes) -> ToChild:
@@ -143,22 +133,3 @@ def decode_to_child(data: bytes) -> ToChild:
 def decode_from_child(data: bytes) -> FromChild:
     """Reads what the child has said. Raises as `decode_to_child`."""
     return _from_child.decode(data)
-
-
-class Reader:
-    """Cuts what comes out of a socket into messages."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields the messages that are whole by now."""
-        self._data += data
-        while len(self._data) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._data)
-            end = _LENGTH.size + length
-            if len(self._data) < end:
-                return
-            message = bytes(self._data[_LENGTH.size : end])
-            del self._data[:end]
-            yield message

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import os
 import signal
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,32 +14,30 @@ from ...cuda.malloc import tune_malloc
 from ...cuda.region import HostRegion
 from ...protos.endpoint import Endpoint
 from ...protos.frames import FRAME_BYTES
-from ..config import LogConfig
-from ..logs import configure, get_logger
+from ..child_main import connect
 from .control import Control
 from .messages import Setup
 from .streams import BulkStreams
 
 __all__ = ["MAX_STREAMS", "listen", "main"]
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 MAX_STREAMS = 64
 """Most streams at once, each with a thread while it lasts. One more is refused, and its client goes to the server itself."""
 
-_PR_SET_PDEATHSIG = 1
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 
 
 def main(socket_fd: int, region_fd: int) -> None:
     """Serves until the server has ended. Does not return."""
-    _end_with_parent()
+    control = Control(connect(socket_fd))
+    # Meant for the server, which ends this process when it has drained.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
     os.umask(0o177)  # a socket is its owner's alone from the moment that it is there
-    control = Control(socket.socket(fileno=socket_fd))
     setup = control.setup()
-    configure(LogConfig(level=setup.log_level, format=setup.log_format))
     region = HostRegion.attach(region_fd, setup.region_bytes)
     os.close(region_fd)
     server = grpc.server(
@@ -83,12 +80,5 @@ def _bind(server: grpc.Server, target: str, credentials: grpc.ServerCredentials 
             return int(server.add_secure_port(target, credentials))
         return int(server.add_insecure_port(target))
     except RuntimeError as error:
-        _log.warning("bulk streams are not served here", target=target, reason=str(error))
+        _log.warning("bulk streams are not served at %s: %s", target, error)
         return 0
-
-
-def _end_with_parent() -> None:
-    """Sees to it that nothing of this process outlives the server, not even one that hangs."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # meant for the server, which ends this process when it has drained
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))

@@ -6,6 +6,7 @@ been taken: so a peer that is slow holds one frame of ours, and no more.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -20,12 +21,11 @@ from ...protos.reasons import STATUS_OF, error_details
 from ...protos.sequence import PartSequence
 from ...protos.v1 import transfer_pb2
 from ..errors import Refused
-from ..logs import get_logger
 from .control import Control, Stream
 
 __all__ = ["BulkStreams"]
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class BulkStreams:
@@ -132,7 +132,7 @@ class _Outcome:
         if isinstance(error, Refused):
             self._abort(error.reason, str(error))
         if code == "INTERNAL":
-            _log.error("bulk stream failed", exc_info=error)
+            _log.error("a bulk stream failed", exc_info=error)
             self._abort("INTERNAL", "a defect of the server; its log has the traceback")
 
     def _abort(self, reason: str, text: str) -> NoReturn:

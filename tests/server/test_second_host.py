@@ -61,9 +61,7 @@ def link() -> Iterator[FarLink]:
 def server(link: FarLink, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server on the first of them; its Unix socket is for this process."""
     directory: Path = tmp_path_factory.mktemp("far")
-    process = ServerProcess(
-        directory, region=128 * MIB, lmdb=16 * MIB, prefix=("ip", "netns", "exec", link.spaces[0])
-    )
+    process = ServerProcess(directory, region=128 * MIB, lmdb=16 * MIB, prefix=("ip", "netns", "exec", link.spaces[0]))
     config = directory / "kvtier.toml"
     listen = f'insecure = true\nlisten = ["{link.addresses[0]}:{PORT}", '
     config.write_text(config.read_text().replace("listen = [", listen))
