@@ -16,6 +16,7 @@ from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
+from .bulk import BulkRoute, Streams
 from .device_calls import AsyncDeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
@@ -79,18 +80,19 @@ class AsyncClient(AsyncDeviceCalls):
     ) -> None:
         """See `Client`."""
         try:
-            target = client_endpoint(endpoint).target
+            server = client_endpoint(endpoint)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
         tune_malloc()
-        self._session_channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._session_channel = grpc.insecure_channel(server.target, options=CHANNEL_OPTIONS)
+        self._bulk = BulkRoute(self._session_channel, server)
         identity = Identity(namespace, name, self.engine_id, rank, transport)
         self._keeper = Keeper(self._session_channel, identity, self.timeouts.call)
         self._operations = Operations(namespace, self.timeouts, self._keeper.lost)
-        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(server.target, options=CHANNEL_OPTIONS)
         self._closed = False
         self._local: AsyncLocalCalls | None = None
         self._calls = {
@@ -301,6 +303,7 @@ class AsyncClient(AsyncDeviceCalls):
 
     async def _close(self) -> None:
         await asyncio.to_thread(self._keeper.close)
+        await asyncio.to_thread(self._bulk.close)
         if self._local is not None:
             self._local.close()
         self._session_channel.close()
@@ -331,8 +334,10 @@ class AsyncClient(AsyncDeviceCalls):
             if self._closed:
                 raise NotConnected("the client is closed") from None
             raise
-        except grpc.aio.AioRpcError as error:
+        except grpc.RpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+        except grpc.FutureCancelledError:
+            raise SessionLost("the session has ended") from None
         except grpc.aio.UsageError:
             raise NotConnected("the client is closed") from None
         except asyncio.CancelledError:
@@ -349,7 +354,13 @@ class AsyncClient(AsyncDeviceCalls):
     async def _do(self, effect: Effect) -> Any:
         match effect:
             case Connect(timeout, patient):
-                return self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
+                link = self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
+                self._bulk.streams(link)  # looked for now, it is there when it is needed
+                return link
+            case Push(link, frames, timeout) if bulk := self._bulk.streams(link):
+                return await self._on_thread(bulk, lambda calls: bulk.push(link, frames(), timeout, calls))
+            case Pull(link, request, take, timeout) if bulk := self._bulk.streams(link):
+                await self._on_thread(bulk, lambda calls: bulk.pull(link, request, take, timeout, calls))
             case Call(method, request, timeout):
                 local = self._local_calls()
                 if local is not None:
@@ -370,6 +381,18 @@ class AsyncClient(AsyncDeviceCalls):
             case Copy(run):
                 await _to_its_end(asyncio.to_thread(run))
         return None
+
+    async def _on_thread(self, bulk: Streams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
+        """Has a stream of the bulk process moved by a thread: what copies bytes holds up no loop."""
+        calls: list[Any] = []
+        results = []
+
+        def run() -> None:
+            with self._bulk.watching(bulk):
+                results.append(move(calls.append))
+
+        await _to_its_end(asyncio.to_thread(run), lambda: [call.cancel() for call in calls])
+        return results[0]
 
     def _local_calls(self) -> AsyncLocalCalls | None:
         """Returns what this session's calls go over, if that is not gRPC."""

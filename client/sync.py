@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -15,7 +15,8 @@ import grpc
 from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
-from ..protos.v1 import admin_pb2, transfer_pb2
+from ..protos.v1 import admin_pb2
+from .bulk import BulkRoute, Streams
 from .device_calls import DeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
@@ -34,7 +35,7 @@ from .results import (
     WriteBatch,
 )
 from .timeouts import Timeouts
-from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
+from .wire import CHANNEL_OPTIONS, RESPONSES, path_of, serialize
 
 __all__ = ["Client", "Lease"]
 
@@ -415,17 +416,17 @@ class _GrpcWire:
 
     def __init__(self, endpoint: str | None, identity: Identity, timeouts: Timeouts) -> None:
         try:
-            target = client_endpoint(endpoint).target
+            server = client_endpoint(endpoint)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         tune_malloc()
-        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(server.target, options=CHANNEL_OPTIONS)
         self._calls = {
             method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
         }
-        self._push = self._channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
-        self._pull = self._channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+        self._streams = Streams(self._channel)
+        self._bulk = BulkRoute(self._channel, server)
         self._keeper = Keeper(self._channel, identity, timeouts.call)
         self._closed = False
 
@@ -455,7 +456,9 @@ class _GrpcWire:
     def _do(self, effect: Effect) -> Any:
         match effect:
             case Connect(timeout, patient):
-                return self._keeper.wait(timeout, patient=patient)
+                link = self._keeper.wait(timeout, patient=patient)
+                self._bulk.streams(link)  # looked for now, it is there when it is needed
+                return link
             case Call(method, request, timeout):
                 link = self._keeper.link
                 if link is not None and link.calls is not None:
@@ -464,19 +467,22 @@ class _GrpcWire:
                         return RESPONSES[method].FromString(answer)
                 return self._calls[method](request, timeout=timeout)
             case Push(link, frames, timeout):
-                push = self._push.future(frames(), timeout=timeout)
-                with link.cancelling(push.cancel):
-                    return push.result()
+                return self._stream(link, lambda streams: streams.push(link, frames(), timeout))
             case Pull(link, request, take, timeout):
-                pull = self._pull(request, timeout=timeout)
-                with link.cancelling(pull.cancel):
-                    for message in pull:
-                        take(message)
+                self._stream(link, lambda streams: streams.pull(link, request, take, timeout))
             case Copy(run):
                 run()
         return None
 
+    def _stream(self, link: Link, move: Callable[[Streams], Any]) -> Any:
+        bulk = self._bulk.streams(link)
+        if bulk is None:
+            return move(self._streams)
+        with self._bulk.watching(bulk):
+            return move(bulk)
+
     def close(self) -> None:
         self._closed = True
         self._keeper.close()
+        self._bulk.close()
         self._channel.close()

@@ -21,6 +21,8 @@ from ..protos.endpoint import Endpoint, default_endpoint
 from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
 from ..tiers.base import TierError
 from .attach import AttachServer
+from .bulk.desk import BulkDesk
+from .bulk.supervisor import BulkProcess
 from .config import Config
 from .devices.offer import why_not
 from .devices.registry import DeviceRegistry
@@ -236,7 +238,8 @@ class Server:
         devices = self._make_devices(runtime, sessions, writers)
         session = SessionService(self.config, runtime, sessions, attach.path, devices.capabilities)
         session_pb2_grpc.add_SessionServiceServicer_to_server(session, server)
-        cache = CacheService(runtime, sessions, edge, writers.idle)
+        bulk = self._make_bulk(BulkDesk(runtime, sessions, edge, metrics, writers), runtime, sessions)
+        cache = CacheService(runtime, sessions, edge, bulk.quiet)
         handoff = HandoffService(runtime, sessions, edge)
         admin = AdminService(runtime, sessions, started)
         for registry in (server, calls):
@@ -244,10 +247,16 @@ class Server:
             handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, registry)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, registry)
             add_device_calls(DeviceCalls(runtime, sessions, edge, metrics, devices), registry)
-        transfer = TransferService(runtime, sessions, edge, metrics)
+        transfer = TransferService(runtime, sessions, edge, metrics, bulk)
         server.add_generic_rpc_handlers((transfer.handler(),))
         names = [f"kvtier.v1.{name}" for name in _SERVICES]
         reflection.enable_server_reflection([*names, SERVICE_NAME, reflection.SERVICE_NAME], server)
+
+    def _make_bulk(self, desk: BulkDesk, runtime: TierRuntime, sessions: SessionRegistry) -> BulkProcess:
+        sessions.on_close.append(desk.session_fell)
+        bulk = BulkProcess(runtime.region, self.config, desk)
+        self._closers.push_async_callback(bulk.close)
+        return bulk
 
     def _make_devices(self, runtime: TierRuntime, sessions: SessionRegistry, writers: Writers) -> DeviceRegistry:
         driver = self.config.devices.driver

@@ -45,7 +45,11 @@ class Writers:
             self._ended.set()
             self._ended = asyncio.Event()
 
+    def busy(self, store_id: int) -> bool:
+        """Says whether somebody writes to a store's slots on our behalf."""
+        return self._running[store_id] > 0
+
     async def idle(self, store_id: int) -> None:
         """Returns when nobody writes to a store's slots on our behalf."""
-        while self._running[store_id] > 0:
+        while self.busy(store_id):
             await self._ended.wait()

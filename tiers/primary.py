@@ -92,7 +92,10 @@ class PrimaryTier:
         return found  # type: ignore[return-value]
 
     def use(self, blocks: Sequence[Block], request: Hashable, retain_until: float = 0.0) -> int:
-        """Takes note that a request used these, distinct, in the index, and head first. Other arguments and result as of `Lines.use`."""
+        """Takes note that a request used these, distinct, in the index, and head first.
+
+        Other arguments and result as of `Lines.use`.
+        """
         self._clock = now = self._clock + 1
         for block in blocks:
             block.last_use = now

@@ -9,44 +9,70 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PushRequest(_message.Message):
-    __slots__ = ("session", "store_id", "offset_bytes", "xxh3_64", "payload")
+    __slots__ = ("session", "store_id", "offset_bytes", "xxh3_64", "complete", "payload")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     XXH3_64_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     store_id: int
     offset_bytes: int
     xxh3_64: int
+    complete: bool
     payload: bytes
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., store_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., xxh3_64: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., store_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., xxh3_64: _Optional[int] = ..., complete: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("received_bytes",)
+    __slots__ = ("received_bytes", "completed")
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
     received_bytes: int
-    def __init__(self, received_bytes: _Optional[int] = ...) -> None: ...
+    completed: bool
+    def __init__(self, received_bytes: _Optional[int] = ..., completed: bool = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("session", "lease_id", "items")
+    __slots__ = ("session", "lease_id", "items", "complete")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     lease_id: int
     items: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., items: _Optional[_Iterable[int]] = ...) -> None: ...
+    complete: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., items: _Optional[_Iterable[int]] = ..., complete: bool = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("offset_bytes", "xxh3_64", "payload")
+    __slots__ = ("offset_bytes", "xxh3_64", "completed", "payload")
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     XXH3_64_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     offset_bytes: int
     xxh3_64: int
+    completed: bool
     payload: bytes
-    def __init__(self, offset_bytes: _Optional[int] = ..., xxh3_64: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, offset_bytes: _Optional[int] = ..., xxh3_64: _Optional[int] = ..., completed: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("session", "store_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    store_id: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., store_id: _Optional[int] = ...) -> None: ...
+
+class LocateResponse(_message.Message):
+    __slots__ = ("port", "socket_suffix", "received_bytes")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_SUFFIX_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    socket_suffix: str
+    received_bytes: int
+    def __init__(self, port: _Optional[int] = ..., socket_suffix: _Optional[str] = ..., received_bytes: _Optional[int] = ...) -> None: ...
 
 class RegisterDeviceBuffersRequest(_message.Message):
     __slots__ = ("session", "device_uuid", "origin", "allocations", "groups", "event_handles")

@@ -50,6 +50,11 @@ class TransferServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_transfer__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/kvtier.v1.TransferService/Locate',
+                request_serializer=kvtier_dot_v1_dot_transfer__pb2.LocateRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_transfer__pb2.LocateResponse.FromString,
+                _registered_method=True)
         self.RegisterDeviceBuffers = channel.unary_unary(
                 '/kvtier.v1.TransferService/RegisterDeviceBuffers',
                 request_serializer=kvtier_dot_v1_dot_transfer__pb2.RegisterDeviceBuffersRequest.SerializeToString,
@@ -95,6 +100,19 @@ class TransferServiceServicer(object):
         """Reads items of a lease. The client confirms with CompleteLoad afterwards.
 
         Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), UNKNOWN_SESSION, STALE_EPOCH.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Locate(self, request, context):
+        """Says where else Push and Pull are served, and how much of a store has arrived.
+
+        A process of its own may serve streams beside the endpoint that answers this: calls then do not wait behind
+        bytes. It is started when it is first asked for, so that a first answer may name nobody; its address may change.
+        Where it cannot be reached, clients use the endpoint that they have.
+
+        Errors: STORE_NOT_FOUND, NOT_OWNER, UNKNOWN_SESSION, STALE_EPOCH. May be retried.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,6 +180,11 @@ def add_TransferServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=kvtier_dot_v1_dot_transfer__pb2.PullRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_transfer__pb2.PullResponse.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=kvtier_dot_v1_dot_transfer__pb2.LocateRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_transfer__pb2.LocateResponse.SerializeToString,
             ),
             'RegisterDeviceBuffers': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterDeviceBuffers,
@@ -244,6 +267,33 @@ class TransferService(object):
             '/kvtier.v1.TransferService/Pull',
             kvtier_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
             kvtier_dot_v1_dot_transfer__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.TransferService/Locate',
+            kvtier_dot_v1_dot_transfer__pb2.LocateRequest.SerializeToString,
+            kvtier_dot_v1_dot_transfer__pb2.LocateResponse.FromString,
             options,
             channel_credentials,
             insecure,
