@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -354,13 +355,15 @@ class AsyncClient(AsyncDeviceCalls):
     async def _do(self, effect: Effect) -> Any:
         match effect:
             case Connect(timeout, patient):
-                link = self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
-                self._bulk.streams(link)  # looked for now, it is there when it is needed
-                return link
+                found = self._keeper.link
+                if found is None:
+                    found = await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
+                self._bulk.streams(found)  # looked for now, it is there when it is needed
+                return found
             case Push(link, frames, timeout) if bulk := self._bulk.streams(link):
-                return await self._on_thread(bulk, lambda calls: bulk.push(link, frames(), timeout, calls))
+                return await self._on_thread(bulk, partial(bulk.push, link, frames(), timeout))
             case Pull(link, request, take, timeout) if bulk := self._bulk.streams(link):
-                await self._on_thread(bulk, lambda calls: bulk.pull(link, request, take, timeout, calls))
+                await self._on_thread(bulk, partial(bulk.pull, link, request, take, timeout))
             case Call(method, request, timeout):
                 local = self._local_calls()
                 if local is not None:

@@ -156,7 +156,7 @@ def _code_of(error: BaseException | None) -> str:
     if error is None:
         return "OK"
     if isinstance(error, Refused):
-        return STATUS_OF[error.reason].name
+        return str(STATUS_OF[error.reason].name)
     # gRPC raises the one in a Push, and drops the generator of a Pull, whose client is gone.
     return "CANCELLED" if isinstance(error, grpc.RpcError | GeneratorExit) else "INTERNAL"
 
