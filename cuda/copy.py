@@ -91,8 +91,7 @@ def address_of(buffer: HostBuffer, *, writable: bool = False) -> tuple[int, int]
     is to be filled. Raises `ValueError` for a buffer that is not contiguous, is read-only where it is to be filled,
     or is on a device, and `TypeError` for what is no buffer.
     """
-    data_ptr = getattr(buffer, "data_ptr", None)
-    if data_ptr is not None:
+    if type(buffer) is not memoryview and hasattr(buffer, "data_ptr"):
         return _tensor_address(buffer)  # type: ignore[arg-type]
     view = _PyBuffer()
     try:
