@@ -16,6 +16,7 @@ from .copies import measure_copies
 from .disk import measure_disk
 from .durable import measure_durable
 from .embedded import measure_embedded
+from .growth import measure_growth
 from .lookups import measure_lookups
 from .machine import facts
 from .movement import measure_movement
@@ -27,6 +28,7 @@ PARTS: dict[str, Callable[[Report, Path], None]] = {
     "streams": measure_streams,
     "copies": measure_copies,
     "lookups": measure_lookups,
+    "growth": measure_growth,
     "durable": measure_durable,
     "embedded": measure_embedded,
     "disk": measure_disk,
