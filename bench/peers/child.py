@@ -179,7 +179,7 @@ def main() -> None:
     module, _, name = options.peer.partition(":")
     try:
         peer = getattr(importlib.import_module(module), name)()
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         print(json.dumps({"absent": str(error)}), file=answers, flush=True)
         return
     print(json.dumps({}), file=answers, flush=True)

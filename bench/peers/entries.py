@@ -23,7 +23,7 @@ class Entry:
     peer: str
     """MODULE:CLASS of its driver."""
     python: Path
-    distribution: str
+    requirement: str
     """What is installed for it; its requirements are counted."""
     imports: str
     """What its client imports."""
@@ -62,8 +62,8 @@ def isolation() -> list[str] | None:
 
 OWN = Path(sys.executable)
 ENTRIES = (
-    Entry("kvtier shm", "bench.peers.kvtier_peer:Shm", OWN, "kvtier", "kvtier.client"),
-    Entry("kvtier grpc", "bench.peers.kvtier_peer:Grpc", OWN, "kvtier", "kvtier.client"),
+    Entry("kvtier shm", "bench.peers.kvtier_peer:Shm", OWN, "kvtier[server]", "kvtier.client"),
+    Entry("kvtier grpc", "bench.peers.kvtier_peer:Grpc", OWN, "kvtier[server]", "kvtier.client"),
     Entry(
         "LMCache",
         "bench.peers.lmcache_peer:LMCache",

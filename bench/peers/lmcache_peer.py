@@ -53,8 +53,8 @@ class LMCache:
 
     def start(self, directory: Path, capacity_bytes: int) -> None:
         # It looks once in a second whether it has to evict, and refuses what finds no room until then. So it evicts early.
-        settings = [*server_settings(capacity_bytes, CHUNK_TOKENS), "--eviction-trigger-watermark", "0.5"]
-        settings += ["--eviction-ratio", "0.25"]
+        settings = [*server_settings(capacity_bytes, CHUNK_TOKENS), "--eviction-trigger-watermark", "0.65"]
+        settings += ["--eviction-ratio", "0.3"]
         self._breath = capacity_bytes // 8
         self._server = LmcacheServer(Path(sys.executable).parent / "lmcache", directory, settings)
         self._server.__enter__()

@@ -1,4 +1,4 @@
-"""`python -m bench.peers.packages DISTRIBUTION`: how many distributions come with it, itself included, and its version.
+"""`python -m bench.peers.packages REQUIREMENT`: how many distributions come with it, itself included, and its version.
 
 What it requires and is not installed here counts as one, whatever it would bring along: the count is a lower bound.
 """
@@ -14,28 +14,36 @@ from packaging.requirements import Requirement
 __all__ = ["closure"]
 
 
-def closure(distribution: str) -> set[str]:
-    """Returns the names of all that is required, extras left out. Raises `PackageNotFoundError`."""
-    metadata.distribution(distribution)
-    found: set[str] = set()
-    left = [distribution]
+def closure(requirement: str) -> set[str]:
+    """Returns the names of all that it takes, extras only where they are asked for. Raises `PackageNotFoundError`."""
+    metadata.distribution(Requirement(requirement).name)
+    found: set[tuple[str, frozenset[str]]] = set()
+    left = [Requirement(requirement)]
     while left:
-        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
-        if name in found:
-            continue
-        found.add(name)
-        left += _required(name)
-    return found
+        wanted = left.pop()
+        one = (_plain(wanted.name), frozenset(wanted.extras))
+        if one not in found:
+            found.add(one)
+            left += _required(*one)
+    return {name for name, _ in found}
 
 
-def _required(name: str) -> list[str]:
+def _required(name: str, extras: frozenset[str]) -> list[Requirement]:
     try:
         lines = metadata.requires(name) or []
     except metadata.PackageNotFoundError:
         return []
-    requirements = map(Requirement, lines)
-    return [needed.name for needed in requirements if needed.marker is None or needed.marker.evaluate({"extra": ""})]
+    return [needed for needed in map(Requirement, lines) if _applies(needed, extras)]
+
+
+def _applies(needed: Requirement, extras: frozenset[str]) -> bool:
+    marker = needed.marker
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 if __name__ == "__main__":
-    print(len(closure(sys.argv[1])), metadata.version(sys.argv[1]))
+    print(len(closure(sys.argv[1])), metadata.version(Requirement(sys.argv[1]).name))

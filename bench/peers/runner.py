@@ -21,7 +21,6 @@ __all__ = ["Column", "Effort", "compare"]
 
 KVTIER = 2
 """So many of the first entries are kvtier's."""
-IDLE_SECONDS = 2.0
 UNKNOWN_KEYS = 8192
 HIT_KEYS = (64, 1024)
 
@@ -41,6 +40,8 @@ class Effort:
     lookups: int = 20
     """Lookups of known keys in a round; a quarter as many of unknown ones."""
     imports: int = 3
+    idle_seconds: float = 2.0
+    """For how long a server is watched while nobody asks for anything."""
 
 
 @dataclass(slots=True)
@@ -96,16 +97,16 @@ def _started(column: Column, entry: Entry, directory: Path, effort: Effort) -> I
         )
         column.ready_seconds = answer["seconds"]
         column.version = answer["version"] or column.version
-        column.memory_bytes, column.idle_share = _at_rest(answer["processes"])
+        column.memory_bytes, column.idle_share = _at_rest(answer["processes"], effort.idle_seconds)
         yield process
         process.ask("stop")
 
 
-def _at_rest(processes: Sequence[int]) -> tuple[int, float]:
+def _at_rest(processes: Sequence[int], seconds: float) -> tuple[int, float]:
     before = sum(map(cpu_seconds_of, processes))
-    time.sleep(IDLE_SECONDS)
+    time.sleep(seconds)
     spent = sum(map(cpu_seconds_of, processes)) - before
-    return sum(map(memory_bytes_of, processes)), spent / IDLE_SECONDS
+    return sum(map(memory_bytes_of, processes)), spent / seconds
 
 
 def _measure(players: Sequence[tuple[Column, PeerProcess]], effort: Effort) -> None:
@@ -137,7 +138,7 @@ def _look_up(column: Column, player: PeerProcess, times: int) -> None:
 
 
 def _packages(entry: Entry) -> tuple[int, str]:
-    command = [str(entry.python), "-m", "bench.peers.packages", entry.distribution]
+    command = [str(entry.python), "-m", "bench.peers.packages", entry.requirement]
     done = subprocess.run(command, env=entry.environment(), cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotToBeHad(done.stderr.strip().splitlines()[-1])
