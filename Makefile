@@ -19,7 +19,7 @@ PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines test-handoff simulate simulate-mutants stress bench bench-engine bench-peers bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
+.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -40,6 +40,11 @@ test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM 
 test-handoff: $(VLLM)/.stamp  ## Of these, run only the ones with a prefill engine, a decode engine and the proxy
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines/handoff $(ARGS)
 
+# PYTHONSAFEPATH: else the folder `cuda` here comes before NVIDIA's package of that name.
+test-gpu: $(VENV)/.stamp  ## Run the tests that want an NVIDIA GPU (installs cuda-bindings; skipped without a GPU)
+	$(VENV)/$(PIP_INSTALL) cuda-bindings
+	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
+
 simulate: $(VENV)/.stamp  ## Live SEEDS=10000 random lives of a server from SEED_BASE=0 on (< 10 minutes on 2 cores)
 	PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.runner --seeds $(SEEDS) --seed-base $(SEED_BASE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
@@ -54,6 +59,11 @@ bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Measure vLLM with kvtier, wit
 
 bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Measure LMCache, Mooncake and Valkey beside kvtier, on the same work (4 minutes; installs vLLM and them)
 	$(VENV)/bin/python -m bench.peers $(if $(JSON),--json $(JSON)) $(ARGS)
+
+# The date and the commit are in the file's name, the machine in its first row.
+bench-gpu: $(VENV)/.stamp  ## Measure the CUDA IPC transport against one large pinned copy (wants an NVIDIA GPU; installs cuda-bindings); JSON=FILE
+	$(VENV)/$(PIP_INSTALL) cuda-bindings
+	PYTHONSAFEPATH=1 PYTHONPATH=. $(VENV)/bin/python -m bench.devices --json $(or $(JSON),bench/results/gpu-$(shell date +%Y-%m-%d)-$(shell git describe --always --dirty).json) $(ARGS)
 
 bench-policies: $(VENV)/.stamp  ## Replay TRACE=FILE through the core with every eviction policy (a minute)
 	$(VENV)/bin/python -m bench.policies --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)

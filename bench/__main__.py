@@ -18,9 +18,11 @@ from .lookups import measure_lookups
 from .machine import facts
 from .movement import measure_movement
 from .report import Report
+from .streams import measure_streams
 
 PARTS: dict[str, Callable[[Report, Path], None]] = {
     "movement": measure_movement,
+    "streams": measure_streams,
     "lookups": measure_lookups,
     "durable": measure_durable,
     "disk": measure_disk,

@@ -15,10 +15,10 @@ from typing import Any, Self
 import grpc
 
 from kvtier.cuda.malloc import tune_malloc
+from kvtier.protos.frames import FRAME_BYTES
 
-__all__ = ["FRAME_BYTES", "BareGrpc"]
+__all__ = ["BareGrpc"]
 
-FRAME_BYTES = 2 << 20
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 TIMEOUT = 60.0
 

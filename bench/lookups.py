@@ -1,4 +1,4 @@
-"""Lookups: how long until an engine knows what is there, and has it pinned."""
+"""Lookups: how long until an engine knows what is there, and has it pinned; over the local socket, and over gRPC."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def measure_lookups(report: Report, directory: Path) -> None:
     most = max(COUNTS)
     with Service(directory, 4 * most * BLOCK_BYTES) as service, BareGrpc(f"{service.unix}-bare") as bare:
         service.start()
-        with connect(service.unix, "shm", BLOCK_BYTES) as client:
-            keys, unknown = Keys("lookups").take(most), Keys("misses").take(most)
-            block = memoryview(bytes(BLOCK_BYTES))
-            client.store(keys, [block] * most)
+        keys, unknown = Keys("lookups").take(most), Keys("misses").take(most)
+        block = memoryview(bytes(BLOCK_BYTES))
+        with connect(service.unix, "shm", BLOCK_BYTES) as local, connect(service.unix, "grpc", BLOCK_BYTES) as remote:
+            local.store(keys, [block] * most)
             for count, times in COUNTS.items():
                 _bare(report, bare, count, times)
-                _lookups(report, client, f"lookup of hits, {count:,} keys", keys[:count], count, times)
-                _lookups(report, client, f"lookup of misses, {count:,} keys", unknown[:count], 0, times)
+                for client, way in ((local, ""), (remote, " over grpc")):
+                    _lookups(report, client, f"lookup of hits{way}, {count:,} keys", keys[:count], count, times)
+                    _lookups(report, client, f"lookup of misses{way}, {count:,} keys", unknown[:count], 0, times)
 
 
 def _bare(report: Report, bare: BareGrpc, count: int, times: int) -> None:

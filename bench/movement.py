@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,8 @@ REGION_BYTES = 1 << 30
 WORKING_SET_BYTES = 512 << 20
 GRPC_BYTES = 1 << 30
 """What a row of the gRPC transport moves at most."""
+_FOUND_SECONDS = 1.0
+"""How long a client takes to find the bulk process, with some to spare."""
 
 
 def measure_movement(report: Report, directory: Path) -> None:
@@ -126,6 +129,7 @@ def _shared_memory(report: Report, batches: _Batches) -> None:
 
 def _over_grpc(report: Report, batches: _Batches, bare: BareGrpc) -> None:
     batches.warm_up(0)
+    time.sleep(_FOUND_SECONDS)
     actions: dict[str, Callable[[int], float]] = {
         "bare grpc push": lambda _: timed(bare.push, batches.nbytes),
         "grpc store": batches.store,

@@ -42,10 +42,11 @@ class Report:
             ratio = value / base.value if unit.endswith("/s") else base.value / value
         self.rows.append(Row(name, value, unit, ratio, limit))
 
-    def write_json(self, path: Path) -> None:
-        """Writes the rows as a list of objects."""
+    def write_json(self, path: Path, facts: Mapping[str, str] | None = None) -> None:
+        """Writes the rows as a list of objects; the machine's facts, where they are to be kept, are the first of them."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([asdict(row) for row in self.rows], indent=1) + "\n")
+        rows = [asdict(row) for row in self.rows]
+        path.write_text(json.dumps([{"facts": dict(facts)}, *rows] if facts else rows, indent=1) + "\n")
 
     def show(self, facts: Mapping[str, str]) -> None:
         """Prints the machine's facts and the table on standard output."""

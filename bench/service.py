@@ -29,8 +29,11 @@ PATIENCE = 60.0
 class Service:
     """`kvtier serve` on a Unix socket and a TCP port of its own, with nothing but what is said here."""
 
-    def __init__(self, directory: Path, region_bytes: int, *, lmdb_bytes: int | None = None) -> None:
-        """Without `lmdb_bytes` there is no tier under the CPU tier. `directory` is the caller's to remove."""
+    def __init__(self, directory: Path, region_bytes: int, *, lmdb_bytes: int | None = None, config: str = "") -> None:
+        """Without `lmdb_bytes` there is no tier under the CPU tier; `config` is more of the file.
+
+        `directory` is the caller's to remove.
+        """
         self._directory = directory
         # The path of a socket is short, whatever the directory's is.
         self._sockets = Path(tempfile.mkdtemp(prefix="kvtier-bench-"))
@@ -45,7 +48,7 @@ class Service:
         self._config.write_text(
             f"listen = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"
             # Series of the benchmark are no requests: by their order alone what they load next is still there.
-            f'data_dir = {json.dumps(str(directory))}\ncpu = {{eviction = "lru"}}\n{tiers}'
+            f'data_dir = {json.dumps(str(directory))}\ncpu = {{eviction = "lru"}}\n{config}\n{tiers}'
         )
         self._process: subprocess.Popen[bytes] | None = None
 

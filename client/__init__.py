@@ -1,9 +1,11 @@
 """The client of kvtier: find blocks, read them, write them, from sync code or from asyncio."""
 
 from .aio import AsyncClient, AsyncLease
+from .device import KvBuffers, Mark
 from .errors import (
     ChecksumMismatch,
     DeadlineExceeded,
+    DeviceUnavailable,
     Draining,
     HoldGone,
     InvalidRequest,
@@ -44,6 +46,7 @@ __all__ = [
     "ChecksumMismatch",
     "Client",
     "DeadlineExceeded",
+    "DeviceUnavailable",
     "Draining",
     "DurableStatus",
     "Group",
@@ -55,10 +58,12 @@ __all__ = [
     "InvalidRequest",
     "KVTierError",
     "KeyStatus",
+    "KvBuffers",
     "Lease",
     "LeaseLost",
     "LimitExceeded",
     "LookupResult",
+    "Mark",
     "Medium",
     "Namespace",
     "NotConnected",

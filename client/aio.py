@@ -16,9 +16,12 @@ from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
+from .bulk import BulkRoute, Streams
+from .device_calls import AsyncDeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Transport
+from .local_calls_aio import AsyncLocalCalls
 from .namespace import Namespace
 from .operations import Operations
 from .results import (
@@ -58,7 +61,7 @@ class AsyncLease(LookupResult):
         await self.release()
 
 
-class AsyncClient:
+class AsyncClient(AsyncDeviceCalls):
     """A client for one event loop; construct it there. Each method is that of `Client`, awaited.
 
     The session is kept by a thread, so that a loop which is busy for long does not lose it.
@@ -77,19 +80,21 @@ class AsyncClient:
     ) -> None:
         """See `Client`."""
         try:
-            target = client_endpoint(endpoint).target
+            server = client_endpoint(endpoint)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
         tune_malloc()
-        self._session_channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._session_channel = grpc.insecure_channel(server.target, options=CHANNEL_OPTIONS)
+        self._bulk = BulkRoute(self._session_channel, server)
         identity = Identity(namespace, name, self.engine_id, rank, transport)
         self._keeper = Keeper(self._session_channel, identity, self.timeouts.call)
         self._operations = Operations(namespace, self.timeouts, self._keeper.lost)
-        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(server.target, options=CHANNEL_OPTIONS)
         self._closed = False
+        self._local: AsyncLocalCalls | None = None
         self._calls = {
             method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
@@ -298,6 +303,9 @@ class AsyncClient:
 
     async def _close(self) -> None:
         await asyncio.to_thread(self._keeper.close)
+        await asyncio.to_thread(self._bulk.close)
+        if self._local is not None:
+            self._local.close()
         self._session_channel.close()
         await self._channel.close()
 
@@ -322,8 +330,14 @@ class AsyncClient:
     async def _perform(self, effect: Effect) -> Any:
         try:
             return await self._do(effect)
-        except grpc.aio.AioRpcError as error:
+        except SessionLost:
+            if self._closed:
+                raise NotConnected("the client is closed") from None
+            raise
+        except grpc.RpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+        except grpc.FutureCancelledError:
+            raise SessionLost("the session has ended") from None
         except grpc.aio.UsageError:
             raise NotConnected("the client is closed") from None
         except asyncio.CancelledError:
@@ -340,8 +354,19 @@ class AsyncClient:
     async def _do(self, effect: Effect) -> Any:
         match effect:
             case Connect(timeout, patient):
-                return self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
+                link = self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
+                self._bulk.streams(link)  # looked for now, it is there when it is needed
+                return link
+            case Push(link, frames, timeout) if bulk := self._bulk.streams(link):
+                return await self._on_thread(bulk, lambda calls: bulk.push(link, frames(), timeout, calls))
+            case Pull(link, request, take, timeout) if bulk := self._bulk.streams(link):
+                await self._on_thread(bulk, lambda calls: bulk.pull(link, request, take, timeout, calls))
             case Call(method, request, timeout):
+                local = self._local_calls()
+                if local is not None:
+                    answer = await local.call(method, serialize(request), timeout)
+                    if answer is not None:
+                        return RESPONSES[method].FromString(answer)
                 return await self._calls[method](request, timeout=timeout)
             case Push(link, frames, timeout):
                 push = self._push(frames(), timeout=timeout)
@@ -356,6 +381,29 @@ class AsyncClient:
             case Copy(run):
                 await _to_its_end(asyncio.to_thread(run))
         return None
+
+    async def _on_thread(self, bulk: Streams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
+        """Has a stream of the bulk process moved by a thread: what copies bytes holds up no loop."""
+        calls: list[Any] = []
+        results = []
+
+        def run() -> None:
+            with self._bulk.watching(bulk):
+                results.append(move(calls.append))
+
+        await _to_its_end(asyncio.to_thread(run), lambda: [call.cancel() for call in calls])
+        return results[0]
+
+    def _local_calls(self) -> AsyncLocalCalls | None:
+        """Returns what this session's calls go over, if that is not gRPC."""
+        link = self._keeper.link
+        wanted = link.calls if link is not None else None
+        if self._local is not None and self._local.calls is not wanted:
+            self._local.close()
+            self._local = None
+        if self._local is None and wanted is not None:
+            self._local = AsyncLocalCalls(wanted)
+        return self._local
 
     def _from_any_thread(self, cancel: Callable[[], object]) -> Callable[[], object]:
         loop = asyncio.get_running_loop()

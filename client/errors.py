@@ -11,6 +11,7 @@
     ├── HoldGone               a request that should be handed over is not held (any more)
     ├── NotOwner               the lease or store belongs to another engine
     ├── LimitExceeded          too much at once; try again later
+    ├── DeviceUnavailable      the server does not move bytes of this device, or not any more: use another way
     ├── ChecksumMismatch       bytes arrived damaged
     └── ServerError            a defect of the server, or something that is not kvtier answered
 
@@ -30,6 +31,7 @@ from ..protos.reasons import reason_of
 __all__ = [
     "ChecksumMismatch",
     "DeadlineExceeded",
+    "DeviceUnavailable",
     "Draining",
     "HoldGone",
     "InvalidRequest",
@@ -42,6 +44,7 @@ __all__ = [
     "SessionLost",
     "Unavailable",
     "error_for",
+    "error_from",
     "error_from_status",
 ]
 
@@ -99,6 +102,10 @@ class ChecksumMismatch(KVTierError):
     """Bytes arrived damaged."""
 
 
+class DeviceUnavailable(KVTierError):
+    """The server does not move bytes to and from this device, or not any more; the message begins with the cause."""
+
+
 class ServerError(KVTierError):
     """The server has a defect, or is not a kvtier server."""
 
@@ -125,6 +132,8 @@ ERROR_OF = MappingProxyType(
         "REQUEST_NOT_FOUND": InvalidRequest,
         "HOLD_NOT_FOUND": HoldGone,
         "HOLD_EXPIRED": HoldGone,
+        "DEVICE_UNAVAILABLE": DeviceUnavailable,
+        "DEVICE_LOST": DeviceUnavailable,
     }
 )
 """The exception of each reason; complete, by test."""
@@ -148,7 +157,11 @@ def error_from_status(
     code: grpc.StatusCode, details: str | None, trailing_metadata: Iterable[Any] | None
 ) -> KVTierError:
     """Returns the exception for a call that gRPC reports as failed."""
-    reason = reason_of(trailing_metadata)
+    return error_from(code, details, reason_of(trailing_metadata))
+
+
+def error_from(code: grpc.StatusCode, details: str | None, reason: str | None) -> KVTierError:
+    """Returns the exception for a call that failed with this status, and with this reason if the server gave one."""
     if reason is not None:
         return error_for(reason, details or reason)
     return _ERROR_OF_STATUS.get(code, ServerError)(f"{code.name}: {details or 'no details'}")

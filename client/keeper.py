@@ -19,17 +19,18 @@ import grpc
 
 from ..cuda.pinning import Pinning
 from ..cuda.region import HostRegion
+from ..cuda.warmup import warm_up
 from ..protos.v1 import session_pb2, session_pb2_grpc
 from .errors import Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from .link import AttachError, Attachment, Link
+from .local_calls import LocalCalls
 from .namespace import Namespace
-from .warmup import warm_up
 
 __all__ = ["Identity", "Keeper", "Pin", "Transport"]
 
 _log = logging.getLogger(__name__)
 
-Transport = Literal["auto", "shm", "grpc"]
+Transport = Literal["auto", "shm", "grpc", "cuda_ipc"]
 Pin: TypeAlias = Callable[[HostRegion], Pinning]
 """How a process that has a GPU pins a region that it has mapped."""
 
@@ -188,7 +189,10 @@ class Keeper:
                 # Most likely the server was killed a moment ago. Nobody asked for anything that cannot be had.
                 raise NotConnected(f"transport shm: {error}") from error
             return Link(first.session, capabilities, None, f"shm failed: {error}")
-        link = Link(first.session, capabilities, attachment, "same host")
+        calls = LocalCalls(capabilities.region.attach_path, first.session) if capabilities.region.takes_calls else None
+        if calls is not None and not calls.prepare():
+            calls = None
+        link = Link(first.session, capabilities, attachment, "same host", calls)
         with contextlib.suppress(RuntimeError):  # no thread to be had: then the first copies are slower
             arguments = (attachment.region, attachment.pinning, lambda: link.fallen)
             threading.Thread(target=warm_up, args=arguments, name="kvtier-warmup", daemon=True).start()

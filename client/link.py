@@ -13,6 +13,7 @@ from ..cuda.region import HostRegion, RegionError
 from ..protos.attach import REPLY_BYTES, pack_request, unpack_reply
 from ..protos.v1 import common_pb2, session_pb2
 from .errors import SessionLost
+from .local_calls import LocalCalls
 
 __all__ = ["AttachError", "Attachment", "Limits", "Link"]
 
@@ -90,7 +91,9 @@ class Link:
         ref: how calls name the session.
         transport: "shm" where the region is mapped, else "grpc".
         why: why this transport, for people.
+        devices: whether the server moves bytes of devices.
         tiers: names of the tiers, as `sources` indexes them.
+        calls: what calls go over instead of gRPC; None where they go over gRPC.
     """
 
     def __init__(
@@ -99,16 +102,19 @@ class Link:
         capabilities: session_pb2.CapabilitiesResponse,
         attachment: Attachment | None,
         why: str,
+        calls: LocalCalls | None = None,
     ) -> None:
         self.ref = ref
         self.transport = "grpc" if attachment is None else "shm"
         self.why = why
+        self.devices = capabilities.devices
         self.tiers = tuple(capabilities.tiers)
         self.limits = Limits(
             max_keys=capabilities.limits.max_keys,
             max_frame_bytes=capabilities.limits.max_frame_bytes,
             max_wait=capabilities.limits.max_wait.ToNanoseconds() / 1e9,
         )
+        self.calls = calls
         self._attachment = attachment
         self._lock = threading.Lock()
         self._users = 0
@@ -169,6 +175,8 @@ class Link:
             cancels = list(self._cancels)
         for cancel in cancels:
             cancel()
+        if self.calls is not None:
+            self.calls.close()
         if close:
             self._close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -15,7 +15,9 @@ import grpc
 from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
-from ..protos.v1 import admin_pb2, transfer_pb2
+from ..protos.v1 import admin_pb2
+from .bulk import BulkRoute, Streams
+from .device_calls import DeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Pin, Transport
@@ -33,7 +35,7 @@ from .results import (
     WriteBatch,
 )
 from .timeouts import Timeouts
-from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
+from .wire import CHANNEL_OPTIONS, RESPONSES, path_of, serialize
 
 __all__ = ["Client", "Lease"]
 
@@ -76,7 +78,7 @@ class Lease(LookupResult):
         self.release()
 
 
-class Client:
+class Client(DeviceCalls):
     """A client of the kvtier server on this host, or of one elsewhere. Safe to use from any thread.
 
     It connects in the background and reconnects by itself, with a new session, when the server was restarted. While
@@ -104,7 +106,8 @@ class Client:
             name: name of the client for people.
             engine_id: the engine that this process is part of; clients of one engine share leases. Random by default.
             rank: the rank whose parts are read and written; None for a scheduler, or a world of one.
-            transport: "shm", "grpc", or "auto" for shm where server and client share a host.
+            transport: "shm", "grpc", or "auto" for shm where server and client share a host; "cuda_ipc" is like "auto", for a
+                client that registers its device (`register_kv_buffers`).
             timeouts: deadlines.
             pin: makes what pins the server's region in a process that has a GPU; see `kvtier.cuda.pinning`.
             wire: for tests, what stands in for a server; see `kvtier.client.testing`.
@@ -413,17 +416,17 @@ class _GrpcWire:
 
     def __init__(self, endpoint: str | None, identity: Identity, timeouts: Timeouts) -> None:
         try:
-            target = client_endpoint(endpoint).target
+            server = client_endpoint(endpoint)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         tune_malloc()
-        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(server.target, options=CHANNEL_OPTIONS)
         self._calls = {
             method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
         }
-        self._push = self._channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
-        self._pull = self._channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+        self._streams = Streams(self._channel)
+        self._bulk = BulkRoute(self._channel, server)
         self._keeper = Keeper(self._channel, identity, timeouts.call)
         self._closed = False
 
@@ -437,6 +440,10 @@ class _GrpcWire:
     def perform(self, effect: Effect) -> Any:
         try:
             return self._do(effect)
+        except SessionLost:
+            if self._closed:
+                raise NotConnected("the client is closed") from None
+            raise
         except grpc.RpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
         except grpc.FutureCancelledError:
@@ -449,23 +456,33 @@ class _GrpcWire:
     def _do(self, effect: Effect) -> Any:
         match effect:
             case Connect(timeout, patient):
-                return self._keeper.wait(timeout, patient=patient)
+                link = self._keeper.wait(timeout, patient=patient)
+                self._bulk.streams(link)  # looked for now, it is there when it is needed
+                return link
             case Call(method, request, timeout):
+                link = self._keeper.link
+                if link is not None and link.calls is not None:
+                    answer = link.calls.call(method, serialize(request), timeout)
+                    if answer is not None:
+                        return RESPONSES[method].FromString(answer)
                 return self._calls[method](request, timeout=timeout)
             case Push(link, frames, timeout):
-                push = self._push.future(frames(), timeout=timeout)
-                with link.cancelling(push.cancel):
-                    return push.result()
+                return self._stream(link, lambda streams: streams.push(link, frames(), timeout))
             case Pull(link, request, take, timeout):
-                pull = self._pull(request, timeout=timeout)
-                with link.cancelling(pull.cancel):
-                    for message in pull:
-                        take(message)
+                self._stream(link, lambda streams: streams.pull(link, request, take, timeout))
             case Copy(run):
                 run()
         return None
 
+    def _stream(self, link: Link, move: Callable[[Streams], Any]) -> Any:
+        bulk = self._bulk.streams(link)
+        if bulk is None:
+            return move(self._streams)
+        with self._bulk.watching(bulk):
+            return move(bulk)
+
     def close(self) -> None:
         self._closed = True
         self._keeper.close()
+        self._bulk.close()
         self._channel.close()

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
-from ..protos.v1 import admin_pb2, cache_pb2, handoff_pb2
+from ..protos.v1 import admin_pb2, cache_pb2, handoff_pb2, transfer_pb2
 
-__all__ = ["CHANNEL_OPTIONS", "PULL", "PUSH", "RESPONSES", "path_of", "serialize"]
+__all__ = ["CHANNEL_OPTIONS", "LOCATE", "PULL", "PUSH", "RESPONSES", "path_of", "serialize"]
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
@@ -29,13 +29,17 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
+LOCATE = "TransferService/Locate"
+
 RESPONSES: MappingProxyType[str, type[Message]] = MappingProxyType(
     {
         f"{service.name}/{method.name}": message_factory.GetMessageClass(method.output_type)
-        for file in (cache_pb2.DESCRIPTOR, handoff_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR)
+        for file in (cache_pb2.DESCRIPTOR, handoff_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, transfer_pb2.DESCRIPTOR)
         for service in file.services_by_name.values()
         for method in service.methods
+        if not (method.client_streaming or method.server_streaming)
     }
+    | {LOCATE: transfer_pb2.LocateResponse}
 )
 """The unary methods that operations call, and what they answer with."""
 

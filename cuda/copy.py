@@ -1,13 +1,17 @@
-"""Batched copies on the host, without the GIL.
+"""Batched copies on the host that neither stop the other threads of the process nor are stopped by them.
 
-`memoryview[...] = ...` and `bytes(...)` hold the GIL while they copy, and with it every other call of the process.
-`memmove` through ctypes does not; but it checks nothing: addresses, sizes and lifetimes are the caller's word. Any
-thread may call.
+A copy that lets go of the GIL can wait 5 ms until it has it back, where a thread beside it is busy with Python; one
+that keeps it makes everybody else wait. So what takes less than a fraction of a millisecond is copied with the GIL, and
+what takes longer without it, until it shows that somebody is busy. `docs/decisions/0016-copies.md` has the measurements.
+
+`memmove` through ctypes checks nothing: addresses, sizes and lifetimes are the caller's word. Any thread may call.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -15,6 +19,16 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 __all__ = ["HostBuffer", "TensorLike", "address_of", "copy_batch"]
+
+
+_KEPT_BYTES = 4 << 20
+"""What is copied at once with the GIL: a quarter of a millisecond."""
+_LONG_BYTES = 256 << 10
+"""A copy of so much takes longer than letting go of the GIL."""
+_SLOWEST = 1e9
+"""Bytes per second of a copy that nobody kept waiting: into memory that is touched for the first time."""
+_CROWDED_SECONDS = 0.2
+"""How long somebody who was busy is taken to be busy still."""
 
 
 class TensorLike(Protocol):
@@ -77,8 +91,7 @@ def address_of(buffer: HostBuffer, *, writable: bool = False) -> tuple[int, int]
     is to be filled. Raises `ValueError` for a buffer that is not contiguous, is read-only where it is to be filled,
     or is on a device, and `TypeError` for what is no buffer.
     """
-    data_ptr = getattr(buffer, "data_ptr", None)
-    if data_ptr is not None:
+    if type(buffer) is not memoryview and hasattr(buffer, "data_ptr"):
         return _tensor_address(buffer)  # type: ignore[arg-type]
     view = _PyBuffer()
     try:
@@ -98,22 +111,69 @@ def _tensor_address(tensor: TensorLike) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
 
 
+_move = ctypes.memmove
+"""Copies without the GIL."""
+_move_kept = ctypes.PyDLL(None)["memmove"]
+"""Copies with the GIL."""
+_move_kept.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_move_kept.restype = None
+
+
 def copy_batch(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
     """Copies `sizes[i]` bytes from address `sources[i]` to address `destinations[i]`, for all i.
 
-    Blocks whose neighbours follow them at both ends are copied as one, so hand them over in the order of their
-    addresses where that is free. Takes the three lists as they are: nothing is checked but that they are of one
-    length (`ValueError`). The caller keeps the memory mapped meanwhile.
+    In large batches blocks whose neighbours follow them at both ends are copied as one, so hand them over in the order
+    of their addresses where that is free. Takes the three lists as they are: nothing is checked but that they are of
+    one length (`ValueError`). The caller keeps the memory mapped meanwhile.
     """
-    move = ctypes.memmove
-    for destination, source, size in _runs(destinations, sources, sizes):
+    if sum(sizes) > _KEPT_BYTES:
+        _crowd.copy(_runs(destinations, sources, sizes))
+        return
+    move = _move_kept
+    for destination, source, size in zip(destinations, sources, sizes, strict=True):
         move(destination, source, size)
+
+
+class _Crowd:
+    """Whether another thread of this process is busy with Python, as far as long copies have shown.
+
+    Then letting go of the GIL for each block would mean 5 ms of waiting for 0.1 ms of copying. Instead it is kept, and
+    given up where the interpreter asks for it: every 5 ms, as any Python code does.
+    """
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def copy(self, runs: Iterator[tuple[int, int, int]]) -> None:
+        """Copies more than should be copied at once with the GIL."""
+        crowded = time.perf_counter() < self._until
+        kept = 0
+        for destination, source, size in runs:
+            kept += size
+            if size <= _KEPT_BYTES and (crowded or (size < _LONG_BYTES and kept <= _KEPT_BYTES)):
+                _move_kept(destination, source, size)
+            else:
+                crowded = self._let_go(destination, source, size) or crowded
+                kept = 0
+
+    def _let_go(self, destination: int, source: int, size: int) -> bool:
+        """Copies without the GIL; returns whether somebody else kept it for long."""
+        started = time.perf_counter()
+        _move(destination, source, size)
+        ended = time.perf_counter()
+        kept_waiting = ended - started > sys.getswitchinterval() / 2 + size / _SLOWEST
+        if kept_waiting:
+            self._until = ended + _CROWDED_SECONDS
+        return kept_waiting
+
+
+_crowd = _Crowd()
 
 
 def _runs(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     to, start, length = 0, 0, 0
     for destination, source, size in zip(destinations, sources, sizes, strict=True):
-        if destination == to + length and source == start + length:
+        if destination == to + length and source == start + length and length < _KEPT_BYTES:
             length += size
             continue
         if length:

@@ -56,6 +56,11 @@ class Pinning:
         """How much is pinned."""
         return sum(self._pinned.values())
 
+    def covers(self, offset: int, nbytes: int) -> bool:
+        """Whether bytes of the region, which do not cross from one chunk into the next, are pinned."""
+        start = offset - offset % PIN_CHUNK_BYTES
+        return offset + nbytes <= start + self._pinned.get(start, 0)
+
     def pin(self, offset: int, length: int) -> bool:
         """Pin one chunk, which starts at a multiple of PIN_CHUNK_BYTES; its pages that are not backed become so.
 

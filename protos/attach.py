@@ -1,15 +1,25 @@
-"""The few bytes with which a client asks for the region's descriptor.
+"""The few bytes with which a connection to the server's second socket begins.
 
-Over the Unix socket that `CapabilitiesResponse.region` names: the client sends a request, the server answers with a reply
-that carries the descriptor as ancillary data (SCM_RIGHTS), or with a refusal without one. Both then keep the
-connection: as long as it stands, the server takes it that the client may write to the region.
+That is the Unix socket that `CapabilitiesResponse.region` names. The client sends a request, which says what the connection is
+for; the server grants it, or refuses. A granted reply to a client that asks for the region carries its descriptor as ancillary data
+(SCM_RIGHTS); both then keep the connection: as long as it stands, the server takes it that the client may write to the
+region. What follows on a connection for calls is told by `local_calls`.
 """
 
 from __future__ import annotations
 
+import enum
 import struct
 
-__all__ = ["REPLY_BYTES", "REQUEST_BYTES", "pack_reply", "pack_request", "unpack_reply", "unpack_request"]
+__all__ = ["REPLY_BYTES", "REQUEST_BYTES", "Purpose", "pack_reply", "pack_request", "unpack_reply", "unpack_request"]
+
+
+class Purpose(enum.Enum):
+    """What a connection is for. Values are its first bytes."""
+
+    REGION = b"KVT1"
+    CALLS = b"KVC1"
+
 
 _MAGIC = b"KVT1"
 _REQUEST = struct.Struct("<4s16sQ")
@@ -19,21 +29,22 @@ REQUEST_BYTES = _REQUEST.size
 REPLY_BYTES = _REPLY.size
 
 
-def pack_request(session_id: bytes, epoch: int) -> bytes:
+def pack_request(session_id: bytes, epoch: int, purpose: Purpose = Purpose.REGION) -> bytes:
     """Returns what a client sends."""
-    return _REQUEST.pack(_MAGIC, session_id, epoch)
+    return _REQUEST.pack(purpose.value, session_id, epoch)
 
 
-def unpack_request(data: bytes) -> tuple[bytes, int]:
-    """Returns session id and epoch.
+def unpack_request(data: bytes) -> tuple[Purpose, bytes, int]:
+    """Returns what the connection is for, session id and epoch.
 
     Raises:
         ValueError: it is not a request of this version.
     """
-    if len(data) != REQUEST_BYTES or data[:4] != _MAGIC:
-        raise ValueError("not an attach request of this version")
-    _, session_id, epoch = _REQUEST.unpack(data)
-    return session_id, epoch
+    try:
+        magic, session_id, epoch = _REQUEST.unpack(data)
+        return Purpose(magic), session_id, epoch
+    except (struct.error, ValueError):
+        raise ValueError("not an attach request of this version") from None
 
 
 def pack_reply(size_bytes: int, *, granted: bool) -> bytes:

@@ -11,16 +11,28 @@ the generated messages: the bytes are the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from .v1.common_pb2 import SessionRef
 from .v1.transfer_pb2 import PullResponse, PushRequest
 
-__all__ = ["decode_pull_frame", "decode_push_frame", "encode_pull_frame", "encode_push_frame"]
+__all__ = [
+    "FRAME_BYTES",
+    "Head",
+    "decode_pull_frame",
+    "decode_push_frame",
+    "encode_pull_frame",
+    "encode_push_frame",
+    "pull_head",
+    "push_head",
+]
 
 _Fields = TypeVar("_Fields", PushRequest, PullResponse)
+
+FRAME_BYTES: Final = 1 << 20
+"""Payload of a frame where nothing asks for less: what both ends make of it, and gRPC's own copies, stay in a processor's cache."""
 
 _VARINT: Final = 0
 _FIXED64: Final = 1
@@ -29,6 +41,29 @@ _FIXED32: Final = 5
 _PAYLOAD_TAG: Final = PushRequest.PAYLOAD_FIELD_NUMBER << 3 | _DELIMITED
 _TAGS: Final = range(1 << 3, 2**32)
 _MORE: Final = 0x80  # the bit of a varint's byte that says that another one follows
+
+
+class Head(NamedTuple):
+    """What comes before the payload of a frame. Its checksum is still to be filled in, whatever it is."""
+
+    data: bytes
+    checksum_at: int
+    """Where its 8 bytes are, the lowest first."""
+
+
+def push_head(fields: PushRequest, payload_bytes: int) -> Head:
+    """Returns the head of a frame with these fields, whose own checksum and payload are empty, for some payload."""
+    return _head(fields, PushRequest.XXH3_64_FIELD_NUMBER, payload_bytes)
+
+
+def pull_head(fields: PullResponse, payload_bytes: int) -> Head:
+    """Returns the head of a frame with these fields, whose own checksum and payload are empty, for some payload."""
+    return _head(fields, PullResponse.XXH3_64_FIELD_NUMBER, payload_bytes)
+
+
+def _head(fields: Message, checksum_field: int, payload_bytes: int) -> Head:
+    start = fields.SerializeToString() + bytes((checksum_field << 3 | _FIXED64,))
+    return Head(start + bytes(8) + bytes((_PAYLOAD_TAG,)) + _varint(payload_bytes), len(start))
 
 
 def encode_push_frame(

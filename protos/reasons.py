@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-__all__ = ["DOMAIN", "STATUS_OF", "error_details", "reason_of"]
+__all__ = ["DOMAIN", "STATUS_OF", "error_details", "reason_of", "reason_within", "status_of"]
 
 DOMAIN = "kvtier.dev"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -40,27 +40,38 @@ STATUS_OF = MappingProxyType(
         "REQUEST_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
         "HOLD_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
         "HOLD_EXPIRED": grpc.StatusCode.NOT_FOUND,
+        "DEVICE_UNAVAILABLE": grpc.StatusCode.FAILED_PRECONDITION,
+        "DEVICE_LOST": grpc.StatusCode.ABORTED,
     }
 )
 """Status of each reason. A test holds it against `kvtier.v1.ErrorReason`: none is missing, none is unknown."""
 
 
-def error_details(reason: str, message: str) -> tuple[tuple[str, bytes], ...]:
-    """Returns the trailing metadata that goes with a refused call."""
+def status_of(reason: str, message: str) -> status_pb2.Status:
+    """Returns what a refused call is answered with, its reason included."""
     code: int = STATUS_OF[reason].value[0]
     status = status_pb2.Status(code=code, message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
-    return ((_DETAILS_KEY, status.SerializeToString()),)
+    return status
+
+
+def error_details(reason: str, message: str) -> tuple[tuple[str, bytes], ...]:
+    """Returns the trailing metadata that goes with a refused call."""
+    return ((_DETAILS_KEY, status_of(reason, message).SerializeToString()),)
 
 
 def reason_of(trailing_metadata: Iterable[Any] | None) -> str | None:
     """Returns the reason that a failed call came back with; None where the answer is not from kvtier."""
     for key, value in trailing_metadata or ():
-        if key != _DETAILS_KEY:
-            continue
-        status = status_pb2.Status.FromString(value)
-        for detail in status.details:
-            info = error_details_pb2.ErrorInfo()
-            if detail.Unpack(info) and info.domain == DOMAIN:
-                return str(info.reason)
+        if key == _DETAILS_KEY:
+            return reason_within(status_pb2.Status.FromString(value))
+    return None
+
+
+def reason_within(status: status_pb2.Status) -> str | None:
+    """Returns the reason that a status carries, if it is from kvtier."""
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            return str(info.reason)
     return None

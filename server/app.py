@@ -21,16 +21,23 @@ from ..protos.endpoint import Endpoint, default_endpoint
 from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
 from ..tiers.base import TierError
 from .attach import AttachServer
+from .bulk.desk import BulkDesk
+from .bulk.supervisor import BulkProcess
 from .config import Config
+from .devices.offer import why_not
+from .devices.registry import DeviceRegistry
 from .edge import Edge
 from .errors import RefusalInterceptor
+from .garbage import collect_the_young_only
 from .health import Health
+from .local_calls import LocalCalls
 from .logs import get_logger
 from .metrics import Metrics, ServerStats
 from .metrics_http import MetricsServer, MetricsServerError, on_loop
 from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.cache import CacheService
+from .services.devices import DeviceCalls, add_device_calls
 from .services.handoff import HandoffService
 from .services.session import SessionService
 from .services.transfer import TransferService
@@ -38,6 +45,7 @@ from .sessions import SessionRegistry
 from .sockets import SocketClaim, SocketError
 from .tenants import keeping_of
 from .tierfactory import open_tiers
+from .writers import Writers
 
 __all__ = ["EXIT_LEFT_BEHIND", "Server", "StartError", "serve"]
 
@@ -63,6 +71,7 @@ def serve(config: Config) -> int:
     After `EXIT_LEFT_BEHIND` threads may still be at work on the region: the process must end without more ado (`os._exit`).
     """
     tune_malloc()
+    collect_the_young_only()
     # A copy on a worker thread takes back the GIL after each block; with the default of 5 ms, one busy
     # thread beside it cuts its rate to a hundredth.
     sys.setswitchinterval(1e-4)
@@ -110,13 +119,16 @@ class Server:
         claims = self._claim_sockets()
         runtime = await self._open_runtime()
         sessions = SessionRegistry(runtime, self.config.limits.max_sessions)
-        attach = AttachServer(_attach_path(claims), runtime.region.fd, runtime.region.size_bytes, sessions)
+        metrics = Metrics(on_loop(loop, _snapshot_of(runtime, sessions, started)))
+        runtime.observe_jobs(metrics.observe_job)
+        interceptor = RefusalInterceptor(metrics.observe_rpc)
+        calls = LocalCalls(interceptor, self._max_message_bytes)
+        attach = AttachServer(_attach_path(claims), runtime.region.fd, runtime.region.size_bytes, sessions, calls)
         with _start_errors():
             attach.start()
         self._closers.push_async_callback(attach.close)
-        metrics = Metrics(on_loop(loop, _snapshot_of(runtime, sessions, started)))
-        runtime.observe_jobs(metrics.observe_job)
-        server = self._make_server(runtime, sessions, attach, metrics, started)
+        server = self._make_server(interceptor)
+        self._add_services(server, calls, runtime, sessions, attach, metrics, started)
         health = Health([f"kvtier.v1.{name}" for name in _SERVICES])
         await health.register(server)
         self._listen(server, claims)
@@ -192,19 +204,15 @@ class Server:
         await runtime.close()
         self.left_behind = runtime.left_behind
 
-    def _make_server(
-        self,
-        runtime: TierRuntime,
-        sessions: SessionRegistry,
-        attach: AttachServer,
-        metrics: Metrics,
-        started: float,
-    ) -> grpc.aio.Server:
-        limits = self.config.limits
-        server = grpc.aio.server(
-            interceptors=[RefusalInterceptor(metrics.observe_rpc)],
+    @property
+    def _max_message_bytes(self) -> int:
+        return self.config.limits.max_message_bytes + _MESSAGE_OVERHEAD_BYTES
+
+    def _make_server(self, interceptor: RefusalInterceptor) -> grpc.aio.Server:
+        return grpc.aio.server(
+            interceptors=[interceptor],
             options=[
-                ("grpc.max_receive_message_length", limits.max_message_bytes + _MESSAGE_OVERHEAD_BYTES),
+                ("grpc.max_receive_message_length", self._max_message_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),
                 # A peer that vanished without a word (its host is gone) is noticed within 15 s.
@@ -213,17 +221,50 @@ class Server:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ],
         )
-        edge = Edge(limits, self.config.leases, self.config.retention, self.config.handoff)
-        session_service = SessionService(self.config, runtime, sessions, attach.path)
-        session_pb2_grpc.add_SessionServiceServicer_to_server(session_service, server)
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(runtime, sessions, edge), server)
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffService(runtime, sessions, edge), server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(runtime, sessions, started), server)
-        transfer = TransferService(runtime, sessions, edge, metrics)
+
+    def _add_services(
+        self,
+        server: grpc.aio.Server,
+        calls: LocalCalls,
+        runtime: TierRuntime,
+        sessions: SessionRegistry,
+        attach: AttachServer,
+        metrics: Metrics,
+        started: float,
+    ) -> None:
+        """Registers all services with gRPC, and those with unary calls for clients on this host as well."""
+        edge = Edge(self.config.limits, self.config.leases, self.config.retention, self.config.handoff)
+        writers = Writers(runtime)
+        devices = self._make_devices(runtime, sessions, writers)
+        session = SessionService(self.config, runtime, sessions, attach.path, devices.capabilities)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(session, server)
+        bulk = self._make_bulk(BulkDesk(runtime, sessions, edge, metrics, writers), runtime, sessions)
+        cache = CacheService(runtime, sessions, edge, bulk.quiet)
+        handoff = HandoffService(runtime, sessions, edge)
+        admin = AdminService(runtime, sessions, started)
+        for registry in (server, calls):
+            cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, registry)
+            handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, registry)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, registry)
+            add_device_calls(DeviceCalls(runtime, sessions, edge, metrics, devices), registry)
+        transfer = TransferService(runtime, sessions, edge, metrics, bulk)
         server.add_generic_rpc_handlers((transfer.handler(),))
         names = [f"kvtier.v1.{name}" for name in _SERVICES]
         reflection.enable_server_reflection([*names, SERVICE_NAME, reflection.SERVICE_NAME], server)
-        return server
+
+    def _make_bulk(self, desk: BulkDesk, runtime: TierRuntime, sessions: SessionRegistry) -> BulkProcess:
+        sessions.on_close.append(desk.session_fell)
+        bulk = BulkProcess(runtime.region, self.config, desk)
+        self._closers.push_async_callback(bulk.close)
+        return bulk
+
+    def _make_devices(self, runtime: TierRuntime, sessions: SessionRegistry, writers: Writers) -> DeviceRegistry:
+        driver = self.config.devices.driver
+        devices = DeviceRegistry(runtime, sessions, writers, driver=driver, why_not=why_not(driver))
+        self._closers.push_async_callback(devices.close)
+        if devices.why_not:
+            _log.info("engines' devices are not served", reason=devices.why_not)
+        return devices
 
     def _listen(self, server: grpc.aio.Server, claims: list[SocketClaim]) -> None:
         for endpoint in self.config.endpoints:

@@ -1,4 +1,4 @@
-"""Hands the region's descriptor to clients on this host, and notices when they are gone.
+"""The server's second socket: hands the region's descriptor to clients on this host, notices when they are gone, takes calls.
 
 The kernel closes a process' connections when it dies, however it dies and in whichever container: that is how the server knows that
 nobody writes to a fallen session's slots any more.
@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..protos.attach import REQUEST_BYTES, pack_reply, unpack_request
+from ..protos.attach import REQUEST_BYTES, Purpose, pack_reply, unpack_request
+from .local_calls import LocalCalls
 from .logs import get_logger
 from .sessions import SessionRegistry
 
@@ -29,11 +30,14 @@ _HANDSHAKE_SECONDS = 5.0
 class AttachServer:
     """Listens on a Unix socket that only this user can connect to. Lives on the event loop."""
 
-    def __init__(self, path: Path, region_fd: int, region_bytes: int, sessions: SessionRegistry) -> None:
+    def __init__(
+        self, path: Path, region_fd: int, region_bytes: int, sessions: SessionRegistry, calls: LocalCalls
+    ) -> None:
         self.path = path
         self._region_fd = region_fd
         self._region_bytes = region_bytes
         self._sessions = sessions
+        self._calls = calls
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
@@ -82,25 +86,47 @@ class AttachServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, connection: socket.socket) -> None:
-        number = next(self._numbers)
         with connection:
             try:
                 request = await asyncio.wait_for(_receive(connection, REQUEST_BYTES), _HANDSHAKE_SECONDS)
-                session_id, epoch = unpack_request(request)
+                purpose, session_id, epoch = unpack_request(request)
             except (OSError, TimeoutError, ValueError) as error:
                 _log.warning("attach refused", error=str(error) or type(error).__name__)
                 return
-            if not self._sessions.attach(session_id, epoch, number):
+            serve = self._serve_region if purpose is Purpose.REGION else self._serve_calls
+            if not await serve(connection, session_id, epoch):
                 with suppress(OSError):
                     connection.send(pack_reply(self._region_bytes, granted=False))
-                return
-            try:
-                socket.send_fds(connection, [pack_reply(self._region_bytes, granted=True)], [self._region_fd])
-                await _end_of(connection)
-            except OSError as error:
-                _log.debug("attached client is gone", error=str(error))
-            finally:
-                self._sessions.detach(session_id, number)
+
+    async def _serve_region(self, connection: socket.socket, session_id: bytes, epoch: int) -> bool:
+        """Hands out the region, and waits until the client has hung up; returns False if it is refused."""
+        number = next(self._numbers)
+        if not self._sessions.attach(session_id, epoch, number):
+            return False
+        try:
+            socket.send_fds(connection, [pack_reply(self._region_bytes, granted=True)], [self._region_fd])
+            await _end_of(connection)
+        except OSError as error:
+            _log.debug("attached client is gone", error=str(error))
+        finally:
+            self._sessions.detach(session_id, number)
+        return True
+
+    async def _serve_calls(self, connection: socket.socket, session_id: bytes, epoch: int) -> bool:
+        """Serves calls until the client has hung up, or its session falls; returns False if it is refused."""
+        serving = asyncio.current_task()
+        assert serving is not None
+        hang_up = serving.cancel
+        if not self._sessions.connect(session_id, epoch, hang_up):
+            return False
+        try:
+            connection.send(pack_reply(self._region_bytes, granted=True))
+            await self._calls.serve(connection)
+        except OSError as error:
+            _log.debug("local client is gone", error=str(error))
+        finally:
+            self._sessions.disconnect(session_id, hang_up)
+        return True
 
 
 async def _receive(connection: socket.socket, nbytes: int) -> bytes:

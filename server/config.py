@@ -23,6 +23,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CpuConfig",
+    "DevicesConfig",
     "Durability",
     "Eviction",
     "HandoffConfig",
@@ -173,6 +174,17 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sessions: Annotated[int, setting("Most sessions that are open at once.", ge=1, le=65536)] = 1024
 
 
+class DevicesConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the server itself moves bytes to and from the engines' GPUs (CUDA IPC)."""
+
+    driver: Annotated[
+        str,
+        setting(
+            'What moves them: CUDA where it is to be had (`auto`), nothing (`off`), or "module:callable", for tests.'
+        ),
+    ] = "auto"
+
+
 class RuleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rule of a tier's vote: all its conditions must hold, and the first rule that matches decides."""
 
@@ -300,6 +312,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     cpu: CpuConfig = CpuConfig()
     retention: RetentionConfig = RetentionConfig()
     handoff: HandoffConfig = HandoffConfig()
+    devices: DevicesConfig = DevicesConfig()
     tiers: Annotated[
         tuple[TierConfig, ...],
         setting("The tiers below the CPU tier, in lookup order; `[]` means CPU only.", default="one `lmdb` tier"),

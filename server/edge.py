@@ -30,21 +30,24 @@ class Edge:
         self._handoff = handoff
 
     def keys(self, keys: Sequence[bytes], namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Checks number and length of keys, and that they name groups of the namespace. None at all is fine."""
+        """Checks number and length of keys, and that they name groups of the namespace. None at all is fine.
+
+        Raises:
+            Refused: there are too many, or they are too short or too long.
+            InvalidKey: one names a group that the namespace lacks.
+        """
         if len(keys) > self.limits.max_keys:
             raise Refused("TOO_MANY_KEYS", f"{len(keys)} keys in one call; the limit is {self.limits.max_keys}")
+        keys = list(keys)  # protobuf makes each anew whenever it is looked at
         if keys:
-            lengths = list(map(len, keys))
+            lengths = set(map(len, keys))
             if min(lengths) <= GROUP_INDEX_BYTES or max(lengths) > self.limits.max_key_bytes:
                 raise Refused(
                     "INVALID_KEY",
                     f"keys are {GROUP_INDEX_BYTES + 1} to {self.limits.max_key_bytes} bytes long; "
                     f"got {min(lengths)} to {max(lengths)}",
                 )
-            # Big-endian, so that bytes compare like the numbers they are.
-            last = int.from_bytes(max(key[-GROUP_INDEX_BYTES:] for key in keys), "big")
-            if last >= len(namespace.part_bytes):
-                raise Refused("INVALID_KEY", f"a key names group {last}, the namespace has {len(namespace.part_bytes)}")
+            namespace.check(keys)
         return keys
 
     def numbers(self, numbers: Sequence[int], name: str) -> Sequence[int]:

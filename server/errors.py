@@ -45,9 +45,10 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
     ) -> Any:
         """Wraps the handler of a call."""
         handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        method = handler_call_details.method
+        return None if handler is None else self.wrap(handler_call_details.method, handler)
+
+    def wrap(self, method: str, handler: Any) -> Any:
+        """Returns the handler with this around it; `method` is for metrics and the log."""
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if behavior is not None:

@@ -30,6 +30,7 @@ from ..tiers.commands import (
     LookupInTier,
     RemoveFromTier,
     StoreInTier,
+    WorkLeft,
 )
 from ..tiers.holds import HoldName
 from ..tiers.keeping import Keeping
@@ -276,6 +277,13 @@ class TierRuntime:
                 for future in self._waiting.pop(name, ()):
                     if not future.done():
                         future.set_result(None)
+            case WorkLeft():
+                self._loop.call_soon(self._work)
+
+    def _work(self) -> None:
+        """Lets the core do a slice of what is left; other calls have their turn before the next one."""
+        self.core.work()
+        self.pump()
 
     def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:
         """Hands a job to a thread. The slots are resolved here, on the loop; pins keep them where they are."""

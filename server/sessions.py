@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..protos.v1 import common_pb2, session_pb2
@@ -17,6 +17,8 @@ __all__ = ["OpenSession", "SessionRegistry"]
 
 PROTOCOL_VERSIONS = (1,)
 _MAX_NAME_LENGTH = 512
+_MAX_CONNECTIONS = 64
+"""Connections for calls of one session: as many threads of it can call at once without going by gRPC."""
 _MAX_SHOWN_GROUPS = 32
 """Engines have a handful; the status of a thousand sessions stays below what one message may be."""
 
@@ -35,6 +37,8 @@ class OpenSession:
     groups: tuple[common_pb2.Group, ...] = ()
     """Of its namespace, as far as they are told to people: without their names, and none where there are very many."""
     attachments: set[int] = field(default_factory=set)
+    hang_ups: set[Callable[[], object]] = field(default_factory=set)
+    """What ends each of its connections for calls."""
 
 
 class SessionRegistry:
@@ -46,6 +50,8 @@ class SessionRegistry:
         """Set when the server takes no new work any more."""
         self.ended = asyncio.Event()
         """Set when the server is about to end: the streams of all sessions end with it."""
+        self.on_close: list[Callable[[bytes], None]] = []
+        """Who is told of each session that has fallen, after the core."""
         self._runtime = runtime
         self._max_sessions = max_sessions
         self._sessions: dict[bytes, OpenSession] = {}
@@ -93,7 +99,11 @@ class SessionRegistry:
     def close(self, session: OpenSession) -> None:
         """Lets a session fall; called when its stream has ended, whatever the reason."""
         del self._sessions[session.core.id]
+        for hang_up in session.hang_ups:
+            hang_up()
         self._runtime.core.close_session(session.core.id)
+        for tell in self.on_close:
+            tell(session.core.id)
         self._runtime.pump()
         self._runtime.notify()
 
@@ -111,6 +121,11 @@ class SessionRegistry:
         if session.id not in self._sessions:
             raise Refused("UNKNOWN_SESSION", "the session fell meanwhile")
 
+    def set_transport(self, session: Session, transport: str) -> None:
+        """Takes note of how a session's bytes move, for people and metrics."""
+        self.check(session)
+        self._sessions[session.id].transport = transport
+
     def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
         """Takes note that a connection maps the region for a session; returns whether there is such a session."""
         session = self._sessions.get(session_id)
@@ -127,6 +142,20 @@ class SessionRegistry:
             session.attachments.discard(connection)
         self._runtime.core.writer_gone(session_id, connection)
         self._runtime.pump()
+
+    def connect(self, session_id: bytes, epoch: int, hang_up: Callable[[], object]) -> bool:
+        """Takes note of a connection for calls, which `hang_up` ends; returns whether there is such a session, with room for it."""
+        session = self._sessions.get(session_id)
+        if session is None or epoch != self.epoch or len(session.hang_ups) >= _MAX_CONNECTIONS:
+            return False
+        session.hang_ups.add(hang_up)
+        return True
+
+    def disconnect(self, session_id: bytes, hang_up: Callable[[], object]) -> None:
+        """Takes note that such a connection has ended."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.hang_ups.discard(hang_up)
 
     def refuse_if_draining(self) -> None:
         """Raises `Refused` while the server is shutting down."""

@@ -6,6 +6,7 @@ Clients write blocks, and tiers load them; readers, holds and requests wait for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from .base import Outcome
 from .blocks import Block
@@ -43,7 +44,7 @@ class Arrivals:
 
     def settle(self, blocks: Sequence[Block]) -> None:
         """Tells who waited for blocks that may not be pending any more."""
-        for block in blocks:
+        for block in self._awaited(blocks):
             if block.pending:
                 continue
             for lease in self._lookups.settle(block):
@@ -55,6 +56,11 @@ class Arrivals:
                 else:
                     request.incomplete += 1
                 self._requests.end_if_settled(request)
+
+    def _awaited(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns those of these blocks that somebody waits for: of what is stored, hardly ever one."""
+        waiters = (self._lookups.leases, self._handoffs, self._requests)
+        return list(dict.fromkeys(chain.from_iterable(waiter.awaited(blocks) for waiter in waiters)))
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         """Takes in the result of a tier's job, an outcome per block. A job that is not known is ignored."""
@@ -73,8 +79,7 @@ class Arrivals:
                 self._history.left(block.namespace, block.key, reason)
                 self._lookups.drop_promotion(block)
         self.settle([block for block, _ in finished.results])
-        for block, _ in finished.results:
-            self._primary.unpin(block)
+        self._primary.unpin([block for block, _ in finished.results])
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
         """Takes note of whether a tier comes back from its jobs: what it is loading is not waited for while it does not."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .base import NamespaceId
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from .history import MissReason
     from .lines import Line
 
-__all__ = ["GROUP_INDEX_BYTES", "PRIVATE_KEY_PREFIX", "SLOT_ALIGNMENT", "Block", "NamespaceSpec"]
+__all__ = ["GROUP_INDEX_BYTES", "PRIVATE_KEY_PREFIX", "SLOT_ALIGNMENT", "Block", "NamespaceSpec", "Shelf"]
 
 GROUP_INDEX_BYTES = 4
 """A key ends in its KV cache group's index, big-endian."""
@@ -36,11 +37,13 @@ class NamespaceSpec:
         id: digest of everything that must agree for blocks to be shared.
         world_size: ranks, each with one part of every block.
         part_bytes: per KV cache group, the size of one rank's part of a block.
+        no_slots: what a block without slots has, one for all of them.
     """
 
     id: NamespaceId
     world_size: int
     part_bytes: tuple[int, ...]
+    no_slots: tuple[None, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.world_size <= MAX_WORLD_SIZE:
@@ -51,6 +54,7 @@ class NamespaceSpec:
             raise InvalidNamespace(f"a namespace has parts of {MAX_PART_SIZES} sizes at most")
         if min(self.part_bytes) < 1:
             raise InvalidNamespace("part_bytes of every group must be positive")
+        object.__setattr__(self, "no_slots", (None,) * self.world_size)
 
     def part_bytes_of(self, key: bytes) -> int:
         """Returns the size of one part of the block with this key.
@@ -63,6 +67,31 @@ class NamespaceSpec:
             raise InvalidKey(f"key names group {group}, the namespace has {len(self.part_bytes)}")
         return self.part_bytes[group]
 
+    def check(self, keys: Sequence[bytes]) -> None:
+        """Raises InvalidKey if one of the keys names a group that the namespace lacks."""
+        lengths = set(map(len, keys))
+        if len(lengths) == 1 and _name_groups_below(len(self.part_bytes), keys, lengths.pop()):
+            return
+        for key in keys:
+            self.part_bytes_of(key)
+
+
+def _name_groups_below(most: int, keys: Iterable[bytes], length: int) -> bool:
+    """Whether keys of one length are sure to name groups below this. Column by column, for lookups wait for it."""
+    packed = b"".join(keys)
+    *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
+    return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(most, 256))))
+
+
+class Shelf:
+    """Where the blocks of a namespace are found by their keys, until a reset takes all of it away at once."""
+
+    __slots__ = ("blocks", "retired")
+
+    def __init__(self, *, retired: bool = False) -> None:
+        self.blocks: dict[bytes, Block] = {}
+        self.retired = retired
+
 
 class Block:
     """One block in the CPU tier: its slots, and how far they are filled.
@@ -72,7 +101,6 @@ class Block:
     """
 
     __slots__ = (
-        "_all_written",
         "fleeting",
         "key",
         "last_use",
@@ -81,25 +109,24 @@ class Block:
         "namespace",
         "part_bytes",
         "pins",
-        "private",
         "promoting",
         "ready",
         "retain_until",
         "retained",
-        "retired",
+        "shelf",
         "slots",
         "stuck",
         "writers",
         "written",
     )
 
-    def __init__(self, spec: NamespaceSpec, key: bytes, part_bytes: int, line: Line[Block]) -> None:
+    def __init__(self, spec: NamespaceSpec, key: bytes, part_bytes: int, line: Line[Block], shelf: Shelf) -> None:
         self.namespace = spec.id
         self.key = key
         self.part_bytes = part_bytes
         self.line = line
         """Where it stands to be evicted: with its size class and its tenant's share."""
-        self.slots: list[int | None] = [None] * spec.world_size
+        self.slots: tuple[int | None, ...] = spec.no_slots
         """Per rank the offset of its slot in the region, or None where it has none."""
         self.written = 0
         """Bit r is set when rank r's part is complete."""
@@ -112,10 +139,7 @@ class Block:
         self.pins = 0
         self.left_out: MissReason | None = None
         """Why a tier that should have got it did not, if there is one."""
-        self.retired = False
-        """Whether it has been taken out of the index, by a reset say: it goes as soon as nobody pins it."""
-        self.private = key.startswith(PRIVATE_KEY_PREFIX)
-        """Whether only a hold names it: it goes to no tier below."""
+        self.shelf = shelf
         self.fleeting = False
         """Whether it goes as soon as nobody pins it, because its hold has ended."""
         self.stuck = False
@@ -126,12 +150,21 @@ class Block:
         """Until when a request wants it to stay, in seconds; tiers may be asked for it later."""
         self.retained = False
         """Whether it does stay: it is out of its line meanwhile."""
-        self._all_written = (1 << spec.world_size) - 1
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
         """What it is known by when it has gone and comes again."""
         return self.namespace, self.key
+
+    @property
+    def retired(self) -> bool:
+        """Whether it has been taken out of the index, by a reset say: it goes as soon as nobody pins it."""
+        return self.shelf.retired
+
+    @property
+    def private(self) -> bool:
+        """Whether only a hold names it: it goes to no tier below."""
+        return self.key.startswith(PRIVATE_KEY_PREFIX)
 
     @property
     def pending(self) -> bool:
@@ -148,16 +181,28 @@ class Block:
         """What its slots take when it has them all, in bytes."""
         return self.line.size_class * len(self.slots)
 
-    def part_written(self, rank: int) -> None:
-        """Takes note that one part is complete."""
+    def part_written(self, rank: int) -> bool:
+        """Takes note that one part is complete; returns whether all are."""
         self.written |= 1 << rank
-        self.ready = self.written == self._all_written
+        self.ready = self.written == (1 << len(self.slots)) - 1
+        return self.ready
 
     def promoted(self) -> None:
         """Takes note that all parts have been filled from a secondary tier."""
-        self.written = self._all_written
+        self.written = (1 << len(self.slots)) - 1
         self.ready = True
         self.promoting = False
+
+    def put_slot(self, rank: int, offset: int | None) -> None:
+        """Gives a rank's part a slot, or none."""
+        slots = self.slots
+        self.slots = (offset,) if len(slots) == 1 else (*slots[:rank], offset, *slots[rank + 1 :])
+
+    def clear(self) -> None:
+        """Lets go of all slots, and of what was written to them."""
+        self.slots = (None,) if len(self.slots) == 1 else (None,) * len(self.slots)
+        self.written = 0
+        self.ready = False
 
     def __repr__(self) -> str:
         state = "ready" if self.ready else "pending" if self.pending else "partial"

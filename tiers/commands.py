@@ -20,6 +20,7 @@ __all__ = [
     "RemoveFromTier",
     "StoreId",
     "StoreInTier",
+    "WorkLeft",
 ]
 
 JobId = NewType("JobId", int)
@@ -76,4 +77,9 @@ class HoldChanged:
     name: tuple[NamespaceId, str, str]
 
 
-Command = StoreInTier | LoadFromTier | LookupInTier | RemoveFromTier | LeaseSettled | HoldChanged
+@dataclass(frozen=True, slots=True)
+class WorkLeft:
+    """An event was too much to be done at once: call `TierManager.work` as soon as other events have had their turn."""
+
+
+Command = StoreInTier | LoadFromTier | LookupInTier | RemoveFromTier | LeaseSettled | HoldChanged | WorkLeft

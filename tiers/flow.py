@@ -75,7 +75,7 @@ class TierFlow:
         keeping: Keeping,
         now: float,
         max_queued_bytes: int,
-        unpin: Callable[[Block], None],
+        unpin: Callable[[Iterable[Block]], None],
         command: Callable[[Command], None],
         history: History,
     ) -> None:
@@ -164,11 +164,12 @@ class TierFlow:
         if lane is not None:
             lane.questions.answered(names, answers, now)
 
-    def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
-        """Lets time pass in the tiers."""
+    def tick(self, now: float, used_in_cpu: UsedElsewhere) -> bool:
+        """Lets time pass in the tiers; returns whether the time of more blocks is over than were looked at."""
         for lane in self.lanes:
             lane.tick(now, used_in_cpu)
             self._advance(lane)
+        return any(lane.catalog.lines.overdue for lane in self.lanes)
 
     def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
         """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10).
@@ -349,7 +350,7 @@ class TierFlow:
             lane.queued_bytes -= entry.nbytes
             lane.dropped += 1
             block.left_out = MissReason.STORE_FAILED
-            self._unpin(block)
+            self._unpin([block])
         lane.queue.clear()
         for name in list(lane.owed):
             paid += self._pay(lane, name, stored=False)
@@ -375,7 +376,7 @@ class TierFlow:
             if outcome is Outcome.NO_SPACE:
                 # The storage holds less than was reckoned with (its disk is shared, say): without room it would stay stuck.
                 lane.doomed += lane.catalog.make_room(entry.namespace, entry.nbytes)
-        self._unpin(block)
+        self._unpin([block])
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1

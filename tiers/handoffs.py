@@ -109,8 +109,6 @@ class Handoffs:
         """
         if len(keys) != len(positions):
             raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
-        for key in keys:
-            session.namespace.part_bytes_of(key)
         name: HoldName = (*session.engine, request_id)
         blocks = self._pin(session, keys)
         known = self._table.get(name)
@@ -131,7 +129,7 @@ class Handoffs:
             return refused
         self._lookups.fetch(session.namespace.id, blocks)
         self._primary.lines.set_aside(blocks)
-        self._primary.use(blocks, None)
+        self._primary.use(list(dict.fromkeys(blocks)), None)
         hold = Hold(
             name, session.tenant, direction, keys, positions, list(blocks), num_tokens, duration, now, now + duration
         )
@@ -198,7 +196,7 @@ class Handoffs:
             return Claim(hold, None, statuses)
         for block in found:
             block.pins += 1
-        self._primary.use(found, owner.user)
+        self._primary.use([block for block in dict.fromkeys(found) if not block.retired], owner.user)
         lease = self._lookups.leases.grant(owner, expires_at, items, bytes(len(items)), keys=len(items), now=now)
         stats = self._stats[hold.direction]
         hold.claims += 1
@@ -244,18 +242,20 @@ class Handoffs:
                 if not hold.awaited:
                     self._command(HoldChanged(hold.name))
 
+    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns those of these blocks that a hold waits for."""
+        return self._table.awaited(blocks)
+
     def settle(self, block: Block) -> None:
         """Takes note that nobody writes a block any more, be it ready or not."""
         for hold in self._table.settle(block):
             self._command(HoldChanged(hold.name))
 
     def _pin(self, session: Session, keys: Sequence[bytes]) -> list[Block]:
-        blocks = []
-        for key in keys:
-            block = self._primary.find_or_add(session.namespace, key)
+        blocks = self._primary.find_or_add(session.namespace, keys)
+        for block in blocks:
             block.pins += 1
             self._charge(block)
-            blocks.append(block)
         return blocks
 
     def _refusal(self, tenant: str, blocks: Sequence[Block]) -> PublishStatus | None:
@@ -293,8 +293,7 @@ class Handoffs:
                 self._budget(block).used -= block.footprint
                 block.fleeting = block.private
         self._primary.lines.put_back(block for block in blocks if block not in self._pins)
-        for block in blocks:
-            self._primary.unpin(block)
+        self._primary.unpin(blocks)
 
     def _charge(self, block: Block) -> None:
         if block not in self._pins:

@@ -211,6 +211,10 @@ class HoldTable:
                 if not waiting:
                     del self._waiting[block]
 
+    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns those of these blocks that a hold waits for."""
+        return [block for block in blocks if block in self._waiting] if self._waiting else []
+
     def settle(self, block: Block) -> list[Hold]:
         """Takes note that nobody writes a block any more; returns the holds that nothing is awaited for since.
 

@@ -23,6 +23,9 @@ __all__ = ["KeyStatus", "Lease", "LeaseTable", "LookupAnswer", "Owner"]
 
 K = TypeVar("K")
 
+SLICE = 8192
+"""Pins that fall at a time, where many do."""
+
 
 class KeyStatus(enum.IntEnum):
     """What a lookup says of one key. Numbers as in `kvtier.v1.KeyStatus`."""
@@ -92,15 +95,19 @@ class Lease:
             NotReady: an item is a miss, or not ready yet.
         """
         offsets = []
+        held = self.items
         for item in items:
-            if item >= self.keys:
-                raise InvalidItem(f"the lease has {self.keys} items, there is no item {item}")
-            block = self.items[item] if item < len(self.items) else None
+            block = held[item] if item < len(held) else None
             offset = block.slots[rank] if block is not None and block.ready else None
             if offset is None:
-                raise NotReady(f"item {item} of the lease is not a hit")
+                raise self._refusal(item)
             offsets.append(offset)
         return offsets
+
+    def _refusal(self, item: int) -> InvalidItem | NotReady:
+        if item >= self.keys:
+            return InvalidItem(f"the lease has {self.keys} items, there is no item {item}")
+        return NotReady(f"item {item} of the lease is not a hit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +140,7 @@ class LookupAnswer:
 class LeaseTable:
     """The leases that are held, by id, and who waits for which block."""
 
-    def __init__(self, unpin: Callable[[Block], None], first_id: int = 1) -> None:
+    def __init__(self, unpin: Callable[[Iterable[Block]], None], first_id: int = 1) -> None:
         self._unpin = unpin
         self._leases: dict[LeaseId, Lease] = {}
         self._waiting: dict[Block, dict[Lease, list[int]]] = {}
@@ -141,6 +148,8 @@ class LeaseTable:
         self._by_session: dict[bytes, dict[Lease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[Lease, None]] = defaultdict(dict)
         self._items: dict[bytes, int] = defaultdict(int)
+        self._falling: list[Block] = []
+        """Blocks of leases that have ended, whose pins are still to fall."""
         self._next_id = first_id
 
     def __len__(self) -> int:
@@ -156,11 +165,15 @@ class LeaseTable:
         keys: int,
         now: float,
         record: LookupRecord | None = None,
+        all_ready: bool = False,
     ) -> Lease:
-        """Grants a lease on blocks that are pinned already; the pins are the lease's from now on."""
+        """Grants a lease on blocks that are pinned already; the pins are the lease's from now on.
+
+        `all_ready` says that all of them are known to be ready, which saves looking at each.
+        """
         lease = Lease(LeaseId(self._next_id), owner, expires_at, items, keys, sources, now, record=record)
         self._next_id += 1
-        for item, block in enumerate(items):
+        for item, block in enumerate(() if all_ready else items):
             if block is not None and not block.ready:
                 lease.pending += 1
                 self._waiting.setdefault(block, {}).setdefault(lease, []).append(item)
@@ -186,6 +199,22 @@ class LeaseTable:
 
     def release(self, lease: Lease) -> None:
         """Ends a lease: its pins fall."""
+        self._forget(lease)
+        self._unpin(filter(None, lease.items))
+
+    def end(self, lease: Lease) -> None:
+        """Ends a lease whose pins fall with `let_fall`."""
+        self._forget(lease)
+        self._falling.extend(filter(None, lease.items))
+
+    def let_fall(self) -> bool:
+        """Lets a slice of the pins of leases that have ended fall; returns whether there are more."""
+        pins = self._falling[-SLICE:]
+        del self._falling[-SLICE:]
+        self._unpin(pins)
+        return bool(self._falling)
+
+    def _forget(self, lease: Lease) -> None:
         del self._leases[lease.id]
         owner = lease.owner
         self._items[owner.session_id] -= len(lease.items)
@@ -194,9 +223,6 @@ class LeaseTable:
             del self._items[owner.session_id]
         if lease.pending:
             self._stop_waiting(lease)
-        for block in lease.items:
-            if block is not None:
-                self._unpin(block)
 
     def _stop_waiting(self, lease: Lease) -> None:
         for block in lease.items:
@@ -206,6 +232,10 @@ class LeaseTable:
             waiting.pop(lease, None)
             if not waiting:
                 del self._waiting[block]
+
+    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns those of these blocks that a lease waits for."""
+        return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settle(self, block: Block) -> list[tuple[Lease, int]]:
         """Takes note that a block is not pending any more; returns the leases, and their items, that waited for it.
@@ -218,7 +248,7 @@ class LeaseTable:
             lease.pending -= 1
             if not block.ready:
                 lease.items[item] = None
-                self._unpin(block)
+                self._unpin([block])
         return waited
 
     def __iter__(self) -> Iterator[Lease]:

@@ -17,10 +17,10 @@ from .shares import Share, Shares
 from .stats import ShareStats
 from .timetable import Timetable
 
-__all__ = ["Line", "LineItem", "Lines"]
+__all__ = ["Line", "LineItem", "Lines", "by_line"]
 
-MOST_AT_ONCE = 8192
-"""Items whose time is over that are looked at in one tick, for the loop is not to be held up."""
+MOST_AT_ONCE = 1024
+"""Items whose time is over that are looked at in one go, for the loop is not to be held up."""
 
 _SLOTS_OF_TTL = 1024
 
@@ -57,6 +57,17 @@ class Line(Generic[L]):
         self.policy = policy
         self.ahead: deque[L] = deque()
         """Who goes next, as long as nothing is used: a policy may put first what may not go, to be skipped each time."""
+
+
+def by_line(items: Sequence[L]) -> Iterable[tuple[Line[L], Sequence[L]]]:
+    """Returns items by their line, each line's in their order."""
+    lines = set(map(line_of, items))
+    if len(lines) <= 1:  # as it is nearly always
+        return [(line, items) for line in lines]
+    groups: dict[Line[L], list[L]] = defaultdict(list)
+    for item in items:
+        groups[item.line].append(item)
+    return groups.items()
 
 
 class Lines(Generic[L]):
@@ -125,7 +136,8 @@ class Lines(Generic[L]):
 
     def remove(self, item: L) -> None:
         """Forgets an item; one that is not known is fine."""
-        self._aside.discard(item)
+        if self._aside:
+            self._aside.discard(item)
         if item.retained:
             self._retained.discard(item)
             self._free(item)
@@ -158,6 +170,11 @@ class Lines(Generic[L]):
         self.come_back()
         return [] if self.ttl is None else self._unused.take(self.now, MOST_AT_ONCE)
 
+    @property
+    def overdue(self) -> bool:
+        """Whether the time of more items is over than were looked at."""
+        return self._retained.has_due(self.now) or self._unused.has_due(self.now)
+
     def come_back(self) -> bool:
         """Puts back in line those whose time of being retained is over, not too many; returns whether there were any."""
         items = self._retained.take(self.now, MOST_AT_ONCE)
@@ -181,21 +198,9 @@ class Lines(Generic[L]):
         """Tells the policies; each hears of its own items only."""
         if self._aside:
             items = [item for item in items if item not in self._aside]
-        if not items:
-            return
-        lines = {items[0].line} if len(self._lines) == 1 else set(map(line_of, items))
-        if len(lines) == 1:
-            self._use_line(lines.pop(), items, request)
-            return
-        by_line: dict[Line[L], list[L]] = defaultdict(list)
-        for item in items:
-            by_line[item.line].append(item)
-        for line, mine in by_line.items():
-            self._use_line(line, mine, request)
-
-    def _use_line(self, line: Line[L], items: Sequence[L], request: Hashable) -> None:
-        line.ahead.clear()
-        line.policy.use(items, request)
+        for line, mine in by_line(items):
+            line.ahead.clear()
+            line.policy.use(mine, request)
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
         """Keeps items out of line until then, or later where that was said before; returns those for which it is too much."""

@@ -38,6 +38,7 @@ class _Match:
         promotions: position, tier and block of what is to be read back.
         retries: positions that a tier has to be asked about.
         reasons: why items are None, as far as that is known already.
+        ready: so many items at the head are ready in the CPU tier.
     """
 
     items: list[Block | None] = field(default_factory=list)
@@ -45,6 +46,7 @@ class _Match:
     promotions: list[tuple[int, Lane, Block]] = field(default_factory=list)
     retries: list[int] = field(default_factory=list)
     reasons: dict[int, MissReason] = field(default_factory=dict)
+    ready: int = 0
 
     def add(self, block: Block | None, source: int = 0) -> None:
         """Takes the next item."""
@@ -146,8 +148,7 @@ class Lookups:
                 if lane is not None:
                     block.promoting = True
                     found.append((lane, block))
-        wanted = [(block, rank) for _, block in found for rank, slot in enumerate(block.slots) if slot is None]
-        self._primary.reserve(wanted)
+        self._primary.reserve([block for _, block in found])
         for _, block in found:
             if None in block.slots:
                 self.drop_promotion(block)
@@ -156,11 +157,21 @@ class Lookups:
 
     def release(self, lease: Lease) -> None:
         """Ends a lease. What was on its way to it counts as a hit: it was there."""
+        self._count_pending(lease)
+        self.leases.release(lease)
+
+    def end(self, leases: Iterable[Lease]) -> bool:
+        """Ends several leases, however many; returns whether there are pins that are still to fall (`LeaseTable.let_fall`)."""
+        for lease in leases:
+            self._count_pending(lease)
+            self.leases.end(lease)
+        return self.leases.let_fall()
+
+    def _count_pending(self, lease: Lease) -> None:
         if lease.pending:
             for block, source in zip(lease.items, lease.sources, strict=False):
                 if block is not None and not block.ready:
                     self.tally.hit(source)
-        self.leases.release(lease)
 
     def settle(self, block: Block) -> list[Lease]:
         """Takes note that a block is not pending any more; returns the leases that have nothing pending left."""
@@ -197,7 +208,8 @@ class Lookups:
                 break
             block.pins += 1
             items.append(block)
-        match.sources.extend(bytes(len(items)))
+        match.ready = len(items)
+        match.sources.extend(bytes(match.ready))
         for key in islice(keys, len(items), None):
             block = blocks.get(key)
             if block is not None and (block.ready or block.pending):
@@ -225,7 +237,7 @@ class Lookups:
             if not prefix:
                 match.add(None)
             return False
-        block = self._primary.find_or_add(namespace, key)
+        [block] = self._primary.find_or_add(namespace, [key])
         block.promoting = True
         match.promotions.append((position, lane, block))
         match.add(block, lane.index)
@@ -236,17 +248,18 @@ class Lookups:
         for _, _, block in match.promotions:
             block.promoting = False
         match.promotions.clear()
+        match.ready = 0
         for position, found in enumerate(match.items):
             if found is not None:
                 match.reasons[position] = MissReason.BELOW_THRESHOLD
                 match.items[position] = None
-                self._primary.unpin(found)
+                self._primary.unpin([found])
 
     def _start_promotions(self, match: _Match, user: Hashable, *, prefix: bool) -> None:
         """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
-        self._primary.reserve(
-            [(block, rank) for _, _, block in match.promotions for rank, slot in enumerate(block.slots) if slot is None]
-        )
+        if not match.promotions:
+            return
+        self._primary.reserve([block for _, _, block in match.promotions])
         started = []
         failed: set[Block] = set()
         for _, lane, block in match.promotions:
@@ -269,11 +282,11 @@ class Lookups:
             if block is not None and (broken or block in failed):
                 match.items[position] = None
                 match.reasons[position] = MissReason.NO_ROOM
-                self._primary.unpin(block)
+                self._primary.unpin([block])
 
     def _use(self, match: _Match, user: Hashable, retain_until: float) -> int:
         """Takes note of the use of what was found; returns how much of it should have been retained, and is not."""
-        hits = [block for block in match.items if block is not None]
+        hits = list(filter(None, dict.fromkeys(match.items)))
         if not hits:
             return 0
         not_retained = self._primary.use(hits, user, retain_until)
@@ -285,10 +298,19 @@ class Lookups:
     def _grant(
         self, owner: Owner, keys: Sequence[bytes], match: _Match, expires_at: float, record: LookupRecord
     ) -> Lease | None:
-        if match.items.count(None) == len(match.items):
+        if not any(match.items):
             return None
         sources = bytes(match.sources) + bytes(len(keys) - len(match.sources))
-        lease = self.leases.grant(owner, expires_at, match.items, sources, keys=len(keys), now=record.at, record=record)
+        lease = self.leases.grant(
+            owner,
+            expires_at,
+            match.items,
+            sources,
+            keys=len(keys),
+            now=record.at,
+            record=record,
+            all_ready=match.ready == len(match.items),
+        )
         if lease.pending:
             for block, source in zip(match.items, match.sources, strict=True):
                 if block is not None and not block.ready:
@@ -302,7 +324,7 @@ class Lookups:
 
         What lies behind a miss in a chain misses for the same reason, unless another one is known.
         """
-        if len(match.items) == len(keys) and None not in match.items and not any(match.sources):
+        if match.ready == len(keys):
             return ((Span(len(keys), 0),) if keys else ()), None
         verdicts: list[Verdict] = list(match.sources)
         for position in match.retries:

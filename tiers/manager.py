@@ -13,7 +13,7 @@ from .answers import DurableStatus, Negotiation, Session, StoreAnswer
 from .arrivals import Arrivals
 from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, TierFilter
 from .blocks import NamespaceSpec
-from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
+from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId, WorkLeft
 from .durability import Durability
 from .errors import InvalidNamespace, UnknownSession
 from .flow import TierFlow
@@ -71,6 +71,7 @@ class TierManager:
         self._now = now
         self._sessions: dict[bytes, Session] = {}
         self._namespaces: set[NamespaceId] = set()
+        self._work_asked_for = False
         self._history = History(names_for(region_bytes))
         self._journal = Journal()
         lines = keeping.lines(CPU_TIER, region_bytes, now)
@@ -146,8 +147,7 @@ class TierManager:
     def close_session(self, session_id: bytes) -> None:
         """Lets everything fall that the session holds. Slots that it may still write to are quarantined."""
         session = self.session(session_id)
-        for lease in self._lookups.leases.of_session(session_id):
-            self._lookups.release(lease)
+        self._ask_for_work(self._lookups.end(self._lookups.leases.of_session(session_id)))
         for store in self._stores.table.owned_by(session_id):
             self._stores.abandon(store, session.writers)
         for request_id in list(session.requests):
@@ -342,15 +342,30 @@ class TierManager:
         """
         now = self._now = max(now, self._now)
         self._journal.tick(now)
-        self._primary.tick(now)
-        self._flow.tick(now, self._primary.used_at)
+        self._ask_for_work(self._expire())
         self.handoffs.tick(now)
-        for lease in self._lookups.leases.expired(now):
-            self._lookups.release(lease)
-            self._commands.append(LeaseSettled(lease.id))
+        expired = self._lookups.leases.expired(now)
+        self._ask_for_work(self._lookups.end(expired))
+        self._commands += (LeaseSettled(lease.id) for lease in expired)
         for store in self._stores.table.expired(now):
             session = self._sessions.get(store.owner.session_id)
             self._stores.abandon(store, session.writers if session else set())
+
+    def work(self) -> None:
+        """Does the next slice of what was too much to be done at once. Called once for each `WorkLeft`."""
+        self._work_asked_for = False
+        left = [self._primary.sweep(), self._lookups.leases.let_fall(), self._expire()]
+        self._ask_for_work(any(left))
+
+    def _expire(self) -> bool:
+        """Drops blocks that were not used for too long, a slice in each tier; returns whether there are more."""
+        left = [self._primary.tick(self._now), self._flow.tick(self._now, self._primary.used_at)]
+        return any(left)
+
+    def _ask_for_work(self, left: bool) -> None:  # noqa: FBT001 - what a slice returns
+        if left and not self._work_asked_for:
+            self._work_asked_for = True
+            self._commands.append(WorkLeft())
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         """Takes in the result of a job, an outcome per block. A job that is not known is ignored."""
@@ -363,8 +378,8 @@ class TierManager:
     def reset(self, session: Session) -> int:
         """Empties the CPU tier of a session's namespace; the tiers below keep what they have (B3.19).
 
-        What is pinned (it is being written, read or moved) cannot go at once. Until it has gone all lookups of the
-        namespace miss, and what is being written to it is never published (B4.13).
+        What is pinned (it is being written, read or moved) cannot go at once, nor can very much. Until it has gone all lookups
+        of the namespace miss, and what is being written to it is never published (B4.13).
 
         Returns:
             How many blocks are waited for. Ask again until it is 0: that empties nothing again meanwhile.
@@ -372,7 +387,8 @@ class TierManager:
         if resetting := self.resetting(session):
             return resetting
         self.handoffs.reset(session.namespace.id, self._now)
-        return self._primary.reset(session.namespace.id)
+        self._ask_for_work(self._primary.reset(session.namespace.id))
+        return self.resetting(session)
 
     def resetting(self, session: Session) -> int:
         """Returns for how many blocks a reset of a session's namespace still waits."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter
 
 from .base import NamespaceId
 from .blocks import Block, NamespaceSpec
 from .history import Left, MissReason
-from .lines import Line, Lines
+from .lines import Line, Lines, by_line
 from .region_room import RegionRoom
 from .shares import Share
+from .shelves import Shelves
 from .slots import SlotAllocator
 from .stats import TierStats
 
 __all__ = ["PrimaryTier"]
+
+SLICE = 1024
+"""Blocks of a reset that go at a time: two milliseconds' worth."""
 
 _TICKS_PER_SECOND = 1e6
 
@@ -33,8 +37,7 @@ class PrimaryTier:
         self.no_room = 0
         """Slots that were asked for and could not be had."""
         self._left = left
-        self._blocks: dict[NamespaceId, dict[bytes, Block]] = defaultdict(dict)
-        self._retired: dict[NamespaceId, set[Block]] = {}
+        self._shelves = Shelves()
         self._owners: dict[int, Block] = {}
         self._detached: dict[int, Share] = {}
         """Slots without a block, by offset, and whose they were."""
@@ -44,48 +47,62 @@ class PrimaryTier:
         """Counts uses, and moves on with time: in millionths of a second, or beyond."""
 
     def __len__(self) -> int:
-        return sum(len(blocks) for blocks in self._blocks.values())
+        return len(self._shelves)
 
     def blocks_of(self, namespace: NamespaceId) -> dict[bytes, Block]:
         """Returns the blocks of a namespace by key; for reading only."""
-        return self._blocks[namespace]
+        return self._shelves.of(namespace).blocks
 
     def ready_blocks(self) -> list[Block]:
         """Returns all visible blocks, the last used first."""
-        ready = [block for blocks in self._blocks.values() for block in blocks.values() if block.ready]
-        return sorted(ready, key=lambda block: block.last_use, reverse=True)
+        return _last_used_first(block for block in self._shelves if block.ready)
 
     def left_out_blocks(self) -> list[Block]:
         """Returns the visible blocks that a tier below should have got, and did not, the last used first."""
-        return [block for block in self.ready_blocks() if block.left_out is MissReason.STORE_FAILED]
+        failed = MissReason.STORE_FAILED
+        return _last_used_first(block for block in self._shelves if block.left_out is failed and block.ready)
 
-    def find_or_add(self, spec: NamespaceSpec, key: bytes) -> Block:
-        """Returns the block with this key, adding an empty one where there is none.
+    def find_or_add(self, spec: NamespaceSpec, keys: Sequence[bytes]) -> list[Block]:
+        """Returns the blocks with these keys, adding empty ones where there are none.
 
-        The caller pins it: a block without slots and pins must not stay (`unpin` takes care of that). Where it comes to
+        The caller pins them: a block without slots and pins must not stay (`unpin` takes care of that). Where it comes to
         stay, the caller says who uses it (`use`).
 
         Raises:
-            InvalidKey: the key names a group that the namespace lacks.
+            InvalidKey: a key names a group that the namespace lacks; nothing was added.
         """
-        blocks = self._blocks[spec.id]
-        block = blocks.get(key)
-        if block is None:
-            part_bytes = spec.part_bytes_of(key)
-            line = self._line_of.get((spec.id, part_bytes)) or self._new_line(spec.id, part_bytes)
-            block = blocks[key] = Block(spec, key, part_bytes, line)
-        return block
+        shelf = self._shelves.of(spec.id)
+        blocks = shelf.blocks
+        found = list(map(blocks.get, keys))
+        if all(found):
+            return found  # type: ignore[return-value]  # none of them is None
+        spec.check(keys)
+        one_size = len(set(spec.part_bytes)) == 1
+        line = None
+        for number, key in enumerate(keys):
+            if found[number] is not None:
+                continue
+            block = blocks.get(key)  # it may have come twice
+            if block is None:
+                if line is None or not one_size:
+                    part_bytes = spec.part_bytes_of(key)
+                    line = self._line_of.get((spec.id, part_bytes)) or self._new_line(spec.id, part_bytes)
+                block = blocks[key] = Block(spec, key, part_bytes, line, shelf)
+            found[number] = block
+        return found  # type: ignore[return-value]
 
-    def use(self, blocks: Iterable[Block], request: Hashable, retain_until: float = 0.0) -> int:
-        """Takes note that a request used these blocks, given head first. Arguments and result as of `Lines.use`."""
-        self._clock += 1
-        used = [block for block in dict.fromkeys(blocks) if not block.retired]
-        for block in used:
-            block.last_use = self._clock
+    def use(self, blocks: Sequence[Block], request: Hashable, retain_until: float = 0.0) -> int:
+        """Takes note that a request used these, distinct, in the index, and head first.
+
+        Other arguments and result as of `Lines.use`.
+        """
+        self._clock = now = self._clock + 1
+        for block in blocks:
+            block.last_use = now
         if retain_until:
-            for block in used:
+            for block in blocks:
                 block.retain_until = max(block.retain_until, retain_until)
-        return self.lines.use(used, request, retain_until)
+        return self.lines.use(blocks, request, retain_until)
 
     def finish(self, request: Hashable) -> None:
         """Takes note that a request is over."""
@@ -93,95 +110,109 @@ class PrimaryTier:
 
     def used_at(self, namespace: NamespaceId, key: bytes) -> float | None:
         """Returns when a visible block was used the last time, in seconds and a second too early at most; None for others."""
-        block = self._blocks[namespace].get(key) if namespace in self._blocks else None
+        block = self._shelves.get(namespace, key)
         return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
 
-    def tick(self, now: float) -> None:
-        """Lets time pass: drops blocks that were not used for as long as the tier's `ttl`."""
+    def tick(self, now: float) -> bool:
+        """Lets time pass: drops blocks that were not used for as long as the tier's `ttl`. Returns whether there are more."""
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
+        gone = []
         for block in self.lines.tick(now):
             if block.pins or block.retained:
                 self.lines.postpone(block)
             else:
-                self.evict(block, MissReason.EXPIRED)
-                self.lines.expired += 1
+                gone.append(block)
+        self.evict(gone, MissReason.EXPIRED)
+        self.lines.expired += len(gone)
+        return self.lines.overdue
 
-    def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
-        """Gives slots to (block, rank) pairs, evicting where needed; those that get none keep None.
+    def reserve(self, blocks: Sequence[Block], rank: int | None = None) -> None:
+        """Gives slots to parts of blocks that have none, evicting where needed: to all of a block's, or to one rank's of each.
 
-        The blocks must be pinned, or one of them could be evicted for the sake of another.
+        Those that get none keep None. The blocks must be pinned, or one of them could be evicted for the sake of another.
         """
-        by_line: dict[Line[Block], list[tuple[Block, int]]] = defaultdict(list)
-        for pair in wanted:
-            by_line[pair[0].line].append(pair)
-        for line, pairs in by_line.items():
-            offsets = self._take(line.share, line.size_class, len(pairs))
-            self.no_room += len(pairs) - len(offsets)
-            for (block, rank), offset in zip(pairs, offsets, strict=False):
-                block.slots[rank] = offset
-                self._owners[offset] = block
+        for line, mine in by_line(blocks):
+            wanted = mine if rank is not None else [block for block in mine for slot in block.slots if slot is None]
+            offsets = self._take(line.share, line.size_class, len(wanted))
+            self.no_room += len(wanted) - len(offsets)
+            self._owners.update(zip(offsets, wanted, strict=False))
+            one_part = not wanted or len(wanted[0].slots) == 1
+            for block, offset in zip(wanted, offsets, strict=False):
+                if one_part:
+                    block.slots = (offset,)
+                else:
+                    block.put_slot(block.slots.index(None) if rank is None else rank, offset)
 
-    def unpin(self, block: Block) -> None:
-        """Drops one pin; a block that has neither pins nor slots is forgotten, a retired or fleeting one goes."""
-        block.pins -= 1
-        if block.pins:
-            return
-        if block.retired or block.fleeting or not (block.ready or any(slot is not None for slot in block.slots)):
-            self.evict(block, MissReason.EXPIRED if block.fleeting else MissReason.RESET)
+    def unpin(self, blocks: Iterable[Block]) -> None:
+        """Drops a pin of each; a block that has neither pins nor slots is forgotten, a retired or fleeting one goes."""
+        for block in blocks:
+            block.pins = pins = block.pins - 1
+            if pins or (block.ready and not block.fleeting and not block.shelf.retired):
+                continue
+            if block.retired or block.fleeting or not (block.ready or any(slot is not None for slot in block.slots)):
+                self.evict([block], MissReason.EXPIRED if block.fleeting else MissReason.RESET)
 
     def detach_slot(self, block: Block, rank: int) -> int:
         """Takes an unwritten part's slot away from its block, without freeing it (see `release`)."""
         offset = block.slots[rank]
         if offset is None:
             raise ValueError(f"rank {rank} of {block!r} has no slot")
-        block.slots[rank] = None
+        block.put_slot(rank, None)
         del self._owners[offset]
         self._detached[offset] = block.line.share
         return offset
 
     def release(self, offsets: Iterable[int]) -> None:
         """Frees slots that were detached from their blocks and that nobody can write to any more."""
+        offsets = list(offsets)
         for offset in offsets:
             self._detached.pop(offset).used -= self.memory.extent_at(offset).slot_bytes
-            self.memory.release([offset])
+        self.memory.release(offsets)
 
-    def reset(self, namespace: NamespaceId) -> int:
-        """Empties the tier of a namespace; returns how many of its blocks are pinned and will go when they are not.
+    def reset(self, namespace: NamespaceId) -> bool:
+        """Empties the tier of a namespace, a slice of it now; returns whether there is more (`sweep`).
 
-        Those are not found any more, and what is still being written to them is never published (B4.13).
+        Nothing is found any more, and what is being written is never published (B4.13). What is pinned goes when it is not.
         """
-        for block in reversed(list(self._blocks[namespace].values())):  # policies find a tail sooner
-            if block.pins:
-                if block.ready:
-                    self._left(block.namespace, block.key, MissReason.RESET)
-                self.disown(block)
-            else:
-                self.evict(block, MissReason.RESET)
-        return self.retiring(namespace)
+        self._shelves.take_away(namespace)
+        return self.sweep()
+
+    def sweep(self) -> bool:
+        """Clears a slice of what was reset; returns whether there is more."""
+        taken = self._shelves.take_from_reset(SLICE)
+        for block in taken:
+            if block.ready:
+                self._left(block.namespace, block.key, MissReason.RESET)
+            self.lines.remove(block)
+        self.evict([block for block in taken if not block.pins])
+        return self._shelves.resetting
 
     def retiring(self, namespace: NamespaceId) -> int:
         """Returns how many blocks a reset still waits for; not for those that a tier does not come back from."""
-        return sum(not block.stuck for block in self._retired.get(namespace, ()))
+        return self._shelves.retiring(namespace)
 
     def disown(self, block: Block) -> None:
         """Takes a pinned block out of the index: nobody finds it any more, and it goes when nobody pins it any more."""
-        self._retired.setdefault(block.namespace, set()).add(block)
-        block.retired = True
-        self._unlist(block)
+        self._shelves.disown(block)
+        self.lines.remove(block)
 
-    def evict(self, block: Block, reason: MissReason = MissReason.EVICTED) -> None:
-        """Drops a block and frees its slots. It must not be pinned. The one place where a block leaves the tier."""
-        if block.ready and not block.retired:
-            self._left(block.namespace, block.key, block.left_out or reason)
-        offsets = [offset for offset in block.slots if offset is not None]
-        for offset in offsets:
-            del self._owners[offset]
-        block.slots = [None] * len(block.slots)
-        block.written = 0
-        block.ready = False
-        self._forget(block)
-        block.line.share.used -= block.line.size_class * len(offsets)
-        self.memory.release(offsets)
+    def evict(self, blocks: Sequence[Block], reason: MissReason = MissReason.EVICTED) -> None:
+        """Drops blocks and frees their slots. They must not be pinned. The one place where blocks leave the tier."""
+        freed = []
+        for block in blocks:
+            if self._shelves.is_listed(block):
+                if block.ready:
+                    why = MissReason.RESET if block.retired else block.left_out or reason
+                    self._left(block.namespace, block.key, why)
+                self.lines.remove(block)
+            self._shelves.remove(block)
+            slots = [slot for slot in block.slots if slot is not None]
+            block.line.share.used -= block.line.size_class * len(slots)
+            freed += slots
+            block.clear()
+        for slot in freed:
+            del self._owners[slot]
+        self.memory.release(freed)
 
     def stats(self, name: str, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:
         """Returns the figures of this moment; hits and misses are counted by who looks up."""
@@ -200,19 +231,6 @@ class PrimaryTier:
             not_retained=self.lines.not_retained,
             shares=self.lines.stats(),
         )
-
-    def _forget(self, block: Block) -> None:
-        if not block.retired:
-            self._unlist(block)
-            return
-        retired = self._retired[block.namespace]
-        retired.remove(block)
-        if not retired:
-            del self._retired[block.namespace]
-
-    def _unlist(self, block: Block) -> None:
-        del self._blocks[block.namespace][block.key]
-        self.lines.remove(block)
 
     def _new_line(self, namespace: NamespaceId, part_bytes: int) -> Line[Block]:
         line = self.lines.line(namespace, self.memory.slot_bytes_for(part_bytes))
@@ -248,6 +266,9 @@ class PrimaryTier:
         return bool(victims)
 
     def _evict(self, victims: Sequence[Block]) -> None:
-        for block in victims:
-            self.evict(block)
+        self.evict(victims)
         self.evictions += len(victims)
+
+
+def _last_used_first(blocks: Iterable[Block]) -> list[Block]:
+    return sorted(blocks, key=attrgetter("last_use"), reverse=True)

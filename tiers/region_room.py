@@ -41,6 +41,8 @@ class RegionRoom:
             if victims:
                 return victims
         chosen = self._chosen(share, slot_bytes, count)
+        if len(self._lines.all()) == 1:
+            return chosen  # there is no other class to take an extent from
         return self._idle_extent(share, slot_bytes, self._oldest(share, slot_bytes) if chosen else None) or chosen
 
     def own_victims(self, share: Share, slot_bytes: int, nbytes: int) -> list[Block]:
@@ -106,7 +108,7 @@ class RegionRoom:
     def _owners_of(self, extent: Extent) -> list[Block] | None:
         """Returns the blocks in an extent, or None if one of them cannot be evicted."""
         blocks: dict[Block, None] = {}
-        for slot in extent.in_use:
+        for slot in self._memory.in_use(extent):
             owner = self._owners.get(slot)
             if owner is None or owner.pins or owner.retained:
                 return None

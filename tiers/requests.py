@@ -6,7 +6,7 @@ finished it, no store of it is in flight, and every block that a REQUEST_LEVEL t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .answers import EngineKey, Negotiation, Session
@@ -96,6 +96,10 @@ class RequestTable:
         if block not in request.waiting:
             request.waiting.add(block)
             self._waiting.setdefault(block, []).append(request)
+
+    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns those of these blocks that a request waits for."""
+        return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settled(self, block: Block) -> list[Request]:
         """Takes note that a block is not being written any more; returns the requests that it was parked for."""

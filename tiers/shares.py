@@ -136,6 +136,8 @@ def choose(taker: Share, wanted: int, lines: Sequence[tuple[Share, Iterator[T]]]
     while heap and wanted > 0:
         _, is_other, number = heapq.heappop(heap)
         next_spare = -heap[0][0] if heap else -math.inf
+        if not (is_other or heap):  # it pays for itself, and there is nobody to take turns with
+            return chosen + _enough(wanted, lines[number][1], size)
         for item in lines[number][1]:
             nbytes = size(item)
             if is_other and spare[number] < nbytes:
@@ -148,4 +150,15 @@ def choose(taker: Share, wanted: int, lines: Sequence[tuple[Share, Iterator[T]]]
             if spare[number] < next_spare:
                 heapq.heappush(heap, (-spare[number], is_other, number))
                 break
+    return chosen
+
+
+def _enough(wanted: int, items: Iterable[T], size: Callable[[T], int]) -> list[T]:
+    """Returns as many of the first items as free so many bytes, or all."""
+    chosen = []
+    for item in items:
+        chosen.append(item)
+        wanted -= size(item)
+        if wanted <= 0:
+            break
     return chosen

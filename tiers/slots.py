@@ -9,6 +9,7 @@ at most one partly used extent per class.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from .blocks import SLOT_ALIGNMENT
 
@@ -18,15 +19,15 @@ __all__ = ["Extent", "SlotAllocator"]
 class Extent:
     """A piece of the region that belongs to one size class, or to none."""
 
-    __slots__ = ("free", "in_use", "offset", "slot_bytes")
+    __slots__ = ("free", "offset", "slot_bytes", "used")
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
         self.slot_bytes = 0
         self.free: list[int] = []
         """Offsets of free slots; the next to be given out is the last."""
-        self.in_use: set[int] = set()
-        """Offsets of slots that are given out."""
+        self.used = 0
+        """Number of slots that are given out."""
 
 
 class SlotAllocator:
@@ -62,7 +63,7 @@ class SlotAllocator:
             number = min(count - len(taken), len(extent.free))
             offsets = extent.free[-number:]
             del extent.free[-number:]
-            extent.in_use.update(offsets)
+            extent.used += number
             taken += offsets
             if not extent.free:
                 with_room.pop(extent, None)
@@ -71,13 +72,18 @@ class SlotAllocator:
 
     def release(self, offsets: Iterable[int]) -> None:
         """Takes slots back; each must have been given out."""
-        for offset in offsets:
-            extent = self.extent_at(offset)
-            extent.in_use.remove(offset)
-            extent.free.append(offset)
+        for number, together in groupby(offsets, self.extent_bytes.__rfloordiv__):
+            extent = self._extents[number]
+            free = list(together)
+            extent.free += free
+            extent.used -= len(free)
             self._with_room[extent.slot_bytes][extent] = None
-            if not extent.in_use:
+            if not extent.used:
                 self._give_back(extent)
+
+    def in_use(self, extent: Extent) -> set[int]:
+        """Returns the offsets of the slots of an extent that are given out."""
+        return set(self._slots_of(extent)).difference(extent.free)
 
     def extent_at(self, offset: int) -> Extent:
         """Returns the extent that a slot lies in."""
@@ -85,7 +91,7 @@ class SlotAllocator:
 
     def used_bytes(self) -> int:
         """Returns what the slots that are given out take up."""
-        return sum(len(extent.in_use) * extent.slot_bytes for extent in self._extents.values())
+        return sum(extent.used * extent.slot_bytes for extent in self._extents.values())
 
     def extents(self) -> Sequence[Extent]:
         """Returns all extents."""
@@ -96,10 +102,14 @@ class SlotAllocator:
             return None
         extent = self._unclaimed.pop()
         extent.slot_bytes = slot_bytes
-        last = extent.offset + self.extent_bytes - slot_bytes
-        extent.free = list(range(extent.offset, last + 1, slot_bytes))[::-1]
+        extent.free = list(self._slots_of(extent))[::-1]
         self._with_room[slot_bytes][extent] = None
         return extent
+
+    def _slots_of(self, extent: Extent) -> range:
+        """Returns the offsets of all slots of an extent; none where it belongs to no class."""
+        last = extent.offset + self.extent_bytes - extent.slot_bytes
+        return range(extent.offset, last + 1, extent.slot_bytes) if extent.slot_bytes else range(0)
 
     def _give_back(self, extent: Extent) -> None:
         self._with_room[extent.slot_bytes].pop(extent, None)

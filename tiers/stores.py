@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .answers import Session, StoreAnswer, StoreStatus
 from .blocks import Block
@@ -55,26 +55,28 @@ class Stores:
             InvalidItem: the session has no rank.
         """
         rank = session.own_rank()
-        for key in keys:
-            session.namespace.part_bytes_of(key)
-        statuses, found, wanted = self._claim(session, keys, rank)
-        self._primary.reserve([(block, rank) for block in wanted])
+        blocks = self._primary.find_or_add(session.namespace, keys)
+        found = list(dict.fromkeys(blocks))
+        for block in found:
+            block.pins += 1  # room for the tail must not be made at the cost of the head
+        statuses, wanted = self._claim(blocks, rank)
+        self._primary.reserve(list(wanted), rank)
         granted, slots = self._grant(wanted, rank)
-        refused = {block for block in wanted if block.slots[rank] is None}
-        for block in wanted:
-            statuses[found[block]] = StoreStatus.NO_ROOM if block in refused else StoreStatus.GRANTED
+        refused = dict.fromkeys(block for block in wanted if block.slots[rank] is None)
         for block in refused:
+            statuses[wanted[block]] = StoreStatus.NO_ROOM
             self._history.left(block.namespace, block.key, MissReason.STORE_FAILED)
         owner = Owner(session.engine, session.id, request_id)
-        used = [block for block in found if block not in refused]
+        used = [block for block in found if block not in refused] if refused else found
         not_retained = self._primary.use(used, owner.user, retain_until)
         if retain_until:
             self._flow.retain(used)
         request = self._requests.get(session.engine, request_id)
         if request is not None and request.insisting:
-            self._cascade_present(request, list(found), set(granted))
-        for block in found:
-            self._primary.unpin(block)
+            self._cascade_present(request, found, set(granted))
+        if len(granted) < len(found):
+            own = set(granted)  # their pins are the store's from now on
+            self._primary.unpin([block for block in found if block not in own])
         if not granted:
             return StoreAnswer(None, bytes(statuses), [], not_retained)
         if request is not None:
@@ -96,20 +98,17 @@ class Stores:
         complete = []
         for number, block in enumerate(store.blocks):
             block.writers -= 1
-            if number in missing or block.retired:
+            if number in missing or block.shelf.retired:
                 self._lose(block)
                 self._primary.release([self._primary.detach_slot(block, store.rank)])
-            else:
-                block.part_written(store.rank)
-                if block.ready:
-                    complete.append(block)
+            elif block.part_written(store.rank):
+                complete.append(block)
         request = store.request
         if request is not None:
             self._flow.cascade_for(request, complete)
         self._flow.cascade(complete, store.owner.user)
         self._settle(store.blocks)
-        for block in store.blocks:
-            self._primary.unpin(block)
+        self._primary.unpin(store.blocks)
         self._ended(request)
 
     def abandon(self, store: Store, writers: set[int]) -> None:
@@ -122,38 +121,29 @@ class Stores:
             offsets.append(self._primary.detach_slot(block, store.rank))
         self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
         self._settle(store.blocks)
-        for block in store.blocks:
-            self._primary.unpin(block)
+        self._primary.unpin(store.blocks)
         self._ended(store.request)
 
-    def _claim(
-        self, session: Session, keys: Sequence[bytes], rank: int
-    ) -> tuple[bytearray, dict[Block, int], list[Block]]:
-        """Pins the blocks of a store; returns what is known of each key, where each block stands, and which want a slot."""
-        statuses = bytearray(len(keys))
-        found: dict[Block, int] = {}
-        wanted: list[Block] = []
-        for number, key in enumerate(keys):
-            block = self._primary.find_or_add(session.namespace, key)
+    @staticmethod
+    def _claim(blocks: Sequence[Block], rank: int) -> tuple[bytearray, dict[Block, int]]:
+        """Returns what is known of each block of a store, and which of them want a slot, with their places."""
+        granted, present, in_progress = map(int, (StoreStatus.GRANTED, StoreStatus.PRESENT, StoreStatus.IN_PROGRESS))
+        statuses = bytearray([granted]) * len(blocks)
+        wanted: dict[Block, int] = {}
+        for number, block in enumerate(blocks):
             if block.ready or block.written >> rank & 1:
-                statuses[number] = StoreStatus.PRESENT
-            elif block.promoting or block.slots[rank] is not None or block in found:
-                statuses[number] = StoreStatus.IN_PROGRESS
-            else:
-                wanted.append(block)
-            if block not in found:
-                block.pins += 1  # room for the tail must not be made at the cost of the head
-                found[block] = number
-        return statuses, found, wanted
+                statuses[number] = present
+            elif block.promoting or block.slots[rank] is not None or wanted.setdefault(block, number) != number:
+                statuses[number] = in_progress
+        return statuses, wanted
 
     @staticmethod
-    def _grant(wanted: Sequence[Block], rank: int) -> tuple[list[Block], list[int]]:
-        """Pins the blocks that got a slot; returns them, and their slots."""
+    def _grant(wanted: Iterable[Block], rank: int) -> tuple[list[Block], list[int]]:
+        """Returns the blocks that got a slot, as being written, and their slots."""
         granted, slots = [], []
         for block in wanted:
             offset = block.slots[rank]
             if offset is not None:
-                block.pins += 1
                 block.writers += 1
                 granted.append(block)
                 slots.append(offset)

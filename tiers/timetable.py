@@ -58,10 +58,14 @@ class Timetable(Generic[H]):
         if number is not None:
             del self._slots[number][item]
 
+    def has_due(self, now: float) -> bool:
+        """Returns whether there may be items whose time is over."""
+        return bool(self._order) and self._order[0] * self._width <= now
+
     def take(self, now: float, most: int) -> list[H]:
         """Returns and forgets items whose time is over, the earliest first; at most so many."""
         taken: list[H] = []
-        while self._order and self._order[0] * self._width <= now and len(taken) < most:
+        while len(taken) < most and self.has_due(now):
             slot = self._slots[self._order[0]]
             due = list(islice(slot, most - len(taken)))
             for item in due:

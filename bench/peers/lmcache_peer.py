@@ -52,8 +52,9 @@ class LMCache:
         self._since_pause = 0
 
     def start(self, directory: Path, capacity_bytes: int) -> None:
-        # It looks once in a second whether it has to evict, and refuses what finds no room until then. So it evicts early.
-        settings = [*server_settings(capacity_bytes, CHUNK_TOKENS), "--eviction-trigger-watermark", "0.65"]
+        # It looks once in a second whether it has to evict, and refuses what finds no room until then. So it has twice the room,
+        # and evicts early; what was loaded goes after what was stored, though it is not asked for any more.
+        settings = [*server_settings(2 * capacity_bytes, CHUNK_TOKENS), "--eviction-trigger-watermark", "0.65"]
         settings += ["--eviction-ratio", "0.3"]
         self._breath = capacity_bytes // 8
         self._server = LmcacheServer(Path(sys.executable).parent / "lmcache", directory, settings)

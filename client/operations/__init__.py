@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...protos.v1 import admin_pb2
 from ..effects import Call, Operation
+from .devices import Devices
 from .handoffs import Handoffs
 from .loads import Loads, Reading
 from .stores import Stores, Writing
@@ -11,7 +12,7 @@ from .stores import Stores, Writing
 __all__ = ["Operations", "Reading", "Writing"]
 
 
-class Operations(Loads, Stores, Handoffs):
+class Operations(Loads, Stores, Handoffs, Devices):
     """All operations of one client."""
 
     def status(self) -> Operation[admin_pb2.GetStatusResponse]:

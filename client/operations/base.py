@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -30,6 +30,9 @@ class Base:
         self._timeouts = timeouts
         self._lost = lost
         self._staging = StagingPool()
+        self._sizes_by_group = {
+            number.to_bytes(4, "big"): group.part_bytes for number, group in enumerate(namespace.groups)
+        }
 
     def _call(self, link: Link, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
         try:
@@ -58,20 +61,25 @@ class Base:
         except KVTierError:
             return
 
+    def _sizes(self, keys: Iterable[bytes]) -> list[int]:
+        """Returns the size of each key's part."""
+        by_group = self._sizes_by_group
+        try:
+            return [by_group[key[-4:]] for key in keys]
+        except (KeyError, TypeError) as error:
+            raise InvalidRequest(f"{error} ends no key of this namespace; see make_key") from None
+
     def _addresses(self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, writable: bool) -> list[int]:
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys, but {len(buffers)} buffers")
-        addresses = []
-        for key, buffer in zip(keys, buffers, strict=True):
-            try:
-                wanted = self._namespace.part_bytes_of(key)
-                address, nbytes = address_of(buffer, writable=writable)
-            except (TypeError, ValueError) as error:
-                raise InvalidRequest(str(error)) from error
+        try:
+            places = [address_of(buffer, writable=writable) for buffer in buffers]
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
+        for (_, nbytes), wanted in zip(places, self._sizes(keys), strict=True):
             if nbytes != wanted:
                 raise InvalidRequest(f"a buffer of {nbytes} bytes for a part of {wanted}")
-            addresses.append(address)
-        return addresses
+        return [address for address, _ in places]
 
 
 M = TypeVar("M", bound=Message)

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import xxhash
-
 from ...cuda.copy import HostBuffer, address_of, copy_batch
-from ...protos.frames import decode_pull_frame
 from ...protos.packed import unpack_offsets
 from ...protos.v1 import cache_pb2, transfer_pb2
 from ..effects import Connect, Copy, Operation, Pull
-from ..errors import ChecksumMismatch, ServerError
+from ..errors import KVTierError, ServerError
 from ..link import Link
 from ..results import LookupResult, ReadBatch
+from ..streams import ATTEMPTS, Sink, worth_another_try
 from .base import consecutive, message
 from .lookups import Lookups
 
@@ -42,7 +40,7 @@ class Loads(Lookups):
         known = isinstance(lease, LookupResult) and lease.link is link and max(items, default=0) < len(lease.slots)
         if known and isinstance(lease, LookupResult):
             slots = [lease.slots[item] for item in items]
-            sizes = [self._namespace.part_bytes_of(lease.keys[item]) for item in items]
+            sizes = self._sizes(lease.keys[item] for item in items)
         else:
             request = message(cache_pb2.PrepareLoadRequest, session=link.ref, lease_id=lease_id, items=items)
             answer = yield from self._call(link, "CacheService/PrepareLoad", request)
@@ -50,18 +48,13 @@ class Loads(Lookups):
         if link.region is not None:
             return Reading(link, lease_id, ReadBatch(link.region.memory, link.region.address, slots, sizes))
         staging = held.enter_context(self._staging.lend(sum(sizes)))
-        received = yield from self._pull(link, lease_id, items, staging)
-        if received != sum(sizes):
-            raise ServerError(f"{received} bytes arrived where {sum(sizes)} were announced")
         batch = ReadBatch(staging, address_of(staging)[0], consecutive(sizes), sizes)
+        yield from self._pull(link, lease_id, items, [batch.address + offset for offset in batch.offsets], sizes)
         return Reading(link, lease_id, batch)
 
     def end_read(self, reading: Reading, *, release: bool = False) -> Operation[None]:
         """Makes sure that a lease held while it was read: asks on the very session that read."""
-        request = message(
-            cache_pb2.CompleteLoadRequest, session=reading.link.ref, lease_id=reading.lease_id, release=release
-        )
-        yield from self._call(reading.link, "CacheService/CompleteLoad", request)
+        yield from self._confirm(reading.link, reading.lease_id, release=release)
 
     def load(
         self, held: ExitStack, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str, wait: float
@@ -73,8 +66,15 @@ class Loads(Lookups):
             if found.id:
                 yield from self.release([found.id])
             return 0
+        hits = found.prefix_hits
         try:
-            reading = yield from self.begin_read(held, found, range(found.prefix_hits))
+            link = found.link
+            if link.region is None:
+                held.enter_context(link.using())
+                sizes = [self._namespace.part_bytes_of(key) for key in keys[:hits]]
+                yield from self._load_by_stream(link, found.id, range(hits), destinations[:hits], sizes)
+                return hits
+            reading = yield from self.begin_read(held, found, range(hits))
             batch = reading.batch
             sources = [batch.address + offset for offset in batch.offsets]
             yield Copy(lambda: copy_batch(destinations[: len(sources)], sources, batch.sizes))
@@ -82,25 +82,50 @@ class Loads(Lookups):
         except BaseException:
             yield from self._quietly(self.release([found.id]))
             raise
-        return found.prefix_hits
+        return hits
 
-    def _pull(self, link: Link, lease_id: int, items: Sequence[int], staging: memoryview) -> Operation[int]:
-        received = 0
+    def _load_by_stream(
+        self, link: Link, lease_id: int, items: Sequence[int], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> Operation[None]:
+        """Fills buffers, and confirms that the lease held meanwhile; ends it."""
+        if not (yield from self._pull(link, lease_id, items, addresses, sizes, complete=True)):
+            yield from self._confirm(link, lease_id, release=True)
 
-        def take(message: bytes) -> None:
-            nonlocal received
+    def _confirm(self, link: Link, lease_id: int, *, release: bool) -> Operation[None]:
+        request = message(cache_pb2.CompleteLoadRequest, session=link.ref, lease_id=lease_id, release=release)
+        yield from self._call(link, "CacheService/CompleteLoad", request)
+
+    def _pull(
+        self,
+        link: Link,
+        lease_id: int,
+        items: Sequence[int],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        complete: bool = False,
+    ) -> Operation[bool]:
+        """Fills memory, all at once or piece after piece; returns whether that has confirmed the load and ended the lease."""
+        sink = Sink(addresses, sizes)
+        attempt = 0
+        while sink.missing:
+            attempt += 1
+            request = message(
+                transfer_pb2.PullRequest,
+                session=link.ref,
+                lease_id=lease_id,
+                items=[items[number] for number in sink.missing],
+                # One that is continued is confirmed when all of it is there.
+                complete=complete and attempt == 1,
+            )
             try:
-                fields, payload = decode_pull_frame(message)
-            except ValueError as error:
-                raise ServerError(str(error)) from error
-            if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
-                raise ChecksumMismatch(f"the frame at byte {fields.offset_bytes} arrived damaged")
-            end = fields.offset_bytes + payload.nbytes
-            if end > staging.nbytes:
-                raise ServerError(f"the server sends {end} bytes where at most {staging.nbytes} were announced")
-            staging[fields.offset_bytes : end] = payload
-            received += payload.nbytes
-
-        request = message(transfer_pb2.PullRequest, session=link.ref, lease_id=lease_id, items=items)
-        yield Pull(link, request, take, self._timeouts.transfer)
-        return received
+                yield Pull(link, request, sink.take, self._timeouts.transfer)
+            except KVTierError as error:
+                if attempt == ATTEMPTS or not worth_another_try(error, link):
+                    raise
+                sink.settle()
+            else:
+                sink.settle()
+                if sink.missing:
+                    raise ServerError("the server has ended a stream before all of it had come")
+        return sink.completed

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import xxhash
-
 from ...cuda.copy import HostBuffer, address_of, copy_batch
-from ...protos.frames import encode_push_frame
+from ...protos.frames import FRAME_BYTES
 from ...protos.packed import unpack_offsets
-from ...protos.v1 import cache_pb2
+from ...protos.v1 import cache_pb2, transfer_pb2
 from ..effects import Connect, Copy, Operation, Push
 from ..errors import KVTierError, ServerError
 from ..link import Link
 from ..results import StoreStatus, WriteBatch
+from ..streams import ATTEMPTS, Source, worth_another_try
+from ..wire import LOCATE
 from .base import Base, consecutive, duration, message
 
 __all__ = ["Stores", "Writing"]
@@ -34,9 +34,15 @@ class Stores(Base):
     """Bytes into the server."""
 
     def begin_write(
-        self, held: ExitStack, keys: Sequence[bytes], *, request_id: str, retain_for: float | None = None
+        self,
+        held: ExitStack,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        retain_for: float | None = None,
+        staged: bool = True,
     ) -> Operation[Writing]:
-        """Makes slots, or staging, writable until `held` is closed; `end_write` must follow."""
+        """Makes slots, or staging if it is wanted, writable until `held` is closed; `end_write` must follow."""
         link: Link = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.PrepareStoreRequest,
@@ -48,17 +54,19 @@ class Stores(Base):
         held.enter_context(link.using())
         answer = yield from self._call_for_sure(link, "CacheService/PrepareStore", request)
         wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
-        sizes = [self._namespace.part_bytes_of(keys[number]) for number in wanted]
+        sizes = self._sizes(keys[number] for number in wanted)
         if link.region is not None:
             memory, address, offsets = link.region.memory, link.region.address, unpack_offsets(answer.slot_offsets)
         else:
-            memory = held.enter_context(self._staging.lend(sum(sizes)))
+            memory = held.enter_context(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
             address, offsets = address_of(memory)[0], consecutive(sizes)
         batch = WriteBatch(answer.statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
         return Writing(link, answer.store_id, batch)
 
-    def end_write(self, writing: Writing, *, abort: bool = False) -> Operation[None]:
-        """Ends a store: sends what was staged, and completes or aborts it."""
+    def end_write(
+        self, writing: Writing, *, abort: bool = False, sources: Sequence[int] | None = None
+    ) -> Operation[None]:
+        """Ends a store: sends what was staged, or lies at these addresses, and completes or aborts it."""
         link, batch = writing.link, writing.batch
         if not writing.store_id:
             return
@@ -71,7 +79,8 @@ class Stores(Base):
         )
         if link.region is None and not abort:
             try:
-                yield from self._push(writing)
+                if (yield from self._push(writing, sources)):
+                    return
             except KVTierError:
                 request.abort = True
                 yield from self._quietly(self._call_for_sure(link, "CacheService/CompleteStore", request))
@@ -89,9 +98,12 @@ class Stores(Base):
     ) -> Operation[bytes]:
         """Stores buffers; returns a `StoreStatus` per key."""
         sources = self._addresses(keys, buffers, writable=False)
-        writing = yield from self.begin_write(held, keys, request_id=request_id, retain_for=retain_for)
+        writing = yield from self.begin_write(held, keys, request_id=request_id, retain_for=retain_for, staged=False)
         batch = writing.batch
         wanted = [sources[number] for number in batch.wanted]
+        if writing.link.region is None:
+            yield from self.end_write(writing, sources=wanted)
+            return batch.statuses
         destinations = [batch.address + offset for offset in batch.offsets]
         try:
             yield Copy(lambda: copy_batch(destinations, wanted, batch.sizes))
@@ -117,19 +129,34 @@ class Stores(Base):
         pending: int = answer.pending_blocks
         return pending
 
-    def _push(self, writing: Writing) -> Operation[None]:
+    def _push(self, writing: Writing, sources: Sequence[int] | None) -> Operation[bool]:
+        """Sends the parts of a store, all at once or piece after piece; returns whether that has completed it."""
         link, batch = writing.link, writing.batch
-        step, total = link.limits.max_frame_bytes, sum(batch.sizes)
+        if sources is None:
+            sources = [batch.address + offset for offset in batch.offsets]
+        source = Source(link.ref, writing.store_id, sources, batch.sizes)
+        start, attempt = 0, 1
+        try:
+            while True:
+                try:
+                    return (yield from self._push_from(link, source, start, complete=not batch.failed))
+                except KVTierError as error:
+                    if attempt == ATTEMPTS or not worth_another_try(error, link):
+                        raise
+                request = transfer_pb2.LocateRequest(session=link.ref, store_id=writing.store_id)
+                answer = yield from self._call(link, LOCATE, request)
+                start, attempt = answer.received_bytes, attempt + 1
+        finally:
+            source.close()
 
-        def frames() -> Iterator[bytes]:
-            for start in range(0, total, step):
-                payload = batch.memory[start : min(start + step, total)]
-                checksum = xxhash.xxh3_64_intdigest(payload)
-                if start:
-                    yield encode_push_frame(start, checksum, [payload])
-                else:
-                    yield encode_push_frame(start, checksum, [payload], session=link.ref, store_id=writing.store_id)
-
-        answer = yield Push(link, frames, self._timeouts.transfer)
-        if answer.received_bytes != total:
-            raise ServerError(f"the server took {answer.received_bytes} of {total} bytes")
+    def _push_from(self, link: Link, source: Source, start: int, *, complete: bool) -> Operation[bool]:
+        step = min(link.limits.max_frame_bytes, FRAME_BYTES)
+        if start >= source.total_bytes:
+            return False
+        answer = yield Push(
+            link, lambda: source.frames(start, step, complete=complete and not start), self._timeouts.transfer
+        )
+        if answer.received_bytes != source.total_bytes - start:
+            raise ServerError(f"the server took {answer.received_bytes} of {source.total_bytes - start} bytes")
+        completed: bool = answer.completed
+        return completed

@@ -15,20 +15,30 @@ class CapabilitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CapabilitiesResponse(_message.Message):
-    __slots__ = ("server_version", "protocol_versions", "epoch", "limits", "region", "tiers")
+    __slots__ = ("server_version", "protocol_versions", "epoch", "limits", "region", "tiers", "devices")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     protocol_versions: _containers.RepeatedScalarFieldContainer[int]
     epoch: int
     limits: Limits
     region: Region
     tiers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, server_version: _Optional[str] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., region: _Optional[_Union[Region, _Mapping]] = ..., tiers: _Optional[_Iterable[str]] = ...) -> None: ...
+    devices: Devices
+    def __init__(self, server_version: _Optional[str] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., region: _Optional[_Union[Region, _Mapping]] = ..., tiers: _Optional[_Iterable[str]] = ..., devices: _Optional[_Union[Devices, _Mapping]] = ...) -> None: ...
+
+class Devices(_message.Message):
+    __slots__ = ("offered", "why_not")
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_FIELD_NUMBER: _ClassVar[int]
+    offered: bool
+    why_not: str
+    def __init__(self, offered: bool = ..., why_not: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_keys", "max_key_bytes", "max_part_bytes", "max_frame_bytes", "max_wait", "max_lease")
@@ -47,12 +57,14 @@ class Limits(_message.Message):
     def __init__(self, max_keys: _Optional[int] = ..., max_key_bytes: _Optional[int] = ..., max_part_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Region(_message.Message):
-    __slots__ = ("attach_path", "size_bytes")
+    __slots__ = ("attach_path", "size_bytes", "takes_calls")
     ATTACH_PATH_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAKES_CALLS_FIELD_NUMBER: _ClassVar[int]
     attach_path: str
     size_bytes: int
-    def __init__(self, attach_path: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    takes_calls: bool
+    def __init__(self, attach_path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., takes_calls: bool = ...) -> None: ...
 
 class OpenRequest(_message.Message):
     __slots__ = ("protocol_version", "client_name", "engine_id", "rank", "namespace", "pid", "transport")

@@ -50,6 +50,31 @@ class TransferServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_transfer__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/kvtier.v1.TransferService/Locate',
+                request_serializer=kvtier_dot_v1_dot_transfer__pb2.LocateRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_transfer__pb2.LocateResponse.FromString,
+                _registered_method=True)
+        self.RegisterDeviceBuffers = channel.unary_unary(
+                '/kvtier.v1.TransferService/RegisterDeviceBuffers',
+                request_serializer=kvtier_dot_v1_dot_transfer__pb2.RegisterDeviceBuffersRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_transfer__pb2.RegisterDeviceBuffersResponse.FromString,
+                _registered_method=True)
+        self.UnregisterDeviceBuffers = channel.unary_unary(
+                '/kvtier.v1.TransferService/UnregisterDeviceBuffers',
+                request_serializer=kvtier_dot_v1_dot_transfer__pb2.UnregisterDeviceBuffersRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_transfer__pb2.UnregisterDeviceBuffersResponse.FromString,
+                _registered_method=True)
+        self.StoreFromDevice = channel.unary_unary(
+                '/kvtier.v1.TransferService/StoreFromDevice',
+                request_serializer=kvtier_dot_v1_dot_transfer__pb2.StoreFromDeviceRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_transfer__pb2.StoreFromDeviceResponse.FromString,
+                _registered_method=True)
+        self.LoadToDevice = channel.unary_unary(
+                '/kvtier.v1.TransferService/LoadToDevice',
+                request_serializer=kvtier_dot_v1_dot_transfer__pb2.LoadToDeviceRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_transfer__pb2.LoadToDeviceResponse.FromString,
+                _registered_method=True)
 
 
 class TransferServiceServicer(object):
@@ -80,6 +105,69 @@ class TransferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Locate(self, request, context):
+        """Says where else Push and Pull are served, and how much of a store has arrived.
+
+        A process of its own may serve streams beside the endpoint that answers this: calls then do not wait behind
+        bytes. It is started when it is first asked for, so that a first answer may name nobody; its address may change.
+        Where it cannot be reached, clients use the endpoint that they have.
+
+        Errors: STORE_NOT_FOUND, NOT_OWNER, UNKNOWN_SESSION, STALE_EPOCH. May be retried.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RegisterDeviceBuffers(self, request, context):
+        """Opens the caller's blocks on one device, so that the server moves their bytes. They are closed when the session
+        falls; what the session had registered before is replaced. A client MUST register again after DEVICE_LOST, and
+        in every new session.
+
+        Errors: DEVICE_UNAVAILABLE (use another transport; the message begins with the cause), INVALID_ARGUMENT (the
+        description makes no sense, or does not fit the namespace), UNKNOWN_SESSION, STALE_EPOCH.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnregisterDeviceBuffers(self, request, context):
+        """Closes what the session has registered; answers when no copy uses it and it is closed. MAY be left out: it falls
+        with the session.
+
+        Errors: DEVICE_LOST (it is gone already), NOT_OWNER, UNKNOWN_SESSION, STALE_EPOCH.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreFromDevice(self, request, context):
+        """Fills slots that PrepareStore granted from blocks of the caller's device; answers when the bytes are there. The
+        client completes the store afterwards.
+
+        A call that is cancelled begins nothing more; the store's slots stay out of use until what it had begun has ended,
+        and CompleteStore waits for that.
+
+        Errors: STORE_NOT_FOUND, NOT_OWNER, INVALID_ARGUMENT (a block or item that is not there, or twice), DEVICE_LOST
+        (register again; nothing is stored), UNKNOWN_SESSION, STALE_EPOCH.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadToDevice(self, request, context):
+        """Fills blocks of the caller's device from items of a lease; answers when the bytes are there. The client confirms
+        with CompleteLoad afterwards.
+
+        A client that gives up on the call, or loses the server, cannot know what has become of its blocks before
+        `give_up_at_nanoseconds`; from a second after that nobody writes to them any more.
+
+        Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (a block or item that is not
+        there, or twice), DEVICE_LOST (register again; a miss), UNKNOWN_SESSION, STALE_EPOCH.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +180,31 @@ def add_TransferServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=kvtier_dot_v1_dot_transfer__pb2.PullRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_transfer__pb2.PullResponse.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=kvtier_dot_v1_dot_transfer__pb2.LocateRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_transfer__pb2.LocateResponse.SerializeToString,
+            ),
+            'RegisterDeviceBuffers': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterDeviceBuffers,
+                    request_deserializer=kvtier_dot_v1_dot_transfer__pb2.RegisterDeviceBuffersRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_transfer__pb2.RegisterDeviceBuffersResponse.SerializeToString,
+            ),
+            'UnregisterDeviceBuffers': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnregisterDeviceBuffers,
+                    request_deserializer=kvtier_dot_v1_dot_transfer__pb2.UnregisterDeviceBuffersRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_transfer__pb2.UnregisterDeviceBuffersResponse.SerializeToString,
+            ),
+            'StoreFromDevice': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreFromDevice,
+                    request_deserializer=kvtier_dot_v1_dot_transfer__pb2.StoreFromDeviceRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_transfer__pb2.StoreFromDeviceResponse.SerializeToString,
+            ),
+            'LoadToDevice': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadToDevice,
+                    request_deserializer=kvtier_dot_v1_dot_transfer__pb2.LoadToDeviceRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_transfer__pb2.LoadToDeviceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -154,6 +267,141 @@ class TransferService(object):
             '/kvtier.v1.TransferService/Pull',
             kvtier_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
             kvtier_dot_v1_dot_transfer__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.TransferService/Locate',
+            kvtier_dot_v1_dot_transfer__pb2.LocateRequest.SerializeToString,
+            kvtier_dot_v1_dot_transfer__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegisterDeviceBuffers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.TransferService/RegisterDeviceBuffers',
+            kvtier_dot_v1_dot_transfer__pb2.RegisterDeviceBuffersRequest.SerializeToString,
+            kvtier_dot_v1_dot_transfer__pb2.RegisterDeviceBuffersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnregisterDeviceBuffers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.TransferService/UnregisterDeviceBuffers',
+            kvtier_dot_v1_dot_transfer__pb2.UnregisterDeviceBuffersRequest.SerializeToString,
+            kvtier_dot_v1_dot_transfer__pb2.UnregisterDeviceBuffersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreFromDevice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.TransferService/StoreFromDevice',
+            kvtier_dot_v1_dot_transfer__pb2.StoreFromDeviceRequest.SerializeToString,
+            kvtier_dot_v1_dot_transfer__pb2.StoreFromDeviceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadToDevice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.TransferService/LoadToDevice',
+            kvtier_dot_v1_dot_transfer__pb2.LoadToDeviceRequest.SerializeToString,
+            kvtier_dot_v1_dot_transfer__pb2.LoadToDeviceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -42,14 +42,26 @@ class _Asked:
     retain_for: float
 
 
+async def _nobody_writes(_: int) -> None:
+    return
+
+
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
     """Serves `kvtier.v1.CacheService`."""
 
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge) -> None:
+    def __init__(
+        self,
+        runtime: TierRuntime,
+        sessions: SessionRegistry,
+        edge: Edge,
+        quiet: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        """`quiet` ends the streams that still write to a store, and returns when they do not."""
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
         self._edge = edge
+        self._quiet = quiet or _nobody_writes
 
     async def BeginRequest(
         self, request: cache_pb2.BeginRequestRequest, context: grpc.aio.ServicerContext
@@ -158,6 +170,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.CompleteStoreResponse:
         session = self._sessions.get(request.session)
         store_id = StoreId(request.store_id)
+        await self._end_streams(session, store_id)
         try:
             failed = self._edge.numbers(request.failed_items, "failed_items")
             if request.abort:
@@ -171,6 +184,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if failed:
             self._runtime.notify()
         return cache_pb2.CompleteStoreResponse()
+
+    async def _end_streams(self, session: Session, store_id: StoreId) -> None:
+        """Sees to it that no stream of the bulk process writes to a store that is about to end, or has ended."""
+        with contextlib.suppress(StoreNotFound):
+            self._core.store(session, store_id)  # of another engine's store nothing is ended
+        await self._quiet(store_id)
+        self._sessions.check(session)
 
     async def Flush(
         self, request: cache_pb2.FlushRequest, context: grpc.aio.ServicerContext

@@ -25,11 +25,19 @@ _log = get_logger(__name__)
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """Serves `kvtier.v1.SessionService`."""
 
-    def __init__(self, config: Config, runtime: TierRuntime, sessions: SessionRegistry, attach_path: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        runtime: TierRuntime,
+        sessions: SessionRegistry,
+        attach_path: Path,
+        devices: session_pb2.Devices,
+    ) -> None:
         self._config = config
         self._runtime = runtime
         self._sessions = sessions
         self._attach_path = attach_path
+        self._devices = devices
 
     async def Capabilities(
         self, request: session_pb2.CapabilitiesRequest, context: grpc.aio.ServicerContext
@@ -45,8 +53,11 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 max_part_bytes=self._runtime.extent_bytes,
                 max_frame_bytes=limits.max_frame_bytes,
             ),
-            region=session_pb2.Region(attach_path=str(self._attach_path), size_bytes=self._runtime.region.size_bytes),
+            region=session_pb2.Region(
+                attach_path=str(self._attach_path), size_bytes=self._runtime.region.size_bytes, takes_calls=True
+            ),
             tiers=[tier.name for tier in self._runtime.core.stats().tiers],
+            devices=self._devices,
         )
         answer.limits.max_wait.FromNanoseconds(int(limits.max_wait * 1e9))
         answer.limits.max_lease.FromNanoseconds(int(self._config.leases.max * 1e9))

@@ -1,5 +1,8 @@
 """TransferService: bytes of blocks over gRPC, for clients that cannot map the region.
 
+The bulk process (`bulk`) serves the same streams, and is where clients go once they know of it. What is here is for those that
+cannot reach it, and for the moments in which it is not there.
+
 Frames are copied on the event loop, between two decisions of the core: so a frame is written only while its store is in
 flight, and a slot cannot be given to somebody else in mid-copy. That costs the loop 0.1 ms per 2 MiB frame.
 """
@@ -16,6 +19,7 @@ from ...protos.sequence import PartSequence
 from ...protos.v1 import transfer_pb2
 from ...tiers.answers import Session
 from ...tiers.commands import LeaseId, StoreId
+from ..bulk.supervisor import BulkProcess
 from ..edge import Edge
 from ..errors import Refused
 from ..metrics import Metrics
@@ -28,12 +32,21 @@ __all__ = ["TransferService"]
 class TransferService:
     """Serves `kvtier.v1.TransferService` with handlers that take and give raw bytes."""
 
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        runtime: TierRuntime,
+        sessions: SessionRegistry,
+        edge: Edge,
+        metrics: Metrics,
+        bulk: BulkProcess,
+    ) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._memory = runtime.region.memory
         self._sessions = sessions
         self._edge = edge
+        self._bulk = bulk
+        self._arrivals = bulk.arrivals
         self._pushed = metrics.transfer("grpc", "in")
         self._pulled = metrics.transfer("grpc", "out")
         self._damaged = metrics.mismatches("grpc")
@@ -47,6 +60,11 @@ class TransferService:
                     self.Push, None, transfer_pb2.PushResponse.SerializeToString
                 ),
                 "Pull": grpc.unary_stream_rpc_method_handler(self.Pull, transfer_pb2.PullRequest.FromString, None),
+                "Locate": grpc.unary_unary_rpc_method_handler(
+                    self.Locate,
+                    transfer_pb2.LocateRequest.FromString,
+                    transfer_pb2.LocateResponse.SerializeToString,
+                ),
             },
         )
 
@@ -81,6 +99,7 @@ class TransferService:
                 raise Refused("WRONG_SIZE", str(error)) from error
             received += taken
             self._pushed.inc(taken)
+            self._arrivals.add(store_id, fields.offset_bytes, fields.offset_bytes + taken)
         if session is None:
             raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
         return transfer_pb2.PushResponse(received_bytes=received)
@@ -102,6 +121,17 @@ class TransferService:
             yield encode_pull_frame(offset, _checksum(pieces), pieces)
             offset += nbytes
             self._pulled.inc(nbytes)
+
+    async def Locate(
+        self, request: transfer_pb2.LocateRequest, context: grpc.aio.ServicerContext
+    ) -> transfer_pb2.LocateResponse:
+        """Says where the bulk process is, and how much of a store has arrived."""
+        session = self._sessions.get(request.session)
+        if request.store_id:
+            self._core.store(session, StoreId(request.store_id))
+        port, suffix = self._bulk.where()
+        received = self._arrivals.of(request.store_id)
+        return transfer_pb2.LocateResponse(port=port, socket_suffix=suffix, received_bytes=received)
 
 
 def _checksum(pieces: Sequence[memoryview]) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, CacheClientContract, new_keys
+from harness.bulk import wait_for_bulk
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, InvalidRequest, LookupResult, Unavailable
@@ -26,6 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 class _OnRealServer(CacheClientContract):
     transport: str
     make: Callable[..., Any]
+    bulk = False
 
     @pytest.fixture
     def connect(self, server: ServerProcess) -> Iterator[Callable[..., Any]]:
@@ -37,6 +39,10 @@ class _OnRealServer(CacheClientContract):
             clients.append(client)
             client.wait_until_connected()
             assert client.transport == self.transport
+            if self.bulk:
+                wait_for_bulk(getattr(client, "_client", client))
+            else:
+                self.stay_away(getattr(client, "_client", client))
             return client
 
         yield connect
@@ -48,6 +54,12 @@ class _OnRealServer(CacheClientContract):
             time.sleep(0.01)
         assert (status.leases, status.stores, status.holds, len(status.sessions)) == (0, 0, 0, 0)
 
+    @staticmethod
+    def stay_away(client: Any) -> None:
+        """Keeps the streams of a client on the endpoint that its calls go to."""
+        route = getattr(client, "_bulk", None) or client._wire._bulk
+        route.close()
+
 
 class TestSharedMemory(_OnRealServer):
     """Blocks are copied into and out of the region."""
@@ -57,10 +69,18 @@ class TestSharedMemory(_OnRealServer):
 
 
 class TestGrpc(_OnRealServer):
-    """Blocks travel in streams, through staging buffers."""
+    """Blocks travel in streams, to and from the server itself."""
 
     transport = "grpc"
     make = Client
+
+
+class TestBulk(_OnRealServer):
+    """Blocks travel in streams, to and from the bulk process."""
+
+    transport = "grpc"
+    make = Client
+    bulk = True
 
 
 class _Blocking:
@@ -145,6 +165,14 @@ class TestAsyncGrpc(_OnRealServer):
 
     transport = "grpc"
     make = _Blocking
+
+
+class TestAsyncBulk(_OnRealServer):
+    """And so from and to the bulk process."""
+
+    transport = "grpc"
+    make = _Blocking
+    bulk = True
 
 
 def test_a_client_without_a_server_fails_at_once(tmp_path: Path) -> None:

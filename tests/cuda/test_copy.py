@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.cuda import copy
 from kvtier.cuda.copy import HostBuffer, address_of, copy_batch
+
+MIB = 1 << 20
 
 
 class FakeTensor:
@@ -123,12 +128,75 @@ def test_copies_arrive(seed: int, sizes: list[int], *, adjacent: bool) -> None:
     assert destination == expected
 
 
-def test_neighbours_are_copied_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block_bytes", [48 << 10, 512 << 10, 5 * MIB])
+def test_long_batches_arrive(block_bytes: int) -> None:
+    """More than is copied at once with the GIL arrives as well: small, large and huge blocks, from scattered places."""
+    count = 12 * MIB // block_bytes
+    source = np.random.default_rng(3).integers(0, 256, (count, block_bytes), np.uint8)
+    target = np.zeros_like(source)
+    order = np.random.default_rng(4).permutation(count)
+    rows = [target[n].ctypes.data for n in range(count)]
+    copy_batch(rows, [source[n].ctypes.data for n in order], [block_bytes] * count)
+    assert np.array_equal(target, source[order])
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """What is copied, and how, instead of copying it; nobody is known to be busy."""
+    calls: list[tuple[str, tuple[int, ...]]] = []
+    monkeypatch.setattr(copy, "_crowd", copy._Crowd())
+    monkeypatch.setattr(copy, "_move", lambda *arguments: calls.append(("free", arguments)))
+    monkeypatch.setattr(copy, "_move_kept", lambda *arguments: calls.append(("kept", arguments)))
+    return calls
+
+
+def test_neighbours_are_copied_as_one(moved: list[tuple[str, tuple[int, ...]]]) -> None:
     """Runs that are adjacent at both ends become one call; a gap at either end starts a new one."""
-    calls = []
-    monkeypatch.setattr(ctypes, "memmove", lambda *arguments: calls.append(arguments))
-    copy_batch([100, 110, 120, 140], [500, 510, 530, 540], [10, 10, 10, 10])
-    assert calls == [(100, 500, 20), (120, 530, 10), (140, 540, 10)]
+    m = 2 * MIB
+    copy_batch([100, 100 + m, 100 + 2 * m, 100 + 4 * m], [500, 500 + m, 500 + 3 * m, 500 + 4 * m], [m] * 4)
+    runs = [run for _, run in moved]
+    assert runs == [(100, 500, 2 * m), (100 + 2 * m, 500 + 3 * m, m), (100 + 4 * m, 500 + 4 * m, m)]
+
+
+def test_short_batches_keep_the_gil_and_long_ones_let_go_of_it(moved: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Up to 4 MiB nobody can get in between; beyond that large blocks go without the GIL, and one in 4 MiB of small ones."""
+    copy_batch([n << 24 for n in range(64)], [n << 25 for n in range(64)], [64 << 10] * 64)
+    assert [how for how, _ in moved] == ["kept"] * 64
+    moved.clear()
+    copy_batch([n << 24 for n in range(200)], [n << 25 for n in range(200)], [64 << 10] * 200)
+    assert [n for n, (how, _) in enumerate(moved) if how == "free"] == [64, 129, 194]
+    moved.clear()
+    copy_batch([0, 1 << 24, 1 << 25], [1 << 26, 1 << 27, 1 << 28], [2 * MIB] * 3)
+    assert [how for how, _ in moved] == ["free"] * 3
+
+
+def test_beside_a_busy_thread_the_gil_is_kept(moved: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Whoever had to wait long for the GIL keeps it for the rest of the batch, and for the next; but not for huge blocks."""
+    copy._crowd._until = time.perf_counter() + 60
+    copy_batch([0, 1 << 24, 1 << 25], [1 << 26, 1 << 27, 1 << 28], [2 * MIB, 5 * MIB, 2 * MIB])
+    assert [how for how, _ in moved] == ["kept", "free", "kept"]
+
+
+def test_a_thread_that_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another thread in a loop of Python, long copies find out that the GIL does not come back at once."""
+    crowd = copy._Crowd()
+    monkeypatch.setattr(copy, "_crowd", crowd)
+    buffers = bytearray(16 * MIB), bytearray(16 * MIB)
+    to, start = (address_of(buffer, writable=True)[0] for buffer in buffers)
+    over = threading.Event()
+    busy = threading.Thread(target=lambda: [None for _ in iter(over.is_set, True)])
+    busy.start()
+    try:
+        for _ in range(200):
+            copy_batch(
+                [to + n * 2 * MIB for n in range(8)], [start + (7 - n) * 2 * MIB for n in range(8)], [2 * MIB] * 8
+            )
+            if crowd._until:
+                break
+    finally:
+        over.set()
+        busy.join()
+    assert crowd._until > 0
 
 
 def test_lists_of_different_lengths_are_refused() -> None:

@@ -13,9 +13,9 @@ from contracts.cache_client import NAMESPACE, SMALL, new_keys
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, KeyStatus
-from kvtier.client.warmup import warm_up
 from kvtier.cuda.pinning import PIN_CHUNK_BYTES, CudaRegistrar, PinError, Pinning, split_at_chunks
 from kvtier.cuda.region import PAGE_BYTES, HostRegion
+from kvtier.cuda.warmup import warm_up
 
 SIZE = 2 * PIN_CHUNK_BYTES + 3 * PAGE_BYTES
 
@@ -142,6 +142,21 @@ def test_only_chunks_are_pinned(region: HostRegion, notes: Notes, offset: int, l
 def test_transfers_are_cut_where_chunks_meet(offset: int, nbytes: int, pieces: list[tuple[int, int]]) -> None:
     """B4.16 A driver takes no transfer that crosses from one registration into the next."""
     assert list(split_at_chunks(offset, nbytes)) == pieces
+
+
+def test_what_is_pinned_is_known(region: HostRegion, notes: Notes) -> None:
+    """Whoever may touch pinned memory only can ask; a short last chunk ends where it ends."""
+    pinning = Pinning(region, notes, allowed=lambda: True)
+    assert not pinning.covers(0, 1)
+    pinning.pin(0, PIN_CHUNK_BYTES)
+    pinning.pin(2 * PIN_CHUNK_BYTES, 3 * PAGE_BYTES)
+    assert pinning.covers(0, PIN_CHUNK_BYTES)
+    assert pinning.covers(PIN_CHUNK_BYTES - 1, 1)
+    assert not pinning.covers(PIN_CHUNK_BYTES, 1)
+    assert pinning.covers(2 * PIN_CHUNK_BYTES + 8, 3 * PAGE_BYTES - 8)
+    assert not pinning.covers(2 * PIN_CHUNK_BYTES + 8, 3 * PAGE_BYTES)
+    pinning.close()
+    assert not pinning.covers(0, 1)
 
 
 def test_without_a_gpu_there_is_a_reason() -> None:

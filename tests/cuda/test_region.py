@@ -282,9 +282,9 @@ def test_tune_malloc_may_be_repeated() -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    """The server's side of shared memory needs neither numpy nor torch."""
+    """The server's side of shared memory needs neither numpy nor torch, and NVIDIA's package only where there is a driver."""
     program = (
-        "import sys, kvtier.cuda.region, kvtier.cuda.copy, kvtier.cuda.malloc\n"
-        "assert not {'numpy', 'torch', 'grpc'} & set(sys.modules)"
+        "import sys, kvtier.cuda.region, kvtier.cuda.copy, kvtier.cuda.malloc, kvtier.cuda.device_copies, kvtier.cuda.gather\n"
+        "assert not {'numpy', 'torch', 'grpc', 'cuda'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

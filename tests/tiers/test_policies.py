@@ -15,7 +15,7 @@ from kvtier.tiers.lines import Lines
 from kvtier.tiers.manager import TierManager
 from kvtier.tiers.policies import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, EvictionPolicy, Forecast
 from kvtier.tiers.policies.requests import MOST_OPEN, LastRequest, OpenRequests
-from kvtier.tiers.policies.reuse import BINS, Kind, ReuseModel, bin_ends_at, bin_of
+from kvtier.tiers.policies.reuse import BIN_ENDS, BINS, Kind, ReuseModel, bin_of
 from kvtier.tiers.policies.runs import Run
 from kvtier.tiers.shares import Shares
 
@@ -365,8 +365,8 @@ def test_bins_cover_all_ages() -> None:
     assert bin_of(1 << 40) == BINS - 1
     for age in (0, 1, 63, 64, 65, 90, 91, 5000, 1 << 20):
         number = bin_of(age)
-        assert age < bin_ends_at(number)
-        assert number == 0 or age >= bin_ends_at(number - 1)
+        assert age < BIN_ENDS[number]
+        assert number == 0 or age >= BIN_ENDS[number - 1]
 
 
 def feed(kind: Kind, rows: dict[int, tuple[int, int]]) -> None:

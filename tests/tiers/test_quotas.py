@@ -264,7 +264,7 @@ def _check_counts(rig: Rig) -> None:
     primary, catalog = rig.core._primary, rig.core._flow.lanes[0].catalog
     assert sum(share.used for share in primary.lines.shares) == primary.memory.used_bytes()
     assert sum(share.used for share in catalog.lines.shares) == catalog.used_bytes <= catalog.capacity_bytes
-    items: list[Block | CatalogEntry] = [b for held in primary._blocks.values() for b in held.values()]
+    items: list[Block | CatalogEntry] = [*primary._shelves]
     items += [entry for held in catalog._entries.values() for entry in held.values()]
     for share in [*primary.lines.shares, *catalog.lines.shares]:
         assert share.used == sum(item.footprint for item in items if item.line.share is share)

@@ -14,16 +14,15 @@ that is worth the least, by its kind and age, goes first, tail before head.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Generic
 
 from .base import T
 from .requests import OpenRequests
-from .reuse import BINS, Kind, ReuseModel, bin_ends_at, bin_of
+from .reuse import BIN_ENDS, BINS, Kind, ReuseModel, bin_of
 from .runs import Cell, Run, Trail
 
 __all__ = ["Forecast"]
@@ -33,6 +32,8 @@ _GHOST_EVERY = 8
 """Of the blocks of a run that went, every eighth leaves a ghost, and those where the next turn would go on."""
 _MIN_ROUND = 2048
 """Uses from one round of learning to the next; half as many as there are items, if that is more."""
+_AGES = 32
+"""Ages are told apart from this part of a turnover of all items on, so that the work per use does not grow with their number."""
 _MOST_TURNS = 5
 _MOST_GROWTH = 8
 _MOST_SHARED = 10
@@ -50,9 +51,8 @@ class Forecast(Generic[T]):
         self._cells: dict[tuple[Kind, int], Cell[T]] = {}
         self._ranked: list[tuple[tuple[float, int], Cell[T]]] = []
         """The cells that hold runs, by rank. Ranks differ, so cells are never compared."""
-        self._due: list[tuple[int, int, Run[T]]] = []
-        """A heap of the runs by when they are due, and of entries that have been overtaken."""
-        self._serial = 0
+        self._due: defaultdict[int, deque[tuple[int, Run[T]]]] = defaultdict(deque)
+        """Per bin the runs that came into it, in that order, by when they leave it; and entries that have been overtaken."""
         self._clock = 0
         self._next_round = _MIN_ROUND
         self._round: Iterator[Kind | None] | None = None
@@ -85,9 +85,11 @@ class Forecast(Generic[T]):
         if run is None:
             return
         index = len(run.items) - 1
-        if run.items[index] is not item:
+        if run.items[index] is item:
+            run.items.pop()
+        else:
             index = run.items.index(item)
-        del run.items[index]
+            del run.items[index]
         place = run.start + index
         if place % _GHOST_EVERY == 0 or place >= run.trail.length - 2 or not run.items:
             self._ghosts[item.name] = run
@@ -115,19 +117,30 @@ class Forecast(Generic[T]):
     def _pieces(self, items: Sequence[T], trail: Trail[T]) -> list[tuple[Run[T] | None, list[T]]]:
         """Cuts items where their past differs, and leaves out those that this request used before."""
         pieces: list[tuple[Run[T] | None, list[T]]] = []
-        for run, group in groupby(items, self._runs.get):
+        place = 0
+        while place < len(items):
+            run = self._runs.get(items[place])
+            length = len(run.items) if run else 0
+            piece = list(items[place : place + length])
+            if run is None or piece != run.items:  # else it is used as a whole, and nothing is to be looked up
+                piece = list(next(groupby(islice(items, place, None), self._runs.get))[1])
+            place += len(piece)
             if run is None:
-                self._recognise(list(group), trail, pieces)
+                self._recognise(piece, trail, pieces)
             elif run.trail is not trail:
-                pieces.append((run, list(group)))
+                pieces.append((run, piece))
         return pieces
 
     def _recognise(self, items: list[T], trail: Trail[T], pieces: list[tuple[Run[T] | None, list[T]]]) -> None:
         """Adds pieces for items that are not here; a ghost speaks for those before it as well."""
+        names = [item.name for item in items] if self._ghosts else ()
+        if self._ghosts.keys().isdisjoint(names):
+            pieces.append((None, items))
+            return
         piece: list[T] = []
-        for item in items:
+        for item, name in zip(items, names, strict=True):
             piece.append(item)
-            run = self._ghosts.pop(item.name, None)
+            run = self._ghosts.pop(name, None)
             if run is None:
                 continue
             run.ghosts -= 1
@@ -143,7 +156,8 @@ class Forecast(Generic[T]):
 
     def _count_reuse(self, run: Run[T], items: list[T]) -> None:
         """Tells the model, and takes from a run what another one takes over: usually its head."""
-        run.kind.hits[bin_of(self._clock - run.trail.time)] += len(items)
+        self._grow_old(run)
+        run.kind.hits[run.bin] += len(items)
         if run.items == items and not run.ghosts:
             return  # nothing of it stays behind: `_append` takes it over as it is
         run.alive = max(0, run.alive - len(items))
@@ -222,7 +236,7 @@ class Forecast(Generic[T]):
         for run in trail.runs:
             run.kind, run.bin = self._kind_of(run), 0
             self._place(run)
-            self._wait(run, trail.time + bin_ends_at(0))
+            self._wait(run)
 
     def _kind_of(self, run: Run[T]) -> Kind:
         trail = run.trail
@@ -235,15 +249,23 @@ class Forecast(Generic[T]):
 
     def _advance(self) -> None:
         """Moves runs to the bin of their age."""
-        while self._due and self._due[0][0] <= self._clock:
-            due, _, run = heapq.heappop(self._due)
-            if not run.alive or due != run.due:
-                continue
-            run.kind.misses[run.bin] += run.alive
-            if run.bin + 1 < BINS:
-                run.bin += 1
-                self._place(run)
-                self._wait(run, run.trail.time + bin_ends_at(run.bin))
+        for due in list(self._due.values()):
+            while due and due[0][0] <= self._clock:
+                when, run = due.popleft()
+                if not run.alive or when != run.due:
+                    continue
+                self._grow_old(run)
+                if self._clock < run.trail.time + BIN_ENDS[-1]:
+                    self._place(run)
+                    self._wait(run)
+                else:
+                    run.kind.misses[-1] += run.alive
+
+    def _grow_old(self, run: Run[T]) -> None:
+        """Counts the bins that a run has come through without being used."""
+        old, run.bin = run.bin, bin_of(self._clock - run.trail.time)
+        for number in range(old, run.bin):
+            run.kind.misses[number] += run.alive
 
     def _learn(self) -> None:
         """Takes a step of the round of learning, if one runs or is due."""
@@ -264,11 +286,13 @@ class Forecast(Generic[T]):
                     self._strike(cell)
                     self._list(cell)
 
-    def _wait(self, run: Run[T], due: int) -> None:
+    def _wait(self, run: Run[T]) -> None:
+        """Sees to it that a run leaves its bin; the first ones together, for what is so young need not be told apart."""
+        lasts, least = BIN_ENDS[run.bin], len(self._runs) // _AGES
+        due = run.trail.time + (max(least, lasts))
         if due != run.due:
             run.due = due
-            self._serial += 1
-            heapq.heappush(self._due, (due, self._serial, run))
+            self._due[run.bin].append((due, run))
 
     def _place(self, run: Run[T]) -> None:
         """Puts a run into the cell of its kind and age, if it has items."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 
-__all__ = ["BINS", "Factor", "Kind", "ReuseModel", "bin_ends_at", "bin_of"]
+__all__ = ["BINS", "BIN_ENDS", "Factor", "Kind", "ReuseModel", "bin_of"]
 
 Factor = tuple[str, int]
 """A feature and its value."""
@@ -25,6 +25,8 @@ _FIRST_EDGE = 64
 BINS = 32
 _EDGES = [0] + [round(_FIRST_EDGE * 2 ** (step / 2)) for step in range(BINS)]
 """Where the bins begin; the last one ends here: at 3 million uses nobody waits any longer."""
+BIN_ENDS = _EDGES[1:]
+"""Per bin the age at which it ends."""
 
 _PRIOR_CHANCE = 0.05
 _PRIOR = [_PRIOR_CHANCE * _EDGES[1] / (_EDGES[2] - _EDGES[1])] + [_PRIOR_CHANCE] * (BINS - 1)
@@ -45,11 +47,6 @@ _REGULAR = 30.0
 def bin_of(age: int) -> int:
     """Returns the bin that an age falls in."""
     return min(bisect_right(_EDGES, age), BINS) - 1
-
-
-def bin_ends_at(number: int) -> int:
-    """Returns the age at which a bin ends."""
-    return _EDGES[number + 1]
 
 
 class Kind:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 import xxhash
+from harness.bulk import bulk_streams
 from harness.misbehaving import (
     DAMAGED,
     FRESH,
@@ -47,6 +48,17 @@ def frames_of(world: World, store_id: int, payload_bytes: bytes, **changed: Any)
 
 TOTAL = PART * len(FRESH)
 
+
+@pytest.fixture(params=["server", "bulk"])
+def streams(world: World, request: pytest.FixtureRequest) -> Iterator[World]:
+    """The world, with streams to the server itself, or to its bulk process: they refuse alike."""
+    if request.param == "server":
+        yield world
+        return
+    with bulk_streams(world.mine, world.server.endpoint):
+        yield world
+
+
 PUSH_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
     "unknown store": (lambda w: w.push(frames_of(w, 4711, b"x")), NO_STORE),
     "someone else's store": (lambda w: w.push(frames_of(w, w.store(w.theirs), b"x")), NOT_OWNER),
@@ -65,13 +77,14 @@ PUSH_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
 
 
 @pytest.mark.parametrize("case", PUSH_CASES)
-def test_push(world: World, case: str) -> None:
+def test_push(streams: World, case: str) -> None:
     """Push takes only whole frames that fit slots of the caller's own store."""
-    refuse(world, *PUSH_CASES[case])
+    refuse(streams, *PUSH_CASES[case])
 
 
-def test_push_of_random_bytes(world: World) -> None:
+def test_push_of_random_bytes(streams: World) -> None:
     """Whatever bytes come as a frame, the answer has a reason and the server goes on."""
+    world = streams
     whole = frames_of(world, world.store(), bytes(64))[0]
     for number in range(200):
         noise = payload(key_of(number, salt="noise"), 8).tobytes()
@@ -85,8 +98,9 @@ def test_push_of_random_bytes(world: World) -> None:
             assert status == STATUS_OF[reason].name != "INTERNAL"
 
 
-def test_push_to_a_store_that_ended_meanwhile(world: World) -> None:
+def test_push_to_a_store_that_ended_meanwhile(streams: World) -> None:
     """A frame that comes after the store was ended is refused: its slots may be somebody else's by then."""
+    world = streams
     store_id = world.store()
     first = frames_of(world, store_id, bytes(100))[0]
 
@@ -100,8 +114,9 @@ def test_push_to_a_store_that_ended_meanwhile(world: World) -> None:
     refuse(world, lambda w: w.mine.push(frames(), timeout=TIMEOUT), NO_STORE)
 
 
-def test_push_that_stops_in_the_middle(world: World) -> None:
+def test_push_that_stops_in_the_middle(streams: World) -> None:
     """A stream that is cancelled in mid-store leaves a store that can still be aborted, and no block (B4.5)."""
+    world = streams
     store_id = world.store()
 
     def frames() -> Iterator[bytes]:
@@ -127,13 +142,14 @@ PULL_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
 
 
 @pytest.mark.parametrize("case", PULL_CASES)
-def test_pull(world: World, case: str) -> None:
+def test_pull(streams: World, case: str) -> None:
     """Pull sends only ready items of a lease of the caller's own engine."""
-    refuse(world, *PULL_CASES[case])
+    refuse(streams, *PULL_CASES[case])
 
 
-def test_pull_that_nobody_reads(world: World) -> None:
+def test_pull_that_nobody_reads(streams: World) -> None:
     """A reader that stops in the middle holds up nobody but itself."""
+    world = streams
     request = transfer_pb2.PullRequest(session=world.mine.ref, lease_id=world.lease(), items=[*range(32)] * 200)
     stream = world.mine.pull(request, timeout=TIMEOUT)
     fields, first = decode_pull_frame(next(stream))

@@ -40,6 +40,7 @@ class Backstage:
         return {
             self.run_work: 24,
             self.answer: 4,
+            self.go_on: 4,
             self.report_again: 0.8,
             self.store_elsewhere: 0.8,
             self.hang: 0.25,
@@ -53,6 +54,13 @@ class Backstage:
             self.leave_nothing_volatile: 0.2,
             self.crash: 0.12,
         }
+
+    def go_on(self) -> None:
+        """The core does the next slice of what was too much to be done at once."""
+        if self.world.work_left:
+            self.world.work_left = False
+            self.world.core.work()
+            self.world.saw("slices of work")
 
     def run_work(self) -> None:
         """A worker ends something. Stores and removals of a tier end in order, loads in any."""

@@ -40,30 +40,40 @@ class Look:
 
 @contextlib.contextmanager
 def small_jobs(nbytes: int) -> Iterator[None]:
-    """Lets a job carry so little that queues are cut into several."""
-    with mock.patch("kvtier.tiers.flow.JOB_BYTES", nbytes):
+    """Lets a job carry so little that queues are cut into several; and what goes in slices go so slowly that it takes several."""
+    slices = mock.patch("kvtier.tiers.primary.SLICE", 3), mock.patch("kvtier.tiers.leases.SLICE", 3)
+    with mock.patch("kvtier.tiers.flow.JOB_BYTES", nbytes), slices[0], slices[1]:
         yield
 
 
 def blocks(core: TierManager) -> list[Block]:
     """Returns every block of the CPU tier, empty ones and those that a reset has taken out included."""
-    return [*chain.from_iterable(held.values() for held in core._primary._blocks.values()), *retired(core)]
+    return [*core._primary._shelves, *retired(core)]
 
 
 def retired(core: TierManager) -> list[Block]:
-    """Returns the blocks that a reset has taken out of the index and that somebody pins still."""
-    found = chain.from_iterable(core._primary._retired.values())
+    """Returns the blocks that a reset has taken out of the index and that have not gone yet."""
+    shelves = core._primary._shelves
+    found = [block for namespace in shelves._resetting for block in unswept(core, namespace)]
+    found += chain.from_iterable(shelves._pinned.values())
     return sorted(found, key=lambda block: (block.namespace, block.key))
+
+
+def unswept(core: TierManager, namespace: bytes) -> list[Block]:
+    """Returns the blocks of a namespace that a reset has taken out of the index and has not come to yet."""
+    shelves = core._primary._shelves._resetting.get(NamespaceId(namespace), ())
+    return [block for shelf in shelves for block in shelf.blocks.values()]
 
 
 def block(core: TierManager, namespace: NamespaceId, key: bytes) -> Block | None:
     """Returns one block of the CPU tier, whatever its state."""
-    return core._primary._blocks.get(namespace, {}).get(key)
+    return core._primary._shelves.get(namespace, key)
 
 
 def slots_in_use(core: TierManager) -> set[int]:
     """Returns the slots that the allocator has given out."""
-    return set().union(*(extent.in_use for extent in core._primary.memory.extents()))
+    memory = core._primary.memory
+    return set().union(*map(memory.in_use, memory.extents()))
 
 
 def quarantined(core: TierManager) -> list[int]:
@@ -141,6 +151,7 @@ def pins(core: TierManager) -> Counter[Block]:
     held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
     held.update(chain.from_iterable(job.blocks for job in core._flow._jobs.values()))
     held.update(chain.from_iterable(lane.queue for lane in core._flow.lanes))
+    held.update(core._lookups.leases._falling)
     return held + hold_pins(core)
 
 
@@ -151,9 +162,9 @@ def hold_pins(core: TierManager) -> Counter[Block]:
 
 def lines(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], list[object]]]:
     """Yields every line of eviction by name: who stands in it, and who should."""
-    aside = hold_pins(core)
+    aside, listed = hold_pins(core), core._primary._shelves.is_listed
     for line in core._primary.lines.all():
-        should = [b for b in look.blocks if b.line is line and not (b.retired or b.retained or b in aside)]
+        should = [b for b in look.blocks if b.line is line and listed(b) and not (b.retained or b in aside)]
         yield f"cpu/{line.size_class}/{line.share.name}", list(line.policy.victims()), should
     for lane, here in zip(lanes(core), look.entries, strict=True):
         held = [entry for entry in here if not entry.retained]
@@ -170,6 +181,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "leases by request": core._lookups.leases._by_request,
         "leased items": core._lookups.leases._items,
         "waiting leases": core._lookups.leases._waiting,
+        "pins of leases that have ended": core._lookups.leases._falling,
         "stores": core._stores.table._stores,
         "quarantine": core._stores.table._quarantine,
         "sessions": core._sessions,
@@ -177,7 +189,8 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "parked blocks": core._requests._waiting,
         "jobs": core._flow._jobs,
         "questions": core._flow._lookups,
-        "blocks of a reset": core._primary._retired,
+        "blocks of a reset": core._primary._shelves._pinned,
+        "shelves of a reset": core._primary._shelves._resetting,
         "holds": core.handoffs._table._holds,
         "holds by tenant": core.handoffs._table._per_tenant,
         "held items": core.handoffs._table._items,

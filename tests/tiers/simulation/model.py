@@ -108,6 +108,7 @@ EXERCISED = (
     "room made by another tenant",
     "sessions fallen in mid-store",
     "sessions reopened",
+    "slices of work",
     "slots quarantined",
     "stores completed twice",
     "stores expired",

@@ -67,8 +67,8 @@ MUTANTS = (
         "leases outlive their session",
         Invariant.OWNERS,
         "manager.py",
-        "for lease in self._lookups.leases.of_session(session_id):",
-        "for lease in ():",
+        "self._lookups.end(self._lookups.leases.of_session(session_id))",
+        "self._lookups.end(())",
     ),
     Mutant(
         "of what has expired only the first lease ends",
@@ -193,7 +193,7 @@ MUTANTS = (
         "a block is visible when its first part is",
         Invariant.BYTES,
         "blocks.py",
-        "self.ready = self.written == self._all_written",
+        "self.ready = self.written == (1 << len(self.slots)) - 1",
         "self.ready = True",
     ),
     Mutant(
@@ -207,8 +207,8 @@ MUTANTS = (
         "a part that was not written is served",
         Invariant.BYTES,
         "stores.py",
-        "            if number in missing or block.retired:\n",
-        "            if block.retired:\n",
+        "            if number in missing or block.shelf.retired:\n",
+        "            if block.shelf.retired:\n",
     ),
     Mutant(
         "what is on its way counts twice",
@@ -248,9 +248,9 @@ MUTANTS = (
     Mutant(
         "what is pinned survives a reset",
         Invariant.RESET,
-        "primary.py",
-        "        block.retired = True\n        self._unlist(block)\n",
-        "        block.retired = True\n",
+        "shelves.py",
+        "            shelf.retired = True\n",
+        "",
     ),
     Mutant(
         "who waits is never told",
@@ -291,8 +291,8 @@ MUTANTS = (
         "what is gone stays in line",
         Invariant.LINE,
         "primary.py",
-        "        self.lines.remove(block)\n",
-        "",
+        "                self.lines.remove(block)\n            self._shelves.remove(block)\n",
+        "            self._shelves.remove(block)\n",
     ),
     Mutant(
         "a quarantine is never lifted",
@@ -312,8 +312,8 @@ MUTANTS = (
         "an empty block stays",
         Invariant.LEAKS,
         "primary.py",
-        "        if block.pins:\n            return\n",
-        "        if block.pins or not block.written:\n            return\n",
+        "            if pins or (block.ready and",
+        "            if pins or not block.written or (block.ready and",
     ),
     Mutant(
         "what a tier takes in later stands in no line",
@@ -403,8 +403,8 @@ MUTANTS = (
         "what two holds share is let go with the first",
         Invariant.PINS,
         "handoffs.py",
-        "            self._primary.unpin(block)\n\n    def _charge",
-        "            block.pins = 1\n            self._primary.unpin(block)\n\n    def _charge",
+        "        self._primary.unpin(blocks)\n\n    def _charge",
+        "        for block in blocks:\n            block.pins = 1\n            self._primary.unpin([block])\n\n    def _charge",
     ),
     Mutant(
         "what is published is brought up while a reset waits",

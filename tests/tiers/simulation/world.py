@@ -12,7 +12,7 @@ from itertools import accumulate
 from kvtier.tiers.answers import Session
 from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import Command, HoldChanged, LeaseSettled
+from kvtier.tiers.commands import Command, HoldChanged, LeaseSettled, WorkLeft
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.keeping import CPU_TIER
 from kvtier.tiers.manager import TierManager
@@ -92,6 +92,8 @@ class World:
         self.ledger = Ledger(len(self.tiers))
         self.ledger.stored.update(*self.look.held)
         self.work = Work(self)
+        self.work_left = False
+        """Whether the core has asked for the next slice of something."""
         self.settled: set[int] = set()
         self.changed: set[tuple[bytes, str, str]] = set()
         self.durable: list[tuple[NamespaceSpec, bytes]] = []
@@ -206,6 +208,9 @@ class World:
                 self.settled.add(command.lease_id)
             elif isinstance(command, HoldChanged):
                 self.changed.add(command.name)
+            elif isinstance(command, WorkLeft):
+                self.must(Invariant.JOBS, not self.work_left, "asked twice for the next slice")
+                self.work_left = True
             else:
                 self.work.take(command)
         return commands
@@ -223,6 +228,9 @@ class World:
             yield
         self._event(self.backstage.recover_all)
         yield
+        while self.work_left:
+            self._event(self.backstage.go_on)
+            yield
         left = MOST_WORK
         while not self.work.done():
             self._event(self.backstage.run_work)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ..cuda.pinning import PIN_CHUNK_BYTES, PinError, Pinning
-from ..cuda.region import HostRegion, RegionError
+from .pinning import PIN_CHUNK_BYTES, PinError, Pinning
+from .region import HostRegion, RegionError
 
 __all__ = ["warm_up"]
 

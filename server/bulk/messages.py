@@ -1,0 +1,135 @@
+"""What the server and its bulk process say to each other: msgpack, as payload of the messages of `child`."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+__all__ = [
+    "Begin",
+    "Damaged",
+    "End",
+    "FromChild",
+    "Granted",
+    "Listening",
+    "Moved",
+    "Quiet",
+    "Refusal",
+    "Settled",
+    "Setup",
+    "ToChild",
+    "decode_from_child",
+    "decode_to_child",
+    "encode",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Setup(_Message, frozen=True):
+    """The first word of the server: where to listen, and what the region is."""
+
+    region_bytes: int
+    hosts: tuple[str, ...]
+    """Hosts to listen on, all at one port."""
+    port: int
+    """The port to try first; 0 for any."""
+    paths: tuple[str, ...]
+    """Unix sockets to listen on."""
+    max_frame_bytes: int
+    max_message_bytes: int
+
+
+class Granted(_Message, frozen=True):
+    """A stream may go on: these are its slots, and the bytes of the part in each."""
+
+    stream: int
+    slots: list[int]
+    sizes: list[int]
+
+
+class Refusal(_Message, frozen=True):
+    """A stream must end, now or when it was going to begin. The child answers with `Quiet`."""
+
+    stream: int
+    reason: str
+    text: str
+
+
+class Settled(_Message, frozen=True):
+    """The answer to an `End`."""
+
+    stream: int
+    completed: bool
+
+
+class Listening(_Message, frozen=True):
+    """The first word of the child: it serves, on this port (0: on none)."""
+
+    port: int
+
+
+class Begin(_Message, frozen=True):
+    """A stream wants to write to a store, or to read items of a lease."""
+
+    stream: int
+    push: bool
+    session_id: bytes
+    epoch: int
+    target: int
+    items: list[int] = []
+
+
+class Moved(_Message, frozen=True):
+    """A stream has moved so many bytes since it last said so; a push has no gap from `start` to `end`."""
+
+    stream: int
+    nbytes: int
+    start: int = 0
+    end: int = 0
+
+
+class Damaged(_Message, frozen=True):
+    """A frame of a stream was not what its checksum says."""
+
+    stream: int
+
+
+class Quiet(_Message, frozen=True):
+    """A stream that was refused touches the region no more."""
+
+    stream: int
+
+
+class End(_Message, frozen=True):
+    """A stream has ended and touches the region no more. `complete` asks for the store or the load to be completed."""
+
+    stream: int
+    code: str
+    complete: bool = False
+
+
+ToChild: TypeAlias = Setup | Granted | Refusal | Settled
+FromChild: TypeAlias = Listening | Begin | Moved | Damaged | Quiet | End
+
+_encoder = msgspec.msgpack.Encoder()
+_to_child = msgspec.msgpack.Decoder(ToChild)
+_from_child = msgspec.msgpack.Decoder(FromChild)
+
+
+def encode(message: ToChild | FromChild) -> bytes:
+    """Returns a message as it is sent."""
+    return _encoder.encode(message)
+
+
+def decode_to_child(data: bytes) -> ToChild:
+    """Reads what the server has said. Raises `msgspec.DecodeError` or `msgspec.ValidationError`."""
+    return _to_child.decode(data)
+
+
+def decode_from_child(data: bytes) -> FromChild:
+    """Reads what the child has said. Raises as `decode_to_child`."""
+    return _from_child.decode(data)

@@ -1,0 +1,113 @@
+"""Starts the bulk process when it is first needed, and again when it dies. Lives on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+import msgspec
+
+from ...cuda.region import HostRegion
+from ..child import Backoff, Child
+from ..config import Config
+from ..logs import get_logger
+from .desk import BulkDesk
+from .messages import Listening, Setup, ToChild, decode_from_child, encode
+
+__all__ = ["SOCKET_SUFFIX", "BulkProcess"]
+
+SOCKET_SUFFIX = ".bulk"
+"""What the child's Unix socket is called more than the server's."""
+
+_log = get_logger(__name__)
+
+_QUIET_SECONDS = 2.0
+
+
+class BulkProcess:
+    """The child, if there is one. `close` ends it."""
+
+    def __init__(self, region: HostRegion, config: Config, desk: BulkDesk) -> None:
+        self.arrivals = desk.arrivals
+        self._region = region
+        self._limits = config.limits
+        self._hosts = tuple(endpoint.host for endpoint in config.endpoints if not endpoint.is_unix)
+        self._paths = tuple(f"{endpoint.path}{SOCKET_SUFFIX}" for endpoint in config.endpoints if endpoint.is_unix)
+        self._desk = desk
+        self._task: asyncio.Task[None] | None = None
+        self._child: Child | None = None
+        self._listening = False
+        self._port = 0
+
+    def where(self) -> tuple[int, str]:
+        """Returns port and suffix of the socket where streams are served, 0 and nothing while they are not; starts the child."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+        return (self._port, SOCKET_SUFFIX if self._paths else "") if self._listening else (0, "")
+
+    async def quiet(self, store_id: int) -> None:
+        """Ends the streams that write to a store; a child that does not let them end within two seconds is killed."""
+        while events := self._desk.writing_to(store_id):
+            try:
+                await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), _QUIET_SECONDS)
+            except TimeoutError:
+                _log.error("the bulk process does not answer and is killed")
+                if self._child is not None:
+                    self._child.kill()
+        await self._desk.writers.idle(store_id)
+
+    async def close(self) -> None:
+        """Ends the child and its sockets."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        backoff = Backoff(most=10.0, good=30.0)
+        while True:
+            began = time.monotonic()
+            try:
+                await self._live()
+            except (OSError, msgspec.MsgspecError) as error:
+                _log.warning("bulk process failed", error=str(error))
+            backoff.ended(time.monotonic() - began)
+            _log.warning("bulk process has ended; streams go through the server", retry_seconds=backoff.remaining())
+            await asyncio.sleep(backoff.remaining())
+
+    async def _live(self) -> None:
+        """One life of the child."""
+        self._child = child = await Child.start("kvtier.server.bulk", [str(self._region.fd)], [self._region.fd])
+        try:
+            limits = self._limits
+            setup = (self._hosts, self._port, self._paths, limits.max_frame_bytes, limits.max_message_bytes)
+            self._say(Setup(self._region.size_bytes, *setup))
+            self._desk.connected(self._say)
+            async for _, payload in child.messages():
+                self._take(payload)
+        finally:
+            self._child = None
+            self._listening = False
+            # First its death, then the news of it: from then on its slots are somebody else's.
+            child.kill()
+            await asyncio.shield(child.close(_QUIET_SECONDS))
+            self._desk.disconnected()
+            self._unlink()
+
+    def _unlink(self) -> None:
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+
+    def _take(self, payload: bytes) -> None:
+        message = decode_from_child(payload)
+        if isinstance(message, Listening):
+            self._port, self._listening = message.port, True
+            _log.info("bulk process serves", pid=self._child and self._child.pid, port=message.port)
+        else:
+            self._desk.take(message)
+
+    def _say(self, message: ToChild) -> None:
+        if self._child is not None:
+            self._child.send({}, encode(message))

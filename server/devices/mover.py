@@ -1,0 +1,188 @@
+"""The process that moves bytes between engines' blocks on one device and the region's slots. Run by `process`, never by people.
+
+It decides nothing: which blocks go to which slots it is told, and where an engine's memory is. It knows neither keys nor sessions.
+Should the device's context break, it ends: then the kernel ends what the device still does, and a new process gets a new context.
+
+Messages, from the server: `open`, `copy`, `call_off`, `close`; to it: `ready` or `failed` first, then `opened`, `done`, `closed`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from ...cuda.cuda_driver import CudaDriver
+from ...cuda.device_copies import EngineBlocks
+from ...cuda.driver import Driver
+from ...cuda.errors import Cause, CopyCancelled, DeviceError, RegionError
+from ...cuda.exports import DeviceExport
+from ...cuda.handles import OpenHandles
+from ...cuda.layout import LayoutError
+from ...cuda.pinning import Pinning
+from ...cuda.region import HostRegion
+from ...cuda.warmup import warm_up
+from ..child_main import Channel, connect
+from .messages import unpack_plan
+
+__all__ = ["EXIT_BROKEN", "main"]
+
+_log = logging.getLogger(__name__)
+
+EXIT_BROKEN: Final = 70
+"""The device's context is lost."""
+
+
+class _Engine:
+    """One registration: its blocks once they are open, and a thread each way, so that a load waits for no store."""
+
+    def __init__(self, number: int) -> None:
+        self.blocks: EngineBlocks | None = None
+        self.called_off: set[int] = set()
+        names = {out: f"kvtier-{'out' if out else 'in'}-{number}" for out in (True, False)}
+        self.threads = {out: ThreadPoolExecutor(1, thread_name_prefix=name) for out, name in names.items()}
+
+
+class Mover:
+    """Carries out what it is told, on threads, and answers."""
+
+    def __init__(self, channel: Channel, driver: Driver, region: HostRegion) -> None:
+        self._channel = channel
+        self._driver = driver
+        self._region = region
+        self._handles = OpenHandles(driver)
+        self._engines: dict[int, _Engine] = {}
+
+    def serve(self) -> None:
+        """Returns when the server hangs up."""
+        for header, payload in self._channel:
+            number = header["buffers"]
+            match header["op"]:
+                case "open":
+                    self._engines[number] = engine = _Engine(number)
+                    self._on_thread(engine.threads[True], self._open, number, engine, payload)
+                case "copy":
+                    engine = self._engines[number]
+                    self._on_thread(engine.threads[header["out"]], self._copy, engine, header, payload)
+                case "call_off" if number in self._engines:
+                    self._engines[number].called_off.add(header["copy"])
+                case "close":
+                    engine = self._engines.pop(number)
+                    if engine.blocks is not None:
+                        engine.blocks.cancel()
+                    self._on_thread(engine.threads[True], self._close, number, engine)
+
+    def _on_thread(self, thread: ThreadPoolExecutor, work: Callable[..., None], *arguments: object) -> None:
+        thread.submit(self._guarded, work, *arguments)
+
+    def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
+        try:
+            work(*arguments)
+        except OSError:  # the server is gone, and this process is about to be
+            return
+        except BaseException:  # noqa: BLE001 - whatever it is, nobody would be answered
+            _log.exception("the mover has a defect")
+            os._exit(1)
+
+    def _open(self, number: int, engine: _Engine, payload: bytes) -> None:
+        answer: dict[str, Any] = {"op": "opened", "buffers": number}
+        try:
+            export = DeviceExport.from_bytes(payload)
+            engine.blocks = EngineBlocks(self._driver, self._handles, self._region, export)
+            answer["events"] = engine.blocks.has_events
+        except DeviceError as error:
+            self._end_if_broken(error)
+            answer |= {"cause": error.cause, "message": str(error)}
+        self._channel.send(answer)
+
+    def _copy(self, engine: _Engine, header: dict[str, Any], payload: bytes) -> None:
+        answer = {"op": "done", "copy": header["copy"]}
+
+        def called_off() -> bool:
+            return header["copy"] in engine.called_off or time.monotonic_ns() >= header["give_up_at"]
+
+        try:
+            self._move(engine.blocks, header, payload, called_off)
+        except (DeviceError, LayoutError, CopyCancelled, RegionError) as error:
+            if isinstance(error, DeviceError):
+                self._end_if_broken(error)
+            answer |= {"cause": _cause_of(error), "message": str(error)}
+        engine.called_off.discard(header["copy"])
+        self._channel.send(answer)
+
+    @staticmethod
+    def _move(
+        blocks: EngineBlocks | None, header: dict[str, Any], payload: bytes, called_off: Callable[[], bool]
+    ) -> None:
+        if blocks is None:
+            raise DeviceError(Cause.CLOSED)
+        after = None if header["after"] is None else blocks.after_event(header["after"])
+        move = blocks.copy_out if header["out"] else blocks.copy_in
+        for group, ids, offsets in unpack_plan(header["groups"], payload):
+            move(group, ids, offsets, after, called_off)
+            after = None  # it has been reached
+
+    def _close(self, number: int, engine: _Engine) -> None:
+        if engine.blocks is not None:
+            try:
+                engine.blocks.close()
+            except DeviceError as error:
+                self._end_if_broken(error)
+                _log.warning("memory of an engine was not closed well: %s", error)
+        for thread in engine.threads.values():
+            thread.shutdown(wait=False)
+        self._channel.send({"op": "closed", "buffers": number})
+
+    @staticmethod
+    def _end_if_broken(error: DeviceError) -> None:
+        if error.cause is Cause.BROKEN:
+            _log.error("the context of the device is lost: %s", error)
+            sys.stderr.flush()
+            os._exit(EXIT_BROKEN)
+
+
+def _cause_of(error: Exception) -> str:
+    if isinstance(error, DeviceError):
+        return error.cause
+    return "called_off" if isinstance(error, CopyCancelled) else "bad_plan"
+
+
+def make_driver(setting: str, device: str) -> Driver:
+    """The driver of a device: CUDA's, or what "module:callable" makes. Raises DeviceError."""
+    if ":" not in setting:
+        return CudaDriver(device)
+    module, _, name = setting.partition(":")
+    make: Callable[[str], Driver] = getattr(importlib.import_module(module), name)
+    return make(device)
+
+
+def main(arguments: list[str]) -> int:
+    """Serves until the server hangs up."""
+    fd, region_fd, region_bytes, setting, device = arguments
+    sys.setswitchinterval(1e-4)  # see `app.serve`
+    channel = connect(int(fd))
+    try:
+        driver = make_driver(setting, device)
+        region = HostRegion.attach(int(region_fd), int(region_bytes))
+    except DeviceError as error:
+        channel.send({"op": "failed", "cause": error.cause, "message": str(error)})
+        return 1
+    channel.send({"op": "ready"})
+    pinning = Pinning(region, driver, allowed=lambda: True)
+    threading.Thread(target=warm_up, args=(region, pinning, lambda: False), name="kvtier-warmup", daemon=True).start()
+    try:
+        Mover(channel, driver, region).serve()
+    except BaseException:  # noqa: BLE001 - threads that still run would keep the process, and its server would wait
+        _log.exception("the mover has a defect")
+        os._exit(1)
+    os._exit(0)  # what still runs ends here, and the server frees no slot before it has seen that
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,197 @@
+"""What sessions have registered of devices, and the copies between that and slots."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Coroutine
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from ...cuda.exports import DeviceExport
+from ...protos.v1 import session_pb2
+from ...tiers.answers import Session
+from ...tiers.grants import Store
+from ..errors import Refused
+from ..logs import get_logger
+from ..runtime import TierRuntime
+from ..sessions import SessionRegistry
+from ..writers import Writers
+from .process import CopyPlan, DeviceMover
+
+__all__ = ["DeviceRegistry", "Registration"]
+
+_log = get_logger(__name__)
+
+_MAX_DEVICES = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Registration:
+    """Blocks of one session on one device, open in that device's mover."""
+
+    id: int
+    session_id: bytes
+    mover: DeviceMover
+    export: DeviceExport
+    events: int
+    """How many events can be named; 0 where the caller has to wait itself."""
+
+    def num_blocks(self, group: int) -> int:
+        """How many blocks of a group there are."""
+        layout = self.export.layouts.get(group)
+        return layout.num_blocks if layout is not None else 0
+
+
+class DeviceRegistry:
+    """Lives on the event loop. ``driver`` is the setting; ``why_not`` is empty where devices are offered."""
+
+    def __init__(
+        self, runtime: TierRuntime, sessions: SessionRegistry, writers: Writers, *, driver: str, why_not: str
+    ) -> None:
+        self.why_not = why_not
+        self._runtime = runtime
+        self._sessions = sessions
+        self._writers = writers
+        self._driver = driver
+        self._movers: dict[str, DeviceMover] = {}
+        self._registered: dict[int, Registration] = {}
+        self._next_id = secrets.randbits(62)
+        self._opening: dict[bytes, asyncio.Lock] = {}
+        """By session: one registration at a time."""
+        self._copies = itertools.count(1)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        sessions.on_close.append(self._session_closed)
+
+    @property
+    def capabilities(self) -> session_pb2.Devices:
+        """What clients are told."""
+        return session_pb2.Devices(offered=not self.why_not, why_not=self.why_not)
+
+    async def register(self, session: Session, export: DeviceExport) -> Registration:
+        """Opens a session's blocks, in place of what it had registered before; what is open already stays. Raises Refused.
+
+        Goes on when the caller is cancelled: a device's first process may take longer than a call, and is there for the next.
+        """
+        if self.why_not:
+            raise Refused("DEVICE_UNAVAILABLE", self.why_not)
+        self._check_parts(session, export)
+        registration: Registration = await self._to_its_end(self._register(session, export))
+        return registration
+
+    async def _register(self, session: Session, export: DeviceExport) -> Registration:
+        async with self._opening.setdefault(session.id, asyncio.Lock()):
+            self._sessions.check(session)
+            earlier = self._of_session(session.id)
+            for one in earlier:
+                if one.export == export:
+                    return one
+            mover = self._mover_of(export.device)
+            number = self._next_id = self._next_id + 1
+            has_events = await mover.open(number, export)
+            registration = Registration(number, session.id, mover, export, len(export.events) if has_events else 0)
+            self._registered[number] = registration
+            for one in earlier:
+                self._drop(one)
+            try:
+                self._sessions.check(session)
+            except Refused:
+                self._drop(registration)
+                raise
+            return registration
+
+    def get(self, session: Session, number: int) -> Registration:
+        """Returns a registration of this session, or raises Refused."""
+        registration = self._registered.get(number)
+        if registration is None:
+            raise Refused("DEVICE_LOST", f"there is no registration {number}: register again")
+        if registration.session_id != session.id:
+            raise Refused("NOT_OWNER", f"registration {number} belongs to another session")
+        return registration
+
+    async def unregister(self, registration: Registration) -> None:
+        """Closes blocks; returns when they are."""
+        del self._registered[registration.id]
+        await self._to_its_end(registration.mover.close(registration.id))
+
+    async def copy(self, registration: Registration, plan: CopyPlan, store: Store | None) -> None:
+        """Carries out a plan, which fills slots of ``store`` if there is one. Raises Refused.
+
+        The copy goes on to its end when the caller is cancelled; only nothing more is begun then.
+        """
+        number = next(self._copies)
+        writing = self._writers.writing(store) if store is not None else nullcontext()
+
+        async def carry_out() -> None:
+            with writing:
+                await registration.mover.copy(registration.id, number, plan)
+
+        try:
+            await self._to_its_end(carry_out())
+        except asyncio.CancelledError:
+            registration.mover.call_off(registration.id, number)
+            raise
+
+    async def close(self) -> None:
+        """Ends the movers."""
+        await asyncio.gather(*(mover.stop() for mover in self._movers.values()))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def mover_pids(self) -> dict[str, int]:
+        """The processes that run, by device."""
+        return {device: mover.pid for device, mover in self._movers.items() if mover.pid is not None}
+
+    def _mover_of(self, device: str) -> DeviceMover:
+        mover = self._movers.get(device)
+        if mover is None:
+            if len(self._movers) >= _MAX_DEVICES:
+                raise Refused("DEVICE_UNAVAILABLE", f"too_many: {_MAX_DEVICES} devices have been asked for")
+            mover = DeviceMover(device, self._driver, self._runtime.region, lambda: self._forget(device))
+            self._movers[device] = mover
+        return mover
+
+    def _check_parts(self, session: Session, export: DeviceExport) -> None:
+        """What a block has on the device must be what it has in its slot."""
+        parts = session.namespace.part_bytes
+        for group, layout in export.layouts.items():
+            if group >= len(parts):
+                raise Refused("INVALID_ARGUMENT", f"group {group} is none of the namespace's {len(parts)}")
+            if layout.part_bytes != parts[group]:
+                message = f"a block of group {group} has {layout.part_bytes} bytes, in the namespace {parts[group]}"
+                raise Refused("INVALID_ARGUMENT", message)
+
+    def _of_session(self, session_id: bytes) -> list[Registration]:
+        return [one for one in self._registered.values() if one.session_id == session_id]
+
+    def _session_closed(self, session_id: bytes) -> None:
+        self._opening.pop(session_id, None)
+        for registration in self._of_session(session_id):
+            self._drop(registration)
+
+    def _drop(self, registration: Registration) -> None:
+        if self._registered.pop(registration.id, None) is None:
+            return  # its mover has ended meanwhile
+        _ = self._spawn(registration.mover.close(registration.id))
+
+    def _forget(self, device: str) -> None:
+        """The mover of a device has ended."""
+        for number, registration in list(self._registered.items()):
+            if registration.mover.device == device:
+                del self._registered[number]
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.shield(self._spawn(work))
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Refused):
+            _log.error("a copy of a device failed", exc_info=error)

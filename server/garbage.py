@@ -1,0 +1,26 @@
+"""How Python's cycle collector runs in the server.
+
+The index of a full server is a million objects that live for hours and are in no cycle. A full collection walks over all of
+them, and nothing is answered meanwhile: 90 ms with 200,000 blocks, in a process where one comes whenever a quarter more objects
+are there. What calls leave behind in cycles (gRPC and asyncio do) is young: of 80,000 lookups and releases nothing had become
+old when it was garbage. So only the young are collected.
+"""
+
+from __future__ import annotations
+
+import gc
+
+__all__ = ["collect_the_young_only"]
+
+_YOUNG = 2000
+"""New objects between two collections of them: half a millisecond's work."""
+_YOUNG_ROUNDS = 10
+"""Collections of the youngest until those that survived one are looked at as well."""
+_NEVER = 1 << 30
+
+
+def collect_the_young_only() -> None:
+    """Takes what is there by now for good, and collects of what comes only what is young. Called once, before serving."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG, _YOUNG_ROUNDS, _NEVER)

@@ -1,0 +1,175 @@
+"""Unary calls over the Unix socket that also hands out the region (`protos/local_calls.py`).
+
+The same handlers as gRPC's, in the same interceptor: what is refused, measured and logged is the same. A connection belongs to a
+session, carries one call at a time, and ends with its session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import grpc
+from google.rpc import status_pb2
+
+from ..protos.local_calls import LENGTH_BYTES, pack_answer, unpack_call, unpack_length
+from ..protos.reasons import reason_of, status_of
+from .errors import RefusalInterceptor
+from .logs import get_logger
+
+__all__ = ["LocalCalls"]
+
+_log = get_logger(__name__)
+
+_SERVICES = "kvtier.v1."
+
+
+class LocalCalls:
+    """The methods that can be called, and what serves a connection. Lives on the event loop.
+
+    Services are registered as with a server of gRPC (`add_…Servicer_to_server`); of their methods the unary ones are served.
+    """
+
+    def __init__(self, interceptor: RefusalInterceptor, max_message_bytes: int) -> None:
+        """A request of more than `max_message_bytes` is refused, unread."""
+        self.max_message_bytes = max_message_bytes
+        self._interceptor = interceptor
+        self._handlers: dict[bytes, Any] = {}
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
+        """Takes in a service's methods, as gRPC does."""
+        for name, handler in handlers.items():
+            if handler.unary_unary is not None:
+                method = f"{service.removeprefix(_SERVICES)}/{name}".encode()
+                self._handlers[method] = self._interceptor.wrap(f"/{service}/{name}", handler)
+
+    def add_generic_rpc_handlers(self, _: object) -> None:
+        """Does nothing: gRPC takes the same methods in twice."""
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Serves a connection until its end. Takes it over."""
+        loop = asyncio.get_running_loop()
+        _, served = await loop.connect_accepted_socket(lambda: _Connection(self), connection)
+        try:
+            await served.ended
+        finally:
+            served.close()
+
+    async def call(self, name: bytes, message: bytes) -> bytes:
+        """Returns the answer to a call, packed."""
+        handler = self._handlers.get(name)
+        if handler is None:
+            return _refusal(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+        try:
+            answer = await handler.unary_unary(message, _Context())
+        except _Aborted as aborted:
+            return pack_answer(aborted.status.code, aborted.status.SerializeToString())
+        return pack_answer(0, handler.response_serializer(answer))
+
+
+def _refusal(code: grpc.StatusCode, message: str) -> bytes:
+    """Returns the answer to a call that has not come to its handler."""
+    number: int = code.value[0]
+    return pack_answer(number, status_pb2.Status(code=number, message=message).SerializeToString())
+
+
+class _Aborted(grpc.aio.AbortError):  # type: ignore[misc]  # grpc has no types
+    """A call was refused, or has failed."""
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+class _Context:
+    """What of gRPC's context the interceptor asks for. Handlers use nothing of it."""
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any) -> NoReturn:
+        """Ends the call."""
+        reason = reason_of(trailing_metadata)
+        if reason is not None:
+            raise _Aborted(status_of(reason, details))
+        number: int = code.value[0]
+        raise _Aborted(status_pb2.Status(code=number, message=details))
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: takes a request, has it answered, takes the next."""
+
+    def __init__(self, calls: LocalCalls) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+        self._calls = calls
+        self._received = bytearray()
+        self._oversized = 0
+        """Bytes still to come of a request that is refused for its size."""
+        self._task: asyncio.Task[None] | None = None
+        self._unread = False
+        """Whether the client lets its answers lie: it gets no more of them until it takes them."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self._task is None and not self._unread:
+            self._next()
+        elif len(self._received) > self._calls.max_message_bytes:
+            self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        self._unread = True
+
+    def resume_writing(self) -> None:
+        self._unread = False
+        if self._task is None:
+            self._next()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def close(self) -> None:
+        """Hangs up; a call that is running is cancelled."""
+        self._transport.abort()
+
+    def _next(self) -> None:
+        """Starts the next call, if it has come whole."""
+        self._transport.resume_reading()
+        if self._oversized:
+            self._skip()
+        if self._oversized or len(self._received) < LENGTH_BYTES:
+            return
+        end = LENGTH_BYTES + unpack_length(self._received)
+        if end > LENGTH_BYTES + self._calls.max_message_bytes:
+            self._oversized = end
+            self._next()
+        elif len(self._received) >= end:
+            body = bytes(memoryview(self._received)[LENGTH_BYTES:end])
+            del self._received[:end]
+            self._task = asyncio.get_running_loop().create_task(self._answer(body))
+
+    def _skip(self) -> None:
+        """Drops what has come of a request that is too large; refuses it at its end, when the client has sent it all."""
+        skipped = min(self._oversized, len(self._received))
+        del self._received[:skipped]
+        self._oversized -= skipped
+        if not self._oversized:
+            most = self._calls.max_message_bytes
+            self._transport.write(_refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of more than {most} bytes"))
+
+    async def _answer(self, body: bytes) -> None:
+        try:
+            answer = await self._calls.call(*unpack_call(body))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
+            _log.warning("local call refused", error=str(error), exc_info=None if type(error) is ValueError else error)
+            self.close()
+            return
+        self._task = None
+        self._transport.write(answer)
+        if not self._unread:
+            self._next()

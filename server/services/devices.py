@@ -1,0 +1,185 @@
+"""The calls of TransferService that are about devices: what is registered, and copies between that and slots."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import message_factory
+
+from ...cuda.errors import DeviceError
+from ...protos.v1 import devices_pb2, transfer_pb2
+from ...tiers.blocks import GROUP_INDEX_BYTES, Block
+from ...tiers.commands import LeaseId, StoreId
+from ..devices.exports import export_of
+from ..devices.process import CopyPlan
+from ..devices.registry import DeviceRegistry, Registration
+from ..edge import Edge
+from ..errors import Refused
+from ..metrics import Metrics
+from ..runtime import TierRuntime
+from ..sessions import SessionRegistry
+
+__all__ = ["DeviceCalls", "add_device_calls"]
+
+_LONGEST_NANOSECONDS = 60 * 10**9
+
+
+class DeviceCalls:
+    """Serves part of `kvtier.v1.TransferService`, beside `transfer.TransferService`."""
+
+    def __init__(
+        self,
+        runtime: TierRuntime,
+        sessions: SessionRegistry,
+        edge: Edge,
+        metrics: Metrics,
+        devices: DeviceRegistry,
+    ) -> None:
+        self._runtime = runtime
+        self._core = runtime.core
+        self._sessions = sessions
+        self._edge = edge
+        self._devices = devices
+        self._moved = {
+            out: metrics.transfer("cuda_ipc", "in" if out else "out") for out in (True, False)
+        }  # out of the device is into the region
+
+    async def RegisterDeviceBuffers(
+        self, request: transfer_pb2.RegisterDeviceBuffersRequest, context: grpc.aio.ServicerContext
+    ) -> transfer_pb2.RegisterDeviceBuffersResponse:
+        """Opens blocks of the caller."""
+        session = self._sessions.get(request.session)
+        try:
+            export = export_of(request)
+        except DeviceError as error:
+            raise Refused("INVALID_ARGUMENT", f"{error.cause}: {error}") from error
+        registration = await self._devices.register(session, export)
+        self._sessions.set_transport(session, "cuda_ipc")
+        order = devices_pb2.DEVICE_ORDER_EVENTS if registration.events else devices_pb2.DEVICE_ORDER_CALLER_WAITS
+        return transfer_pb2.RegisterDeviceBuffersResponse(buffers_id=registration.id, order=order)
+
+    async def UnregisterDeviceBuffers(
+        self, request: transfer_pb2.UnregisterDeviceBuffersRequest, context: grpc.aio.ServicerContext
+    ) -> transfer_pb2.UnregisterDeviceBuffersResponse:
+        """Closes them."""
+        session = self._sessions.get(request.session)
+        await self._devices.unregister(self._devices.get(session, request.buffers_id))
+        return transfer_pb2.UnregisterDeviceBuffersResponse()
+
+    async def StoreFromDevice(
+        self, request: transfer_pb2.StoreFromDeviceRequest, context: grpc.aio.ServicerContext
+    ) -> transfer_pb2.StoreFromDeviceResponse:
+        """Fills slots of a store."""
+        session = self._sessions.get(request.session)
+        registration = self._devices.get(session, request.buffers_id)
+        store_id = StoreId(request.store_id)
+        store = self._core.renew_store(session, store_id, self._runtime.now() + self._edge.leases.default)
+        items = _distinct(self._edge.numbers(request.items, "items"), "item") or range(len(store.blocks))
+        if max(items, default=0) >= len(store.blocks):
+            raise Refused("INVALID_ARGUMENT", f"store {store_id} has {len(store.blocks)} granted parts")
+        slots = store.slots()
+        plan = self._plan(
+            registration,
+            request,
+            [store.blocks[item] for item in items],
+            [slots[item] for item in items],
+            out=True,
+        )
+        await self._devices.copy(registration, plan, store)
+        # Had it ended meanwhile, what was copied is nobody's.
+        self._core.renew_store(session, store_id, self._runtime.now() + self._edge.leases.default)
+        return transfer_pb2.StoreFromDeviceResponse(moved_bytes=self._count(plan))
+
+    async def LoadToDevice(
+        self, request: transfer_pb2.LoadToDeviceRequest, context: grpc.aio.ServicerContext
+    ) -> transfer_pb2.LoadToDeviceResponse:
+        """Fills blocks from items of a lease."""
+        session = self._sessions.get(request.session)
+        registration = self._devices.get(session, request.buffers_id)
+        lease = self._core.lease(session, LeaseId(request.lease_id))
+        items = _distinct(self._edge.numbers(request.items, "items"), "item")
+        slots = lease.slots(items, session.own_rank())
+        blocks = [block for item in items if (block := lease.items[item]) is not None]
+        plan = self._plan(registration, request, blocks, slots, out=False)
+        await self._devices.copy(registration, plan, None)
+        self._core.lease(session, lease.id)  # raises if it ended meanwhile: what was read may have been somebody else's
+        return transfer_pb2.LoadToDeviceResponse(moved_bytes=self._count(plan))
+
+    def _count(self, plan: CopyPlan) -> int:
+        self._moved[plan.out].inc(plan.nbytes)
+        return plan.nbytes
+
+    def _plan(
+        self,
+        registration: Registration,
+        request: transfer_pb2.StoreFromDeviceRequest | transfer_pb2.LoadToDeviceRequest,
+        parts: Sequence[Block],
+        slots: Sequence[int],
+        *,
+        out: bool,
+    ) -> CopyPlan:
+        if len(request.blocks) != len(parts):
+            raise Refused("INVALID_ARGUMENT", f"{len(request.blocks)} blocks for {len(parts)} items")
+        groups: dict[int, tuple[list[int], list[int]]] = {}
+        for part, block, slot in zip(parts, request.blocks, slots, strict=True):
+            ids, offsets = groups.setdefault(int.from_bytes(part.key[-GROUP_INDEX_BYTES:], "big"), ([], []))
+            ids.append(block)
+            offsets.append(slot)
+        for group, (ids, _) in groups.items():
+            _check_blocks(ids, group, registration.num_blocks(group))
+        nbytes = sum(part.part_bytes for part in parts)
+        return CopyPlan(out, groups, nbytes, _event_of(request, registration), _give_up_at(request))
+
+
+def add_device_calls(calls: DeviceCalls, server: Any) -> None:
+    """Registers the calls with a server of gRPC, or with what takes the same, beside the rest of the service."""
+    service = transfer_pb2.DESCRIPTOR.services_by_name["TransferService"]
+    handlers = {
+        method.name: grpc.unary_unary_rpc_method_handler(
+            getattr(calls, method.name),
+            message_factory.GetMessageClass(method.input_type).FromString,
+            operator.methodcaller("SerializeToString"),
+        )
+        for method in service.methods
+        if hasattr(calls, method.name)
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+    server.add_registered_method_handlers(service.full_name, handlers)
+
+
+def _check_blocks(ids: Sequence[int], group: int, num_blocks: int) -> None:
+    if not num_blocks:
+        raise Refused("INVALID_ARGUMENT", f"blocks of group {group} are not registered")
+    if max(ids) >= num_blocks:
+        raise Refused("INVALID_ARGUMENT", f"there is no block {max(ids)} of group {group}: it has {num_blocks}")
+    _distinct(ids, f"block of group {group}")
+
+
+def _distinct(numbers: Sequence[int], what: str) -> Sequence[int]:
+    """Returns them. Raises Refused where one is named twice: two copies to one place come in no order."""
+    if len(set(numbers)) != len(numbers):
+        raise Refused("INVALID_ARGUMENT", f"a {what} is named twice")
+    return numbers
+
+
+def _event_of(
+    request: transfer_pb2.StoreFromDeviceRequest | transfer_pb2.LoadToDeviceRequest, registration: Registration
+) -> int | None:
+    if not request.HasField("after"):
+        return None
+    if request.after.event_index >= registration.events:
+        message = f"there is no event {request.after.event_index}: {registration.events} can be named"
+        raise Refused("INVALID_ARGUMENT", message)
+    return request.after.event_index
+
+
+def _give_up_at(request: transfer_pb2.StoreFromDeviceRequest | transfer_pb2.LoadToDeviceRequest) -> int:
+    """Returns until when copies may be begun. Raises Refused where that time has passed: the caller has gone on."""
+    now, wanted = time.monotonic_ns(), request.give_up_at_nanoseconds
+    if 0 < wanted <= now:
+        raise Refused("DEVICE_LOST", "called_off: the call comes too late")
+    return min(wanted, now + _LONGEST_NANOSECONDS) if wanted else now + _LONGEST_NANOSECONDS

@@ -1,0 +1,85 @@
+"""Fixtures for tests of devices: each back end, an engine's process, a region."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # `devices` lies here, and not beside the rooms of all tests
+
+from devices.backends import Backend, make_backend
+from devices.engine import Engine
+from devices.kv import Kv
+
+from kvtier.cuda.device_copies import EngineBlocks, Tuning
+from kvtier.cuda.errors import DeviceError
+from kvtier.cuda.handles import OpenHandles
+from kvtier.cuda.region import HostRegion
+
+REGION_BYTES = 4 << 20
+
+
+@pytest.fixture(params=["host", "fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """A driver in the process of the test: shared memory's; CUDA's over a stand-in for libcuda; CUDA's over a GPU."""
+    try:
+        made = make_backend(request.param)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    """A host region, as a server has it."""
+    with HostRegion.create(REGION_BYTES, name="kvtier-test") as made:
+        made.back(0, REGION_BYTES)
+        yield made
+
+
+@pytest.fixture
+def start_engine(backend: Backend, region: HostRegion) -> Iterator[Callable[[Kv], Engine]]:
+    """Starts processes that export KV tensors, as engines do, and ends them."""
+    engines: list[Engine] = []
+
+    def start(kv: Kv) -> Engine:
+        engines.append(Engine(backend.name, kv, region))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.kill()
+
+
+@pytest.fixture
+def handles(backend: Backend) -> OpenHandles:
+    """What is open here."""
+    return OpenHandles(backend.driver)
+
+
+@pytest.fixture
+def open_blocks(backend: Backend, handles: OpenHandles, region: HostRegion) -> Iterator[Callable[..., EngineBlocks]]:
+    """Opens engines' blocks, and closes them."""
+    opened: list[EngineBlocks] = []
+
+    def open_them(engine: Engine, **tuning: object) -> EngineBlocks:
+        opened.append(EngineBlocks(backend.driver, handles, region, engine.export, Tuning(**tuning)))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield open_them
+    for blocks in opened:
+        with contextlib.suppress(DeviceError):
+            blocks.close()
+
+
+@pytest.fixture
+def aside() -> Iterator[ThreadPoolExecutor]:
+    """A thread beside the test's."""
+    with ThreadPoolExecutor(2) as pool:
+        yield pool

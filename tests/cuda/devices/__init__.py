@@ -1,0 +1,1 @@
+"""What tests of devices share: back ends, KV tensors, an engine's process."""

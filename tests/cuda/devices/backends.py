@@ -1,0 +1,144 @@
+"""The back ends, with what tests need besides the contract: memory of the device, and compute that is under way."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from devices import fake_cuda
+from kvtier.cuda.cuda_driver import CudaDriver
+from kvtier.cuda.driver import Driver, StreamId
+from kvtier.cuda.errors import Cause, DeviceError
+from kvtier.cuda.host_driver import HostDriver
+
+__all__ = ["Backend", "GpuBackend", "HostBackend", "make_backend"]
+
+
+class Backend(Protocol):
+    """A driver, and what engines and kernels do beside it."""
+
+    name: str
+    driver: Driver
+
+    def allocate(self, nbytes: int) -> int:
+        """Memory of the device."""
+        ...
+
+    def free(self, address: int) -> None:
+        """Gives it up."""
+
+    def write(self, address: int, data: bytes) -> None:
+        """Puts bytes on the device."""
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Takes bytes from the device."""
+        ...
+
+    def hold(self, stream: StreamId) -> Callable[[], None]:
+        """Keeps a stream busy, as a kernel does, until what is returned is called."""
+        ...
+
+    def close(self) -> None:
+        """Gives up the driver."""
+
+
+class HostBackend:
+    """Shared memory in place of a device's."""
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self.pace: Callable[[], None] = lambda: None
+        self.driver = HostDriver(pace=self._keep_pace)
+
+    def _keep_pace(self) -> None:
+        self.pace()  # as it is then, not now
+
+    def allocate(self, nbytes: int) -> int:
+        """See Backend."""
+        return self.driver.allocate(nbytes)
+
+    def free(self, address: int) -> None:
+        """See Backend."""
+        self.driver.free(address)
+
+    def write(self, address: int, data: bytes) -> None:
+        """See Backend."""
+        ctypes.memmove(address, data, len(data))
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """See Backend."""
+        return ctypes.string_at(address, nbytes)
+
+    def hold(self, stream: StreamId) -> Callable[[], None]:
+        """See Backend."""
+        done = threading.Event()
+        self.driver._streams[stream].submit(lambda: assert_true(done.wait(60)))
+        return done.set
+
+    def close(self) -> None:
+        """See Backend."""
+        self.driver.close()
+
+
+def assert_true(value: bool) -> None:  # noqa: FBT001
+    """Fails where a wait took too long."""
+    assert value
+
+
+class GpuBackend:
+    """CUDA: a device, or the stand-in for one. A stream is held up by making it wait for a word in pinned host memory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        if name == "fake":
+            fake_cuda.load()
+        elif fake_cuda.is_loaded():
+            raise DeviceError(Cause.NO_DRIVER, "this process has the stand-in")
+        self.driver = CudaDriver()
+        self._words: list[Any] = []
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        with self.driver.entered() as cuda:
+            return cuda.call(name, *arguments)
+
+    def allocate(self, nbytes: int) -> int:
+        """See Backend."""
+        return int(self._call("cuMemAlloc", nbytes))
+
+    def free(self, address: int) -> None:
+        """See Backend."""
+        self._call("cuMemFree", address)
+
+    def write(self, address: int, data: bytes) -> None:
+        """See Backend."""
+        self._call("cuMemcpyHtoD", address, data, len(data))
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """See Backend."""
+        buffer = ctypes.create_string_buffer(nbytes)
+        self._call("cuMemcpyDtoH", ctypes.addressof(buffer), address, nbytes)
+        return buffer.raw
+
+    def hold(self, stream: StreamId) -> Callable[[], None]:
+        """See Backend."""
+        at = int(self._call("cuMemAllocHost", 8))
+        word = ctypes.c_uint64.from_address(at)
+        word.value = 0
+        self._words.append(at)
+        device = int(self._call("cuMemHostGetDevicePointer", at, 0))
+        self._call("cuStreamWaitValue64", stream, device, 1, 0)  # until the word is 1 or more
+        return lambda: setattr(word, "value", 1)
+
+    def close(self) -> None:
+        """See Backend."""
+        for at in self._words:
+            self._call("cuMemFreeHost", at)
+        self.driver.close()
+
+
+def make_backend(name: str) -> Backend:
+    """The back end of that name. Raises DeviceError where it cannot be had here."""
+    return HostBackend() if name == "host" else GpuBackend(name)

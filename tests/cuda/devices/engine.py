@@ -1,0 +1,93 @@
+"""The test's side of an engine's process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from devices.kv import Kv
+from kvtier.cuda.exports import DeviceExport
+from kvtier.cuda.ordering import After
+from kvtier.cuda.region import HostRegion
+
+__all__ = ["Engine", "Watched", "eventually"]
+
+_HERE = Path(__file__).parent.parent
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Returns when it is so; the test's own time limit ends the wait."""
+    while not condition():
+        time.sleep(0.001)
+
+
+class Engine:
+    """A running engine; `export` is what it said of its tensors. Its contents are those of seed 0 until `fill` or `finish`."""
+
+    def __init__(self, backend: str, kv: Kv, region: HostRegion) -> None:
+        self.kv = kv
+        arguments = [backend, json.dumps(asdict(kv)), str(region.fd), str(region.size_bytes)]
+        path = os.pathsep.join([str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "devices.engine_process", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=_HERE,
+            env=os.environ | {"PYTHONPATH": path},
+            pass_fds=[region.fd],
+        )
+        self.export = DeviceExport.from_bytes(bytes.fromhex(self._read()))
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the engine's process has ended"
+        return line.strip()
+
+    def tell(self, command: str, *numbers: int) -> str:
+        """Has it do one thing, and waits for the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(" ".join([command, *map(str, numbers)]) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def contents(self) -> bytes:
+        """What its tensors hold."""
+        return bytes.fromhex(self.tell("dump"))
+
+    def expected(self, seed: int) -> bytes:
+        """What its tensors hold after `fill` with that seed."""
+        return b"".join(tensor.tobytes() for tensor in self.kv.tensors(seed))
+
+    def kill(self) -> None:
+        """SIGKILL, and no zombie is left; may be repeated."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Watched:
+    """Counts how often somebody looks."""
+
+    def __init__(self, after: After) -> None:
+        self.asked = 0
+        self._after = after
+
+    def reached(self) -> bool:
+        """See After."""
+        self.asked += 1
+        return self._after.reached()

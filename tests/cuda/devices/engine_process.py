@@ -1,0 +1,95 @@
+"""A process that exports KV tensors as an engine does, and does what it reads on its standard input, a line at a time.
+
+Arguments: the back end, the KV tensors (JSON), the region's descriptor and size. The first line that it prints is its export.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+from devices.backends import Backend, make_backend
+from devices.kv import Kv
+from kvtier.cuda.exports import export_blocks
+from kvtier.cuda.region import PAGE_BYTES, HostRegion
+
+EVENTS = 2
+
+
+class EngineProcess:
+    """One engine: its tensors, a compute stream, events; the last 8 bytes of the region are its counter."""
+
+    def __init__(self, backend: Backend, kv: Kv, region: HostRegion) -> None:
+        self.backend = backend
+        self.driver = backend.driver
+        self.kv = kv
+        self.region = region
+        self.nbytes = [tensor.nbytes for tensor in kv.tensors(0)]
+        self.addresses = self._allocate()
+        self.driver.register(region.address + region.size_bytes - PAGE_BYTES, PAGE_BYTES)
+        self.stream = self.driver.create_stream()
+        self.events = [self.driver.create_event(shared=True) for _ in range(EVENTS)]
+        self.release: Callable[[], None] = lambda: None
+        self.fill(0)
+
+    def _allocate(self) -> list[int]:
+        if not self.kv.carved:
+            return [self.backend.allocate(nbytes) for nbytes in self.nbytes]
+        start = self.backend.allocate(sum(self.nbytes) + 256) + 256
+        return [start + sum(self.nbytes[:index]) for index in range(len(self.nbytes))]
+
+    def export(self) -> str:
+        """What the server is told."""
+        groups = {0: (self.kv.layout(), self.addresses)}
+        return export_blocks(self.driver, groups, events=self.events).to_bytes().hex()
+
+    def fill(self, seed: int) -> str:
+        """Other contents for all tensors."""
+        for address, tensor in zip(self.addresses, self.kv.tensors(seed), strict=True):
+            self.backend.write(address, tensor.tobytes())
+        return "ok"
+
+    def dump(self) -> str:
+        """The contents of all tensors."""
+        pairs = zip(self.addresses, self.nbytes, strict=True)
+        return b"".join(self.backend.read(address, nbytes) for address, nbytes in pairs).hex()
+
+    def compute(self, event: int) -> str:
+        """Begins compute that lasts until `finish`, and records an event behind it."""
+        self.release = self.backend.hold(self.stream)
+        self.driver.record(self.events[event], self.stream)
+        return "ok"
+
+    def count(self, value: int) -> str:
+        """Begins compute that lasts until `finish`, and has the counter written behind it."""
+        self.release = self.backend.hold(self.stream)
+        self.driver.write_value(self.stream, self.region.address + self.region.size_bytes - 8, value)
+        return "ok"
+
+    def finish(self, seed: int) -> str:
+        """Ends the compute: its result are other contents."""
+        self.fill(seed)
+        self.release()
+        return "ok"
+
+    def free(self, index: int) -> str:
+        """Frees a tensor's allocation."""
+        self.backend.free(self.addresses[index])
+        return "ok"
+
+
+def main() -> None:
+    """Serves until the standard input ends."""
+    name, kv, fd, size = sys.argv[1:]
+    region = HostRegion.attach(int(fd), int(size))
+    fields = json.loads(kv)
+    engine = EngineProcess(make_backend(name), Kv(tuple(fields.pop("shape")), **fields), region)
+    print(engine.export(), flush=True)
+    for line in sys.stdin:
+        command, *numbers = line.split()
+        print(getattr(engine, command)(*map(int, numbers)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The host back end for movers of tests: holds up the copies of one stream, the first that comes, as long as a file is there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+from kvtier.cuda.errors import Cause, DeviceError
+from kvtier.cuda.host_driver import HostDriver
+
+__all__ = ["Gate", "make"]
+
+_VARIABLE = "DEVICE_TEST_GATE"
+
+
+class Gate:
+    """The test's side: closed or open, and whether somebody stands before it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reached = path.with_name(path.name + ".reached")
+        self.environment = {_VARIABLE: str(path)}
+
+    def close(self) -> None:
+        """The next copy is held up."""
+        self._reached.unlink(missing_ok=True)
+        self._path.touch()
+
+    def wait_reached(self, seconds: float = 30.0) -> None:
+        """Returns when a copy is held up."""
+        deadline = time.monotonic() + seconds
+        while not self._reached.exists():
+            assert time.monotonic() < deadline, "no copy came to the gate"
+            time.sleep(0.002)
+
+    def open(self) -> None:
+        """Copies go on."""
+        self._path.unlink(missing_ok=True)
+
+
+class _Pace:
+    """The mover's side."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._held: threading.Thread | None = None
+
+    def __call__(self) -> None:
+        """Called before each copy, on its stream's thread."""
+        if not self._path.exists():
+            return
+        with self._lock:
+            if self._held is not None and self._held is not threading.current_thread():
+                return
+            self._held = threading.current_thread()
+        self._path.with_name(self._path.name + ".reached").touch()
+        while self._path.exists():
+            time.sleep(0.002)
+        self._held = None
+
+
+def make(device: str) -> HostDriver:
+    """What `devices.driver` names."""
+    if device == "missing":
+        raise DeviceError(Cause.NO_DEVICE, device)
+    return HostDriver(device, pace=_Pace(Path(os.environ[_VARIABLE])))

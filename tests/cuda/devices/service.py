@@ -1,0 +1,186 @@
+"""A server with movers over the host back end, and engines for it: in the test's process, and in one that can be killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from harness.server_process import MIB, ServerProcess
+
+from devices.backends import HostBackend
+from devices.gated_driver import Gate
+from devices.kv import BLOCKS, JOINED, Kv
+from kvtier.client import Client, Group, KvBuffers, Namespace, Timeouts, make_key
+
+__all__ = ["Engine", "KilledEngine", "Service", "eventually", "keys_of", "namespace_of"]
+
+_CUDA_TESTS = Path(__file__).parent.parent
+_TESTS = _CUDA_TESTS.parent
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Returns when it is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+
+
+def namespace_of(kv: Kv) -> Namespace:
+    """The namespace of an engine with these tensors."""
+    return Namespace("device", "uint16", (Group(kv.layout().part_bytes, 16),))
+
+
+def keys_of(count: int, salt: str = "") -> list[bytes]:
+    """Keys of group 0."""
+    return [make_key(f"{salt}block {number}".encode().ljust(32, b"."), 0) for number in range(count)]
+
+
+class Service:
+    """A server whose movers hold up copies at ``gate``."""
+
+    def __init__(self, directory: Path, *, region: int = 8 * MIB, driver: str = "devices.gated_driver:make") -> None:
+        self.gate = Gate(directory / "gate")
+        self.server = ServerProcess(directory, region=region, config=f'[devices]\ndriver = "{driver}"')
+        path = [str(_CUDA_TESTS), str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.server._environment |= self.gate.environment | {"PYTHONPATH": os.pathsep.join(path)}
+
+    @property
+    def movers(self) -> list[int]:
+        """The movers' processes."""
+        return [pid for pid in _children(self.server.pid) if "devices.mover" in _command(pid)]
+
+    def open_allocations(self, pid: int) -> int:
+        """How much of engines' memory a mover has mapped."""
+        return sum("kvtier-device" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+    def __enter__(self) -> Self:
+        self.server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gate.open()
+        self.server.close()
+
+
+def _children(parent: int) -> list[int]:
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent and fields[0] != "Z":
+            pids.append(int(path.parent.name))
+    return pids
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+class Engine:
+    """An engine in this process: tensors in shared memory, a compute stream, a client that has registered them."""
+
+    def __init__(self, endpoint: str, kv: Kv = JOINED, *, transport: str = "cuda_ipc", device: float = 30.0) -> None:
+        self.kv = kv
+        self.backend = HostBackend()
+        self.nbytes = [tensor.nbytes for tensor in kv.tensors(0)]
+        self.addresses = self._allocate()
+        self.fill(0)
+        self.stream = self.backend.driver.create_stream()
+        self.buffers = KvBuffers(self.backend.driver, {0: (kv.layout(), self.addresses)}, events=4)
+        timeouts = Timeouts(connect=10, call=10, device=device)
+        self.client = Client(endpoint, namespace=namespace_of(kv), transport=transport, timeouts=timeouts)  # type: ignore[arg-type]
+
+    def _allocate(self) -> list[int]:
+        if not self.kv.carved:
+            return [self.backend.allocate(nbytes) for nbytes in self.nbytes]
+        start = self.backend.allocate(sum(self.nbytes) + 256) + 256
+        return [start + sum(self.nbytes[:index]) for index in range(len(self.nbytes))]
+
+    def register(self) -> Self:
+        """Registers the tensors."""
+        self.client.register_kv_buffers(self.buffers)
+        return self
+
+    def fill(self, seed: int) -> None:
+        """Other contents for all tensors."""
+        for address, tensor in zip(self.addresses, self.kv.tensors(seed), strict=True):
+            self.backend.write(address, tensor.tobytes())
+
+    def clear(self) -> None:
+        """Zeros in all tensors."""
+        for address, nbytes in zip(self.addresses, self.nbytes, strict=True):
+            self.backend.write(address, bytes(nbytes))
+
+    def contents(self) -> bytes:
+        """What the tensors hold."""
+        pairs = zip(self.addresses, self.nbytes, strict=True)
+        return b"".join(self.backend.read(address, nbytes) for address, nbytes in pairs)
+
+    def expected(self, seed: int) -> bytes:
+        """What they hold after `fill` with that seed."""
+        return b"".join(tensor.tobytes() for tensor in self.kv.tensors(seed))
+
+    def stored(self, keys: list[bytes]) -> list[bytes]:
+        """What the server has under these keys, read the ordinary way."""
+        buffers = [bytearray(self.kv.layout().part_bytes) for _ in keys]
+        assert self.client.load(keys, buffers) == len(keys)
+        return [bytes(buffer) for buffer in buffers]
+
+    def close(self) -> None:
+        """Ends the client, and gives up the tensors."""
+        self.client.close()
+        self.buffers.close()
+        self.backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class KilledEngine:
+    """An engine's process that makes one call, to be killed in the middle of it."""
+
+    def __init__(self, endpoint: str, call: str) -> None:
+        path = [str(_CUDA_TESTS), str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "devices.service", endpoint, call],
+            cwd=_CUDA_TESTS,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+            stdin=subprocess.DEVNULL,
+        )
+
+    def kill(self) -> None:
+        """SIGKILL, and no zombie is left; may be repeated."""
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def main() -> None:
+    """What `KilledEngine` runs."""
+    endpoint, call = sys.argv[1:]
+    with Engine(endpoint) as engine:
+        engine.register()
+        getattr(engine.client, call)(keys_of(BLOCKS), range(BLOCKS))
+
+
+if __name__ == "__main__":
+    main()

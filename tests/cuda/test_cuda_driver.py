@@ -1,0 +1,228 @@
+"""What is NVIDIA's alone: over the stand-in for its driver, where cuda-bindings are, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from devices.backends import GpuBackend, make_backend
+
+from kvtier.cuda.cuda_driver import CudaDriver
+from kvtier.cuda.driver import MemoryKind, StreamId
+from kvtier.cuda.errors import Cause, DeviceError
+from kvtier.cuda.gather import KernelCopier
+from kvtier.cuda.pinning import PIN_CHUNK_BYTES, PinError, Pinning
+from kvtier.cuda.region import PAGE_BYTES, HostRegion
+
+
+@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> Iterator[GpuBackend]:
+    """CUDA's driver."""
+    try:
+        made = make_backend(request.param)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    assert isinstance(made, GpuBackend)
+    yield made
+    made.close()
+
+
+def call(backend: GpuBackend, name: str, *arguments: object) -> int:
+    """One function of the driver, in its context."""
+    with backend.driver.entered() as cuda:
+        result = cuda.call(name, *arguments)
+        return 0 if result is None else int(result)
+
+
+def test_without_a_driver_there_is_a_reason() -> None:
+    """No bindings or no driver: the error says which, also where this repository's own folder `cuda` hides NVIDIA's package."""
+    program = (
+        "from kvtier.cuda.cuda_driver import CudaDriver\n"
+        "from kvtier.cuda.errors import Cause, DeviceError\n"
+        "try:\n    CudaDriver()\n"
+        "except DeviceError as error:\n    assert error.cause in {Cause.NO_BINDINGS, Cause.NO_DRIVER}, error.cause\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_devices_are_found_by_uuid(backend: GpuBackend) -> None:
+    """The UUID of a device finds it, whatever its ordinal; one that is not seen here is named in the error."""
+    device = backend.driver.device
+    again = CudaDriver(device)
+    assert again.device == device
+    again.close()
+    for wanted in ("00000000-0000-0000-0000-000000000000", 1000):
+        with pytest.raises(DeviceError, match=str(wanted)) as caught:
+            CudaDriver(wanted)
+        assert caught.value.cause is Cause.NO_DEVICE
+
+
+def test_no_context_is_left_behind(backend: GpuBackend) -> None:
+    """An engine's threads keep the context that they had: between calls none is current."""
+    before = backend.driver._cuda.attempt("cuMemAlloc", 8)[0]
+    backend.driver.destroy_stream(backend.driver.create_stream())
+    assert backend.driver._cuda.attempt("cuMemAlloc", 8)[0] == before == "CUDA_ERROR_INVALID_CONTEXT"
+
+
+def test_the_threads_capture_mode_is_restored(backend: GpuBackend) -> None:
+    """B4.16 What a thread's calls may do beside a capture is as it was before."""
+    modes = backend.driver._api.CUstreamCaptureMode
+    exchange = "cuThreadExchangeStreamCaptureMode"
+    before = backend.driver._cuda.call(exchange, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    backend.driver.destroy_stream(backend.driver.create_stream())
+    after = backend.driver._cuda.call(exchange, before)
+    assert (before, after) == (modes.CU_STREAM_CAPTURE_MODE_GLOBAL, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+
+
+def test_a_closed_driver_does_nothing(backend: GpuBackend) -> None:
+    """CLOSED, whatever is asked; others of the same device go on."""
+    other = CudaDriver(backend.driver.device)
+    other.close()
+    with pytest.raises(DeviceError) as caught:
+        other.create_stream()
+    assert caught.value.cause is Cause.CLOSED
+    backend.driver.destroy_stream(backend.driver.create_stream())
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_nothing_is_recorded_into_a_graph(backend: GpuBackend, region: HostRegion, *, writes: bool) -> None:
+    """B4.16 While the engine captures its stream, neither event nor counter goes into the graph, and the capture goes on."""
+    driver = backend.driver
+    stream, event = driver.create_stream(), driver.create_event(shared=True)
+    driver.register(region.address, PAGE_BYTES)
+    mode = driver._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+    call(backend, "cuStreamBeginCapture", stream, mode)
+    with pytest.raises(DeviceError) as caught:
+        _ = driver.write_value(stream, region.address, 1) if writes else driver.record(event, stream)
+    assert caught.value.cause is Cause.CAPTURING
+    assert driver.reached(event)
+    call(backend, "cuStreamEndCapture", stream)
+    driver.record(event, stream)
+    driver.wait(event)
+    driver.unregister(region.address)
+    driver.destroy_event(event)
+    driver.destroy_stream(stream)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "kind"),
+    [
+        ("cuMemAlloc", (4096,), MemoryKind.SHAREABLE),
+        ("cuMemAllocManaged", (4096, 1), MemoryKind.MANAGED),
+        ("cuMemAllocAsync", (4096, 0), MemoryKind.POOL),
+        ("cuMemAllocHost", (4096,), MemoryKind.HOST),
+    ],
+)
+def test_kinds_of_memory_are_told_apart(
+    backend: GpuBackend, name: str, arguments: tuple[int, ...], kind: MemoryKind
+) -> None:
+    """What was allocated how is what decides whether it can be shared."""
+    at = call(backend, name, *arguments)
+    assert backend.driver.allocation_of(at + 8).kind is kind
+    call(backend, "cuMemFreeHost" if kind is MemoryKind.HOST else "cuMemFree", at)
+
+
+def copied(backend: GpuBackend, copy: Callable[..., None]) -> bytes:
+    """What is on the device after three pieces were copied to it, in another order."""
+    driver = backend.driver
+    at, stream, event = backend.allocate(PAGE_BYTES), driver.create_stream(), driver.create_event()
+    source = ctypes.create_string_buffer(b"abcdefghijklmnopqrstuvwx", 24)
+    start = ctypes.addressof(source)
+    copy(stream, [at + 16, at, at + 8], [start, start + 8, start + 16], [8, 8, 8])
+    driver.record(event, stream)
+    driver.wait(event)
+    found = backend.read(at, 24)
+    driver.destroy_event(event)
+    driver.destroy_stream(stream)
+    backend.free(at)
+    return found
+
+
+def test_copies_are_the_same_without_batches(backend: GpuBackend) -> None:
+    """A driver before CUDA 12.8 is given copies one by one."""
+    assert backend.driver.copies_in_batches
+    assert copied(backend, backend.driver.copy) == b"ijklmnopqrstuvwxabcdefgh"
+    backend.driver._batch = None
+    assert copied(backend, backend.driver.copy) == b"ijklmnopqrstuvwxabcdefgh"
+
+
+@pytest.mark.parametrize("backend", ["fake"], indirect=True)
+def test_a_refused_batch_says_which_copy(backend: GpuBackend) -> None:
+    """An error of the driver names the call, the copy where the driver knows it, and the code."""
+    at, stream, event = backend.allocate(PAGE_BYTES), backend.driver.create_stream(), backend.driver.create_event()
+    with pytest.raises(DeviceError, match=r"cuMemcpyBatchAsync \(copy 1 of 2\): CUDA_ERROR_INVALID_VALUE") as caught:
+        backend.driver.copy(stream, [at, at], [at + 64, at + 128], [1, 0])
+    assert caught.value.cause is Cause.REFUSED
+    backend.driver.record(event, stream)
+    backend.driver.wait(event)  # copy 0 has been begun
+    backend.driver.destroy_event(event)
+    backend.driver.destroy_stream(stream)
+    backend.free(at)
+
+
+def test_pinning_with_the_driver(backend: GpuBackend) -> None:
+    """A driver pins a region chunk by chunk; what is registered already is refused, unpinning what is not pinned is no error."""
+    with HostRegion.create(PIN_CHUNK_BYTES + PAGE_BYTES) as region:
+        pinning = Pinning(region, backend.driver, allowed=lambda: True)
+        assert pinning.pin(PIN_CHUNK_BYTES, PAGE_BYTES)
+        with pytest.raises(PinError):
+            backend.driver.register(region.address + PIN_CHUNK_BYTES, PAGE_BYTES)
+        pinning.close()
+        backend.driver.unregister(region.address)
+
+
+@pytest.fixture
+def kernel(backend: GpuBackend, region: HostRegion) -> Iterator[tuple[KernelCopier, set[int]]]:
+    """The kernel, where NVRTC can be had; and the addresses of the region's pages that count as pinned."""
+    pinned: set[int] = set()
+    where = (region.address, region.size_bytes)
+    try:
+        made = KernelCopier(backend.driver, where, lambda address, _: address - address % PAGE_BYTES in pinned)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    yield made, pinned
+    made.close()
+
+
+def test_the_kernel_copies_what_is_pinned(
+    backend: GpuBackend, region: HostRegion, kernel: tuple[KernelCopier, set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of any alignment, batch after batch; none of them by the driver."""
+    copier, pinned = kernel
+    driver = backend.driver
+    driver.register(region.address, PAGE_BYTES)
+    pinned.add(region.address)
+    monkeypatch.setattr(driver, "copy", None)
+    at, stream, event = backend.allocate(PAGE_BYTES), driver.create_stream(), driver.create_event()
+    data = bytes(range(256)) * 4
+    for shift, size in ((0, 64), (4, 20), (1, 3), (0, 256)):
+        region.memory[: len(data)] = data
+        backend.write(at, bytes(PAGE_BYTES))
+        copier.copy(
+            stream, [at + shift, at + 512 + shift], [region.address + shift, region.address + 512], [size, size]
+        )
+        copier.copy(stream, [region.address + 2048], [at + shift], [size])
+        driver.record(event, stream)
+        driver.wait(event)
+        assert backend.read(at, 1024)[shift : shift + size] == data[shift : shift + size]
+        assert backend.read(at, 1024)[512 + shift : 512 + shift + size] == data[512 : 512 + size]
+        assert bytes(region.memory[2048 : 2048 + size]) == data[shift : shift + size]
+    driver.unregister(region.address)
+    driver.destroy_event(event)
+    driver.destroy_stream(stream)
+    backend.free(at)
+
+
+def test_the_kernel_keeps_off_what_is_not_pinned(
+    backend: GpuBackend, region: HostRegion, kernel: tuple[KernelCopier, set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One copy of host memory that is not pinned, and the batch goes the driver's way: a kernel would end the context."""
+    copier, pinned = kernel
+    pinned.add(region.address)
+    asked: list[tuple[StreamId, list[int]]] = []
+    monkeypatch.setattr(backend.driver, "copy", lambda stream, to, _, __: asked.append((stream, to)))
+    copier.copy(StreamId(1), [1, 2], [region.address, region.address + PAGE_BYTES], [8, 8])
+    assert asked == [(StreamId(1), [1, 2])]

@@ -1,0 +1,296 @@
+"""What an engine says of its memory: exact, checked where it arrives, and refused with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from devices.backends import Backend, HostBackend
+from devices.engine import Engine
+from devices.kv import LAYOUTS, Kv
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.cuda.driver import HANDLE_BYTES, MemoryKind
+from kvtier.cuda.errors import Cause, DeviceError
+from kvtier.cuda.exports import DeviceExport, ExportedAllocation, export_blocks
+from kvtier.cuda.handles import OpenHandles
+from kvtier.cuda.layout import BlockLayout, Run
+from kvtier.cuda.origin import Origin, explain, obstacle
+from kvtier.cuda.region import PAGE_BYTES
+
+StartEngine = Callable[[Kv], Engine]
+
+HERE = Origin.here()
+ELSEWHERE = dataclasses.replace(HERE, pid=HERE.pid + 1)
+EXPORT = DeviceExport(
+    device="a device",
+    origin=ELSEWHERE,
+    allocations=(ExportedAllocation(bytes(range(HANDLE_BYTES)), 1000), ExportedAllocation(bytes(HANDLE_BYTES), 50)),
+    layouts={0: BlockLayout(4, (Run(0, 8, 100, 20, 2, 40), Run(1, 0, 10, 5))), 3: BlockLayout(1, (Run(1, 0, 50, 50),))},
+    events=(bytes(HANDLE_BYTES),),
+)
+
+
+@pytest.fixture
+def host() -> HostBackend:
+    """The back end with memory of every kind."""
+    return HostBackend()
+
+
+def test_an_export_survives_its_journey() -> None:
+    """What arrives is what was sent."""
+    assert DeviceExport.from_bytes(EXPORT.to_bytes()) == EXPORT
+
+
+def replaced(path: tuple[str | int, ...], value: object) -> bytes:
+    """The export as JSON, with one value in place of another."""
+    fields: Any = json.loads(EXPORT.to_bytes())
+    inner = fields
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    return json.dumps(fields).encode()
+
+
+def refusal(data: bytes) -> Cause | None:
+    """Why it is refused; None: it is an export."""
+    try:
+        DeviceExport.from_bytes(data)
+    except DeviceError as error:
+        return error.cause
+    return None
+
+
+RUN = ("layouts", "0", "runs", 0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"[" * 100_000,
+        b" " * (5 << 20),
+        replaced(("version",), 2),
+        replaced(("device",), 1),
+        replaced(("device",), "x" * 257),
+        replaced(("origin", "pid"), "1"),
+        replaced(("origin",), None),
+        replaced(("allocations", 0), ["00", 1000]),
+        replaced(("allocations", 0, 1), 327),
+        replaced(("allocations", 0, 1), -1),
+        replaced(("allocations", 0, 1), True),
+        replaced(("allocations", 0, 1), 1e3),
+        replaced(("events", 0), "zz"),
+        replaced(("events", 0), ""),
+        replaced(("layouts",), {}),
+        replaced(("layouts",), []),
+        replaced(("layouts", "0", "num_blocks"), 0),
+        replaced(("layouts", "0", "num_blocks"), 1 << 62),
+        replaced(("layouts", "0", "runs"), []),
+        replaced((*RUN, 0), 2),
+        replaced((*RUN, 1), 681),
+        replaced((*RUN, 1), -8),
+        replaced((*RUN, 2), 10),
+        replaced((*RUN, 4), 1 << 40),
+        replaced(RUN, [0, 0, 1, 1, 1, 0, 0]),
+    ],
+)
+def test_what_makes_no_sense_is_refused(data: bytes) -> None:
+    """Bytes from outside are either an export, all of which is inside of its allocations, or BAD_EXPORT."""
+    assert refusal(data) is Cause.BAD_EXPORT
+
+
+@given(
+    st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)),
+    st.data(),
+)
+def test_any_other_value_is_an_export_or_refused(value: object, data: st.DataObject) -> None:
+    """Whatever is put in the place of a value, there is no other error than BAD_EXPORT."""
+    path = data.draw(
+        st.sampled_from(
+            [("device",), ("origin", "boot"), ("origin", "pid"), ("allocations", 0), ("layouts", "0"), RUN, (*RUN, 3)]
+        )
+    )
+    assert refusal(replaced(path, value)) in {None, Cause.BAD_EXPORT}
+
+
+def test_blocks_of_too_many_pieces_are_refused() -> None:
+    """Plans are made of pieces: nobody may make this process plan millions for one block."""
+    run = Run(0, 0, 1 << 20, 1, 70_000, 2)
+    with pytest.raises(DeviceError, match="pieces"):
+        dataclasses.replace(
+            EXPORT, allocations=(ExportedAllocation(bytes(HANDLE_BYTES), 1 << 30),), layouts={0: BlockLayout(1, (run,))}
+        )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tensors_are_named_by_allocation_and_offset(start_engine: StartEngine, name: str) -> None:
+    """One handle per allocation, however many tensors are in it; the layout is as long as it was."""
+    kv = LAYOUTS[name]
+    export = start_engine(kv).export
+    assert len(export.allocations) == (1 if kv.carved else kv.count)
+    assert export.layouts[0].part_bytes == kv.layout().part_bytes
+    assert export.layouts[0].runs[0].offset == (256 if kv.carved else 0)
+    assert len(export.events) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        (MemoryKind.VMM, Cause.VMM_MEMORY),
+        (MemoryKind.POOL, Cause.POOL_MEMORY),
+        (MemoryKind.MANAGED, Cause.MANAGED_MEMORY),
+        (MemoryKind.HOST, Cause.HOST_MEMORY),
+    ],
+)
+def test_memory_that_cannot_be_shared_is_refused_with_the_reason(
+    host: HostBackend, kind: MemoryKind, cause: Cause
+) -> None:
+    """The engine learns at its start why its blocks cannot be opened by others, and what to do about it."""
+    at = host.driver.allocate(PAGE_BYTES, kind)
+    with pytest.raises(DeviceError) as caught:
+        export_blocks(host.driver, {0: (BlockLayout(1, (Run(0, 0, 8, 8),)), [at])})
+    assert caught.value.cause is cause
+    host.close()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_are_named(host: HostBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where torch was told to use them, it is they that are in the way, and the message says which setting."""
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
+    at = host.driver.allocate(PAGE_BYTES, MemoryKind.VMM)
+    with pytest.raises(DeviceError, match="expandable_segments:True") as caught:
+        export_blocks(host.driver, {0: (BlockLayout(1, (Run(0, 0, 8, 8),)), [at])})
+    assert caught.value.cause is Cause.EXPANDABLE_SEGMENTS
+    host.close()
+
+
+def test_a_tensor_beyond_its_allocation_is_refused(host: HostBackend) -> None:
+    """A handle covers one allocation: blocks that are in two of them cannot be described."""
+    at = host.driver.allocate(PAGE_BYTES)
+    with pytest.raises(DeviceError) as caught:
+        export_blocks(host.driver, {0: (BlockLayout(2, (Run(0, 0, PAGE_BYTES, 8),)), [at])})
+    assert caught.value.cause is Cause.UNKNOWN_MEMORY
+    host.close()
+
+
+@pytest.mark.parametrize(
+    ("exporter", "cause"),
+    [
+        (dataclasses.replace(ELSEWHERE, boot="another"), Cause.OTHER_HOST),
+        (HERE, Cause.SAME_PROCESS),
+        (dataclasses.replace(HERE, pid_namespace=1), Cause.SAME_PID),
+        (ELSEWHERE, None),
+        (dataclasses.replace(ELSEWHERE, pid_namespace=1, shm_device=1), None),
+    ],
+)
+def test_what_cannot_work_is_known_beforehand(exporter: Origin, cause: Cause | None) -> None:
+    """Another host, this very process, and a process of the same number: the driver is not even asked."""
+    found = obstacle(exporter, HERE)
+    assert (found and found.cause) == cause
+
+
+def test_failures_are_explained() -> None:
+    """Where the driver does not say why it opens nothing, what is known of the exporter does."""
+    failure = DeviceError(Cause.CANNOT_OPEN, "invalid argument")
+    parent = dataclasses.replace(HERE, pid=os.getppid())
+    nobody = dataclasses.replace(HERE, pid=2**22 + 1)
+    assert explain(failure, nobody, HERE).cause is Cause.EXPORTER_GONE
+    assert explain(failure, dataclasses.replace(nobody, pid_namespace=1), HERE).cause is Cause.OTHER_NAMESPACE
+    assert explain(failure, parent, HERE) is failure
+    broken = DeviceError(Cause.BROKEN)
+    assert explain(broken, nobody, HERE) is broken
+
+
+def test_a_zombie_is_gone() -> None:
+    """A killed process that nobody has waited for holds nothing any more."""
+    child = subprocess.Popen(["sleep", "60"])
+    origin = dataclasses.replace(HERE, pid=child.pid)
+    assert not origin.is_gone(HERE)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert origin.is_gone(HERE)
+    child.wait()
+    assert origin.is_gone(HERE)
+
+
+def test_events_need_a_common_shm() -> None:
+    """Without a common /dev/shm an engine's events cannot be used; nor where nobody knows."""
+    assert HERE.shares_events_with(ELSEWHERE)
+    assert not HERE.shares_events_with(dataclasses.replace(ELSEWHERE, shm_device=1))
+    unknown = dataclasses.replace(HERE, shm_device=0)
+    assert not unknown.shares_events_with(unknown)
+
+
+def test_every_cause_has_advice() -> None:
+    """Whatever the cause, the message says something that people can act on."""
+    for cause in Cause:
+        assert len(str(DeviceError(cause))) > 20
+        assert str(DeviceError(cause, "in detail")).endswith("(in detail)")
+
+
+def test_allocations_are_opened_once_and_closed_with_their_last_user(
+    backend: Backend, start_engine: StartEngine
+) -> None:
+    """Two sessions that name one allocation share its mapping; the first to go takes nothing from the other."""
+    engine = start_engine(LAYOUTS["a tensor per layer, K and V joined"])
+    handles = OpenHandles(backend.driver)
+    first, second = handles.open(engine.export), handles.open(engine.export)
+    assert first == second
+    assert handles.allocations == 3
+    handles.close(engine.export)
+    size = engine.kv.tensors(0)[0].nbytes
+    assert b"".join(backend.read(at, size) for at in first) == engine.expected(0)
+    handles.close(engine.export)
+    assert handles.allocations == 0
+
+
+def test_a_dead_engines_memory_is_reported_as_such(backend: Backend, start_engine: StartEngine) -> None:
+    """Opening what a killed process exported fails with EXPORTER_GONE, and leaves nothing open."""
+    engine = start_engine(LAYOUTS["a tensor per layer, K and V joined"])
+    engine.kill()
+    handles = OpenHandles(backend.driver)
+    with pytest.raises(DeviceError) as caught:
+        handles.open(engine.export)
+    assert caught.value.cause is Cause.EXPORTER_GONE
+    assert handles.allocations == 0
+
+
+def test_all_allocations_are_opened_or_none(backend: Backend, start_engine: StartEngine) -> None:
+    """One bad handle among good ones leaves nothing open."""
+    export = start_engine(LAYOUTS["a tensor per layer, K and V joined"]).export
+    bad = (*export.allocations[:2], ExportedAllocation(bytes(HANDLE_BYTES), export.allocations[2].nbytes))
+    handles = OpenHandles(backend.driver)
+    with pytest.raises(DeviceError):
+        handles.open(dataclasses.replace(export, allocations=bad))
+    assert handles.allocations == 0
+
+
+def test_an_engines_word_on_sizes_is_not_believed(backend: Backend, start_engine: StartEngine) -> None:
+    """An export that claims more than its allocation has is refused: copies beyond the end would break the context for all."""
+    export = start_engine(LAYOUTS["all layers of a block together"]).export
+    (allocation,) = export.allocations
+    larger = dataclasses.replace(export, allocations=(ExportedAllocation(allocation.handle, 1 << 40),))
+    handles = OpenHandles(backend.driver)
+    with pytest.raises(DeviceError) as caught:
+        handles.open(larger)
+    assert caught.value.cause is Cause.BAD_EXPORT
+    assert handles.allocations == 0
+
+
+def test_a_process_that_opens_its_own_export_learns_it(backend: Backend) -> None:
+    """SAME_PROCESS, in place of the driver's "invalid device context"."""
+    at = backend.allocate(PAGE_BYTES)
+    export = export_blocks(backend.driver, {0: (BlockLayout(2, (Run(0, 0, 64, 64),)), [at])})
+    with pytest.raises(DeviceError) as caught:
+        OpenHandles(backend.driver).open(export)
+    assert caught.value.cause is Cause.SAME_PROCESS
+    backend.free(at)

@@ -1,0 +1,76 @@
+"""The bulk process of a real server: where it is, and streams to it without the client's good manners."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvtier.client.wire import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
+from kvtier.protos.v1 import transfer_pb2
+
+from .raw import RawSession
+
+__all__ = ["bulk_pid", "bulk_streams", "locate", "wait_for_bulk", "wait_until"]
+
+PATIENCE = 20.0
+
+
+def wait_until(what: Any, seconds: float = PATIENCE) -> Any:
+    """Waits until `what()` is true, and returns it."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it has not come about"
+        time.sleep(0.01)
+    return found
+
+
+def wait_for_bulk(client: Any) -> None:
+    """Waits until a client's streams go to the bulk process."""
+    route = getattr(client, "_bulk", None) or client._wire._bulk
+
+    def found() -> bool:
+        with contextlib.suppress(AttributeError):
+            link = client._wire.link
+            if link is not None:
+                route.streams(link)
+        return bool(route.found)
+
+    wait_until(found)
+
+
+def bulk_pid(server_pid: int) -> int | None:
+    """Returns the process id of a server's bulk process, if it has one."""
+    for task in Path(f"/proc/{server_pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            with contextlib.suppress(OSError):
+                if b"kvtier.server.bulk" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return child
+    return None
+
+
+def locate(session: RawSession, store_id: int = 0) -> transfer_pb2.LocateResponse:
+    """Asks where the bulk process is."""
+    call = session.channel.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
+    answer: transfer_pb2.LocateResponse = call(
+        transfer_pb2.LocateRequest(session=session.ref, store_id=store_id), timeout=5
+    )
+    return answer
+
+
+@contextlib.contextmanager
+def bulk_streams(session: RawSession, endpoint: str) -> Iterator[None]:
+    """Has the streams of a raw session go to the bulk process of the server on this Unix socket."""
+    suffix = wait_until(lambda: locate(session).socket_suffix)
+    before = session.push, session.pull
+    with grpc.insecure_channel(endpoint + suffix, options=CHANNEL_OPTIONS) as channel:
+        session.push = channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
+        session.pull = channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+        try:
+            yield
+        finally:
+            session.push, session.pull = before

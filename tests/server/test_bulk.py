@@ -1,0 +1,423 @@
+"""The bulk process: what becomes of streams, of slots and of the server when it dies, hangs, or is not to be reached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import xxhash
+from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until
+from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.raw import RawSession, refusal_of
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import AsyncClient, Client, StoreStatus, streams
+from kvtier.client.bulk import Streams
+from kvtier.protos.frames import decode_pull_frame, encode_push_frame
+from kvtier.protos.v1 import cache_pb2, transfer_pb2
+
+PART = 1 * MIB
+NAMESPACE = namespace_of(PART)
+KEYS = [key_of(number) for number in range(48)]
+TIMEOUT = 20.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server with room for 128 blocks."""
+    with ServerProcess(tmp_path, region=128 * MIB, lmdb=16 * MIB) as process:
+        yield process.start()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    """A client whose streams go to the bulk process."""
+    with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+        client.wait_until_connected(10)
+        wait_for_bulk(client)
+        yield client
+
+
+@pytest.fixture
+def session(server: ServerProcess) -> Iterator[RawSession]:
+    """A session without manners, whose streams go to the bulk process."""
+    with (
+        RawSession(server.endpoint, NAMESPACE, engine_id="raw") as session,
+        bulk_streams(session, server.endpoint),
+    ):
+        yield session
+
+
+def store_all(client: Client, keys: list[bytes] = KEYS) -> None:
+    """Stores blocks that tell whose they are."""
+    assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
+
+
+def prepare(session: RawSession, keys: list[bytes] = KEYS) -> int:
+    """Returns a store of these blocks."""
+    request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
+    store_id: int = session.cache.PrepareStore(request, timeout=TIMEOUT).store_id
+    assert store_id
+    return store_id
+
+
+def frame_of(session: RawSession, store_id: int, data: bytes, offset: int = 0) -> bytes:
+    """Returns a frame to a store."""
+    return encode_push_frame(offset, xxhash.xxh3_64_intdigest(data), [data], session=session.ref, store_id=store_id)
+
+
+@contextlib.contextmanager
+def pushing(session: RawSession, store_id: int) -> Iterator[Any]:
+    """A stream to a store that has sent a frame, and goes on only when `more` is called."""
+    go_on = threading.Event()
+
+    def frames() -> Iterator[bytes]:
+        yield frame_of(session, store_id, b"\xee" * PART)
+        go_on.wait(TIMEOUT)
+        yield frame_of(session, store_id, b"\xee" * PART, PART)
+
+    call = session.push.future(frames(), timeout=TIMEOUT)  # type: ignore[attr-defined]
+    call.go_on = go_on.set
+    time.sleep(0.3)
+    assert not call.done()
+    try:
+        yield call
+    finally:
+        go_on.set()
+        call.cancel()
+
+
+def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:
+    """Sends a signal to the bulk process, and returns which one it was."""
+    pid = bulk_pid(server.pid)
+    assert pid is not None
+    os.kill(pid, number)
+    return pid
+
+
+def cut_bulk(server: ServerProcess) -> None:
+    """Ends this process' connection to the bulk process."""
+    cut = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            if connection.getpeername() == f"{server.path}.bulk":
+                connection.shutdown(socket.SHUT_RDWR)
+                cut += 1
+    assert cut
+
+
+BREAKS: dict[str, Callable[[ServerProcess], object]] = {"process": kill_bulk, "connection": cut_bulk}
+
+
+def count_asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Returns the list that the items of every Pull are added to, whichever way it goes."""
+    asked: list[list[int]] = []
+    original = Streams.pull
+
+    def pull(self: Streams, link: Any, request: Any, *rest: Any) -> None:
+        asked.append(list(request.items))
+        original(self, link, request, *rest)
+
+    monkeypatch.setattr(Streams, "pull", pull)
+    return asked
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_load_goes_on_where_it_broke(
+    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """When process or connection end in mid-load, what has not arrived is asked for again, and nothing else (B4)."""
+    store_all(client)
+    asked = count_asked(monkeypatch)
+    taken: list[int] = []
+    original = streams.Sink.take
+
+    def take(sink: Any, message: bytes) -> None:
+        original(sink, message)
+        taken.append(len(message))
+        if len(taken) == 8:
+            BREAKS[what](server)
+
+    monkeypatch.setattr(streams.Sink, "take", take)
+    buffers = filled(len(KEYS), PART)
+    assert client.load(KEYS, buffers) == len(KEYS)
+    assert all(is_payload(key, found) for key, found in zip(KEYS, buffers, strict=True))
+    assert asked[0] == [*range(len(KEYS))]
+    assert len(asked) == 2
+    assert 0 < len(asked[1]) <= len(KEYS) - 8
+    assert asked[1] == [*range(len(KEYS) - len(asked[1]), len(KEYS))]
+
+
+def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does one of the asyncio client."""
+    taken: list[int] = []
+    original = streams.Sink.take
+
+    def take(sink: Any, message: bytes) -> None:
+        original(sink, message)
+        taken.append(len(message))
+        if len(taken) == 8:
+            kill_bulk(server)
+
+    async def run() -> None:
+        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+            await client.wait_until_connected(10)
+            await asyncio.to_thread(wait_for_bulk, client)
+            await client.store(KEYS, [payload(key, PART) for key in KEYS])
+            monkeypatch.setattr(streams.Sink, "take", take)
+            buffers = filled(len(KEYS), PART)
+            assert await client.load(KEYS, buffers) == len(KEYS)
+            assert all(is_payload(key, found) for key, found in zip(KEYS, buffers, strict=True))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_store_goes_on_where_it_broke(
+    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """When process or connection end in mid-store, what the server has is not sent again, but for the last few frames."""
+    starts: list[int] = []
+    original = streams.Source.frames
+
+    def frames(source: Any, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
+        starts.append(start)
+        for number, frame in enumerate(original(source, start, step, complete=complete)):
+            if number == 30 and not start:
+                time.sleep(0.3)  # what was sent so far has arrived
+                BREAKS[what](server)
+            yield frame
+
+    monkeypatch.setattr(streams.Source, "frames", frames)
+    store_all(client)
+    assert starts[0] == 0
+    assert len(starts) == 2
+    assert 20 * MIB <= starts[1] < 31 * MIB
+    monkeypatch.undo()
+    assert_serves(client, KEYS)
+
+
+def test_attempts_are_bounded(server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load whose frames always arrive damaged fails after a few attempts, and pins nothing."""
+    store_all(client)
+    asked = count_asked(monkeypatch)
+    monkeypatch.setattr(streams.xxhash, "xxh3_64_intdigest", lambda _: 0)
+    with pytest.raises(streams.ChecksumMismatch):
+        client.load(KEYS, filled(len(KEYS), PART))
+    assert len(asked) == streams.ATTEMPTS
+    server.wait_for(lambda status: not status.leases)
+
+
+def test_it_is_started_again(server: ServerProcess, client: Client) -> None:
+    """A bulk process that is killed is replaced, clients find the new one, and what they store meanwhile is stored."""
+    before = kill_bulk(server)
+    store_all(client)
+    wait_until(lambda: bulk_pid(server.pid) not in (None, before))
+    wait_for_bulk(client)
+    assert_serves(client, KEYS)
+    assert server.alive
+
+
+@pytest.mark.usefixtures("client")
+def test_it_ends_with_the_server(server: ServerProcess) -> None:
+    """Nothing of it outlives a server that is killed: its sockets would lead nowhere, its memory be nobody's."""
+    pid = bulk_pid(server.pid)
+    server.kill()
+    wait_until(lambda: not Path(f"/proc/{pid}/fd").exists() or not list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def test_signals_of_an_init_system_are_not_for_it(server: ServerProcess, client: Client) -> None:
+    """SIGTERM to all processes of the service lets the server drain: the child goes on until it has."""
+    pid = kill_bulk(server, signal.SIGTERM)
+    store_all(client)
+    assert bulk_pid(server.pid) == pid
+    assert server.terminate() == 0
+    assert not Path(f"{server.path}.bulk").exists()
+
+
+def test_slots_are_kept_until_nobody_can_write_to_them(server: ServerProcess, session: RawSession) -> None:
+    """Slots of a fallen session stay out of use while a stream might still write to them, and no longer (B4.5)."""
+    store_id = prepare(session)
+    with pushing(session, store_id):
+        pid = kill_bulk(server, signal.SIGSTOP)
+        session.fall()
+        server.wait_for(lambda status: status.quarantined_bytes == len(KEYS) * PART)
+        time.sleep(0.5)
+        assert server.status().quarantined_bytes == len(KEYS) * PART
+        os.kill(pid, signal.SIGCONT)
+        server.wait_for(lambda status: status.quarantined_bytes == 0)
+
+
+def test_slots_are_free_when_the_process_is_dead(server: ServerProcess, session: RawSession) -> None:
+    """The end of the process is the end of all its writers."""
+    store_id = prepare(session)
+    with pushing(session, store_id) as call:
+        pid = kill_bulk(server, signal.SIGSTOP)
+        session.fall()
+        server.wait_for(lambda status: status.quarantined_bytes == len(KEYS) * PART)
+        os.kill(pid, signal.SIGKILL)
+        server.wait_for(lambda status: status.quarantined_bytes == 0)
+        assert refusal_of(call.exception())[0] == "UNAVAILABLE"
+
+
+def test_a_store_does_not_end_under_a_stream(session: RawSession) -> None:
+    """Before a completion is answered, streams to the store have ended: a late frame must not reach the next block's slot."""
+    store_id = prepare(session)
+    with pushing(session, store_id) as call:
+        complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id)
+        session.cache.CompleteStore(complete, timeout=TIMEOUT)
+        call.go_on()
+        assert refusal_of(call.exception()) == ("NOT_FOUND", "STORE_NOT_FOUND")
+    lookup = cache_pb2.LookupRequest(session=session.ref, keys=KEYS[:2], mode=cache_pb2.LOOKUP_MODE_EACH)
+    lease = session.cache.Lookup(lookup, timeout=TIMEOUT)
+    pull = transfer_pb2.PullRequest(session=session.ref, lease_id=lease.lease_id, items=[0])
+    found = b"".join(bytes(decode_pull_frame(frame)[1]) for frame in session.pull(pull, timeout=TIMEOUT))
+    assert found == b"\xee" * PART
+
+
+def test_one_that_hangs_is_killed(server: ServerProcess, session: RawSession) -> None:
+    """A process that does not answer does not hold up the end of a store for more than a few seconds."""
+    store_id = prepare(session)
+    with pushing(session, store_id):
+        pid = kill_bulk(server, signal.SIGSTOP)
+        abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
+        session.cache.CompleteStore(abort, timeout=TIMEOUT)
+        assert bulk_pid(server.pid) != pid
+    assert server.status().quarantined_bytes == 0
+    prepare(session)
+
+
+def test_a_slow_reader_is_not_waited_for_with_memory(server: ServerProcess, session: RawSession) -> None:
+    """Of 600 MiB that nobody reads, the process holds a few frames; of those that it has, everybody else gets theirs."""
+    with Client(server.endpoint, namespace=NAMESPACE) as writer:
+        writer.wait_until_connected(10)
+        store_all(writer)
+        lookup = cache_pb2.LookupRequest(session=session.ref, keys=KEYS)
+        lease = session.cache.Lookup(lookup, timeout=TIMEOUT)
+        items = [*range(len(KEYS))] * 12
+        pid = bulk_pid(server.pid)
+        before = own_bytes(pid)
+        request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease.lease_id, items=items)
+        stalled = [session.pull(request, timeout=TIMEOUT) for _ in range(4)]
+        for stream in stalled:
+            next(stream)
+        time.sleep(1)
+        assert own_bytes(pid) < before + 100 * MIB
+        with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as reader:
+            reader.wait_until_connected(10)
+            wait_for_bulk(reader)
+            assert_serves(reader, KEYS)
+        for stream in stalled:
+            stream.cancel()
+
+
+def own_bytes(pid: int | None) -> int:
+    """Returns the memory that is a process' own."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+def test_only_the_owner_can_connect(server: ServerProcess, session: RawSession) -> None:
+    """Its socket is like the server's: 0600."""
+    assert Path(f"{server.path}.bulk").stat().st_mode & 0o777 == 0o600
+    assert locate(session).port == 0
+
+
+class Forward:
+    """A TCP port on another address that leads to one port of the server, and to no other: a firewall's view of it."""
+
+    def __init__(self, host: str, to: tuple[str, int]) -> None:
+        self._listener = socket.create_server((host, 0))
+        self._to = to
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here, _ = self._listener.accept()
+                there = socket.create_connection(self._to)
+                for ends in ((here, there), (there, here)):
+                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 20):
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Accepts no more."""
+        self._listener.close()
+
+
+def test_where_one_port_is_open_streams_go_there(tmp_path: Path) -> None:
+    """A client that reaches the server and not its bulk process stores and loads all the same; others go there by TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = ServerProcess(tmp_path, region=128 * MIB, lmdb=16 * MIB)
+    config = tmp_path / "kvtier.toml"
+    config.write_text(config.read_text().replace("listen = [", f'listen = ["127.0.0.1:{port}", '))
+    with server.start():
+        forward = Forward("127.0.0.2", ("127.0.0.1", port))
+        with (
+            Client(forward.address, namespace=NAMESPACE, transport="grpc") as far,
+            Client(f"127.0.0.1:{port}", namespace=NAMESPACE, transport="grpc") as near,
+        ):
+            far.wait_until_connected(10)
+            near.wait_until_connected(10)
+            wait_for_bulk(near)
+            store_all(far)
+            assert not far._wire._bulk.found  # type: ignore[attr-defined]
+            assert_serves(far, KEYS)
+            assert_serves(near, KEYS)
+            assert not far._wire._bulk.found  # type: ignore[attr-defined]
+        forward.close()
+        listening = listeners(bulk_pid(server.pid))
+        assert listening
+        assert listening <= {"0100007F", "0000000000000000FFFF00000100007F"}, "127.0.0.1, plain or mapped to IPv6"
+
+
+def listeners(pid: int | None) -> set[str]:
+    """Returns the addresses on which a process listens by TCP, as the kernel writes them."""
+    sockets = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
+
+
+def test_a_stream_too_many_is_refused(server: ServerProcess, session: RawSession) -> None:
+    """Streams that stand still hold threads, of which there are 64; a client goes to the server itself meanwhile."""
+    store_ids = [prepare(session, [key_of(number, salt="many")]) for number in range(70)]
+    with contextlib.ExitStack() as stack, Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+        client.wait_until_connected(10)
+        wait_for_bulk(client)
+        go_on = threading.Event()
+
+        def frames(store_id: int) -> Iterator[bytes]:
+            yield frame_of(session, store_id, b"x")
+            go_on.wait(TIMEOUT)
+
+        calls = [session.push.future(frames(store_id), timeout=TIMEOUT) for store_id in store_ids]  # type: ignore[attr-defined]
+        stack.callback(lambda: [call.cancel() for call in calls])
+        stack.callback(go_on.set)
+        wait_until(lambda: sum(call.done() for call in calls) == 6)
+        assert {call.code() for call in calls if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        store_all(client, KEYS[:8])
+        assert_serves(client, KEYS[:8])
