@@ -40,6 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
+    parser.add_argument("--facts", action="store_true", help="the machine's facts go to FILE as well, before the rows")
     parser.add_argument("--profile", action="store_true", help="instead: where the time of a store and a load goes")
     parser.add_argument("--directory", type=Path, help="where the tiers' files go (a temporary directory)")
     options = parser.parse_args()
@@ -59,7 +60,7 @@ def main() -> None:
         header["duration"] = f"{time.perf_counter() - started:.0f} s"
     report.show(header)
     if options.json:
-        report.write_json(options.json)
+        report.write_json(options.json, header if options.facts else None)
 
 
 if __name__ == "__main__":
