@@ -8,9 +8,11 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
@@ -21,6 +23,7 @@ from .device_calls import AsyncDeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Transport
+from .link import Link
 from .local_calls_aio import AsyncLocalCalls
 from .namespace import Namespace
 from .operations import Operations
@@ -354,20 +357,13 @@ class AsyncClient(AsyncDeviceCalls):
     async def _do(self, effect: Effect) -> Any:
         match effect:
             case Connect(timeout, patient):
-                link = self._keeper.link or await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
-                self._bulk.streams(link)  # looked for now, it is there when it is needed
-                return link
+                return await self._connect(timeout, patient=patient)
             case Push(link, frames, timeout) if bulk := self._bulk.streams(link):
-                return await self._on_thread(bulk, lambda calls: bulk.push(link, frames(), timeout, calls))
+                return await self._on_thread(bulk, partial(bulk.push, link, frames(), timeout))
             case Pull(link, request, take, timeout) if bulk := self._bulk.streams(link):
-                await self._on_thread(bulk, lambda calls: bulk.pull(link, request, take, timeout, calls))
+                await self._on_thread(bulk, partial(bulk.pull, link, request, take, timeout))
             case Call(method, request, timeout):
-                local = self._local_calls()
-                if local is not None:
-                    answer = await local.call(method, serialize(request), timeout)
-                    if answer is not None:
-                        return RESPONSES[method].FromString(answer)
-                return await self._calls[method](request, timeout=timeout)
+                return await self._call(method, request, timeout)
             case Push(link, frames, timeout):
                 push = self._push(frames(), timeout=timeout)
                 with link.cancelling(self._from_any_thread(push.cancel)):
@@ -381,6 +377,21 @@ class AsyncClient(AsyncDeviceCalls):
             case Copy(run):
                 await _to_its_end(asyncio.to_thread(run))
         return None
+
+    async def _connect(self, timeout: float, *, patient: bool) -> Link:
+        link = self._keeper.link
+        if link is None:
+            link = await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
+        self._bulk.streams(link)  # looked for now, it is there when it is needed
+        return link
+
+    async def _call(self, method: str, request: Message, timeout: float) -> Any:
+        local = self._local_calls()
+        if local is not None:
+            answer = await local.call(method, serialize(request), timeout)
+            if answer is not None:
+                return RESPONSES[method].FromString(answer)
+        return await self._calls[method](request, timeout=timeout)
 
     async def _on_thread(self, bulk: Streams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
         """Has a stream of the bulk process moved by a thread: what copies bytes holds up no loop."""

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
@@ -460,12 +461,7 @@ class _GrpcWire:
                 self._bulk.streams(link)  # looked for now, it is there when it is needed
                 return link
             case Call(method, request, timeout):
-                link = self._keeper.link
-                if link is not None and link.calls is not None:
-                    answer = link.calls.call(method, serialize(request), timeout)
-                    if answer is not None:
-                        return RESPONSES[method].FromString(answer)
-                return self._calls[method](request, timeout=timeout)
+                return self._call(method, request, timeout)
             case Push(link, frames, timeout):
                 return self._stream(link, lambda streams: streams.push(link, frames(), timeout))
             case Pull(link, request, take, timeout):
@@ -473,6 +469,14 @@ class _GrpcWire:
             case Copy(run):
                 run()
         return None
+
+    def _call(self, method: str, request: Message, timeout: float) -> Any:
+        link = self._keeper.link
+        if link is not None and link.calls is not None:
+            answer = link.calls.call(method, serialize(request), timeout)
+            if answer is not None:
+                return RESPONSES[method].FromString(answer)
+        return self._calls[method](request, timeout=timeout)
 
     def _stream(self, link: Link, move: Callable[[Streams], Any]) -> Any:
         bulk = self._bulk.streams(link)

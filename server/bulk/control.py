@@ -81,12 +81,13 @@ class Stream:
         """Has a damaged frame counted."""
         self._control.send(Damaged(self.number))
 
-    def end(self, code: str, *, complete: bool = False) -> bool:
-        """Says that the stream has ended; returns whether what it asked for was completed. Raises `Refused`."""
+    def end(self, code: str, *, complete: bool = False) -> None:
+        """Says that the stream has ended, and whether what it was for is to be completed: `settled` has the answer."""
         self._report()
         self._control.send(End(self.number, code, complete))
-        if not complete:
-            return False
+
+    def settled(self) -> bool:
+        """Waits, and returns whether what was to be completed is. Raises `Refused`."""
         answer = self._wait()
         return isinstance(answer, Settled) and answer.completed
 

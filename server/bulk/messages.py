@@ -127,9 +127,11 @@ def encode(message: ToChild | FromChild) -> bytes:
 
 def decode_to_child(data: bytes) -> ToChild:
     """Reads what the server has said. Raises `msgspec.DecodeError` or `msgspec.ValidationError`."""
-    return _to_child.decode(data)
+    message: ToChild = _to_child.decode(data)
+    return message
 
 
 def decode_from_child(data: bytes) -> FromChild:
     """Reads what the child has said. Raises as `decode_to_child`."""
-    return _from_child.decode(data)
+    message: FromChild = _from_child.decode(data)
+    return message

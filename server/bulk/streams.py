@@ -61,7 +61,9 @@ class BulkStreams:
             for message in frames:
                 received += self._write(stream, parts, *_decoded(message))
                 del message
-            completed = outcome.end(complete=fields.complete and received == parts.total_bytes)
+            complete = fields.complete and received == parts.total_bytes
+            outcome.end(complete=complete)
+            completed = complete and outcome.completed()
             response = transfer_pb2.PushResponse(received_bytes=received, completed=completed)
         return response.SerializeToString()
 
@@ -91,9 +93,14 @@ class BulkStreams:
             parts = PartSequence(stream.slots, stream.sizes)
             for offset in range(0, parts.total_bytes, self._frame_bytes):
                 nbytes = min(self._frame_bytes, parts.total_bytes - offset)
-                yield self._read(stream, parts, offset, nbytes)
+                frame = self._read(stream, parts, offset, nbytes)
                 stream.moved(offset, nbytes)
-            if outcome.end(complete=request.complete):
+                if offset + nbytes == parts.total_bytes:
+                    # Nothing more is read: the server takes note of that while the last frame is on its way.
+                    outcome.end(complete=request.complete)
+                yield frame
+                del frame
+            if request.complete and parts.total_bytes and outcome.completed():
                 yield transfer_pb2.PullResponse(offset_bytes=parts.total_bytes, completed=True).SerializeToString()
 
     def _read(self, stream: Stream, parts: PartSequence, offset: int, nbytes: int) -> bytes:
@@ -114,10 +121,14 @@ class _Outcome:
         self._stream = control.open()
         self._ended = False
 
-    def end(self, *, complete: bool) -> bool:
-        """Says that the region is touched no more; returns whether what was asked for is completed."""
+    def end(self, *, complete: bool) -> None:
+        """Says that the region is touched no more, and whether the store or load is to be completed."""
         self._ended = True
-        return self._stream.end("OK", complete=complete)
+        self._stream.end("OK", complete=complete)
+
+    def completed(self) -> bool:
+        """Waits, and returns whether what was to be completed is. Raises `Refused`."""
+        return self._stream.settled()
 
     def __enter__(self) -> Stream:
         return self._stream
@@ -145,7 +156,7 @@ def _code_of(error: BaseException | None) -> str:
     if error is None:
         return "OK"
     if isinstance(error, Refused):
-        return STATUS_OF[error.reason].name
+        return str(STATUS_OF[error.reason].name)
     # gRPC raises the one in a Push, and drops the generator of a Pull, whose client is gone.
     return "CANCELLED" if isinstance(error, grpc.RpcError | GeneratorExit) else "INTERNAL"
 
