@@ -13,12 +13,13 @@ VENV := build/venv
 PROTOC := build/protoc
 VLLM := build/vllm
 LMCACHE := build/lmcache
+PEERS := build/peers
 
 PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
+.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -56,10 +57,16 @@ bench: $(VENV)/.stamp  ## Measure; one table, and JSON=FILE for machines
 bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Measure vLLM with kvtier, with its own offloading, with LMCache (some 10 to 12 minutes on 2 quiet cores, twice that on busy ones; QUICK=1: 6)
 	$(VLLM)/bin/python -m bench.engine $(if $(QUICK),--quick) $(if $(JSON),--json $(JSON)) $(ARGS)
 
+bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Measure LMCache, Mooncake and Valkey beside kvtier, on the same work (4 minutes; installs vLLM and them)
+	$(VENV)/bin/python -m bench.peers $(if $(JSON),--json $(JSON)) $(ARGS)
+
 # The date and the commit are in the file's name, the machine in its first row.
 bench-gpu: $(VENV)/.stamp  ## Measure the CUDA IPC transport against one large pinned copy (wants an NVIDIA GPU; installs cuda-bindings); JSON=FILE
 	$(VENV)/$(PIP_INSTALL) cuda-bindings
 	PYTHONSAFEPATH=1 PYTHONPATH=. $(VENV)/bin/python -m bench.devices --json $(or $(JSON),bench/results/gpu-$(shell date +%Y-%m-%d)-$(shell git describe --always --dirty).json) $(ARGS)
+
+performance: $(VENV)/.stamp  ## Write the tables of docs/performance.md from bench/results
+	$(VENV)/bin/python -m bench.document
 
 bench-policies: $(VENV)/.stamp  ## Replay TRACE=FILE through the core with every eviction policy (a minute)
 	$(VENV)/bin/python -m bench.policies --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
@@ -120,4 +127,11 @@ $(LMCACHE)/.stamp: $(VLLM)/.stamp
 	$(PYTHON) -m venv $(LMCACHE)
 	$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(LMCACHE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
 	$(LMCACHE)/$(PIP_INSTALL) --no-deps lmcache aiofile aiofiles caio nvtx redis
+	@touch $@
+
+# Of Debian, what they need is unpacked there and not installed; where it cannot be had, the table says so.
+$(PEERS)/.stamp: constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/$(PIP_INSTALL) mooncake-transfer-engine-non-cuda redis hiredis numpy packaging
+	$(PEERS)/bin/python -m bench.peers.debian $(PEERS)/debian
 	@touch $@

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvtier.cuda.malloc import tune_malloc
 
+from .clients import measure_clients
 from .copies import measure_copies
 from .disk import measure_disk
 from .durable import measure_durable
@@ -20,6 +21,7 @@ from .growth import measure_growth
 from .lookups import measure_lookups
 from .machine import facts
 from .movement import measure_movement
+from .profile import measure_profile
 from .report import Report
 from .streams import measure_streams
 
@@ -32,7 +34,9 @@ PARTS: dict[str, Callable[[Report, Path], None]] = {
     "durable": measure_durable,
     "embedded": measure_embedded,
     "disk": measure_disk,
+    "clients": measure_clients,
 }
+PROFILE: dict[str, Callable[[Report, Path], None]] = {"profile": measure_profile}
 
 
 def main() -> None:
@@ -42,6 +46,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
+    parser.add_argument("--facts", action="store_true", help="the machine's facts go to FILE as well, before the rows")
+    parser.add_argument("--profile", action="store_true", help="instead: where the time of a store and a load goes")
     parser.add_argument("--directory", type=Path, help="where the tiers' files go (a temporary directory)")
     options = parser.parse_args()
     tune_malloc()
@@ -50,16 +56,17 @@ def main() -> None:
         directory = Path(name)
         header = facts(directory)
         started = time.perf_counter()
-        for part in options.only:
+        parts = PROFILE if options.profile else {part: PARTS[part] for part in options.only}
+        for part, measure in parts.items():
             folder = directory / part
             folder.mkdir()
             print(f"measuring {part} …", file=sys.stderr, flush=True)
-            PARTS[part](report, folder)
+            measure(report, folder)
         header["load"] += f", {os.getloadavg()[0]:.1f} at the end"
         header["duration"] = f"{time.perf_counter() - started:.0f} s"
     report.show(header)
     if options.json:
-        report.write_json(options.json)
+        report.write_json(options.json, header if options.facts else None)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from kvtier.protos.v1.admin_pb2 import GetStatusResponse
 from kvtier.server.inquiry import InquiryError
 from kvtier.server.status import fetch
 
-__all__ = ["Service"]
+__all__ = ["Service", "cpu_seconds_of", "memory_bytes_of"]
 
 PATIENCE = 60.0
 """Seconds that a server may take to start, to back its region, or to end."""
@@ -68,6 +68,12 @@ class Service:
             status = self.status()
         return answered
 
+    @property
+    def pid(self) -> int:
+        """The server's process; its children have others."""
+        assert self._process is not None
+        return self._process.pid
+
     def stop(self) -> None:
         """Ends the server as an init system does."""
         process, self._process = self._process, None
@@ -86,13 +92,11 @@ class Service:
 
     def memory_bytes(self) -> int:
         """Returns what the server's processes hold for themselves: anonymous memory, which the region is not."""
-        assert self._process is not None
-        return sum(_anonymous_bytes(pid) for pid in (self._process.pid, *_children(self._process.pid)))
+        return memory_bytes_of(self.pid)
 
     def cpu_seconds(self) -> float:
         """Returns the time that the server's processes have spent on processors."""
-        assert self._process is not None
-        return sum(_cpu_seconds(pid) for pid in (self._process.pid, *_children(self._process.pid)))
+        return cpu_seconds_of(self.pid)
 
     def _wait_for_status(self) -> GetStatusResponse:
         assert self._process is not None
@@ -116,6 +120,16 @@ class Service:
             self.stop()
         finally:
             shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+def memory_bytes_of(pid: int) -> int:
+    """Returns the anonymous memory of a process and its descendants."""
+    return sum(map(_anonymous_bytes, (pid, *_children(pid))))
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """Returns the processor time of a process and its descendants that live."""
+    return sum(map(_cpu_seconds, (pid, *_children(pid))))
 
 
 def _free_port() -> int:

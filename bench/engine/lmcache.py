@@ -63,6 +63,11 @@ class LmcacheServer:
     ) -> None:
         self._end()
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
     def _wait(self) -> None:
         deadline = time.monotonic() + PATIENCE
         while True:

@@ -1,0 +1,168 @@
+"""How throughput and latency change with the number of clients, each a process of its own.
+
+`python -m bench.clients TRANSPORT ENDPOINT NUMBER` is one of them: it does a step for each line on standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from kvtier.client import Client, StoreStatus
+
+from .measure import GB, percentile, timed
+from .report import Report
+from .service import Service
+from .workload import Keys, connect
+
+__all__ = ["COUNTS", "measure_clients"]
+
+COUNTS = (1, 2, 4, 8, 16)
+REGION_BYTES = 1 << 30
+BLOCK_BYTES = 256 << 10
+BATCH = 64
+LOOKUP_KEYS = 64
+SECONDS = 0.6
+"""For how long all of them do the same."""
+STEPS = ("memcpy", "store", "load", "lookup")
+
+
+def measure_clients(report: Report, directory: Path) -> None:
+    """Adds, for each transport and number of clients, what they move together, and how long a lookup takes each of them."""
+    with Service(directory, REGION_BYTES) as service:
+        service.start()
+        for transport, endpoint in (("shm", service.unix), ("grpc", service.tcp)):
+            for count in COUNTS:
+                _measure(report, transport, endpoint, count)
+
+
+def _measure(report: Report, transport: str, endpoint: str, count: int) -> None:
+    with ExitStack() as running:
+        clients = [running.enter_context(_Child(transport, endpoint, number)) for number in range(count)]
+        for child in clients:
+            child.answer()
+        found = {step: _together(clients, step) for step in STEPS}
+    name = f"{transport}, {count} client{'s' if count > 1 else ''}"
+    for step in STEPS[:-1]:
+        rate = sum(one["done"] * BATCH * BLOCK_BYTES / one["seconds"] for one in found[step]) / GB
+        report.add(f"{name}: {step}", rate, "GB/s", None if step == "memcpy" else f"{name}: memcpy")
+    times = [seconds for one in found["lookup"] for seconds in one["times"]]
+    for share in (50, 99):
+        report.add(f"{name}: lookup of {LOOKUP_KEYS} keys, p{share}", percentile(times, share / 100), "ms")
+
+
+def _together(clients: Sequence[_Child], step: str) -> list[dict[str, Any]]:
+    until = time.monotonic() + SECONDS + 0.02
+    for child in clients:
+        child.ask(step, until)
+    return [child.answer() for child in clients]
+
+
+class _Child:
+    """A client's process."""
+
+    def __init__(self, transport: str, endpoint: str, number: int) -> None:
+        command = [sys.executable, "-m", "bench.clients", transport, endpoint, str(number)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def ask(self, step: str, until: float) -> None:
+        """Has a step done again and again until then; the clock is the system's."""
+        assert self._process.stdin is not None
+        print(json.dumps([step, until]), file=self._process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        """Returns what came of it."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a client's process ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class _Steps:
+    """What a client does."""
+
+    def __init__(self, client: Client, number: int) -> None:
+        self._client = client
+        self._keys = Keys(f"clients {number} {time.time_ns()}")
+        memory = np.random.default_rng(number).integers(0, 256, (4, BATCH, BLOCK_BYTES), np.uint8)
+        self._source, self._target = memory[:2], memory[2:]
+        self._round = 0
+        self._last: list[bytes] = []
+        self.store()
+
+    def memcpy(self) -> None:
+        """Copies within this process."""
+        self._round += 1
+        np.copyto(self._target[self._round % 2], self._source[self._round % 2])
+
+    def store(self) -> None:
+        """Stores a batch under new keys."""
+        self._round += 1
+        self._last = self._keys.take(BATCH)
+        statuses = self._client.store(self._last, [row.data for row in self._source[self._round % 2]])
+        self._stored = self._round % 2
+        if statuses.count(StoreStatus.GRANTED) != BATCH:
+            raise RuntimeError("not all blocks were stored")
+
+    def load(self) -> None:
+        """Loads the batch that was stored last."""
+        if self._client.load(self._last, [row.data for row in self._target[0]]) != BATCH:
+            raise RuntimeError("not all blocks were loaded")
+
+    def lookup(self) -> None:
+        """Looks it up."""
+        with self._client.lookup(self._last[:LOOKUP_KEYS]) as lease:
+            if lease.prefix_hits != LOOKUP_KEYS:
+                raise RuntimeError("not all blocks are there")
+
+    def check(self) -> None:
+        """Compares every byte of what a load brings."""
+        self._target[:] = 0
+        self.load()
+        if not np.array_equal(self._target[0], self._source[self._stored]):
+            raise RuntimeError("a batch came back with other bytes")
+
+
+def _main(transport: Any, endpoint: str, number: int) -> None:
+    with connect(endpoint, transport, BLOCK_BYTES) as client:
+        steps = _Steps(client, number)
+        print(json.dumps({}), flush=True)
+        for line in sys.stdin:
+            step, until = json.loads(line)
+            times = _repeat(getattr(steps, step), until)
+            if step == "load":
+                steps.check()
+            print(json.dumps({"done": len(times), "seconds": sum(times), "times": times}), flush=True)
+
+
+def _repeat(action: Callable[[], None], until: float) -> list[float]:
+    times = [timed(action)]
+    while time.monotonic() < until:
+        times.append(timed(action))
+    return times
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

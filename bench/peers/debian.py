@@ -1,0 +1,41 @@
+"""`python -m bench.peers.debian DIRECTORY`: unpacks Debian's packages there that peers need; installs nothing on the system.
+
+Where a package cannot be had (another distribution, no network), the peer that needs it says so in the table.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["unpack"]
+
+NEEDED = (
+    # What Mooncake's libraries are linked to, whatever it then moves its bytes over.
+    *("libibverbs1", "librdmacm1", "libnl-3-200", "libnl-route-3-200", "libnuma1", "libcurl4"),
+    # The server of Valkey or of Redis: `redis-server` is a link to a program of the tools.
+    *("valkey-server", "valkey-tools", "redis-server", "redis-tools", "libjemalloc2", "liblzf1"),
+)
+
+
+def unpack(directory: Path) -> list[str]:
+    """Returns the packages that could not be had."""
+    directory.mkdir(parents=True, exist_ok=True)
+    missing = [name for name in NEEDED if not _download(name, directory)]
+    for file in sorted(directory.glob("*.deb")):
+        subprocess.run(["dpkg-deb", "--extract", str(file), str(directory)], check=True)
+    return missing
+
+
+def _download(name: str, directory: Path) -> bool:
+    try:
+        done = subprocess.run(["apt-get", "download", name], cwd=directory, capture_output=True, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    for name in unpack(Path(sys.argv[1])):
+        print(f"not to be had: {name}")

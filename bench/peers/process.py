@@ -1,0 +1,111 @@
+"""A peer's process, as the parent sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from .base import NotToBeHad, PeerFailed
+from .entries import Entry, isolation
+
+__all__ = ["PeerProcess"]
+
+PATIENCE = 20.0
+"""Seconds that a peer's process may take to end all it has started."""
+
+
+class PeerProcess:
+    """Runs `child.py`; a context manager that leaves nothing behind, whatever happened.
+
+    The child and all servers of its are one process group, which a Ctrl-C at the terminal does not reach: the parent ends it.
+    """
+
+    def __init__(self, entry: Entry, directory: Path) -> None:
+        """Raises `NotToBeHad`. What the peer and its libraries say goes to `directory`, which is the caller's."""
+        self._name = entry.name
+        self._log = directory / "child.log"
+        command = [str(entry.python), "-m", "bench.peers.child", entry.peer]
+        if not entry.python.exists():
+            raise NotToBeHad(f"its environment is not installed ({entry.python.parent.parent.name}: make bench-peers)")
+        if entry.isolated:
+            command = [*_isolated(), *command, "--isolated"]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=entry.environment(),
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        try:
+            self._answer()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Has a command of `Player` carried out. Raises `NotToBeHad` and `PeerFailed`."""
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._ended() from None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._ended()
+        answer: dict[str, Any] = json.loads(line)
+        if "absent" in answer:
+            raise NotToBeHad(answer["absent"])
+        if "failed" in answer:
+            raise PeerFailed(f"{self._name}: {answer['failed']}")
+        return answer
+
+    def _ended(self) -> PeerFailed:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return PeerFailed(f"the process of {self._name} ended: {lines[-1] if lines else 'without a word'}")
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(PATIENCE)
+        except (BrokenPipeError, subprocess.TimeoutExpired, KeyboardInterrupt):
+            pass
+        finally:
+            _kill_group(self._process.pid)
+            self._process.wait()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+
+def _isolated() -> list[str]:
+    command = isolation()
+    if command is None:
+        raise NotToBeHad("its servers listen on every address, and no network of their own is allowed here (unshare)")
+    return command
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return

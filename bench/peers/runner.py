@@ -1,0 +1,155 @@
+"""Who is measured when: each peer beside kvtier, in turns, so that what else happens on the machine befalls both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.service import cpu_seconds_of, memory_bytes_of
+
+from .base import NotToBeHad, PeerFailed
+from .entries import ENTRIES, ROOT, Entry
+from .process import PeerProcess
+
+__all__ = ["Column", "Effort", "compare"]
+
+KVTIER = 2
+"""So many of the first entries are kvtier's."""
+UNKNOWN_KEYS = 8192
+HIT_KEYS = (64, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is done."""
+
+    capacity_bytes: int = 640 << 20
+    pool_bytes: int = 256 << 20
+    apart_bytes: int = 128 << 20
+    """As `Player.start` has them."""
+    rounds: tuple[tuple[int, int], ...] = ((64 << 10, 60), (256 << 10, 40), (2 << 20, 12))
+    """Size of blocks, and rounds of it: each copies, stores and loads 64 blocks."""
+    lookup_bytes: int = 4096
+    lookup_rounds: int = 10
+    lookups: int = 20
+    """Lookups of known keys in a round; a quarter as many of unknown ones."""
+    imports: int = 3
+    idle_seconds: float = 2.0
+    """For how long a server is watched while nobody asks for anything."""
+
+
+@dataclass(slots=True)
+class Column:
+    """What was found of one peer."""
+
+    name: str
+    absent: str | None = None
+    """Why there are no figures, or not all."""
+    version: str = ""
+    ready_seconds: float | None = None
+    memory_bytes: int | None = None
+    idle_share: float | None = None
+    """Of one processor, while nobody asks for anything."""
+    packages: int | None = None
+    import_seconds: list[float] = field(default_factory=list)
+    movement: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    """Seconds of memcpy, store and load by size of blocks."""
+    lookups: dict[str, list[float]] = field(default_factory=dict)
+
+
+def compare(directory: Path, effort: Effort, entries: Sequence[Entry] = ENTRIES, kvtier: int = KVTIER) -> list[Column]:
+    """Returns a column per entry; what cannot be had, or fails, says so in its column."""
+    columns = [Column(entry.name) for entry in entries]
+    with ExitStack() as running:
+        own = list(zip(columns[:kvtier], entries[:kvtier], strict=True))
+        players = [(column, running.enter_context(_started(column, entry, directory, effort))) for column, entry in own]
+        for column, entry in zip(columns[kvtier:], entries[kvtier:], strict=True):
+            print(f"measuring {entry.name} beside {', '.join(c.name for c, _ in own)} …", file=sys.stderr, flush=True)
+            try:
+                with _started(column, entry, directory, effort) as player:
+                    _measure([*players, (column, player)], effort)
+            except (NotToBeHad, PeerFailed) as error:
+                column.absent = str(error)
+        if not any(column.movement for column in columns):
+            _measure(players, effort)
+    return columns
+
+
+@contextmanager
+def _started(column: Column, entry: Entry, directory: Path, effort: Effort) -> Iterator[PeerProcess]:
+    folder = directory / entry.name.replace(" ", "-")
+    folder.mkdir()
+    with PeerProcess(entry, folder) as process:
+        column.packages, column.version = _packages(entry)
+        column.import_seconds = [_import_seconds(entry) for _ in range(effort.imports)]
+        answer = process.ask(
+            "start",
+            directory=str(folder),
+            capacity_bytes=effort.capacity_bytes,
+            pool_bytes=effort.pool_bytes,
+            apart_bytes=effort.apart_bytes,
+        )
+        column.ready_seconds = answer["seconds"]
+        column.version = answer["version"] or column.version
+        column.memory_bytes, column.idle_share = _at_rest(answer["processes"], effort.idle_seconds)
+        yield process
+        process.ask("stop")
+
+
+def _at_rest(processes: Sequence[int], seconds: float) -> tuple[int, float]:
+    before = sum(map(cpu_seconds_of, processes))
+    time.sleep(seconds)
+    spent = sum(map(cpu_seconds_of, processes)) - before
+    return sum(map(memory_bytes_of, processes)), spent / seconds
+
+
+def _measure(players: Sequence[tuple[Column, PeerProcess]], effort: Effort) -> None:
+    for block_bytes, rounds in effort.rounds:
+        for _, player in players:
+            player.ask("open", block_bytes=block_bytes, fill_bytes=effort.capacity_bytes)
+        for _ in range(rounds):
+            for column, player in players:
+                _add(column.movement.setdefault(block_bytes, {}), player.ask("round"))
+    for _, player in players:
+        player.ask("prepare_lookups", block_bytes=effort.lookup_bytes, most=max(HIT_KEYS), unknown=UNKNOWN_KEYS)
+    for _ in range(effort.lookup_rounds):
+        for column, player in players:
+            _look_up(column, player, effort.lookups)
+
+
+def _add(found: dict[str, list[float]], seconds: dict[str, Any]) -> None:
+    for what in ("memcpy", "store", "load"):
+        found.setdefault(what, []).append(seconds[what])
+
+
+def _look_up(column: Column, player: PeerProcess, times: int) -> None:
+    for count in HIT_KEYS:
+        column.lookups.setdefault(f"hit, {count:,} keys", []).extend(
+            player.ask("hits", count=count, times=times)["seconds"]
+        )
+    missed = player.ask("misses", times=max(times // 4, 1))["seconds"]
+    column.lookups.setdefault(f"miss, {UNKNOWN_KEYS:,} keys", []).extend(missed)
+
+
+def _packages(entry: Entry) -> tuple[int, str]:
+    command = [str(entry.python), "-m", "bench.peers.packages", entry.requirement]
+    done = subprocess.run(command, env=entry.environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotToBeHad(done.stderr.strip().splitlines()[-1])
+    count, version = done.stdout.split()
+    return int(count), version
+
+
+def _import_seconds(entry: Entry) -> float:
+    code = f"import time; began = time.perf_counter(); import {entry.imports}; print(time.perf_counter() - began)"
+    command = [str(entry.python), "-c", code]
+    done = subprocess.run(command, env=entry.environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotToBeHad(done.stderr.strip().splitlines()[-1])
+    return float(done.stdout.split()[-1])

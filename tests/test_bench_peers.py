@@ -1,0 +1,157 @@
+"""The comparison with peers: who is played how, what is compared, what is said of those that cannot be had."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.peers import packages
+from bench.peers.entries import ENTRIES, Entry, isolation
+from bench.peers.process import PeerProcess
+from bench.peers.runner import Column, Effort, compare
+from bench.peers.table import as_json, show
+
+HERE = Path(__file__).resolve().parent
+SMALL = Effort(
+    capacity_bytes=8 << 20,
+    pool_bytes=8 << 20,
+    apart_bytes=1 << 20,
+    rounds=((4096, 3), (16 << 10, 2)),
+    lookup_rounds=1,
+    lookups=4,
+    imports=1,
+    idle_seconds=0.05,
+)
+RATES = [f"{what}, 64 x {size}" for size in ("4 KiB", "16 KiB") for what in ("memcpy", "store", "load")]
+LOOKUPS = [
+    f"lookup, {what}, p{n}" for what in ("hit, 64 keys", "hit, 1,024 keys", "miss, 8,192 keys") for n in (50, 99)
+]
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(HERE), known])))
+
+
+def entry(name: str, python: Path = Path(sys.executable)) -> Entry:
+    """Returns a column for a class of `bench_peers_fakes`."""
+    return Entry(name, f"bench_peers_fakes:{name}", python, "numpy", "json")
+
+
+def played(tmp_path: Path, *names: str) -> list[Column]:
+    """Returns the columns of the dictionary, as that which is measured beside all, and of these fakes."""
+    return compare(tmp_path, SMALL, [entry("Dictionary"), *map(entry, names)], kvtier=1)
+
+
+def shown(columns: list[Column]) -> str:
+    """Returns what people see."""
+    out = io.StringIO()
+    show(Console(file=out, width=200), columns)
+    return out.getvalue()
+
+
+def test_every_row_has_a_figure_per_column(tmp_path: Path) -> None:
+    """A peer that does all that is asked has a figure in every row, and a rate has its ratio to memcpy of the same run."""
+    found = as_json(played(tmp_path, "Another"), {"date": "today"})
+    assert json.loads(json.dumps(found)) == found
+    assert [column["absent"] for column in found["columns"]] == [None, None]
+    rows = {row["name"]: row for row in found["rows"]}
+    assert [name for name in rows if name.startswith("lookup")] == LOOKUPS
+    assert list(rows)[: len(RATES)] == RATES
+    for row in rows.values():
+        assert all(value is not None for value in row["values"]), row
+    for size in ("4 KiB", "16 KiB"):
+        memcpy = rows[f"memcpy, 64 x {size}"]["values"]
+        stored = rows[f"store, 64 x {size}"]
+        ratios = [value / base for value, base in zip(stored["values"], memcpy, strict=True)]
+        assert stored["of_memcpy"] == pytest.approx(ratios)
+
+
+def test_the_table_names_every_column_and_row(tmp_path: Path) -> None:
+    """What people read has the same rows and columns as what machines read."""
+    columns = played(tmp_path, "Another")
+    text = shown(columns)
+    assert all(row["name"] in text for row in as_json(columns, {})["rows"])
+    assert "Dictionary" in text
+    assert "has not all figures" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Forgetful", "block 63 came back with other bytes"),
+        ("Liar", "8192 keys hit instead of 0"),
+        ("Absent", "nobody has it"),
+        ("Dying", "the process of Dying ended"),
+        ("Refusing", "no room"),
+        ("NotThere", "has no attribute 'NotThere'"),
+    ],
+)
+def test_who_fails_is_a_line_that_says_why(tmp_path: Path, name: str, reason: str) -> None:
+    """Wrong bytes, a wrong answer, a dead process, a missing part: its column says so, and the others have their figures."""
+    columns = played(tmp_path, name, "Another")
+    assert [column.absent for column in (columns[0], columns[2])] == [None, None]
+    assert columns[1].absent is not None
+    assert reason in columns[1].absent
+    assert all(block_bytes in columns[2].movement for block_bytes, _ in SMALL.rounds)
+    assert f"{name} has not all figures: {columns[1].absent}" in shown(columns)
+
+
+def test_an_environment_that_is_not_installed(tmp_path: Path) -> None:
+    """Without its environment a peer is a line that says how to get it; kvtier is measured alone then."""
+    entries = [entry("Dictionary"), entry("Another", tmp_path / "nowhere" / "bin" / "python")]
+    columns = compare(tmp_path, SMALL, entries, kvtier=1)
+    assert columns[1].absent is not None
+    assert "nowhere: make bench-peers" in columns[1].absent
+    assert columns[0].movement
+
+
+def test_nothing_is_left_running(tmp_path: Path) -> None:
+    """A server that its driver does not end is ended with the driver's process group, also when the parent fails."""
+    servers: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        _start_and_fail(tmp_path, servers)
+    deadline = time.monotonic() + 10.0
+    while _runs(servers[0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_packages_are_counted_with_what_they_require() -> None:
+    """What a distribution requires, and what that requires; extras only those that are asked for."""
+    found = packages.closure("kvtier")
+    assert {"kvtier", "grpcio", "protobuf"} <= found
+    assert not {"pytest", "torch", "lmdb"} & found
+    assert found < packages.closure("kvtier[server]")
+    assert "lmdb" in packages.closure("kvtier[server]")
+
+
+def test_who_listens_everywhere_is_isolated() -> None:
+    """Mooncake's servers cannot be told to listen on loopback only: they run where there is nothing else, or not at all."""
+    assert [one.name for one in ENTRIES if one.isolated] == ["Mooncake"]
+    command = isolation()
+    assert command is None or command[0] == "unshare"
+
+
+def _start_and_fail(directory: Path, servers: list[int]) -> None:
+    with PeerProcess(entry("Orphaning"), directory) as process:
+        answer = process.ask("start", directory=str(directory), capacity_bytes=1, pool_bytes=1 << 20, apart_bytes=1)
+        servers += answer["processes"]
+        assert _runs(servers[0])
+        raise KeyboardInterrupt
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
