@@ -13,8 +13,10 @@ from pathlib import Path
 from kvtier.cuda.malloc import tune_malloc
 
 from .clients import measure_clients
+from .copies import measure_copies
 from .disk import measure_disk
 from .durable import measure_durable
+from .embedded import measure_embedded
 from .growth import measure_growth
 from .lookups import measure_lookups
 from .machine import facts
@@ -26,9 +28,11 @@ from .streams import measure_streams
 PARTS: dict[str, Callable[[Report, Path], None]] = {
     "movement": measure_movement,
     "streams": measure_streams,
+    "copies": measure_copies,
     "lookups": measure_lookups,
     "growth": measure_growth,
     "durable": measure_durable,
+    "embedded": measure_embedded,
     "disk": measure_disk,
     "clients": measure_clients,
 }

@@ -45,17 +45,21 @@ class RawLmdb:
                     source, size = address_of(transaction.get(keys[index]))
                     ctypes.memmove(address_of(destinations[index], writable=True)[0], source, size)
 
+    def close(self) -> None:
+        """Closes the environment."""
+        self._env.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._env.close()
+        self.close()
 
 
 def drop_cache(directory: Path) -> None:
-    """Drops what the page cache has of the files under a directory; nobody may have them mapped."""
+    """Drops what the page cache has of the files under a directory, but for pages that a process has touched in its map."""
     os.sync()
     for path in directory.rglob("*"):
         if path.is_file():

@@ -18,13 +18,14 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from .errors import RegionError
 from .host_memory import available_bytes
+from .numa import place
 
 __all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "HostRegion", "RegionError"]
 
@@ -81,6 +82,10 @@ class HostRegion:
         """Bytes for which `back` has returned, so far."""
         self.huge_bytes = 0
         """Those of `backed_bytes` that are on huge pages."""
+        self.nodes: Sequence[int] = ()
+        """Memory nodes that `back` spreads pages over, a huge page at each in turn; the kernel's choice where there are none."""
+        self.misplaced: OSError | None = None
+        """Why `back` could not place pages there: then they are where the kernel put them."""
         self.address, memory = _map(fd, size_bytes)
         self._fd: int | None = fd
         self._memory: memoryview | None = memory
@@ -162,6 +167,7 @@ class HostRegion:
         with self._held():
             self._check(offset, length)
             _demand(length)
+            self._place(offset, length)
             try:
                 huge = self._collapse(offset, length)
                 os.posix_fallocate(self.fd, offset, length)  # what did not become huge, and the edges
@@ -218,6 +224,17 @@ class HostRegion:
 
     def _advise(self, offset: int, length: int, advice: int) -> bool:
         return bool(_madvise(self.address + offset, length, advice) == 0)
+
+    def _place(self, offset: int, length: int) -> None:
+        end = offset + length
+        for start in range(offset // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, end if self.nodes else 0, HUGE_PAGE_BYTES):
+            node = self.nodes[start // HUGE_PAGE_BYTES % len(self.nodes)]
+            first, last = max(start, offset), min(start + HUGE_PAGE_BYTES, end)
+            try:
+                place(self.address + first, last - first, node)
+            except OSError as error:
+                self.misplaced = error
+                return
 
     def _collapse(self, offset: int, length: int) -> int:
         """Makes huge pages out of a chunk, as far as it goes, and returns their bytes.

@@ -16,6 +16,7 @@ from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
 from ..cuda.malloc import tune_malloc
+from ..cuda.numa import choose_nodes, memory_nodes, read_placement
 from ..cuda.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint
 from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
@@ -192,6 +193,7 @@ class Server:
                 region = HostRegion.create(region_bytes)
             opened.callback(region.close)
             try:
+                region.nodes = self._memory_nodes()
                 keeping = keeping_of(self.config, region_bytes, tiers)
                 runtime = TierRuntime(region, tiers, keeping, stall_seconds=self.config.limits.tier_stall)
             except ValueError as error:
@@ -199,6 +201,12 @@ class Server:
             opened.pop_all()  # they are the runtime's from here on
         self._closers.push_async_callback(self._close_runtime, runtime)
         return runtime
+
+    def _memory_nodes(self) -> tuple[int, ...]:
+        try:
+            return choose_nodes(read_placement(self.config.numa), memory_nodes())
+        except ValueError as error:
+            raise ValueError(f"numa = {self.config.numa}: {error}") from None
 
     async def _close_runtime(self, runtime: TierRuntime) -> None:
         await runtime.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..cuda.numa import read_placement
 from ..protos.endpoint import parse_endpoint
 from ..tiers.handoffs import EXPIRY_MARGIN_SECONDS
 from .config import Config
@@ -31,6 +32,8 @@ def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
     result = setting.read(value, is_text=is_text)
     if setting.key == "metrics":
         return _metrics_address(result)
+    if setting.key == "numa":
+        read_placement(result)
     return result
 
 

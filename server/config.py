@@ -297,6 +297,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             default="8 GiB, at most a quarter of the memory",
         ),
     ]
+    numa: Annotated[
+        str,
+        setting(
+            "Memory nodes that the region lies on: `spread` over all, `off` for the kernel's choice, or numbers like `0,2-3`. "
+            "Nothing is done where there is but one."
+        ),
+    ] = "spread"
     data_dir: Annotated[
         Path,
         setting("Directory of the tiers that keep their blocks on disk.", default="`$XDG_DATA_HOME/kvtier`"),

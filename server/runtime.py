@@ -339,7 +339,10 @@ class TierRuntime:
         for offset in range(start, self.region.size_bytes, chunk):
             if self._closing.is_set() or not self._back(offset, min(chunk, self.region.size_bytes - offset)):
                 return
-        _log.info("region backed", bytes=self.region.size_bytes, huge_bytes=self.region.huge_bytes)
+        placed = ",".join(map(str, self.region.nodes)) or "one, or as the kernel likes"
+        if self.region.misplaced is not None:
+            placed = f"as the kernel likes: {self.region.misplaced}"
+        _log.info("region backed", bytes=self.region.size_bytes, huge_bytes=self.region.huge_bytes, memory_nodes=placed)
 
     def _back(self, offset: int, nbytes: int) -> bool:
         """Backs a piece of the region and lets the core use it; returns whether there was memory for it."""

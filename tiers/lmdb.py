@@ -24,7 +24,7 @@ from .base import (
 )
 from .batches import BATCH_BLOCKS, batches
 from .fsck import Slice
-from .lmdb_blocks import clear_orphans, delete_block, last_record_id, put_block, read_block, read_index
+from .lmdb_blocks import clear_orphans, data_cursor, delete_block, last_record_id, put_block, read_block, read_index
 from .lmdb_check import check_slice
 from .lmdb_env import Durability, open_environment
 from .lmdb_format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, PAGE_HEADER_BYTES, DamagedRecordError
@@ -211,8 +211,9 @@ class LMDBTier(SecondaryTier):
         """Removes blocks in one transaction, or in a nearly full file in halves. Returns whether all are gone."""
         try:
             with self._writer, self._store.env.begin(write=True, buffers=True) as txn:
+                cursor = data_cursor(self._store, txn)
                 for index_key in index_keys:
-                    delete_block(self._store, txn, index_key)
+                    delete_block(self._store, txn, index_key, cursor)
             self._pages_to_come = True
         except lmdb.Error as error:
             middle = len(index_keys) // 2

@@ -6,7 +6,7 @@ import threading
 
 from .base import BlockBytes, NamespaceId, Outcome
 from .fsck import Finding, Slice
-from .lmdb_blocks import clear_orphans, delete_block, read_block, read_index
+from .lmdb_blocks import clear_orphans, data_cursor, delete_block, read_block, read_index
 from .lmdb_env import Environment
 from .lmdb_format import NAMESPACE_BYTES, DamagedRecordError, Record
 
@@ -73,5 +73,5 @@ def _confirm(
                 if damaged:
                     clear_orphans(store, txn, live, [name])
                 else:
-                    delete_block(store, txn, name)
+                    delete_block(store, txn, name, data_cursor(store, txn))
         return True

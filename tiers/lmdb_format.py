@@ -10,7 +10,8 @@ Record ids only grow. Writes therefore append to `data`, whose leaves stay full,
 in which blocks were stored.
 
 LMDB keeps a value that does not fit a tree page in a run of pages of its own, with a 16-byte header in front. Chunks
-are cut so that header and bytes fill whole pages, and most have one length: a run that one leaves fits the next.
+are cut so that header and bytes fill whole pages, and most have one length: a run that one leaves fits the next. What
+is left of a part then, if it is short, lies in the record: a block of 64 KiB is one record and one chunk.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ __all__ = [
     "MAX_PARTS",
     "NAMESPACE_BYTES",
     "PAGE_HEADER_BYTES",
+    "TAILS_BYTES",
     "DamagedRecordError",
     "Record",
     "chunk_key",
     "chunk_prefix",
     "chunk_spans",
     "record_id_of",
+    "tail_bytes",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2 since records may hold the ends of parts."""
 DATA_FILE = "data.mdb"
 """What LMDB calls its file in the directory of a store."""
 DATABASES = (b"meta", b"index", b"data")
@@ -49,6 +53,8 @@ MAX_KEY_BYTES = 511 - NAMESPACE_BYTES
 MAX_PARTS = 0xFFFF
 PAGE_HEADER_BYTES = 16
 CHUNK_PAGES = 64
+TAILS_BYTES = 512
+"""Most bytes of parts' ends that lie in a record."""
 
 _HEAD = struct.Struct("<BxHQQ")
 _CHECK = struct.Struct("<Q")
@@ -67,31 +73,32 @@ class Record(NamedTuple):
     checksum: int
     sizes: tuple[int, ...]
     """Bytes of each part."""
+    tails: bytes = b""
+    """The ends of the parts, one behind the other; nothing where they are chunks like the rest."""
 
     def pack(self, index_key: bytes) -> bytes:
-        """Returns the record as it is stored under `index_key`."""
-        body = _HEAD.pack(FORMAT_VERSION, len(self.sizes), self.record_id, self.checksum)
-        body += struct.pack(f"<{len(self.sizes)}Q", *self.sizes)
+        """Returns the record as it is stored under `index_key`; one without tails as format 1 had it."""
+        parts = len(self.sizes)
+        head = _HEAD.pack(2 if self.tails else 1, parts, self.record_id, self.checksum)
+        body = head + _sizes(parts).pack(*self.sizes) + self.tails
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(index_key + body))
 
     @classmethod
     def unpack(cls, index_key: bytes, value: bytes) -> Record:
         """Reads what `pack` wrote under the same key; anything else raises `DamagedRecordError`."""
-        version, parts, record_id, checksum, *sizes, check = _layout(len(value)).unpack(value)
-        if check != xxhash.xxh3_64_intdigest(index_key + value[:-8]):
+        end = len(value) - _CHECK.size
+        if end < _HEAD.size or _CHECK.unpack_from(value, end)[0] != xxhash.xxh3_64_intdigest(index_key + value[:end]):
             raise DamagedRecordError
-        if version != FORMAT_VERSION or parts != len(sizes):
+        version, parts, record_id, checksum = _HEAD.unpack_from(value)
+        start = _HEAD.size + 8 * parts
+        if version not in (1, 2) or start > end or (version == 1) != (start == end):
             raise DamagedRecordError
-        return cls(record_id, checksum, tuple(sizes))
+        return cls(record_id, checksum, _sizes(parts).unpack_from(value, _HEAD.size), value[start:end])
 
 
 @lru_cache(maxsize=256)
-def _layout(nbytes: int) -> struct.Struct:
-    """Returns how a packed record of some length is laid out."""
-    parts, rest = divmod(nbytes - _HEAD.size - _CHECK.size, 8)
-    if parts < 0 or rest:
-        raise DamagedRecordError
-    return struct.Struct(f"{_HEAD.format}{parts}QQ")
+def _sizes(parts: int) -> struct.Struct:
+    return struct.Struct(f"<{parts}Q")
 
 
 def chunk_key(record_id: int, part: int, chunk: int) -> bytes:
@@ -110,6 +117,14 @@ def record_id_of(key: bytes) -> int:
         raise DamagedRecordError
     record_id: int = _PREFIX.unpack_from(key)[0]
     return record_id
+
+
+@lru_cache(maxsize=256)
+def tail_bytes(nbytes: int, page_bytes: int) -> int:
+    """Returns how much of a part's end may lie in the record: what is behind its long chunks, if it has any."""
+    spans = chunk_spans(nbytes, page_bytes)
+    start, stop = spans[-1] if spans else (0, 0)
+    return stop - start if start and stop - start < page_bytes - PAGE_HEADER_BYTES else 0
 
 
 @lru_cache(maxsize=256)

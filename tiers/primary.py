@@ -197,12 +197,11 @@ class PrimaryTier:
         """Drops blocks and frees their slots. They must not be pinned. The one place where blocks leave the tier."""
         freed = []
         for block in blocks:
-            if self._shelves.is_listed(block):
+            if self._shelves.remove(block):
                 if block.ready:
-                    why = MissReason.RESET if block.retired else block.left_out or reason
+                    why = MissReason.RESET if block.shelf.retired else block.left_out or reason
                     self._left(block.namespace, block.key, why)
                 self.lines.remove(block)
-            self._shelves.remove(block)
             slots = [slot for slot in block.slots if slot is not None]
             block.line.share.used -= block.line.size_class * len(slots)
             freed += slots

@@ -44,10 +44,6 @@ class Shelves:
         shelf = self._of.get(namespace)
         return shelf.blocks.get(key) if shelf else None
 
-    def is_listed(self, block: Block) -> bool:
-        """Whether a block is on a shelf, be it one that a reset took away."""
-        return block.shelf is not _NOWHERE
-
     def take_away(self, namespace: NamespaceId) -> None:
         """Takes the shelf of a namespace away with all that is on it: nothing of it is found any more."""
         shelf = self._of.pop(namespace, None)
@@ -88,15 +84,17 @@ class Shelves:
         del block.shelf.blocks[block.key]
         self._pin_down(block)
 
-    def remove(self, block: Block) -> None:
-        """Forgets a block."""
-        if block.shelf is not _NOWHERE:
-            del block.shelf.blocks[block.key]
-            return
+    def remove(self, block: Block) -> bool:
+        """Forgets a block; returns whether it was on a shelf, be it one that a reset took away."""
+        shelf = block.shelf
+        if shelf is not _NOWHERE:
+            del shelf.blocks[block.key]
+            return True
         pinned = self._pinned[block.namespace]
         pinned.remove(block)
         if not pinned:
             del self._pinned[block.namespace]
+        return False
 
     def _pin_down(self, block: Block) -> None:
         block.shelf = _NOWHERE

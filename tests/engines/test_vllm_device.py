@@ -34,7 +34,6 @@ from kvtier.cuda.host_driver import HostDriver
 
 BLOCKS = 8
 NAMESPACE = Namespace("vllm on a device", "uint8", (Group(2 * PAGE, 4), Group(2 * PAGE, 4)))
-KEYS = [make_key(bytes([number]) * 32, number % 2) for number in range(4)]
 GROUPS = [number % 2 for number in range(4)]
 
 
@@ -55,6 +54,8 @@ class Worker:
         address = self.driver.allocate(nbytes, kind)
         self.whole = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
         self.caches = dict(zip("abcd", self.whole.view(4, BLOCKS, PAGE).unbind(0), strict=True))
+        # New ones: a reset leaves what the tier below has, and a lookup would bring that back.
+        self.keys = [make_key(os.urandom(32), group) for group in GROUPS]
         self.reports, self.tally, self.log = WorkerReports(), Tally(), LimitedLog()
         self.side = WorkerSide(
             lambda _: self.connect(service, "worker"),
@@ -86,8 +87,8 @@ class Worker:
         return bytes(layers.flatten().tolist())
 
     def save(self, block_ids: list[int], number: int = 1) -> WorkerReport | None:
-        """Saves blocks under `KEYS`; returns what is reported."""
-        self.side.start_saves(StepMetadata([], [SaveJob(number, "r", KEYS, GROUPS, block_ids)], "ns"))
+        """Saves blocks under `keys`; returns what is reported."""
+        self.side.start_saves(StepMetadata([], [SaveJob(number, "r", self.keys, GROUPS, block_ids)], "ns"))
         reports: list[WorkerReport] = []
 
         def reported() -> bool:
@@ -99,8 +100,8 @@ class Worker:
         return reports[0]
 
     def load(self, block_ids: list[int]) -> Any:
-        """Loads `KEYS` into blocks; returns what is reported."""
-        with self.client.lookup(KEYS) as lease:
+        """Loads `keys` into blocks; returns what is reported."""
+        with self.client.lookup(self.keys) as lease:
             read = BlockRead(lease.id, [0, 1, 2, 3], GROUPS, block_ids)
             self.side.start_loads(StepMetadata([LoadJob("l", [read])], [], "ns"))
             results: list[Any] = []
@@ -135,8 +136,8 @@ def test_blocks_go_over_the_mover_and_come_back(service: Service, worker: Worker
     before = worker.fill(1)
     assert worker.save([3, 5, 0, 7]) == WorkerReport({1: 1})
     assert "cuda_ipc" in {session.transport for session in service.server.status().sessions}
-    buffers = [bytearray(2 * PAGE) for _ in KEYS]
-    assert worker.client.load(KEYS, buffers) == 4
+    buffers = [bytearray(2 * PAGE) for _ in worker.keys]
+    assert worker.client.load(worker.keys, buffers) == 4
     pages = [worker.page(before, group, block) for group, block in zip(GROUPS, [3, 5, 0, 7], strict=True)]
     assert [bytes(buffer) for buffer in buffers] == pages
     worker.fill(2)
@@ -153,13 +154,13 @@ def test_saves_and_loads_wait_for_the_compute(worker: Worker) -> None:
     over = threading.Event()
     worker.driver._streams[worker.stream].submit(lambda: over.wait(30) and None)
     worker.fill(3)
-    worker.side.start_saves(StepMetadata([], [SaveJob(1, "r", KEYS, GROUPS, [0, 1, 2, 3])], "ns"))
-    wait_for(lambda: KeyStatus.HIT_PENDING in worker.client.lookup(KEYS, prefix=False).statuses)
+    worker.side.start_saves(StepMetadata([], [SaveJob(1, "r", worker.keys, GROUPS, [0, 1, 2, 3])], "ns"))
+    wait_for(lambda: KeyStatus.HIT_PENDING in worker.client.lookup(worker.keys, prefix=False).statuses)
     after = worker.fill(4)
     over.set()
     wait_for(lambda: worker.reports.take_report() is not None)
-    buffers = [bytearray(2 * PAGE) for _ in KEYS]
-    assert worker.client.load(KEYS, buffers) == 4
+    buffers = [bytearray(2 * PAGE) for _ in worker.keys]
+    assert worker.client.load(worker.keys, buffers) == 4
     assert bytes(buffers[0]) == worker.page(after, 0, 0)
     assert worker.side._route is not None
     wait_for(lambda: worker.side._route is not None and len(worker.side._route._buffers._free) == 64)

@@ -31,17 +31,19 @@ from contracts.secondary_tier import (
     full,
 )
 
-from kvtier.tiers import lmdb_probe
+from kvtier.tiers import lmdb_blocks, lmdb_probe
 from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.lmdb import LMDBTier
 from kvtier.tiers.lmdb_format import (
     CHUNK_PAGES,
     FORMAT_VERSION,
+    TAILS_BYTES,
     DamagedRecordError,
     Record,
     chunk_key,
     chunk_spans,
     record_id_of,
+    tail_bytes,
 )
 from kvtier.tiers.lmdb_probe import UNWRITTEN_PAGES
 
@@ -420,7 +422,7 @@ def test_random_damage(tmp_path: Path, seed: int) -> None:
         text=True,
         check=False,
         timeout=60,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[1]), *sys.path])},
     )
     assert child.returncode == 0, child.stderr
 
@@ -800,6 +802,52 @@ def test_records() -> None:
             Record.unpack(b"key", wrong)
     with pytest.raises(DamagedRecordError):
         Record.unpack(b"other", packed)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(65536,), (262144, 65536), (2 * MIB, 2 * MIB), (1, 5000, 65536), (65536,) * 40, (16,)]
+)
+def test_the_ends_of_parts(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """Short ends lie in the record, so long as they are few bytes; all comes back, and nothing is left after a removal."""
+    tier = opened(tmp_path)
+    assert tier.store([full(b"key", content(1, sizes))]) == [DONE]
+    tails = record_of(tier, SPACE, b"key").tails
+    expected = [tail_bytes(size, PAGE) for size in sizes]
+    assert len(tails) == (sum(expected) if sum(expected) <= TAILS_BYTES else 0)
+    with tier._store.env.begin() as txn:
+        assert txn.stat(tier._store.data)["entries"] == sum(len(chunk_spans(size, PAGE)) for size in sizes) - (
+            sum(map(bool, expected)) if tails else 0
+        )
+    assert fetch(tier, b"key", sizes) == content(1, sizes)
+    tier.remove([(SPACE, b"key")])
+    with tier._store.env.begin() as txn:
+        assert txn.stat(tier._store.data)["entries"] == 0
+    tier.close()
+
+
+def test_a_store_of_format_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a release wrote that kept the ends of parts in chunks is read, replaced and removed."""
+    sizes = (65536, 2 * MIB)
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_blocks, "TAILS_BYTES", 0)
+        tier = opened(tmp_path)
+        for number in range(3):
+            assert tier.store([full(b"%d" % number, content(number, sizes))]) == [DONE]
+    with tier._store.env.begin(write=True) as txn:
+        assert bytes(txn.get(SPACE + b"0", db=tier._store.index))[0] == 1
+        txn.put(b"format", (1).to_bytes(4, "little"), db=tier._store.meta)
+    tier.close()
+    tier = opened(tmp_path)
+    assert len(list(tier.entries())) == 3
+    assert tier.store([full(b"1", content(7, sizes))]) == [DONE]
+    tier.remove([(SPACE, b"2")])
+    assert [fetch(tier, key, sizes) for key in (b"0", b"1")] == [content(0, sizes), content(7, sizes)]
+    assert tier.load([empty(b"2", sizes)]) == [MISSING]
+    with tier._store.env.begin() as txn:
+        chunks = sum(len(chunk_spans(size, PAGE)) for size in sizes)
+        assert txn.stat(tier._store.data)["entries"] == chunks + chunks - 2
+        assert int.from_bytes(txn.get(b"format", db=tier._store.meta), "little") == FORMAT_VERSION
+    tier.close()
 
 
 def test_chunk_keys() -> None:

@@ -162,15 +162,20 @@ def hold_pins(core: TierManager) -> Counter[Block]:
 
 def lines(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], list[object]]]:
     """Yields every line of eviction by name: who stands in it, and who should."""
-    aside, listed = hold_pins(core), core._primary._shelves.is_listed
+    aside = hold_pins(core)
     for line in core._primary.lines.all():
-        should = [b for b in look.blocks if b.line is line and listed(b) and not (b.retained or b in aside)]
+        should = [b for b in look.blocks if b.line is line and _is_listed(b) and not (b.retained or b in aside)]
         yield f"cpu/{line.size_class}/{line.share.name}", list(line.policy.victims()), should
     for lane, here in zip(lanes(core), look.entries, strict=True):
         held = [entry for entry in here if not entry.retained]
         for queue in lane.catalog.lines.all():
             should_be = [entry for entry in held if entry.line is queue]
             yield f"{lane.tier.name}/{queue.share.name}", list(queue.policy.victims()), should_be
+
+
+def _is_listed(block: Block) -> bool:
+    """Returns whether a block is on a shelf, be it one that a reset has taken away."""
+    return block.shelf.blocks.get(block.key) is block
 
 
 def leftovers(core: TierManager) -> dict[str, object]:

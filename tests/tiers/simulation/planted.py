@@ -291,8 +291,8 @@ MUTANTS = (
         "what is gone stays in line",
         Invariant.LINE,
         "primary.py",
-        "                self.lines.remove(block)\n            self._shelves.remove(block)\n",
-        "            self._shelves.remove(block)\n",
+        "                self.lines.remove(block)\n            slots",
+        "            slots",
     ),
     Mutant(
         "a quarantine is never lifted",

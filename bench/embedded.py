@@ -1,0 +1,154 @@
+"""The LMDB tier by itself, checksums included: stores and loads against the same bytes in LMDB and nothing else."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvtier.cuda.region import HostRegion
+from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
+from kvtier.tiers.lmdb import LMDBTier
+
+from .measure import interleave, rate, timed
+from .raw_lmdb import RawLmdb, drop_cache
+from .report import Report
+from .workload import SIZES
+
+__all__ = ["measure_embedded"]
+
+ROUND_BYTES = 64 << 20
+HELD_ROUNDS = 8
+FILE_BYTES = 1 << 30
+ROUNDS = 12
+COLD_ROUNDS = 3
+COLD_BYTES = 8 << 20
+"""Of a cold round: it can take a hundred times as long."""
+JOB_BYTES = 32 << 20
+"""What the core hands to a tier at once."""
+SPACE = NamespaceId(bytes(16))
+
+
+def measure_embedded(report: Report, directory: Path) -> None:
+    """Adds the rows of a tier at its capacity: the oldest blocks go, and any are loaded, from the page cache and from the disk."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)  # as the server does
+    with HostRegion.create(2 * ROUND_BYTES) as region:
+        region.back(0, region.size_bytes)
+        region.memory[:ROUND_BYTES] = random.Random(6).randbytes(ROUND_BYTES)
+        for block_bytes in SIZES:
+            views = [region.memory[at : at + block_bytes] for at in range(0, region.size_bytes, block_bytes)]
+            _measure(report, directory, views[: len(views) // 2], views[len(views) // 2 :])
+            views.clear()
+    sys.setswitchinterval(interval)
+
+
+def _measure(report: Report, directory: Path, sources: list[memoryview], targets: list[memoryview]) -> None:
+    stores = _Stores(directory, sources, targets)
+    for _ in range(HELD_ROUNDS + 2):  # until what is freed is used again
+        stores.put(0)
+        stores.store(0)
+    warm = interleave(
+        ROUNDS, {"put": stores.put, "store": stores.store, "get, warm": stores.get, "load, warm": stores.load}
+    )
+    cold = interleave(COLD_ROUNDS, {"get, cold": stores.cold(stores.get), "load, cold": stores.cold(stores.load)})
+    size = f"{sources[0].nbytes >> 20} MiB" if sources[0].nbytes >= 1 << 20 else f"{sources[0].nbytes >> 10} KiB"
+    for ours, bare, seconds, nbytes in (
+        ("store", "put", warm, ROUND_BYTES),
+        ("load, warm", "get, warm", warm, ROUND_BYTES),
+        ("load, cold", "get, cold", cold, COLD_BYTES),
+    ):
+        limit = f"bare LMDB {bare}, {size}"
+        report.add(limit, rate(nbytes, seconds[bare]), "GB/s")
+        report.add(f"LMDB tier {ours}, {size}", rate(nbytes, seconds[ours]), "GB/s", limit)
+    stores.close()
+
+
+class _Stores:
+    """A tier and a bare environment that hold the same blocks."""
+
+    def __init__(self, directory: Path, sources: list[memoryview], targets: list[memoryview]) -> None:
+        self._ours, self._bare = directory / "ours", directory / "bare"
+        self._sources = sources
+        self._targets = targets
+        self._source = random.Random(7)
+        self._rounds: dict[str, list[list[bytes]]] = {"ours": [], "bare": []}
+        self._count = 0
+        for path in (self._ours, self._bare):
+            path.mkdir()
+        self._open()
+
+    def _open(self) -> None:
+        self._tier = LMDBTier("lmdb", self._ours, FILE_BYTES, "process")
+        self._raw = RawLmdb(self._bare, FILE_BYTES)
+
+    def put(self, _: int) -> float:
+        """Writes a round into LMDB, in place of the oldest."""
+        keys, old = self._turn("bare")
+        return timed(self._raw.put, keys, self._sources, old)
+
+    def store(self, _: int) -> float:
+        """Removes the oldest round and stores one; both count."""
+        keys, old = self._turn("ours")
+
+        def replace() -> None:
+            self._tier.remove([(SPACE, key) for key in old])
+            self._move(self._tier.store, keys, self._sources)
+
+        return timed(replace)
+
+    def get(self, _: int) -> float:
+        """Copies blocks out of LMDB, any of those that are there."""
+        return timed(self._raw.get, self._any("bare"), self._targets)
+
+    def load(self, _: int) -> float:
+        """Loads blocks, likewise."""
+        return timed(self._move, self._tier.load, self._any("ours"), self._targets)
+
+    def cold(self, action: Callable[[int], float]) -> Callable[[int], float]:
+        """Returns an action upon less, that finds next to nothing in the page cache; a virtual machine's host may have it.
+
+        Dropped after opening: a tier that is opened looks through its trees, and readahead brings in all the rest.
+        """
+
+        def run(number: int) -> float:
+            self.close(keep=True)
+            self._open()
+            drop_cache(self._ours)
+            drop_cache(self._bare)
+            every, self._targets = self._targets, self._targets[: COLD_BYTES // self._targets[0].nbytes]
+            try:
+                return action(number)
+            finally:
+                self._targets = every
+
+        return run
+
+    def close(self, *, keep: bool = False) -> None:
+        """Closes both, and removes their files."""
+        self._tier.close()
+        self._raw.close()
+        if not keep:
+            shutil.rmtree(self._ours)
+            shutil.rmtree(self._bare)
+
+    def _turn(self, which: str) -> tuple[list[bytes], list[bytes]]:
+        rounds = self._rounds[which]
+        keys = [b"%032d" % number for number in range(self._count, self._count + len(self._sources))]
+        self._count += len(keys)
+        rounds.append(keys)
+        return keys, rounds.pop(0) if len(rounds) > HELD_ROUNDS else []
+
+    def _any(self, which: str) -> list[bytes]:
+        return self._source.sample([key for keys in self._rounds[which] for key in keys], len(self._targets))
+
+    def _move(
+        self, move: Callable[[Sequence[BlockBytes]], list[Outcome]], keys: Sequence[bytes], views: Sequence[memoryview]
+    ) -> None:
+        blocks = [BlockBytes(SPACE, key, (view,)) for key, view in zip(keys, views, strict=True)]
+        job = max(1, JOB_BYTES // views[0].nbytes)
+        for start in range(0, len(blocks), job):
+            if set(move(blocks[start : start + job])) != {Outcome.DONE}:
+                raise RuntimeError(f"the LMDB tier: {self._tier.trouble}")
