@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +53,7 @@ class _Batches:
 
     def __init__(self, client: Client, source: Pool, target: Pool) -> None:
         self._client = client
+        self._callers = ThreadPoolExecutor(2)
         self._source = source
         self._target = target
         self._keys = Keys(f"movement {source.block_bytes}")
@@ -94,6 +97,55 @@ class _Batches:
         self._compare(number, round_number)
         return seconds
 
+    def both(self, one: Callable[[int], None]) -> float:
+        """Has two threads do something each, as the two halves of an engine do; returns the seconds per batch."""
+        start = threading.Barrier(2)
+
+        def run(caller: int) -> None:
+            start.wait()
+            one(caller)
+
+        return timed(lambda: list(self._callers.map(run, range(2)))) / 2
+
+    def copy_both(self, number: int) -> float:
+        """Two threads copy two batches each."""
+        number += self._source.batches // 2
+
+        def copy(caller: int) -> None:
+            for place in (number + caller, number + caller + 2):
+                copy_blocks(self._target.batch(place), self._source.batch(place))
+
+        return self.both(copy) / 2
+
+    def store_both(self, _: int) -> float:
+        """Two threads of the one client store two batches each."""
+        numbers = [next(self._next) for _ in range(4)]
+        for number in numbers:
+            self._stored[number] = self._keys.take(BATCH)
+
+        def store(caller: int) -> None:
+            for number in numbers[caller::2]:
+                buffers = self._sources[number % len(self._sources)]
+                if self._client.store(self._stored[number], buffers).count(StoreStatus.GRANTED) != BATCH:
+                    raise RuntimeError(f"not all blocks of batch {number} were stored")
+
+        return self.both(store) / 2
+
+    def load_both(self, round_number: int) -> float:
+        """Two threads of the one client load two batches each, and some of it is compared."""
+        oldest = max(self._stored) - self.lag
+        pairs = [(oldest + place, round_number * 4 + place) for place in range(min(4, self.lag))] * 2
+
+        def load(caller: int) -> None:
+            for number, place in pairs[caller:4:2]:
+                if self._client.load(self._stored[number], self._targets[place % len(self._targets)]) != BATCH:
+                    raise RuntimeError(f"not all blocks of batch {number} were loaded")
+
+        seconds = self.both(load) / 2
+        for number, place in set(pairs[:4]):
+            self._compare(number, place)
+        return seconds
+
     def _compare(self, number: int, round_number: int) -> None:
         got, expected = self._target.batch(round_number), self._source.batch(number)
         for block in {0, round_number % BATCH, BATCH - 1}:
@@ -119,11 +171,14 @@ def _shared_memory(report: Report, batches: _Batches) -> None:
         "memcpy": batches.copy,
         "shm store": batches.store,
         "shm load": batches.load,
+        "memcpy, 2 threads": batches.copy_both,
+        "shm store, 2 callers": batches.store_both,
+        "shm load, 2 callers": batches.load_both,
     }
     seconds = interleave(batches.rounds(3 << 30), actions)
     memcpy = batch_name("memcpy", batches.block_bytes)
     report.add(memcpy, rate(batches.nbytes, seconds["memcpy"]), "GB/s")
-    for name in ("shm store", "shm load"):
+    for name in list(actions)[1:]:
         report.add(batch_name(name, batches.block_bytes), rate(batches.nbytes, seconds[name]), "GB/s", memcpy)
 
 
