@@ -17,7 +17,7 @@ from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
-from .bulk import BulkRoute, Streams
+from .bulk import AnyStreams, BulkRoute
 from .device_calls import AsyncDeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
@@ -89,7 +89,7 @@ class AsyncClient(AsyncDeviceCalls):
         self.timeouts = timeouts or Timeouts()
         tune_malloc()
         self._session_channel = grpc.insecure_channel(server.target, options=CHANNEL_OPTIONS)
-        self._bulk = BulkRoute(self._session_channel, server)
+        self._bulk = BulkRoute(self._session_channel, server, plain=transport != "grpc")
         identity = Identity(namespace, name, self.engine_id, rank, transport)
         self._keeper = Keeper(self._session_channel, identity, self.timeouts.call)
         self._operations = Operations(namespace, self.timeouts, self._keeper.lost)
@@ -360,10 +360,10 @@ class AsyncClient(AsyncDeviceCalls):
                     found = await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
                 self._bulk.streams(found)  # looked for now, it is there when it is needed
                 return found
-            case Push(link, frames, timeout) if bulk := self._bulk.streams(link):
-                return await self._on_thread(bulk, partial(bulk.push, link, frames(), timeout))
-            case Pull(link, request, take, timeout) if bulk := self._bulk.streams(link):
-                await self._on_thread(bulk, partial(bulk.pull, link, request, take, timeout))
+            case Push(link) if bulk := self._bulk.streams(link):
+                return await self._on_thread(bulk, partial(bulk.push, effect))
+            case Pull(link) if bulk := self._bulk.streams(link):
+                await self._on_thread(bulk, partial(bulk.pull, effect))
             case Call(method, request, timeout):
                 local = self._local_calls()
                 if local is not None:
@@ -385,7 +385,7 @@ class AsyncClient(AsyncDeviceCalls):
                 await _to_its_end(asyncio.to_thread(run))
         return None
 
-    async def _on_thread(self, bulk: Streams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
+    async def _on_thread(self, bulk: AnyStreams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
         """Has a stream of the bulk process moved by a thread: what copies bytes holds up no loop."""
         calls: list[Any] = []
         results = []

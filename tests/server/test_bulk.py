@@ -124,9 +124,9 @@ def count_asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     asked: list[list[int]] = []
     original = Streams.pull
 
-    def pull(self: Streams, link: Any, request: Any, *rest: Any) -> None:
-        asked.append(list(request.items))
-        original(self, link, request, *rest)
+    def pull(self: Streams, effect: Any, *rest: Any) -> None:
+        asked.append(list(effect.request.items))
+        original(self, effect, *rest)
 
     monkeypatch.setattr(Streams, "pull", pull)
     return asked
