@@ -360,10 +360,9 @@ class AsyncClient(AsyncDeviceCalls):
                     found = await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
                 self._bulk.streams(found)  # looked for now, it is there when it is needed
                 return found
-            case Push(link) if bulk := self._bulk.streams(link):
-                return await self._on_thread(bulk, partial(bulk.push, effect))
-            case Pull(link) if bulk := self._bulk.streams(link):
-                await self._on_thread(bulk, partial(bulk.pull, effect))
+            case Push(link) | Pull(link) if bulk := self._bulk.streams(link):
+                move = bulk.push if isinstance(effect, Push) else bulk.pull
+                return await self._on_thread(bulk, partial(move, effect))
             case Call(method, request, timeout):
                 local = self._local_calls()
                 if local is not None:
