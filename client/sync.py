@@ -107,7 +107,8 @@ class Client(DeviceCalls):
             name: name of the client for people.
             engine_id: the engine that this process is part of; clients of one engine share leases. Random by default.
             rank: the rank whose parts are read and written; None for a scheduler, or a world of one.
-            transport: "shm", "grpc", or "auto" for shm where server and client share a host; "cuda_ipc" is like "auto", for a
+            transport: "shm"; "tcp" for plain sockets, or "grpc" for streams of gRPC; "auto" for shm where server and client
+                share a host, else "tcp"; "cuda_ipc" is like "auto", for a
                 client that registers its device (`register_kv_buffers`).
             timeouts: deadlines.
             pin: makes what pins the server's region in a process that has a GPU; see `kvtier.cuda.pinning`.

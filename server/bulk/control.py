@@ -41,9 +41,10 @@ _REPORT_BYTES = 8 << 20
 class Stream:
     """One Push or Pull, as the server knows it."""
 
-    def __init__(self, control: Control, number: int, interrupt: Callable[[], object]) -> None:
+    def __init__(self, control: Control, number: int, transport: str, interrupt: Callable[[], object]) -> None:
         """`interrupt` ends what holds `touching` for long."""
         self.number = number
+        self.transport = transport
         self.received = 0
         """Bytes of all frames so far."""
         self._interrupt = interrupt
@@ -66,7 +67,9 @@ class Stream:
     def begin(self, ref: common_pb2.SessionRef, target: int, items: Sequence[int] | None = None) -> None:
         """Asks for the slots of a store, or for those of items of a lease. Raises `Refused`."""
         push = items is None
-        self._control.send(Begin(self.number, push, ref.session_id, ref.epoch, target, list(items or ())))
+        self._control.send(
+            Begin(self.number, push, ref.session_id, ref.epoch, target, self.transport, list(items or ()))
+        )
         answer = self._wait()
         if isinstance(answer, Granted):
             self.slots, self.sizes = answer.slots, answer.sizes
@@ -146,9 +149,9 @@ class Control:
         self.send(Listening(port, plain_port))
         threading.Thread(target=self._run, name="kvtier-control", daemon=True).start()
 
-    def open(self, interrupt: Callable[[], object] = lambda: None) -> Stream:
+    def open(self, transport: str, interrupt: Callable[[], object] = lambda: None) -> Stream:
         """Returns a new stream; `close` must follow. `interrupt` ends what it waits for while it touches the region."""
-        stream = Stream(self, next(self._numbers), interrupt)
+        stream = Stream(self, next(self._numbers), transport, interrupt)
         self._streams[stream.number] = stream
         return stream
 

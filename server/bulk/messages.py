@@ -85,6 +85,8 @@ class Begin(_Message, frozen=True):
     session_id: bytes
     epoch: int
     target: int
+    transport: str
+    """Whose bytes it moves, for metrics."""
     items: list[int] = []
 
 

@@ -90,7 +90,7 @@ class PlainServer:
         except ConnectionResetError:
             return False
         message = bytes(_received(connection, nbytes))
-        stream = self._control.open(lambda: _hang_up(connection))
+        stream = self._control.open("tcp", lambda: _hang_up(connection))
         code = "CANCELLED"
         ended = False
         try:
