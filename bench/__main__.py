@@ -14,6 +14,7 @@ from kvtier.cuda.malloc import tune_malloc
 
 from .disk import measure_disk
 from .durable import measure_durable
+from .growth import measure_growth
 from .lookups import measure_lookups
 from .machine import facts
 from .movement import measure_movement
@@ -24,6 +25,7 @@ PARTS: dict[str, Callable[[Report, Path], None]] = {
     "movement": measure_movement,
     "streams": measure_streams,
     "lookups": measure_lookups,
+    "growth": measure_growth,
     "durable": measure_durable,
     "disk": measure_disk,
 }

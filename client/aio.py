@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
@@ -22,6 +23,7 @@ from .device_calls import AsyncDeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from .keeper import Identity, Keeper, Transport
+from .link import Link
 from .local_calls_aio import AsyncLocalCalls
 from .namespace import Namespace
 from .operations import Operations
@@ -355,21 +357,12 @@ class AsyncClient(AsyncDeviceCalls):
     async def _do(self, effect: Effect) -> Any:
         match effect:
             case Connect(timeout, patient):
-                found = self._keeper.link
-                if found is None:
-                    found = await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
-                self._bulk.streams(found)  # looked for now, it is there when it is needed
-                return found
+                return await self._connect(timeout, patient=patient)
             case Push(link) | Pull(link) if bulk := self._bulk.streams(link):
                 move = bulk.push if isinstance(effect, Push) else bulk.pull
                 return await self._on_thread(bulk, partial(move, effect))
             case Call(method, request, timeout):
-                local = self._local_calls()
-                if local is not None:
-                    answer = await local.call(method, serialize(request), timeout)
-                    if answer is not None:
-                        return RESPONSES[method].FromString(answer)
-                return await self._calls[method](request, timeout=timeout)
+                return await self._call(method, request, timeout)
             case Push(link, frames, timeout):
                 push = self._push(frames(), timeout=timeout)
                 with link.cancelling(self._from_any_thread(push.cancel)):
@@ -383,6 +376,21 @@ class AsyncClient(AsyncDeviceCalls):
             case Copy(run):
                 await _to_its_end(asyncio.to_thread(run))
         return None
+
+    async def _connect(self, timeout: float, *, patient: bool) -> Link:
+        link = self._keeper.link
+        if link is None:
+            link = await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
+        self._bulk.streams(link)  # looked for now, it is there when it is needed
+        return link
+
+    async def _call(self, method: str, request: Message, timeout: float) -> Any:
+        local = self._local_calls()
+        if local is not None:
+            answer = await local.call(method, serialize(request), timeout)
+            if answer is not None:
+                return RESPONSES[method].FromString(answer)
+        return await self._calls[method](request, timeout=timeout)
 
     async def _on_thread(self, bulk: AnyStreams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
         """Has a stream of the bulk process moved by a thread: what copies bytes holds up no loop."""

@@ -28,7 +28,7 @@ from .devices.offer import why_not
 from .devices.registry import DeviceRegistry
 from .edge import Edge
 from .errors import RefusalInterceptor
-from .garbage import collect_the_young_only
+from .garbage import OldGarbage, collect_the_young_only
 from .health import Health
 from .local_calls import LocalCalls
 from .logs import get_logger
@@ -141,7 +141,7 @@ class Server:
         for claim in claims:
             claim.restrict()
         await health.update(runtime.stats())
-        watch = loop.create_task(_watch(runtime, health))
+        watch = loop.create_task(_watch(runtime, health, metrics))
         self._closers.callback(watch.cancel)
         self._closers.push_async_callback(health.shut_down)
         _log.info(
@@ -293,10 +293,12 @@ class Server:
         sessions.ended.set()
 
 
-async def _watch(runtime: TierRuntime, health: Health) -> None:
+async def _watch(runtime: TierRuntime, health: Health, metrics: Metrics) -> None:
+    garbage = OldGarbage(runtime.now())
     while True:
         await asyncio.sleep(_HEALTH_SECONDS)
         await health.update(runtime.stats())
+        garbage.tick(runtime.now(), metrics.calls)
 
 
 @contextlib.contextmanager

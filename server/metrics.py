@@ -78,6 +78,8 @@ class Metrics:
         self.checksum_mismatches = self._counter(
             "kvtier_checksum_mismatches", "Bytes that were not what had been written, by where it showed.", ("where",)
         )
+        self.calls = 0
+        """Calls that have ended."""
         self._rpcs: dict[tuple[str, str], Histogram] = {}
         self._jobs: dict[tuple[str, str], tuple[Histogram, Counter]] = {}
         self._outcomes: dict[tuple[str, str, Outcome], Counter] = {}
@@ -86,6 +88,7 @@ class Metrics:
 
     def observe_rpc(self, method: str, code: str, seconds: float) -> None:
         """Counts a call that ended; `method` as gRPC names it, "/kvtier.v1.CacheService/Lookup"."""
+        self.calls += 1
         child = self._rpcs.get((method, code))
         if child is None:
             name = method.removeprefix("/kvtier.v1.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .base import NamespaceId
 from .errors import InvalidKey, InvalidNamespace
@@ -109,6 +109,7 @@ class Block:
         "namespace",
         "part_bytes",
         "pins",
+        "place",
         "promoting",
         "ready",
         "retain_until",
@@ -126,6 +127,8 @@ class Block:
         self.part_bytes = part_bytes
         self.line = line
         """Where it stands to be evicted: with its size class and its tenant's share."""
+        self.place: Any = None
+        """What that line's eviction policy keeps with it."""
         self.slots: tuple[int | None, ...] = spec.no_slots
         """Per rank the offset of its slot in the region, or None where it has none."""
         self.written = 0

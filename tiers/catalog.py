@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
+from typing import Any
 
 from .base import Entry, NamespaceId
 from .history import Left, MissReason
@@ -43,7 +44,7 @@ class EntryState(enum.Enum):
 class CatalogEntry:
     """One block that a secondary tier holds, or is about to hold."""
 
-    __slots__ = ("key", "line", "loads", "namespace", "nbytes", "retained", "state")
+    __slots__ = ("key", "line", "loads", "namespace", "nbytes", "place", "retained", "state")
 
     def __init__(
         self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, line: Line[CatalogEntry]
@@ -53,6 +54,8 @@ class CatalogEntry:
         self.nbytes = nbytes
         self.state = state
         self.line = line
+        self.place: Any = None
+        """What that line's eviction policy keeps with it."""
         self.retained = False
         """Whether it may not be evicted for a while."""
         self.loads = 0

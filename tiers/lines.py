@@ -29,6 +29,7 @@ class LineItem(Hashable, Protocol):
     """What stands in a line. Equal to itself only."""
 
     line: Line[Any]
+    place: Any
     retained: bool
 
     @property

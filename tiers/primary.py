@@ -17,8 +17,8 @@ from .stats import TierStats
 
 __all__ = ["PrimaryTier"]
 
-SLICE = 1024
-"""Blocks of a reset that go at a time: two milliseconds' worth."""
+SLICE = 512
+"""Blocks of a reset that go at a time: a millisecond's worth, or four where they are a million."""
 
 _TICKS_PER_SECOND = 1e6
 
@@ -92,10 +92,7 @@ class PrimaryTier:
         return found  # type: ignore[return-value]
 
     def use(self, blocks: Sequence[Block], request: Hashable, retain_until: float = 0.0) -> int:
-        """Takes note that a request used these, distinct, in the index, and head first.
-
-        Other arguments and result as of `Lines.use`.
-        """
+        """Takes note that a request used these, distinct, in the index and head first. The rest is as of `Lines.use`."""
         self._clock = now = self._clock + 1
         for block in blocks:
             block.last_use = now

@@ -67,12 +67,16 @@ class Mover:
                 case "open":
                     self._engines[number] = engine = _Engine(number)
                     self._on_thread(engine.threads[True], self._open, number, engine, payload)
+                case "copy" if number not in self._engines:  # its session fell a moment ago
+                    error = DeviceError(Cause.CLOSED)
+                    answer = {"op": "done", "copy": header["copy"], "cause": error.cause, "message": str(error)}
+                    self._channel.send(answer)
                 case "copy":
                     engine = self._engines[number]
                     self._on_thread(engine.threads[header["out"]], self._copy, engine, header, payload)
                 case "call_off" if number in self._engines:
                     self._engines[number].called_off.add(header["copy"])
-                case "close":
+                case "close" if number in self._engines:
                     engine = self._engines.pop(number)
                     if engine.blocks is not None:
                         engine.blocks.cancel()

@@ -61,11 +61,6 @@ class DeviceMover:
         self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
         self._trouble = "DEVICE_LOST"
 
-    @property
-    def pid(self) -> int | None:
-        """The process, if there is one."""
-        return self._child.pid if self._child is not None else None
-
     async def open(self, number: int, export: DeviceExport) -> bool:
         """Opens an engine's blocks; returns whether its events can be waited for. Raises Refused."""
         child = await self._running()
@@ -158,7 +153,11 @@ class DeviceMover:
         """Takes what a child sends, until it has ended."""
         started = time.monotonic()
         async for header, _ in child.messages():
-            self._take(header)
+            try:
+                self._take(header)
+            except (KeyError, asyncio.InvalidStateError) as error:
+                _log.error("a device's mover says what makes no sense", device=self.device, exc_info=error)
+                child.kill()
         await child.close(_CLOSE_SECONDS)
         code = await child.ended()
         if self._child is child:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Coroutine
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +82,8 @@ class DeviceRegistry:
         return registration
 
     async def _register(self, session: Session, export: DeviceExport) -> Registration:
+        self._sessions.check(session)
         async with self._opening.setdefault(session.id, asyncio.Lock()):
-            self._sessions.check(session)
             earlier = self._of_session(session.id)
             for one in earlier:
                 if one.export == export:
@@ -122,7 +122,11 @@ class DeviceRegistry:
         The copy goes on to its end when the caller is cancelled; only nothing more is begun then.
         """
         number = next(self._copies)
-        writing = self._writers.writing(store) if store is not None else nullcontext()
+        writing = ExitStack()
+        if (
+            store is not None
+        ):  # now, not when the task comes to it: the store may have ended by then, and its slots be others'
+            writing.enter_context(self._writers.writing(store))
 
         async def carry_out() -> None:
             with writing:
@@ -138,11 +142,6 @@ class DeviceRegistry:
         """Ends the movers."""
         await asyncio.gather(*(mover.stop() for mover in self._movers.values()))
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    @property
-    def mover_pids(self) -> dict[str, int]:
-        """The processes that run, by device."""
-        return {device: mover.pid for device, mover in self._movers.items() if mover.pid is not None}
 
     def _mover_of(self, device: str) -> DeviceMover:
         mover = self._movers.get(device)

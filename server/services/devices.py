@@ -178,8 +178,6 @@ def _event_of(
 
 
 def _give_up_at(request: transfer_pb2.StoreFromDeviceRequest | transfer_pb2.LoadToDeviceRequest) -> int:
-    """Returns until when copies may be begun. Raises Refused where that time has passed: the caller has gone on."""
-    now, wanted = time.monotonic_ns(), request.give_up_at_nanoseconds
-    if 0 < wanted <= now:
-        raise Refused("DEVICE_LOST", "called_off: the call comes too late")
-    return min(wanted, now + _LONGEST_NANOSECONDS) if wanted else now + _LONGEST_NANOSECONDS
+    """Returns until when copies may be begun; where that has passed the mover begins none."""
+    latest = time.monotonic_ns() + _LONGEST_NANOSECONDS
+    return min(request.give_up_at_nanoseconds or latest, latest)

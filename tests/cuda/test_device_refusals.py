@@ -95,6 +95,17 @@ def test_loads_that_make_no_sense(caller: Caller, name: str) -> None:
     assert caller.engine.contents() == caller.engine.expected(0)
 
 
+def test_what_is_open_stays_open(caller: Caller) -> None:
+    """Registering the same again is answered with the same; something else replaces it."""
+    first = caller.buffers_id
+    caller.register()
+    assert caller.buffers_id == first
+    other = caller.registration()
+    del other.event_handles[1:]
+    assert caller.calls.RegisterDeviceBuffers(other, timeout=5).buffers_id != first
+    assert caller.store(caller.prepare(keys_of(1, "replaced")), blocks=[0]) == "DEVICE_LOST"
+
+
 def test_what_is_somebody_elses(caller: Caller, start: Callable[[str], Caller]) -> None:
     """Another session's registration, another engine's store or lease, a registration that never was: each has its reason."""
     other = start("another")

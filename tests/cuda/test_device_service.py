@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from devices.backends import Backend
 from devices.kv import BLOCKS, JOINED, LAYOUTS
 from devices.service import Engine, Service, eventually, keys_of, namespace_of
 from harness.server_process import MIB, ServerProcess
@@ -48,6 +52,48 @@ def test_round_trips_are_identical(service: Service, name: str, transport: str) 
         engine.clear()
         assert engine.client.load_to_device(keys, order) == BLOCKS
         assert engine.contents() == engine.expected(0)
+
+
+DRIVERS = {"host": "devices.gated_driver:make", "fake": "devices.gated_driver:make_cuda", "gpu": "auto"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_driver_keeps_the_contract(tmp_path: Path, backend: Backend, name: str) -> None:
+    """The same over CUDA's driver, its library a stand-in or real: registered, pinned, ordered, copied, closed."""
+    kv = LAYOUTS[name]
+    with Service(tmp_path, driver=DRIVERS[backend.name]) as service:
+        with Engine(service.server.endpoint, kv, backend=backend).register() as engine:
+            release = engine.backend.hold(engine.stream)
+            with engine.buffers.mark(engine.stream) as mark, ThreadPoolExecutor(1) as aside:
+                storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS), after=mark)
+                service.server.wait_for(lambda status: status.stores == 1)
+                engine.fill(1)
+                release()
+                assert storing.result(60) == GRANTED
+            assert engine.stored(KEYS) == kv.parts(1)
+            engine.clear()
+            assert engine.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
+            assert engine.contents() == engine.expected(1)
+        service.server.wait_for(lambda status: not status.sessions and not status.quarantined_bytes)
+        assert "mover has ended" not in service.server.log
+
+
+def test_an_engine_with_a_shm_of_its_own(service: Service) -> None:
+    """B4.11: where events cannot be shared the client waits in place of the server; nothing is read too early either."""
+    keys = keys_of(BLOCKS, "its own shm")
+    with Engine(service.server.endpoint) as engine:
+        export = engine.buffers.export
+        engine.buffers.export = dataclasses.replace(export, origin=dataclasses.replace(export.origin, shm_device=1))
+        engine.register()
+        release = engine.backend.hold(engine.stream)
+        with engine.buffers.mark(engine.stream) as mark, ThreadPoolExecutor(1) as aside:
+            storing = aside.submit(engine.client.store_from_device, keys, range(BLOCKS), after=mark)
+            time.sleep(0.1)
+            assert set(engine.client.lookup(keys, prefix=False).statuses) == {KeyStatus.MISS}
+            engine.fill(6)
+            release()
+            assert storing.result(60) == GRANTED
+        assert engine.stored(keys) == JOINED.parts(6)
 
 
 def test_what_one_engine_stored_another_loads(service: Service) -> None:

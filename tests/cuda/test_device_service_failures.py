@@ -19,7 +19,7 @@ from devices.service import Engine, KilledEngine, Service, eventually, keys_of, 
 from harness.server_process import MIB
 
 from kvtier.client import Client, DeviceUnavailable, KeyStatus, KVTierError, StoreStatus, Unavailable
-from kvtier.protos.v1 import transfer_pb2
+from kvtier.protos.v1 import cache_pb2, transfer_pb2
 
 PART = JOINED.layout().part_bytes
 KEYS = keys_of(BLOCKS)
@@ -176,6 +176,23 @@ def test_a_server_killed_in_mid_load(service: Service, aside: ThreadPoolExecutor
         assert engine.contents() == engine.expected(3)
 
 
+def test_a_session_lost_in_mid_load(service: Service, aside: ThreadPoolExecutor) -> None:
+    """A load that nobody answers comes back when what was begun of it has ended: what the engine then writes stays."""
+    with Engine(service.server.endpoint, device=1).register() as engine:
+        engine.client.store_from_device(KEYS, range(BLOCKS))
+        service.gate.close()
+        loading = aside.submit(engine.client.load_to_device, KEYS, range(BLOCKS))
+        service.gate.wait_reached()
+        engine.client._wire.lost(engine.client._wire.link)  # type: ignore[arg-type]
+        opening = threading.Timer(0.3, service.gate.open)
+        opening.start()
+        assert isinstance(loading.exception(30), KVTierError)
+        engine.fill(3)
+        opening.join()
+        time.sleep(0.3)
+        assert engine.contents() == engine.expected(3)
+
+
 @pytest.mark.parametrize("call", ["store_from_device", "load_to_device"])
 def test_a_client_that_gives_up(service: Service, call: str) -> None:
     """A call whose time is over begins nothing any more: no block and no slot is touched when the compute it came after ends."""
@@ -247,6 +264,21 @@ def test_a_store_is_not_aborted_under_its_copy(service: Service, aside: ThreadPo
         service.gate.open()
         aborting.result(30)
         service.server.wait_for(lambda status: not status.stores and not status.quarantined_bytes)
+
+
+def test_a_lease_that_ends_in_mid_load(service: Service, aside: ThreadPoolExecutor) -> None:
+    """What was copied may have been somebody else's by then: the call says that the lease is gone, and the load is a miss."""
+    with closing(Caller(service, "raw")) as caller:
+        caller.register()
+        caller.engine.client.store(KEYS, JOINED.parts(1))
+        found = caller.raw.cache.Lookup(cache_pb2.LookupRequest(session=caller.raw.ref, keys=KEYS), timeout=5)
+        service.gate.close()
+        loading = aside.submit(caller.load, found.lease_id, blocks=range(BLOCKS), items=range(BLOCKS))
+        service.gate.wait_reached()
+        release = cache_pb2.ReleaseLeaseRequest(session=caller.raw.ref, lease_ids=[found.lease_id])
+        caller.raw.cache.ReleaseLease(release, timeout=5)
+        service.gate.open()
+        assert loading.result(30) == "LEASE_NOT_FOUND"
 
 
 def test_a_server_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecutor) -> None:

@@ -14,6 +14,7 @@ from connector_fakes import FULL, PAGE, FakeTransfers
 
 from kvtier.client import InvalidRequest, KVTierError, LimitExceeded
 from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.device_route import StepMark
 from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.reports import WorkerReports
 from kvtier.client.engines.vllm.sleep import Asleep, SleepGate
@@ -94,11 +95,11 @@ def test_a_copy_that_was_queued_before_the_sleep_does_not_begin_in_it() -> None:
         side._copier = slow
         slow.gate.set()
         side._gate.close(1)
-        side._save(SAVES.saves[0], None, 0.0, float("inf"))
+        side._save(SAVES.saves[0], StepMark(None, None, 1), 0.0, float("inf"))
         assert not slow.begun.is_set()
         assert reports.take_report() == WorkerReport({1: 1}, {1: {0, 1}})
         side.resume()
-        side._save(SAVES.saves[0], None, 0.0, float("inf"))
+        side._save(SAVES.saves[0], StepMark(None, None, 1), 0.0, float("inf"))
         assert slow.done == 1
         assert reports.take_report() == WorkerReport({1: 1})
 

@@ -27,9 +27,16 @@ class Item:
 
     def __init__(self, name: Hashable) -> None:
         self.name = name
+        self.place: object = None
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
+
+
+def run_of(item: Item) -> Run[Item]:
+    """Returns the run that the forecast policy has put an item into."""
+    assert isinstance(item.place, Run)
+    return item.place
 
 
 class Cache:
@@ -323,9 +330,9 @@ def test_forecast_recognises_a_conversation_by_its_ghosts() -> None:
         cache.serve(*chain(number, 20))
     assert (0, 0) not in cache.items
     cache.serve(*chain(0, 24))
-    run = forecast._runs[cache.items[0, 0]]
+    run = run_of(cache.items[0, 0])
     assert (run.trail.turn, run.uses) == (1, 2)
-    assert forecast._runs[cache.items[0, 22]].uses == 1
+    assert run_of(cache.items[0, 22]).uses == 1
 
 
 def test_forecast_tells_a_shared_prompt_from_a_conversation() -> None:
@@ -334,7 +341,7 @@ def test_forecast_tells_a_shared_prompt_from_a_conversation() -> None:
     cache = Cache(forecast, 500)
     for number in range(1, 10):
         cache.serve(*chain(0, 8), *chain(number, 8))
-    run = forecast._runs[cache.items[0, 0]]
+    run = run_of(cache.items[0, 0])
     assert (run.trail.turn, run.uses) == (0, 9)
     assert run.kind.factors == (("shared", 4),)
 
@@ -347,16 +354,18 @@ def test_forecast_keeps_books_that_add_up() -> None:
     for _ in range(1500):
         cache.serve(*chain(rng.randrange(80), rng.randint(1, 40)))
         standing = [(run, cell) for _, cell in forecast._ranked for run in cell.runs]
-        assert {run for run, _ in standing} == set(forecast._runs.values())
+        assert {run for run, _ in standing} == set(map(run_of, cache.items.values()))
         for run, cell in standing:
             assert run.cell is cell
             assert (cell.kind, cell.bin) == (run.kind, run.bin)
-            assert all(forecast._runs[item] is run for item in run.items)
+            assert all(run_of(item) is run for item in run.items)
             assert run.alive >= len(run.items) > 0
         ghosts = list(forecast._ghosts.values())
         assert all(run.ghosts == ghosts.count(run) for run in set(ghosts))
         assert forecast._ranked == sorted(forecast._ranked, key=lambda entry: entry[0])
-        assert len(forecast._due) < 4 * (len(forecast._ghosts) + len(forecast._runs))
+        waiting = sum(map(len, forecast._due.values()))
+        assert waiting < 4 * (len(forecast._ghosts) + len(forecast))
+        assert len(forecast) == len(cache.items)
 
 
 def test_bins_cover_all_ages() -> None:

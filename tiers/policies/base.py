@@ -8,13 +8,16 @@ There is no clock: policies count uses.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 __all__ = ["EvictionPolicy", "Item", "T"]
 
 
 class Item(Hashable, Protocol):
     """What a policy orders. Equal to itself only."""
+
+    place: Any
+    """What the policy that orders it keeps with it; None before it comes, and when it has gone."""
 
     @property
     def name(self) -> Hashable:

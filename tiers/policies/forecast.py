@@ -18,11 +18,12 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby, islice
+from operator import attrgetter
 from typing import Generic
 
 from .base import T
 from .requests import OpenRequests
-from .reuse import BIN_ENDS, BINS, Kind, ReuseModel, bin_of
+from .reuse import BIN_ENDS, BINS, Kind, ReuseModel
 from .runs import Cell, Run, Trail
 
 __all__ = ["Forecast"]
@@ -32,11 +33,13 @@ _GHOST_EVERY = 8
 """Of the blocks of a run that went, every eighth leaves a ghost, and those where the next turn would go on."""
 _MIN_ROUND = 2048
 """Uses from one round of learning to the next; half as many as there are items, if that is more."""
-_AGES = 32
+_AGES = 16
 """Ages are told apart from this part of a turnover of all items on, so that the work per use does not grow with their number."""
 _MOST_TURNS = 5
 _MOST_GROWTH = 8
 _MOST_SHARED = 10
+
+_run_of = attrgetter("place")
 
 
 class Forecast(Generic[T]):
@@ -46,7 +49,7 @@ class Forecast(Generic[T]):
         self._model = ReuseModel()
         self._unknown = self._model.kind()
         self._requests = OpenRequests[Trail[T]](Trail, Trail.close)
-        self._runs: dict[T, Run[T]] = {}
+        self._count = 0
         self._ghosts: OrderedDict[Hashable, Run[T]] = OrderedDict()
         self._cells: dict[tuple[Kind, int], Cell[T]] = {}
         self._ranked: list[tuple[tuple[float, int], Cell[T]]] = []
@@ -81,9 +84,11 @@ class Forecast(Generic[T]):
 
     def remove(self, item: T) -> None:
         """Takes an item out of its run; some leave ghosts, which tell when the chain comes back."""
-        run = self._runs.pop(item, None)
+        run: Run[T] | None = item.place
         if run is None:
             return
+        item.place = None
+        self._count -= 1
         index = len(run.items) - 1
         if run.items[index] is item:
             run.items.pop()
@@ -112,18 +117,18 @@ class Forecast(Generic[T]):
         return run.items[-1] if run else None
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return self._count
 
     def _pieces(self, items: Sequence[T], trail: Trail[T]) -> list[tuple[Run[T] | None, list[T]]]:
         """Cuts items where their past differs, and leaves out those that this request used before."""
         pieces: list[tuple[Run[T] | None, list[T]]] = []
         place = 0
         while place < len(items):
-            run = self._runs.get(items[place])
+            run: Run[T] | None = items[place].place
             length = len(run.items) if run else 0
             piece = list(items[place : place + length])
             if run is None or piece != run.items:  # else it is used as a whole, and nothing is to be looked up
-                piece = list(next(groupby(islice(items, place, None), self._runs.get))[1])
+                piece = list(next(groupby(islice(items, place, None), _run_of))[1])
             place += len(piece)
             if run is None:
                 self._recognise(piece, trail, pieces)
@@ -164,15 +169,14 @@ class Forecast(Generic[T]):
         if run.items:
             here = items
             if run.items[: len(items)] != items:
-                here = [item for item in items if self._runs.get(item) is run]
+                here = [item for item in items if item.place is run]
             if run.items[: len(here)] == here:
                 del run.items[: len(here)]
             else:
                 taken = set(here)
                 run.items = [item for item in run.items if item not in taken]
             run.start += len(here)
-            if not run.items:
-                self._leave(run)
+            self._place(run)
         self._bury(run)
 
     def _follow(self, trail: Trail[T], pieces: list[tuple[Run[T] | None, list[T]]]) -> None:
@@ -196,7 +200,7 @@ class Forecast(Generic[T]):
             return
         body.items += end.items
         body.alive += end.alive
-        self._runs.update(dict.fromkeys(end.items, body))
+        self._take_in(end.items, body)
         end.items, end.alive = [], 0
         self._leave(end)
 
@@ -217,7 +221,7 @@ class Forecast(Generic[T]):
             if body and body.trail is trail and body.items and body.start + len(body.items) == place:
                 body.items += piece
                 body.alive += len(piece)
-                self._runs.update(dict.fromkeys(piece, body))
+                self._take_in(piece, body)
             else:
                 trail.body = self._start(trail, piece, place, 1)
         if tail:
@@ -226,8 +230,14 @@ class Forecast(Generic[T]):
     def _start(self, trail: Trail[T], items: list[T], place: int, uses: int) -> Run[T]:
         run = Run(trail, items, place, uses, self._unknown)
         trail.runs.append(run)
-        self._runs.update(dict.fromkeys(items, run))
+        self._take_in(items, run)
         return run
+
+    def _take_in(self, items: Sequence[T], run: Run[T]) -> None:
+        """Puts items into a run, be they new or another one's."""
+        for item in items:
+            self._count += item.place is None
+            item.place = run
 
     def _renew(self, trail: Trail[T]) -> None:
         """Makes a request's runs young again, of the kind that they are by now."""
@@ -263,16 +273,18 @@ class Forecast(Generic[T]):
 
     def _grow_old(self, run: Run[T]) -> None:
         """Counts the bins that a run has come through without being used."""
-        old, run.bin = run.bin, bin_of(self._clock - run.trail.time)
-        for number in range(old, run.bin):
+        number, age = run.bin, self._clock - run.trail.time
+        while age >= BIN_ENDS[number] and number + 1 < BINS:
             run.kind.misses[number] += run.alive
+            number += 1
+        run.bin = number
 
     def _learn(self) -> None:
         """Takes a step of the round of learning, if one runs or is due."""
         if self._round is None:
             if self._clock < self._next_round:
                 return
-            self._next_round = self._clock + max(_MIN_ROUND, len(self) // 2)
+            self._next_round = self._clock + max(_MIN_ROUND, self._count // 2)
             self._round = self._model.learn()
         try:
             kind = next(self._round)
@@ -288,8 +300,7 @@ class Forecast(Generic[T]):
 
     def _wait(self, run: Run[T]) -> None:
         """Sees to it that a run leaves its bin; the first ones together, for what is so young need not be told apart."""
-        lasts, least = BIN_ENDS[run.bin], len(self._runs) // _AGES
-        due = run.trail.time + (max(least, lasts))
+        due = run.trail.time + max(BIN_ENDS[run.bin], self._count // _AGES)
         if due != run.due:
             run.due = due
             self._due[run.bin].append((due, run))
@@ -324,7 +335,7 @@ class Forecast(Generic[T]):
         del self._ranked[bisect_left(self._ranked, (cell.rank,))]
 
     def _trim(self) -> None:
-        while len(self._ghosts) > max(_MIN_GHOSTS, len(self)):
+        while len(self._ghosts) > max(_MIN_GHOSTS, self._count):
             run = self._ghosts.popitem(last=False)[1]
             run.ghosts -= 1
             self._bury(run)

@@ -13,7 +13,7 @@ from ...handoff import EXPIRY_MARGIN_S, HandoffOptions
 
 __all__ = ["ConnectorConfig", "ServerConfig"]
 
-Transport = Literal["auto", "shm", "grpc"]
+Transport = Literal["auto", "shm", "grpc", "cuda_ipc"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_HOLD_S = 86400.0
@@ -26,7 +26,8 @@ class ServerConfig:
     """The settings that all of vLLM's ways to kvtier have.
 
     ``endpoint``: where the server is (``unix:PATH`` or ``host:port``); by default ``$KVTIER_ENDPOINT``, else this user's socket.
-    ``transport``: ``auto``, ``shm`` or ``grpc``.
+    ``transport``: ``auto``, ``shm`` or ``grpc``; with ``auto`` or ``cuda_ipc`` the server itself copies to and from a GPU where it
+    can, with ``cuda_ipc`` as with ``auto`` the engine copies where it cannot.
     ``lookup_timeout_s``: how long a request may wait to learn what is cached; afterwards it is computed.
     ``tenant``: part of the namespace; engines of different tenants never share blocks.
     """

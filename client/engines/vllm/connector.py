@@ -23,6 +23,7 @@ from .background import LimitedLog, logger
 from .compat import KVConnectorHandshakeMetadata, KVConnectorPromMetrics, KVConnectorRole, KVConnectorStats
 from .config import ConnectorConfig
 from .containment import contained, nothing
+from .device_route import cuda_route, no_route
 from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
 from .metrics import KVTierPromMetrics
 from .namespace import build_namespace, namespace_digest
@@ -158,6 +159,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self._tally,
             stores=ranks.stores(rank),
             peers_of=lambda own: self._peers(own, namespace, ranks.part(rank)),
+            route_of=cuda_route if self._config.transport in {"auto", "cuda_ipc"} else no_route,
         )
 
     def _namespace(self, geometry: CacheGeometry, parts: Parts) -> Namespace:

@@ -13,7 +13,6 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from ...keeper import Pin
 from ...offload import BlockRead, CacheGroup, LoadJob, SaveJob
 from .background import BackgroundThreads, LimitedLog, leave_compute_cores
 from .copies import BlockCopier, make_copier
+from .device_route import DeviceRoute, RouteOf, StepMark, cuda_route
 from .layout import build_layouts
 from .metadata import SAVE_WITHIN_S, StepMetadata
 from .peers import OWN, Peers
@@ -54,10 +54,13 @@ class WorkerSide:
         *,
         stores: bool = True,
         peers_of: Callable[[Client], Peers] = Peers,
+        route_of: RouteOf = cuda_route,
     ) -> None:
         self._connect = connect
         self._peers_of = peers_of
         self._peers: Peers | None = None
+        self._route_of = route_of
+        self._route: DeviceRoute | None = None
         self._stores = stores
         self._groups = {group.index: group for group in groups}
         self._digest = namespace_digest
@@ -84,10 +87,14 @@ class WorkerSide:
         layouts = build_layouts(list(self._groups.values()), kv_caches, self._num_blocks)
         self.suspend()
         self._copier = make_copier(layouts)
+        device = self._copier.device
+        if self._route is not None:
+            self._route.close()
+        self._route = self._route_of(layouts, device, self._log)
         self.resume()
         if self._client is not None:
+            self._register_route()
             return
-        device = self._copier.device
         self._client = self._connect(self._pin_for(device))
         self._peers = self._peers_of(self._client)
         self._on_start = leave_compute_cores if device.type == "cpu" else None
@@ -95,6 +102,7 @@ class WorkerSide:
             BackgroundThreads("load", self._log, on_start=self._on_start),
             BackgroundThreads("save", self._log, on_start=self._on_start),
         )
+        self._register_route()
 
     def suspend(self) -> None:
         """The KV tensors are about to lose their memory: end the copies that run, and refuse what comes until ``resume``."""
@@ -122,8 +130,7 @@ class WorkerSide:
         if not self._usable(step):
             self._reports.refuse_loads(step)
             return
-        assert self._copier is not None
-        after = self._copier.mark()
+        after = self._mark(sum(bool(job.reads) for job in step.loads))
         for job in step.loads:
             if job.reads:
                 self._loads_from(job.reads[0].endpoint).submit(
@@ -143,9 +150,8 @@ class WorkerSide:
         if not self._usable(step):
             self._reports.refuse_saves(step)
             return
-        assert self._copier is not None
         assert self._threads is not None
-        after = self._copier.mark()
+        after = self._mark(len(step.saves))
         now = time.monotonic()
         give_up_at = now + SAVE_WITHIN_S - max(0.0, time.time() - step.sent_at)
         for job in step.saves:
@@ -171,6 +177,17 @@ class WorkerSide:
             return None
         return lambda region: Pinning(region, registrar, allowed=lambda: self.serving)
 
+    def _register_route(self) -> None:
+        """Has the server open the blocks, before the saves that come: the first process of a device takes seconds to start."""
+        route, client = self._route, self._client
+        if route is not None and client is not None and self._threads is not None:
+            self._threads[1].submit(self._await_connection)
+            self._threads[1].submit(lambda: route.register(client))
+
+    def _mark(self, jobs: int) -> StepMark:
+        assert self._copier is not None
+        return StepMark(self._copier.mark(), self._route.mark() if self._route is not None else None, jobs)
+
     def _usable(self, step: StepMetadata) -> bool:
         if self._client is None or self._threads is None or not self._gate.is_open:
             return False
@@ -194,7 +211,7 @@ class WorkerSide:
             with suppress(KVTierError):
                 self._client.wait_until_connected(_CONNECT_WITHIN_S)
 
-    def _load(self, job: LoadJob, after: Any, queued_at: float) -> None:
+    def _load(self, job: LoadJob, after: StepMark, queued_at: float) -> None:
         failed = True
         try:
             for read in job.reads:
@@ -203,25 +220,36 @@ class WorkerSide:
         except (KVTierError, Asleep) as error:
             self._log.warn("load", f"a load failed, its blocks are computed instead: {error}")
         finally:
+            after.job_ended()
             # Counted before it is reported: the engine may stop stepping then.
             self._tally.observe("load_seconds", time.monotonic() - queued_at)
             self._reports.load_ended(job.request_id, failed=failed)
 
-    def _read(self, read: BlockRead, after: Any) -> None:
+    def _read(self, read: BlockRead, after: StepMark) -> None:
         assert self._peers is not None
-        assert self._copier is not None
         client = self._peers.client(read.endpoint)
         for chunk in self._chunks(read.groups, client):
-            groups, block_ids = read.groups[chunk], read.block_ids[chunk]
-            # Leaving the block confirms the lease and raises if it did not hold: the load then counts as failed.
-            with client.read(read.lease_id, read.indices[chunk]) as batch:
-                for group, rows in _by_group(groups).items():
-                    offsets = [batch.offsets[row] for row in rows]
-                    with self._gate.copying():
-                        self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after)
-            self._tally.count("load_bytes", self._bytes_of(groups))
+            if not self._read_by_server(client, read, chunk, after):
+                self._copy_in(client, read, chunk, after)
+            self._tally.count("load_bytes", self._bytes_of(read.groups[chunk]))
 
-    def _save(self, job: SaveJob, after: Any, queued_at: float, give_up_at: float) -> None:
+    def _read_by_server(self, client: Client, read: BlockRead, chunk: slice, after: StepMark) -> bool:
+        if self._route is None:
+            return False
+        with self._gate.copying():
+            return self._route.load(client, read.lease_id, read.indices[chunk], read.block_ids[chunk], after)
+
+    def _copy_in(self, client: Client, read: BlockRead, chunk: slice, after: StepMark) -> None:
+        assert self._copier is not None
+        groups, block_ids = read.groups[chunk], read.block_ids[chunk]
+        # Leaving the block confirms the lease and raises if it did not hold: the load then counts as failed.
+        with client.read(read.lease_id, read.indices[chunk]) as batch:
+            for group, rows in _by_group(groups).items():
+                offsets = [batch.offsets[row] for row in rows]
+                with self._gate.copying():
+                    self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after.compute)
+
+    def _save(self, job: SaveJob, after: StepMark, queued_at: float, give_up_at: float) -> None:
         not_stored = set(range(len(job.keys)))
         try:
             # A hung server costs one deadline, not one per job: blocks are held back from reuse meanwhile.
@@ -238,11 +266,27 @@ class WorkerSide:
                 self._save_after = time.monotonic() + _COOL_DOWN_S
             self._log.warn("save", f"a save failed, its blocks are not stored: {error}")
         finally:
+            after.job_ended()
             self._tally.observe("save_seconds", time.monotonic() - queued_at)
             self._reports.save_ended(job.job_id, not_stored)
 
-    def _write(self, job: SaveJob, chunk: slice, after: Any) -> list[int]:
+    def _write(self, job: SaveJob, chunk: slice, after: StepMark) -> list[int]:
         """Returns the positions in the job that the store has now; one that another writer is at may yet come to nothing."""
+        statuses = self._write_by_server(job, chunk, after)
+        if statuses is None:
+            statuses = self._copy_out(job, chunk, after)
+        groups = job.groups[chunk]
+        granted = [groups[index] for index, status in enumerate(statuses) if status == StoreStatus.GRANTED]
+        self._tally.count("save_bytes", self._bytes_of(granted))
+        return [chunk.start + index for index, status in enumerate(statuses) if status in _HAS]
+
+    def _write_by_server(self, job: SaveJob, chunk: slice, after: StepMark) -> bytes | None:
+        if self._route is None or self._client is None:
+            return None
+        with self._gate.copying():
+            return self._route.store(self._client, job.keys[chunk], job.block_ids[chunk], after, job.request_id)
+
+    def _copy_out(self, job: SaveJob, chunk: slice, after: StepMark) -> bytes:
         assert self._client is not None
         assert self._copier is not None
         groups, block_ids = job.groups[chunk], job.block_ids[chunk]
@@ -251,9 +295,8 @@ class WorkerSide:
             for group, rows in _by_group([groups[index] for index in wanted]).items():
                 ids = [block_ids[wanted[row]] for row in rows]
                 with self._gate.copying():
-                    self._copier.copy_out(group, ids, batch.memory, [offsets[row] for row in rows], after)
-        self._tally.count("save_bytes", self._bytes_of([groups[index] for index in wanted]))
-        return [chunk.start + index for index, status in enumerate(batch.statuses) if status in _HAS]
+                    self._copier.copy_out(group, ids, batch.memory, [offsets[row] for row in rows], after.compute)
+        return batch.statuses
 
     def _bytes_of(self, groups: Sequence[int]) -> int:
         return sum(self._groups[group].part_bytes for group in groups)

@@ -7,10 +7,12 @@ import threading
 import time
 from pathlib import Path
 
+from devices import fake_cuda
+from kvtier.cuda.cuda_driver import CudaDriver
 from kvtier.cuda.errors import Cause, DeviceError
 from kvtier.cuda.host_driver import HostDriver
 
-__all__ = ["Gate", "make"]
+__all__ = ["Gate", "make", "make_cuda"]
 
 _VARIABLE = "DEVICE_TEST_GATE"
 
@@ -67,3 +69,9 @@ def make(device: str) -> HostDriver:
     if device == "missing":
         raise DeviceError(Cause.NO_DEVICE, device)
     return HostDriver(device, pace=_Pace(Path(os.environ[_VARIABLE])))
+
+
+def make_cuda(device: str) -> CudaDriver:
+    """CUDA's driver over the stand-in for libcuda."""
+    fake_cuda.load()
+    return CudaDriver(device)

@@ -12,7 +12,7 @@ from typing import Self
 
 from harness.server_process import MIB, ServerProcess
 
-from devices.backends import HostBackend
+from devices.backends import Backend, HostBackend
 from devices.gated_driver import Gate
 from devices.kv import BLOCKS, JOINED, Kv
 from kvtier.client import Client, Group, KvBuffers, Namespace, Timeouts, make_key
@@ -90,9 +90,18 @@ def _command(pid: int) -> str:
 class Engine:
     """An engine in this process: tensors in shared memory, a compute stream, a client that has registered them."""
 
-    def __init__(self, endpoint: str, kv: Kv = JOINED, *, transport: str = "cuda_ipc", device: float = 30.0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        kv: Kv = JOINED,
+        *,
+        transport: str = "cuda_ipc",
+        device: float = 30.0,
+        backend: Backend | None = None,
+    ) -> None:
         self.kv = kv
-        self.backend = HostBackend()
+        self.backend = backend or HostBackend()
+        self._owns_backend = backend is None
         self.nbytes = [tensor.nbytes for tensor in kv.tensors(0)]
         self.addresses = self._allocate()
         self.fill(0)
@@ -141,7 +150,8 @@ class Engine:
         """Ends the client, and gives up the tensors."""
         self.client.close()
         self.buffers.close()
-        self.backend.close()
+        if self._owns_backend:
+            self.backend.close()
 
     def __enter__(self) -> Self:
         return self

@@ -250,7 +250,7 @@ MUTANTS = (
         Invariant.RESET,
         "shelves.py",
         "            shelf.retired = True\n",
-        "",
+        "            self._of[namespace].blocks.update((k, b) for k, b in shelf.blocks.items() if b.pins)\n",
     ),
     Mutant(
         "who waits is never told",

@@ -1,0 +1,166 @@
+"""How the cost of decisions, and the memory for them, grow with the number of stored keys.
+
+The core alone, without a server and without bytes: what a call takes more than this is not the number of keys. Each number of keys
+is measured in a process of its own, or the memory of the last one would be counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtier.server.garbage import collect_the_young_only
+from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.blocks import SLOT_ALIGNMENT, NamespaceSpec
+from kvtier.tiers.catalog import Catalog
+from kvtier.tiers.history import History
+from kvtier.tiers.keeping import Keeping
+from kvtier.tiers.manager import TierManager
+
+from .report import Report
+
+__all__ = ["FULL", "measure_growth"]
+
+FULL = "KVTIER_BENCH_FULL"
+"""Environment variable: set, it has ten million keys measured as well, which takes minutes and 8 GB."""
+
+COUNTS = (1_000, 10_000, 100_000, 1_000_000)
+MOST = 10_000_000
+CHAIN = 64
+"""Blocks of a request."""
+LONG = 8192
+TIMES = 200
+LONG_TIMES = 20
+SPACE = NamespaceId(b"growth".ljust(16))
+PATIENCE = 900.0
+"""Seconds that one number of keys may take."""
+
+
+_Figure = tuple[str, float, str]
+
+
+def measure_growth(report: Report, directory: Path) -> None:  # noqa: ARG001 - nothing is written
+    """Adds rows per number of keys: times of the calling thread, and memory per key."""
+    for count in (*COUNTS, MOST) if os.environ.get(FULL) else COUNTS:
+        for part in _PARTS:
+            command = [sys.executable, "-m", "bench.growth", part, str(count)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=PATIENCE)
+            for name, value, unit in json.loads(done.stdout):
+                report.add(f"{name}, {count:,} keys there", value, unit)
+
+
+def _of_the_core(count: int) -> list[_Figure]:
+    """Returns names, values and units for so many keys in the CPU tier."""
+    before = _resident_bytes()
+    core = _Core(count)
+    core.fill()
+    rows: list[_Figure] = [("memory per key, CPU tier", (_resident_bytes() - before) / count, "bytes")]
+    rows.append((f"lookup of {CHAIN} hits", _median(TIMES, lambda: core.look_up(CHAIN)), "us"))
+    if count >= LONG:
+        rows.append((f"lookup of {LONG:,} hits", _median(LONG_TIMES, lambda: core.look_up(LONG)), "us"))
+    rows.append((f"store of {CHAIN}, as many evicted", _median(TIMES, core.store), "us"))
+    rows.append(("longest of 1,000 stores and lookups", core.longest(1000) * 1e3, "ms"))
+    rows.append(("longest slice of a reset", core.longest_of_reset() * 1e3, "ms"))
+    return rows
+
+
+class _Core:
+    """A full core of one engine; the memory of its keys, of 36 bytes each, is counted with it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._next = 0
+        self._random = random.Random(count)
+        region = count * SLOT_ALIGNMENT
+        self.core = TierManager(region, SLOT_ALIGNMENT * min(count, 1 << 14), ())
+        self.core.add_memory(0, region)
+        spec = NamespaceSpec(SPACE, world_size=1, part_bytes=(SLOT_ALIGNMENT,))
+        self.session = self.core.open_session(b"growth", "engine", 0, spec)
+
+    def fill(self) -> None:
+        """Stores as many blocks as there is room for, in chains."""
+        while self._next < self.count:
+            self.store()
+
+    def store(self) -> float:
+        """Stores a chain of new blocks; returns the thread's seconds."""
+        keys = _keys(self._next, CHAIN)
+        self._next += CHAIN
+        request = f"store {self._next}"
+        started = time.thread_time()
+        answer = self.core.prepare_store(self.session, keys, request_id=request, expires_at=1e9)
+        if answer.store_id is not None:
+            self.core.complete_store(self.session, answer.store_id)
+        self.core.finish_request(self.session, request)
+        return time.thread_time() - started
+
+    def look_up(self, count: int) -> float:
+        """Looks blocks up that are there, wherever in the index, and lets go of them; returns the thread's seconds."""
+        blocks = self.core._primary.blocks_of(SPACE)  # which are there is not told to clients
+        first = self._random.randrange(max(1, self._next // CHAIN)) * CHAIN
+        keys = [key for key in _keys(max(0, min(first, self._next - count)), count) if key in blocks]
+        started = time.thread_time()
+        answer = self.core.lookup(self.session, keys, prefix=True, request_id="", expires_at=1e9)
+        if answer.lease is not None:
+            answer.statuses()
+            self.core.release(self.session, answer.lease.id)
+        return time.thread_time() - started
+
+    def longest(self, times: int) -> float:
+        """Returns the seconds that the longest of so many calls takes: what it costs to clean up is in one of them."""
+        return max(max(self.store(), self.look_up(CHAIN)) for _ in range(times))
+
+    def longest_of_reset(self) -> float:
+        """Resets all, slice by slice; returns the seconds of the longest."""
+        slices, left = [_seconds(lambda: self.core.reset(self.session))], True
+        while left:
+            left = bool(self.core.take_commands())
+            slices.append(_seconds(self.core.work))
+        return max(slices)
+
+
+def _of_the_catalog(count: int) -> list[_Figure]:
+    """Returns how many bytes per key the catalog of a tier below takes."""
+    before = _resident_bytes()
+    capacity = count * SLOT_ALIGNMENT
+    catalog = Catalog(capacity, Keeping().lines("below", capacity, 0.0), History().left)
+    for first in range(0, count, CHAIN):
+        keys = _keys(first, min(CHAIN, count - first))
+        for key in keys:
+            catalog.begin_store(SPACE, key, SLOT_ALIGNMENT)
+        catalog.use([entry for key in keys if (entry := catalog.get(SPACE, key)) is not None], None)
+    return [("memory per key, tier below", (_resident_bytes() - before) / count, "bytes")]
+
+
+def _keys(first: int, count: int) -> list[bytes]:
+    """Returns keys as long as those of an engine."""
+    return [number.to_bytes(32, "little") + bytes(4) for number in range(first, first + count)]
+
+
+def _median(times: int, call: Callable[[], float]) -> float:
+    """Returns the median of calls that return their seconds, in microseconds."""
+    return statistics.median(call() for _ in range(times)) * 1e6
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.thread_time()
+    call()
+    return time.thread_time() - started
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+_PARTS = {"core": _of_the_core, "catalog": _of_the_catalog}
+
+if __name__ == "__main__":
+    collect_the_young_only()  # as the server does
+    print(json.dumps(_PARTS[sys.argv[1]](int(sys.argv[2]))))

@@ -1,0 +1,133 @@
+"""The mover's process by itself: what it answers, and that nothing that it is told in the wrong order ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devices.backends import HostBackend
+from devices.kv import BLOCKS, JOINED, STEP, slots
+
+from kvtier.cuda.exports import export_blocks
+from kvtier.cuda.region import HostRegion
+from kvtier.server.child import Child
+from kvtier.server.devices.messages import pack_plan
+from kvtier.server.devices.mover import EXIT_BROKEN
+
+FAR = 1 << 62
+
+
+@asynccontextmanager
+async def mover(region: HostRegion, driver: str = "kvtier.cuda.host_driver:HostDriver") -> AsyncIterator[Child]:
+    """A running mover."""
+    arguments = [str(region.fd), str(region.size_bytes), driver, "host"]
+    child = await Child.start("kvtier.server.devices.mover", arguments, [region.fd])
+    yield child
+    await child.close(10)
+
+
+def copy_of(number: int, groups: dict[int, Any], **fields: Any) -> tuple[dict[str, Any], bytes]:
+    """A message that has blocks copied out."""
+    counts, payload = pack_plan(groups)
+    header = {"op": "copy", "buffers": 1, "copy": number, "out": True, "after": None, "give_up_at": FAR}
+    return header | {"groups": counts} | fields, payload
+
+
+def talk(with_it: Callable[[Child], Awaitable[None]], region: HostRegion) -> int:
+    """Has a mover, and returns how it ended."""
+
+    async def run() -> int:
+        async with mover(region) as child:
+            await with_it(child)
+        return await child.ended()
+
+    return asyncio.run(run())
+
+
+def test_what_is_told_in_the_wrong_order(region: HostRegion) -> None:
+    """A copy of blocks that are closed, or were never opened, fails; calling off and closing them again does nothing."""
+    backend = HostBackend()
+    addresses = [backend.allocate(tensor.nbytes) for tensor in JOINED.tensors(0)]
+    for address, tensor in zip(addresses, JOINED.tensors(0), strict=True):
+        backend.write(address, tensor.tobytes())
+    export = export_blocks(backend.driver, {0: (JOINED.layout(), addresses)}).to_bytes()
+
+    async def script(child: Child) -> None:
+        messages = child.messages()
+
+        async def answer() -> dict[str, Any]:
+            header, _ = await anext(messages)
+            return header
+
+        assert await answer() == {"op": "ready"}
+        child.send({"op": "close", "buffers": 1})
+        child.send({"op": "call_off", "buffers": 1, "copy": 1})
+        child.send(*copy_of(1, {0: ([0], [0])}))
+        assert (await answer())["cause"] == "closed"
+        child.send({"op": "open", "buffers": 1}, export)
+        assert await answer() == {"op": "opened", "buffers": 1, "events": False}
+        child.send(*copy_of(2, {0: ([0, 5], [0, STEP])}))
+        assert await answer() == {"op": "done", "copy": 2}
+        child.send(*copy_of(3, {0: ([BLOCKS], [0])}))
+        assert (await answer())["cause"] == "bad_plan"
+        child.send(*copy_of(4, {1: ([0], [0])}))
+        assert (await answer())["cause"] == "bad_export"
+        child.send(*copy_of(5, {0: ([0], [2 * STEP])}, give_up_at=1))
+        assert (await answer())["cause"] == "called_off"
+        child.send(*copy_of(6, {0: ([0], [2 * STEP])}, after=0))
+        assert (await answer())["cause"] == "bad_export"
+        child.send({"op": "open", "buffers": 2}, b"nonsense")
+        assert (await answer())["cause"] == "bad_export"
+        child.send({"op": "close", "buffers": 1})
+        assert await answer() == {"op": "closed", "buffers": 1}
+
+    assert talk(script, region) == 0
+    part = JOINED.parts(0)
+    assert slots(region, [0, STEP, 2 * STEP], len(part[0])) == [part[0], part[5], bytes(len(part[0]))]
+    backend.close()
+
+
+def test_nonsense_ends_it(region: HostRegion) -> None:
+    """A message that makes no sense comes of a defect: the process ends, and the server knows then that nothing is copied."""
+
+    async def script(child: Child) -> None:
+        child.send({"op": "copy"})
+        assert await asyncio.wait_for(child.ended(), 30) == 1
+
+    assert talk(script, region) == 1
+
+
+@pytest.mark.parametrize("when", ["opening", "copying"])
+def test_a_broken_context_ends_it(
+    region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Nothing is answered: nobody knows what is still copied before the process is gone."""
+    program = (
+        "from kvtier.cuda.host_driver import HostDriver\n"
+        "def make(device):\n    driver = HostDriver(device)\n    open_memory = driver.open_memory\n"
+        "    def open_and_break(handle):\n        address = open_memory(handle)\n        driver.break_down('ECC')\n"
+        "        return address\n    if {opening}:\n        driver.open_memory = open_and_break\n"
+        "    else:\n        driver._pace = lambda: driver.break_down('ECC')\n    return driver\n"
+    )
+    (tmp_path / "breaking.py").write_text(program.format(opening=when == "opening"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    backend = HostBackend()
+    addresses = [backend.allocate(tensor.nbytes) for tensor in JOINED.tensors(0)]
+    export = export_blocks(backend.driver, {0: (JOINED.layout(), addresses)}).to_bytes()
+
+    async def script() -> tuple[list[dict[str, Any]], int]:
+        async with mover(region, "breaking:make") as child:
+            child.send({"op": "open", "buffers": 1}, export)
+            child.send(*copy_of(1, {0: ([0], [0])}))
+            said = [header async for header, _ in child.messages()]
+            return said, await child.ended()
+
+    said, code = asyncio.run(script())
+    assert code == EXIT_BROKEN
+    assert [header["op"] for header in said] == ["ready", "opened"][: 1 if when == "opening" else 2]
+    backend.close()

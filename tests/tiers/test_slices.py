@@ -1,0 +1,160 @@
+"""What is too much to be done at once: slices, and other calls between them."""
+
+import subprocess
+import sys
+
+import pytest
+from simulation import EXTENT
+
+from kvtier.tiers import leases, lines, primary
+from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.blocks import NamespaceSpec
+from kvtier.tiers.commands import WorkLeft
+from kvtier.tiers.history import MissReason
+from kvtier.tiers.keeping import CPU_TIER, Keeping
+from kvtier.tiers.manager import TierManager
+
+MANY = 100_000
+SLOT = 4096
+
+
+class Rig:
+    """A core with room for many blocks, and one session."""
+
+    def __init__(self, blocks: int, keeping: Keeping | None = None) -> None:
+        region = -(-blocks * SLOT // EXTENT) * EXTENT
+        self.core = TierManager(region, EXTENT, [], keeping=keeping)
+        self.core.add_memory(0, region)
+        spec = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(SLOT,))
+        self.session = self.core.open_session(b"s", "engine", 0, spec)
+
+    def store(self, keys: list[bytes]) -> bytes:
+        answer = self.core.prepare_store(self.session, keys, request_id="", expires_at=60)
+        if answer.store_id is not None:
+            self.core.complete_store(self.session, answer.store_id)
+        return answer.statuses
+
+    def hits(self, keys: list[bytes]) -> int:
+        """How many hit; the lease is released at once."""
+        lease = self.core.lookup(self.session, keys, prefix=False, request_id="", expires_at=60).lease
+        if lease is None:
+            return 0
+        self.core.release(self.session, lease.id)
+        return lease.statuses().count(1)
+
+    def asked_for_work(self) -> bool:
+        return WorkLeft() in self.core.take_commands()
+
+    @property
+    def used(self) -> int:
+        return self.core.stats().tiers[0].used_bytes // SLOT
+
+
+def names(first: int, count: int) -> list[bytes]:
+    """Returns so many keys, from a number on."""
+    return [b"%08d" % number + bytes(4) for number in range(first, first + count)]
+
+
+def test_a_reset_of_very_much_is_done_in_slices() -> None:
+    """B4.13: at every slice lookups miss, and what is stored meanwhile is found when all is gone, and not before."""
+    rig = Rig(MANY + 1000)
+    for first in range(0, MANY, 8192):
+        rig.store(names(first, min(8192, MANY - first)))
+    being_written = rig.core.prepare_store(rig.session, names(MANY, 10), request_id="", expires_at=60)
+    before = rig.used
+    waited_for = rig.core.reset(rig.session)
+    assert rig.used == before - primary.SLICE + 10, "a slice at once, but for what is being written"
+    assert waited_for == rig.used
+    assert rig.store(names(0, 64)) == b"\x01" * 64, "granted: what was there is not found"
+    slices = 0
+    while rig.asked_for_work():
+        assert rig.hits(names(0, 64)) == 0
+        assert rig.hits(names(MANY - 64, 64)) == 0
+        used = rig.used
+        rig.core.work()
+        slices += 1
+        assert 0 <= used - rig.used <= primary.SLICE, "little at a time"
+    assert slices == pytest.approx(MANY / primary.SLICE, rel=0.05)
+    assert rig.core.resetting(rig.session) == 10, "those that are being written"
+    assert being_written.store_id is not None
+    rig.core.complete_store(rig.session, being_written.store_id)
+    assert rig.core.resetting(rig.session) == 0
+    assert rig.hits(names(MANY, 10)) == 0, "never published"
+    assert rig.hits(names(0, 64)) == 64
+    assert rig.used == 64
+    assert rig.core.stats().misses_by_reason[MissReason.RESET] >= 128 * slices
+
+
+def test_between_slices_a_block_goes_with_its_last_pin() -> None:
+    """B4.13: what a reset has not come to yet goes when its reader is done; its slot is free at once, and once only."""
+    rig = Rig(2 * primary.SLICE)
+    rig.store(names(0, 2 * primary.SLICE))
+    lease = rig.core.lookup(rig.session, names(0, 8), prefix=True, request_id="", expires_at=60).lease
+    assert lease is not None
+    left = rig.core.reset(rig.session)
+    assert left == primary.SLICE
+    rig.core.release(rig.session, lease.id)
+    assert rig.core.resetting(rig.session) == left - 8
+    assert rig.used == left - 8
+    while rig.asked_for_work():
+        rig.core.work()
+    assert rig.used == 0
+    assert rig.store(names(0, 2 * primary.SLICE)).count(1) == 2 * primary.SLICE, "all of it can be had again"
+
+
+def test_what_a_reset_has_not_come_to_makes_room() -> None:
+    """A store that comes between two slices is not refused for the sake of blocks that nobody can find."""
+    rig = Rig(4 * primary.SLICE)
+    rig.store(names(0, 4 * primary.SLICE))
+    rig.core.reset(rig.session)
+    assert rig.store(names(0, 4 * primary.SLICE)).count(1) == 4 * primary.SLICE
+    while rig.asked_for_work():
+        rig.core.work()
+    assert rig.hits(names(0, 4 * primary.SLICE)) == 4 * primary.SLICE
+
+
+def test_the_pins_of_a_session_fall_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that falls with very many leases ends them at once; their blocks may be evicted soon after."""
+    monkeypatch.setattr(leases, "SLICE", 100)
+    rig = Rig(1000)
+    rig.store(names(0, 1000))
+    for first in range(0, 1000, 50):
+        rig.core.lookup(rig.session, names(first, 50), prefix=True, request_id="", expires_at=60)
+    other = rig.core.open_session(b"t", "other", 0, rig.session.namespace)
+    rig.core.close_session(rig.session.id)
+    rig.session = other
+    assert rig.core.stats().leases == 0
+    assert rig.store(names(1000, 1000)).count(1) < 200, "the others are pinned still"
+    slices = 0
+    while rig.asked_for_work():
+        rig.core.work()
+        slices += 1
+    assert slices == 9
+    assert rig.store(names(2000, 500)).count(1) == 500
+
+
+def test_what_expires_at_once_goes_in_slices() -> None:
+    """A tick drops so many blocks and not more; the rest follows without waiting for the next one."""
+    rig = Rig(3 * lines.MOST_AT_ONCE, Keeping(ttl={CPU_TIER: 10.0}))
+    rig.store(names(0, 3 * lines.MOST_AT_ONCE))
+    full = rig.used
+    rig.core.tick(60.0)
+    assert rig.used == full - lines.MOST_AT_ONCE
+    while rig.asked_for_work():
+        rig.core.work()
+    assert rig.used == 0
+
+
+def test_only_the_young_are_collected() -> None:
+    """However much is kept, no collection walks over all of it: nothing would be answered meanwhile."""
+    script = """
+import gc
+from kvtier.server.garbage import collect_the_young_only
+collect_the_young_only()
+walks = []
+gc.callbacks.append(lambda phase, info: walks.append(info["generation"]))
+kept = [[number] for number in range(300_000)]
+print(sorted(set(walks)), gc.get_freeze_count() > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[0, 1] True\n"
