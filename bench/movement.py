@@ -41,9 +41,17 @@ def measure_movement(report: Report, directory: Path) -> None:
                 _shared_memory(report, batches)
         with BareGrpc("127.0.0.1:0") as bare:
             for block_bytes in SIZES:
-                with connect(service.tcp, "grpc", block_bytes) as client:
-                    batches = _Batches(client, Pool(source, block_bytes), Pool(target, block_bytes))
-                    _over_grpc(report, batches, bare)
+                pools = Pool(source, block_bytes), Pool(target, block_bytes)
+                with (
+                    connect(service.tcp, "grpc", block_bytes) as grpc_client,
+                    connect(service.tcp, "tcp", block_bytes) as tcp_client,
+                ):
+                    # Both keep their working set in one CPU tier.
+                    ways = {
+                        way: _Batches(client, *pools, series=way, part=2)
+                        for way, client in (("grpc", grpc_client), ("tcp", tcp_client))
+                    }
+                    _over_a_network(report, ways, bare)
         report.add("server: start to first answer", ready, "s")
         report.add("server: memory of its own", service.memory_bytes() / 2**20, "MiB")
 
@@ -51,19 +59,20 @@ def measure_movement(report: Report, directory: Path) -> None:
 class _Batches:
     """One size of blocks: each round stores a new batch, and loads one that was stored some rounds before."""
 
-    def __init__(self, client: Client, source: Pool, target: Pool) -> None:
+    def __init__(self, client: Client, source: Pool, target: Pool, *, series: str = "", part: int = 1) -> None:
+        """`part` is how many such series share the CPU tier; each has a name."""
         self._client = client
         self._callers = ThreadPoolExecutor(2)
         self._source = source
         self._target = target
-        self._keys = Keys(f"movement {source.block_bytes}")
+        self._keys = Keys(f"movement {series} {source.block_bytes}")
         self._sources = [source.buffers(number) for number in range(source.batches)]
         self._targets = [target.buffers(number) for number in range(target.batches)]
         self._stored: dict[int, list[bytes]] = {}
         self._next = itertools.count()
         self.block_bytes = source.block_bytes
         self.nbytes = BATCH * source.block_bytes
-        self.lag = max(1, WORKING_SET_BYTES // self.nbytes - 1)
+        self.lag = max(1, WORKING_SET_BYTES // part // self.nbytes - 1)
         """Rounds between store and load: so many that the bytes are in no cache any more."""
 
     def copy(self, number: int) -> float:
@@ -182,19 +191,20 @@ def _shared_memory(report: Report, batches: _Batches) -> None:
         report.add(batch_name(name, batches.block_bytes), rate(batches.nbytes, seconds[name]), "GB/s", memcpy)
 
 
-def _over_grpc(report: Report, batches: _Batches, bare: BareGrpc) -> None:
-    batches.warm_up(0)
+def _over_a_network(report: Report, ways: dict[str, _Batches], bare: BareGrpc) -> None:
+    nbytes, block_bytes = ways["grpc"].nbytes, ways["grpc"].block_bytes
+    actions: dict[str, Callable[[int], float]] = {"bare grpc push": lambda _: timed(bare.push, nbytes)}
+    actions |= {f"{way} store": batches.store for way, batches in ways.items()}
+    actions["bare grpc pull"] = lambda _: timed(bare.pull, nbytes)
+    actions |= {f"{way} load": batches.load for way, batches in ways.items()}
+    for batches in ways.values():
+        batches.warm_up(0)
     time.sleep(_FOUND_SECONDS)
-    actions: dict[str, Callable[[int], float]] = {
-        "bare grpc push": lambda _: timed(bare.push, batches.nbytes),
-        "grpc store": batches.store,
-        "bare grpc pull": lambda _: timed(bare.pull, batches.nbytes),
-        "grpc load": batches.load,
-    }
     for action in actions.values():
         action(0)
-    seconds = interleave(batches.rounds(GRPC_BYTES), actions)
-    for name, limit in (("grpc store", "bare grpc push"), ("grpc load", "bare grpc pull")):
-        base = batch_name(limit, batches.block_bytes)
-        report.add(base, rate(batches.nbytes, seconds[limit]), "GB/s", batch_name("memcpy", batches.block_bytes))
-        report.add(batch_name(name, batches.block_bytes), rate(batches.nbytes, seconds[name]), "GB/s", base)
+    seconds = interleave(ways["grpc"].rounds(GRPC_BYTES), actions)
+    for what, limit in (("store", "bare grpc push"), ("load", "bare grpc pull")):
+        base = batch_name(limit, block_bytes)
+        report.add(base, rate(nbytes, seconds[limit]), "GB/s", batch_name("memcpy", block_bytes))
+        for way in ways:
+            report.add(batch_name(f"{way} {what}", block_bytes), rate(nbytes, seconds[f"{way} {what}"]), "GB/s", base)

@@ -29,7 +29,7 @@ class Keys:
         return [make_key(hashlib.sha256(f"{self._series} {number}".encode()).digest(), 0) for number in numbers]
 
 
-def connect(endpoint: str, transport: Literal["shm", "grpc"], block_bytes: int) -> Client:
+def connect(endpoint: str, transport: Literal["shm", "tcp", "grpc"], block_bytes: int) -> Client:
     """Returns a connected client whose blocks have this size, and that moves them this way and no other."""
     group = Group(name="full", block_tokens=16, part_bytes=block_bytes)
     namespace = Namespace(

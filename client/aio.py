@@ -18,7 +18,7 @@ from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
-from .bulk import BulkRoute, Streams
+from .bulk import AnyStreams, BulkRoute
 from .device_calls import AsyncDeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
@@ -91,7 +91,7 @@ class AsyncClient(AsyncDeviceCalls):
         self.timeouts = timeouts or Timeouts()
         tune_malloc()
         self._session_channel = grpc.insecure_channel(server.target, options=CHANNEL_OPTIONS)
-        self._bulk = BulkRoute(self._session_channel, server)
+        self._bulk = BulkRoute(self._session_channel, server, plain=transport != "grpc")
         identity = Identity(namespace, name, self.engine_id, rank, transport)
         self._keeper = Keeper(self._session_channel, identity, self.timeouts.call)
         self._operations = Operations(namespace, self.timeouts, self._keeper.lost)
@@ -358,10 +358,9 @@ class AsyncClient(AsyncDeviceCalls):
         match effect:
             case Connect(timeout, patient):
                 return await self._connect(timeout, patient=patient)
-            case Push(link, frames, timeout) if bulk := self._bulk.streams(link):
-                return await self._on_thread(bulk, partial(bulk.push, link, frames(), timeout))
-            case Pull(link, request, take, timeout) if bulk := self._bulk.streams(link):
-                await self._on_thread(bulk, partial(bulk.pull, link, request, take, timeout))
+            case Push(link) | Pull(link) if bulk := self._bulk.streams(link):
+                move = bulk.push if isinstance(effect, Push) else bulk.pull
+                return await self._on_thread(bulk, partial(move, effect))
             case Call(method, request, timeout):
                 return await self._call(method, request, timeout)
             case Push(link, frames, timeout):
@@ -393,7 +392,7 @@ class AsyncClient(AsyncDeviceCalls):
                 return RESPONSES[method].FromString(answer)
         return await self._calls[method](request, timeout=timeout)
 
-    async def _on_thread(self, bulk: Streams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
+    async def _on_thread(self, bulk: AnyStreams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
         """Has a stream of the bulk process moved by a thread: what copies bytes holds up no loop."""
         calls: list[Any] = []
         results = []

@@ -11,16 +11,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from ..protos.endpoint import Endpoint
 from ..protos.v1 import transfer_pb2
+from .effects import Pull, Push
+from .errors import NotConnected
 from .link import Link
+from .plain import PlainStreams
 from .wire import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
 
-__all__ = ["BulkRoute", "Streams"]
+__all__ = ["AnyStreams", "BulkRoute", "Streams"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,45 +38,46 @@ class Streams:
     """Push and Pull over one channel."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self.channel = channel
+        self._channel = channel
         self._push = channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
         self._pull = channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
 
-    def push(self, link: Link, frames: Any, timeout: float, calls: Callable[[Any], object] = lambda _: None) -> Any:
+    def push(self, effect: Push, calls: Callable[[Any], object] = lambda _: None) -> Any:
         """Sends frames; returns the response. `calls` is given the call, to be cancelled. Raises what gRPC does."""
-        call = self._push.future(frames, timeout=timeout)
+        call = self._push.future(effect.frames(), timeout=effect.timeout)
         calls(call)
-        with link.cancelling(call.cancel):
+        with effect.link.cancelling(call.cancel):
             return call.result()
 
-    def pull(
-        self,
-        link: Link,
-        request: transfer_pb2.PullRequest,
-        take: Callable[[bytes], None],
-        timeout: float,
-        calls: Callable[[Any], object] = lambda _: None,
-    ) -> None:
+    def pull(self, effect: Pull, calls: Callable[[Any], object] = lambda _: None) -> None:
         """Gives `take` each frame that comes. Raises what gRPC does."""
-        call = self._pull(request, timeout=timeout)
+        call = self._pull(effect.request, timeout=effect.timeout)
         calls(call)
-        with link.cancelling(call.cancel):
+        with effect.link.cancelling(call.cancel):
             try:
                 for message in call:
-                    take(message)
+                    effect.take(message)
             finally:
                 call.cancel()  # where `take` has raised, the rest is not wanted
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._channel.close()
+
+
+AnyStreams: TypeAlias = Streams | PlainStreams
 
 
 class BulkRoute:
     """Finds the bulk process of a server, and keeps a channel to it. Any thread may call."""
 
-    def __init__(self, control: grpc.Channel, endpoint: Endpoint) -> None:
-        """`control` is a channel to the server at `endpoint`; it must not be closed before this."""
+    def __init__(self, control: grpc.Channel, endpoint: Endpoint, *, plain: bool) -> None:
+        """`control` is a channel to the server at `endpoint`; it must not be closed before this. `plain` prefers plain sockets."""
         self._endpoint = endpoint
+        self._plain = plain
         self._locate = control.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
         self._lock = threading.Lock()
-        self._streams: Streams | None = None
+        self._streams: AnyStreams | None = None
         self._link: Link | None = None
         self._search: threading.Thread | None = None
         self._call: Any = None
@@ -85,7 +89,7 @@ class BulkRoute:
         """Whether streams go to the bulk process now."""
         return self._streams is not None
 
-    def streams(self, link: Link) -> Streams | None:
+    def streams(self, link: Link) -> AnyStreams | None:
         """Returns the way to the bulk process; None, and begins to look for it, where it is not known."""
         if link.region is not None:
             return None
@@ -96,10 +100,13 @@ class BulkRoute:
         return None
 
     @contextlib.contextmanager
-    def watching(self, streams: Streams) -> Iterator[None]:
+    def watching(self, streams: AnyStreams) -> Iterator[None]:
         """Notices when a stream breaks because its other end is gone or full."""
         try:
             yield
+        except NotConnected:
+            self._lost(streams)
+            raise
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._lost(streams)
@@ -107,13 +114,13 @@ class BulkRoute:
                 self._full_until = time.monotonic() + _FULL_SECONDS
             raise
 
-    def _lost(self, streams: Streams) -> None:
+    def _lost(self, streams: AnyStreams) -> None:
         """Takes note that a stream broke: the process may be gone, and the next one elsewhere."""
         with self._lock:
             if self._streams is not streams:
                 return
             self._streams = None
-        streams.channel.close()
+        streams.close()
 
     def close(self) -> None:
         """Closes the channel, and waits for a search to end."""
@@ -128,7 +135,7 @@ class BulkRoute:
         with self._lock:
             streams, self._streams = self._streams, None
         if streams is not None:
-            streams.channel.close()
+            streams.close()
 
     def _look(self, link: Link) -> None:
         with self._lock:
@@ -140,7 +147,7 @@ class BulkRoute:
                 thread.start()
                 self._search = thread
         if old is not None:
-            old.channel.close()
+            old.close()
 
     def _find(self, link: Link) -> None:
         """Looks until it is found, or there is nothing to be found."""
@@ -149,8 +156,7 @@ class BulkRoute:
             answer, error = self._outcome(self._locate, transfer_pb2.LocateRequest(session=link.ref))
             if error is not None and error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older server
                 delay = _LAST_RETRY_SECONDS
-            endpoint = self._endpoint_of(answer) if answer is not None else None
-            if endpoint is not None and self._connect(link, endpoint):
+            if answer is not None and (self._connect_plainly(link, answer) or self._connect(link, answer)):
                 return
             if self._closing.wait(delay):
                 return
@@ -161,18 +167,34 @@ class BulkRoute:
             return Endpoint(path=self._endpoint.path + answer.socket_suffix) if answer.socket_suffix else None
         return Endpoint(host=self._endpoint.host, port=answer.port) if answer.port else None
 
-    def _connect(self, link: Link, endpoint: Endpoint) -> bool:
+    def _connect_plainly(self, link: Link, answer: transfer_pb2.LocateResponse) -> bool:
+        if not self._plain or self._endpoint.path is not None or not answer.plain_port:
+            return False
+        try:
+            streams = PlainStreams(self._endpoint.host, answer.plain_port)
+        except OSError as error:
+            _log.info("kvtier: plain sockets do not reach the bulk process: %s", error)
+            return False
+        return self._found(link, streams, f"plain port {answer.plain_port}")
+
+    def _found(self, link: Link, streams: AnyStreams, where: str) -> bool:
+        with self._lock:
+            if not self._closing.is_set():
+                self._streams, self._link = streams, link
+                _log.info("kvtier: streams go to the bulk process at %s", where)
+                return True
+        streams.close()
+        return True
+
+    def _connect(self, link: Link, answer: transfer_pb2.LocateResponse) -> bool:
+        endpoint = self._endpoint_of(answer)
+        if endpoint is None:
+            return False
         channel = grpc.insecure_channel(endpoint.target, options=CHANNEL_OPTIONS)
         if not self._is_reached(channel):
             channel.close()
             return False
-        with self._lock:
-            if not self._closing.is_set():
-                self._streams, self._link = Streams(channel), link
-                _log.info("kvtier: streams go to the bulk process at %s", endpoint)
-                return True
-        channel.close()
-        return True
+        return self._found(link, Streams(channel), str(endpoint))
 
     def _is_reached(self, channel: grpc.Channel) -> bool:
         """Waits for a connection. The bulk process serves streams only: that it says so is an answer."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from .link import Link
+from .streams import Sink, Source
 
 __all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Pull", "Push"]
 
@@ -43,6 +44,11 @@ class Push:
     link: Link
     frames: Callable[[], Iterator[bytes]]
     timeout: float
+    source: Source
+    """Where the frames come from: from byte `start` on, of `step` bytes each; `complete` is the request's."""
+    start: int
+    step: int
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,8 @@ class Pull:
     request: Any
     take: Callable[[bytes], None]
     timeout: float
+    sink: Sink
+    """What `take` belongs to."""
 
 
 @dataclass(frozen=True, slots=True)

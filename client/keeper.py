@@ -30,7 +30,7 @@ __all__ = ["Identity", "Keeper", "Pin", "Transport"]
 
 _log = logging.getLogger(__name__)
 
-Transport = Literal["auto", "shm", "grpc", "cuda_ipc"]
+Transport = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
 Pin: TypeAlias = Callable[[HostRegion], Pinning]
 """How a process that has a GPU pins a region that it has mapped."""
 
@@ -154,7 +154,7 @@ class Keeper:
             raise NotConnected("the server did not open a session in time") from None
 
     def _pick_transport(self, capabilities: session_pb2.CapabilitiesResponse) -> str:
-        if self._identity.transport == "grpc" or not capabilities.HasField("region"):
+        if self._identity.transport in ("grpc", "tcp") or not capabilities.HasField("region"):
             return "grpc"
         if os.path.exists(capabilities.region.attach_path):  # noqa: PTH110 - a path of somebody else's host, perhaps
             return "shm"

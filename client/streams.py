@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from ..cuda.assembly import assemble, scatter
+from ..cuda.plain import checksum, views_of
 from ..protos.frames import decode_pull_frame, push_head
+from ..protos.plain import FrameHead
 from ..protos.sequence import PartSequence
 from ..protos.v1 import common_pb2, transfer_pb2
 from .errors import ChecksumMismatch, KVTierError, LimitExceeded, NotConnected, ServerError, SessionLost
@@ -66,6 +68,17 @@ class Source:
             del frame
             fields = transfer_pb2.PushRequest()
 
+    def request(self, *, complete: bool) -> transfer_pb2.PushRequest:
+        """Returns what a stream says first, where that is not part of a frame."""
+        return transfer_pb2.PushRequest(session=self._ref, store_id=self._store_id, complete=complete)
+
+    def pieces(self, start: int, step: int) -> Iterator[tuple[int, int, list[memoryview]]]:
+        """Yields offset, xxh3-64 and memory of each frame: for the thread that made this, as it keeps the memory."""
+        for offset in range(start, self.total_bytes, step):
+            pieces = list(self._parts.locate(offset, min(step, self.total_bytes - offset)))
+            views = views_of([place for place, _ in pieces], [size for _, size in pieces])
+            yield offset, checksum(views), views
+
     def close(self) -> None:
         """Lets go of the memory."""
         with self._touching:
@@ -110,6 +123,20 @@ class Sink:
             raise ServerError(f"the server sends what was not asked for: {error}") from error
         scatter(payload, [place for place, _ in pieces], [size for _, size in pieces])
         self._arrived.append((fields.offset_bytes, fields.offset_bytes + payload.nbytes))
+
+    def views(self, offset: int, nbytes: int) -> list[memoryview]:
+        """Returns the memory that a frame is for; `took` must follow. Raises ServerError."""
+        try:
+            pieces = list(self._parts.locate(offset, nbytes))
+        except ValueError as error:
+            raise ServerError(f"the server sends what was not asked for: {error}") from error
+        return views_of([place for place, _ in pieces], [size for _, size in pieces])
+
+    def took(self, head: FrameHead, views: Sequence[memoryview]) -> None:
+        """Takes note that a frame is where it belongs. Raises ChecksumMismatch."""
+        if checksum(views) != head.xxh3_64:
+            raise ChecksumMismatch(f"the frame at byte {head.offset} arrived damaged")
+        self._arrived.append((head.offset, head.offset + head.nbytes))
 
     def settle(self) -> None:
         """Takes note that a stream has ended: from now on a frame is one of a stream that asks for what is missing."""

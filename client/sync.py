@@ -17,7 +17,7 @@ from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2
-from .bulk import BulkRoute, Streams
+from .bulk import AnyStreams, BulkRoute, Streams
 from .device_calls import DeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
@@ -107,7 +107,8 @@ class Client(DeviceCalls):
             name: name of the client for people.
             engine_id: the engine that this process is part of; clients of one engine share leases. Random by default.
             rank: the rank whose parts are read and written; None for a scheduler, or a world of one.
-            transport: "shm", "grpc", or "auto" for shm where server and client share a host; "cuda_ipc" is like "auto", for a
+            transport: "shm"; "tcp" for plain sockets, or "grpc" for streams of gRPC; "auto" for shm where server and client
+                share a host, else "tcp"; "cuda_ipc" is like "auto", for a
                 client that registers its device (`register_kv_buffers`).
             timeouts: deadlines.
             pin: makes what pins the server's region in a process that has a GPU; see `kvtier.cuda.pinning`.
@@ -427,7 +428,7 @@ class _GrpcWire:
             for method, response in RESPONSES.items()
         }
         self._streams = Streams(self._channel)
-        self._bulk = BulkRoute(self._channel, server)
+        self._bulk = BulkRoute(self._channel, server, plain=identity.transport != "grpc")
         self._keeper = Keeper(self._channel, identity, timeouts.call)
         self._closed = False
 
@@ -462,10 +463,10 @@ class _GrpcWire:
                 return link
             case Call(method, request, timeout):
                 return self._call(method, request, timeout)
-            case Push(link, frames, timeout):
-                return self._stream(link, lambda streams: streams.push(link, frames(), timeout))
-            case Pull(link, request, take, timeout):
-                self._stream(link, lambda streams: streams.pull(link, request, take, timeout))
+            case Push(link):
+                return self._stream(link, lambda streams: streams.push(effect))
+            case Pull(link):
+                self._stream(link, lambda streams: streams.pull(effect))
             case Copy(run):
                 run()
         return None
@@ -478,7 +479,7 @@ class _GrpcWire:
                 return RESPONSES[method].FromString(answer)
         return self._calls[method](request, timeout=timeout)
 
-    def _stream(self, link: Link, move: Callable[[Streams], Any]) -> Any:
+    def _stream(self, link: Link, move: Callable[[AnyStreams], Any]) -> Any:
         bulk = self._bulk.streams(link)
         if bulk is None:
             return move(self._streams)

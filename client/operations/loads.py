@@ -119,7 +119,7 @@ class Loads(Lookups):
                 complete=complete and attempt == 1,
             )
             try:
-                yield Pull(link, request, sink.take, self._timeouts.transfer)
+                yield Pull(link, request, sink.take, self._timeouts.transfer, sink)
             except KVTierError as error:
                 if attempt == ATTEMPTS or not worth_another_try(error, link):
                     raise

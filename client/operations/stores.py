@@ -153,8 +153,15 @@ class Stores(Base):
         step = min(link.limits.max_frame_bytes, FRAME_BYTES)
         if start >= source.total_bytes:
             return False
+        complete = complete and not start
         answer = yield Push(
-            link, lambda: source.frames(start, step, complete=complete and not start), self._timeouts.transfer
+            link,
+            lambda: source.frames(start, step, complete=complete),
+            self._timeouts.transfer,
+            source,
+            start,
+            step,
+            complete,
         )
         if answer.received_bytes != source.total_bytes - start:
             raise ServerError(f"the server took {answer.received_bytes} of {source.total_bytes - start} bytes")

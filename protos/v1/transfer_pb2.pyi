@@ -65,14 +65,16 @@ class LocateRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., store_id: _Optional[int] = ...) -> None: ...
 
 class LocateResponse(_message.Message):
-    __slots__ = ("port", "socket_suffix", "received_bytes")
+    __slots__ = ("port", "socket_suffix", "received_bytes", "plain_port")
     PORT_FIELD_NUMBER: _ClassVar[int]
     SOCKET_SUFFIX_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_PORT_FIELD_NUMBER: _ClassVar[int]
     port: int
     socket_suffix: str
     received_bytes: int
-    def __init__(self, port: _Optional[int] = ..., socket_suffix: _Optional[str] = ..., received_bytes: _Optional[int] = ...) -> None: ...
+    plain_port: int
+    def __init__(self, port: _Optional[int] = ..., socket_suffix: _Optional[str] = ..., received_bytes: _Optional[int] = ..., plain_port: _Optional[int] = ...) -> None: ...
 
 class RegisterDeviceBuffersRequest(_message.Message):
     __slots__ = ("session", "device_uuid", "origin", "allocations", "groups", "event_handles")

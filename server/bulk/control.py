@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ...protos.v1 import common_pb2
@@ -41,8 +41,13 @@ _REPORT_BYTES = 8 << 20
 class Stream:
     """One Push or Pull, as the server knows it."""
 
-    def __init__(self, control: Control, number: int) -> None:
+    def __init__(self, control: Control, number: int, transport: str, interrupt: Callable[[], object]) -> None:
+        """`interrupt` ends what holds `touching` for long."""
         self.number = number
+        self.transport = transport
+        self.received = 0
+        """Bytes of all frames so far."""
+        self._interrupt = interrupt
         self.slots: Sequence[int] = ()
         self.sizes: Sequence[int] = ()
         self.touching = threading.Lock()
@@ -62,7 +67,9 @@ class Stream:
     def begin(self, ref: common_pb2.SessionRef, target: int, items: Sequence[int] | None = None) -> None:
         """Asks for the slots of a store, or for those of items of a lease. Raises `Refused`."""
         push = items is None
-        self._control.send(Begin(self.number, push, ref.session_id, ref.epoch, target, list(items or ())))
+        self._control.send(
+            Begin(self.number, push, ref.session_id, ref.epoch, target, self.transport, list(items or ()))
+        )
         answer = self._wait()
         if isinstance(answer, Granted):
             self.slots, self.sizes = answer.slots, answer.sizes
@@ -73,6 +80,7 @@ class Stream:
             self._start = self._end = start
         if start == self._end:
             self._end += nbytes
+        self.received += nbytes
         self._unsaid += nbytes
         if self._unsaid >= _REPORT_BYTES:
             self._report()
@@ -94,8 +102,11 @@ class Stream:
     def answer(self, message: Granted | Settled | Refusal) -> None:
         """Takes in what the server says of this stream. Called by the thread that reads."""
         if isinstance(message, Refusal):
-            with self.touching:
-                self._refusal = message
+            self._refusal = message
+            if self.touching.locked():
+                self._interrupt()
+            with self.touching:  # it is not, from here on
+                pass
         with self._news:
             if not isinstance(message, Refusal):
                 self._answer = message
@@ -133,14 +144,14 @@ class Control:
                 return message
         os._exit(0)  # the server has ended, and with it whatever this process was for
 
-    def start(self, port: int) -> None:
+    def start(self, port: int, plain_port: int) -> None:
         """Tells the server that it is served, and reads what it says from now on."""
-        self.send(Listening(port))
+        self.send(Listening(port, plain_port))
         threading.Thread(target=self._run, name="kvtier-control", daemon=True).start()
 
-    def open(self) -> Stream:
-        """Returns a new stream; `close` must follow."""
-        stream = Stream(self, next(self._numbers))
+    def open(self, transport: str, interrupt: Callable[[], object] = lambda: None) -> Stream:
+        """Returns a new stream; `close` must follow. `interrupt` ends what it waits for while it touches the region."""
+        stream = Stream(self, next(self._numbers), transport, interrupt)
         self._streams[stream.number] = stream
         return stream
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from prometheus_client import Counter
+
 from ...protos.v1 import common_pb2
 from ...tiers.answers import Session
 from ...tiers.commands import LeaseId, StoreId
@@ -36,6 +38,7 @@ class _Stream:
     ref: common_pb2.SessionRef
     target: int
     began_at: float
+    moved: Counter
     writing: ExitStack = field(default_factory=ExitStack)
     """Open as long as it may write; from the start empty for a reader."""
     refused: bool = False
@@ -55,8 +58,11 @@ class BulkDesk:
         self._edge = edge
         self.writers = writers
         self._observe = metrics.observe_rpc
-        self._pushed = metrics.transfer("grpc-bulk", "in")
-        self._pulled = metrics.transfer("grpc-bulk", "out")
+        self._counters = {
+            (transport, push): metrics.transfer(transport, "in" if push else "out")
+            for transport in ("grpc-bulk", "tcp")
+            for push in (True, False)
+        }
         self._damaged = metrics.mismatches("grpc")
         self._streams: dict[int, _Stream] = {}
         self._say: Callable[[ToChild], None] = lambda _: None
@@ -105,7 +111,8 @@ class BulkDesk:
 
     def _begin(self, message: Begin) -> None:
         ref = common_pb2.SessionRef(session_id=message.session_id, epoch=message.epoch)
-        stream = _Stream(message.stream, message.push, ref, message.target, self._runtime.now())
+        moved = self._counters[message.transport, message.push]
+        stream = _Stream(message.stream, message.push, ref, message.target, self._runtime.now(), moved)
         self._streams[message.stream] = stream
         try:
             session = self._sessions.get(ref)
@@ -128,7 +135,7 @@ class BulkDesk:
         return Granted(message.stream, slots, sizes)
 
     def _moved(self, stream: _Stream, message: Moved) -> None:
-        (self._pushed if stream.push else self._pulled).inc(message.nbytes)
+        stream.moved.inc(message.nbytes)
         try:
             session = self._sessions.get(stream.ref)
             if stream.push:

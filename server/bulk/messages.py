@@ -36,7 +36,9 @@ class Setup(_Message, frozen=True):
     hosts: tuple[str, ...]
     """Hosts to listen on, all at one port."""
     port: int
-    """The port to try first; 0 for any."""
+    """The port for gRPC to try first; 0 for any."""
+    plain_port: int
+    """The port for plain sockets, likewise."""
     paths: tuple[str, ...]
     """Unix sockets to listen on."""
     max_frame_bytes: int
@@ -67,9 +69,12 @@ class Settled(_Message, frozen=True):
 
 
 class Listening(_Message, frozen=True):
-    """The first word of the child: it serves, on this port (0: on none)."""
+    """The first word of the child: it serves, on these ports (0: on none)."""
 
     port: int
+    """For gRPC."""
+    plain_port: int
+    """For plain sockets."""
 
 
 class Begin(_Message, frozen=True):
@@ -80,6 +85,8 @@ class Begin(_Message, frozen=True):
     session_id: bytes
     epoch: int
     target: int
+    transport: str
+    """Whose bytes it moves, for metrics."""
     items: list[int] = []
 
 

@@ -17,6 +17,7 @@ from ...protos.frames import FRAME_BYTES
 from ..child_main import connect
 from .control import Control
 from .messages import Setup
+from .plain import PlainServer
 from .streams import BulkStreams
 
 __all__ = ["MAX_STREAMS", "listen", "main"]
@@ -52,10 +53,12 @@ def main(socket_fd: int, region_fd: int) -> None:
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ],
     )
-    server.add_generic_rpc_handlers((BulkStreams(control, region, min(setup.max_frame_bytes, FRAME_BYTES)).handler(),))
+    frame_bytes = min(setup.max_frame_bytes, FRAME_BYTES)
+    server.add_generic_rpc_handlers((BulkStreams(control, region, frame_bytes).handler(),))
     port = listen(server, setup)
+    plain_port = PlainServer(control, region, frame_bytes).listen(setup.hosts, setup.plain_port)
     server.start()
-    control.start(port)
+    control.start(port, plain_port)
     server.wait_for_termination()
 
 

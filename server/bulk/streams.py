@@ -118,7 +118,7 @@ class _Outcome:
     def __init__(self, control: Control, context: grpc.ServicerContext) -> None:
         self._control = control
         self._context = context
-        self._stream = control.open()
+        self._stream = control.open("grpc-bulk")
         self._ended = False
 
     def end(self, *, complete: bool) -> None:

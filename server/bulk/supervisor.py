@@ -39,13 +39,17 @@ class BulkProcess:
         self._task: asyncio.Task[None] | None = None
         self._child: Child | None = None
         self._listening = False
-        self._port = 0
+        self._port = self._plain_port = 0
 
-    def where(self) -> tuple[int, str]:
-        """Returns port and suffix of the socket where streams are served, 0 and nothing while they are not; starts the child."""
+    def where(self) -> tuple[int, int, str]:
+        """Returns where streams are served, and starts the child: port for gRPC, for plain sockets, suffix of the Unix socket.
+
+        0 and nothing where they are not, or not yet.
+        """
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
-        return (self._port, SOCKET_SUFFIX if self._paths else "") if self._listening else (0, "")
+        suffix = SOCKET_SUFFIX if self._paths else ""
+        return (self._port, self._plain_port, suffix) if self._listening else (0, 0, "")
 
     async def quiet(self, store_id: int) -> None:
         """Ends the streams that write to a store; a child that does not let them end within two seconds is killed."""
@@ -81,7 +85,8 @@ class BulkProcess:
         self._child = child = await Child.start("kvtier.server.bulk", [str(self._region.fd)], [self._region.fd])
         try:
             limits = self._limits
-            setup = (self._hosts, self._port, self._paths, limits.max_frame_bytes, limits.max_message_bytes)
+            ports = (self._port, self._plain_port)
+            setup = (self._hosts, *ports, self._paths, limits.max_frame_bytes, limits.max_message_bytes)
             self._say(Setup(self._region.size_bytes, *setup))
             self._desk.connected(self._say)
             async for _, payload in child.messages():
@@ -103,7 +108,7 @@ class BulkProcess:
     def _take(self, payload: bytes) -> None:
         message = decode_from_child(payload)
         if isinstance(message, Listening):
-            self._port, self._listening = message.port, True
+            self._port, self._plain_port, self._listening = message.port, message.plain_port, True
             _log.info("bulk process serves", pid=self._child and self._child.pid, port=message.port)
         else:
             self._desk.take(message)

@@ -129,9 +129,11 @@ class TransferService:
         session = self._sessions.get(request.session)
         if request.store_id:
             self._core.store(session, StoreId(request.store_id))
-        port, suffix = self._bulk.where()
+        port, plain_port, suffix = self._bulk.where()
         received = self._arrivals.of(request.store_id)
-        return transfer_pb2.LocateResponse(port=port, socket_suffix=suffix, received_bytes=received)
+        return transfer_pb2.LocateResponse(
+            port=port, socket_suffix=suffix, received_bytes=received, plain_port=plain_port
+        )
 
 
 def _checksum(pieces: Sequence[memoryview]) -> int:

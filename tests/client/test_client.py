@@ -20,7 +20,7 @@ from kvtier.client import AsyncClient, Client, InvalidRequest, LookupResult, Una
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One real server for the module."""
     directory: Path = tmp_path_factory.mktemp("server")
-    with ServerProcess(directory, region=256 * MIB).start() as server:
+    with ServerProcess(directory, region=256 * MIB, tcp=True).start() as server:
         yield server
 
 
@@ -35,10 +35,11 @@ class _OnRealServer(CacheClientContract):
 
         def connect(namespace: Any, **kwargs: Any) -> Any:
             make = type(self).make
-            client = make(server.endpoint, namespace=namespace, transport=self.transport, **kwargs)
+            endpoint = server.tcp if self.transport == "tcp" else server.endpoint
+            client = make(endpoint, namespace=namespace, transport=self.transport, **kwargs)
             clients.append(client)
             client.wait_until_connected()
-            assert client.transport == self.transport
+            assert client.transport == ("grpc" if self.transport == "tcp" else self.transport)
             if self.bulk:
                 wait_for_bulk(getattr(client, "_client", client))
             else:
@@ -79,6 +80,14 @@ class TestBulk(_OnRealServer):
     """Blocks travel in streams, to and from the bulk process."""
 
     transport = "grpc"
+    make = Client
+    bulk = True
+
+
+class TestPlain(_OnRealServer):
+    """Blocks travel over plain sockets."""
+
+    transport = "tcp"
     make = Client
     bulk = True
 
@@ -171,6 +180,14 @@ class TestAsyncBulk(_OnRealServer):
     """And so from and to the bulk process."""
 
     transport = "grpc"
+    make = _Blocking
+    bulk = True
+
+
+class TestAsyncPlain(_OnRealServer):
+    """And so over plain sockets."""
+
+    transport = "tcp"
     make = _Blocking
     bulk = True
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -46,6 +48,7 @@ class ServerProcess:
         tier: type of the tier on disk.
         prefix: what its command is given to, if it is not to be run as it stands.
         tier_config: more of its table.
+        tcp: listens on a TCP port of the loopback as well: `tcp` is its address.
     """
 
     def __init__(
@@ -59,15 +62,18 @@ class ServerProcess:
         tier: str = "lmdb",
         prefix: Sequence[str] = (),
         tier_config: str = "",
+        tcp: bool = False,
     ) -> None:
         self.directory = directory
         self.path = directory / "s"
         self.endpoint = f"unix:{self.path}"
+        self.tcp = f"127.0.0.1:{_free_port()}" if tcp else ""
+        listen = json.dumps([self.endpoint, *filter(None, [self.tcp])])
         self.log_path = directory / "log"
         self.data_dir = directory / "data"
         config_path = directory / "kvtier.toml"
         config_path.write_text(
-            f'region_size = {region}\ndata_dir = "{self.data_dir}"\nlisten = ["{self.endpoint}"]\n'
+            f'region_size = {region}\ndata_dir = "{self.data_dir}"\nlisten = {listen}\n'
             f'{config}\n[log]\nformat = "json"\n[[tiers]]\ntype = "{tier}"\nsize = {lmdb}\n{tier_config}\n'
         )
         self._region = region
@@ -222,3 +228,9 @@ class ServerProcess:
         assert self._process is not None
         self._process.send_signal(number)
         return self._process.wait(END_SECONDS)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -82,13 +82,14 @@ def pushing(session: RawSession, store_id: int) -> Iterator[Any]:
     go_on = threading.Event()
 
     def frames() -> Iterator[bytes]:
-        yield frame_of(session, store_id, b"\xee" * PART)
+        for number in range(9):  # of 8 MiB the server hears
+            yield frame_of(session, store_id, b"\xee" * PART, number * PART)
         go_on.wait(TIMEOUT)
-        yield frame_of(session, store_id, b"\xee" * PART, PART)
+        yield frame_of(session, store_id, b"\xee" * PART, 9 * PART)
 
     call = session.push.future(frames(), timeout=TIMEOUT)  # type: ignore[attr-defined]
     call.go_on = go_on.set
-    time.sleep(0.3)
+    wait_until(lambda: locate(session, store_id).received_bytes)
     assert not call.done()
     try:
         yield call
@@ -124,9 +125,9 @@ def count_asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     asked: list[list[int]] = []
     original = Streams.pull
 
-    def pull(self: Streams, link: Any, request: Any, *rest: Any) -> None:
-        asked.append(list(request.items))
-        original(self, link, request, *rest)
+    def pull(self: Streams, effect: Any, *rest: Any) -> None:
+        asked.append(list(effect.request.items))
+        original(self, effect, *rest)
 
     monkeypatch.setattr(Streams, "pull", pull)
     return asked

@@ -1,0 +1,154 @@
+"""Streams over plain TCP sockets to the bulk process: from the buffers into the socket, and out of it into the buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..cuda.plain import limit_waits, receive, send
+from ..protos import plain
+from ..protos.v1 import transfer_pb2
+from .effects import Pull, Push
+from .errors import DeadlineExceeded, NotConnected, SessionLost, error_for
+
+__all__ = ["PlainStreams"]
+
+_CONNECT_SECONDS = 2.0
+_KEEP = 8
+"""Idle connections that are kept."""
+_END = plain.pack_frame_head(0, 0, 0)
+
+
+class PlainStreams:
+    """Push and Pull over connections of its own. Any thread may call."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Connects. Raises OSError."""
+        self._address = (host, port)
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = [self._connect()]
+        self._closed = False
+
+    def push(self, effect: Push, calls: Callable[[Any], object] = lambda _: None) -> transfer_pb2.PushResponse:
+        """Sends parts of a store. `calls` is given what `cancel`s it. Raises KVTierError."""
+        source = effect.source
+        with self._connection(effect, calls) as connection:
+            request = source.request(complete=effect.complete)
+            send(connection, [plain.pack_request(plain.Method.PUSH, request.SerializeToString())])
+            try:
+                for offset, checksum, views in source.pieces(effect.start, effect.step):
+                    nbytes = sum(view.nbytes for view in views)
+                    send(connection, [plain.pack_frame_head(offset, nbytes, checksum), *views])
+                send(connection, [_END])
+            except ConnectionError:
+                _answer(connection)  # a refusal, perhaps
+                raise
+            return transfer_pb2.PushResponse.FromString(_answer(connection))
+
+    def pull(self, effect: Pull, calls: Callable[[Any], object] = lambda _: None) -> None:
+        """Fills parts of a load. Otherwise like `push`."""
+        sink = effect.sink
+        with self._connection(effect, calls) as connection:
+            send(connection, [plain.pack_request(plain.Method.PULL, effect.request.SerializeToString())])
+            while True:
+                head = plain.unpack_frame_head(_received(connection, plain.FRAME_HEAD_BYTES))
+                if not head.nbytes:
+                    break
+                views = sink.views(head.offset, head.nbytes)
+                receive(connection, views)
+                sink.took(head, views)
+            answer = transfer_pb2.PullResponse.FromString(_answer(connection))
+            sink.completed = sink.completed or answer.completed
+
+    def close(self) -> None:
+        """Closes the idle connections; those in use are closed when they are not any more."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    @contextlib.contextmanager
+    def _connection(self, effect: Push | Pull, calls: Callable[[Any], object]) -> Iterator[socket.socket]:
+        """Lends a connection, which ends with the link, or when it is cancelled, or after the time that is there."""
+        deadline = time.monotonic() + effect.timeout
+        call = None
+        try:
+            connection = self._take()
+            call = _Call(connection)
+            calls(call)
+            try:
+                limit_waits(connection, effect.timeout)
+                with effect.link.cancelling(call.cancel):
+                    yield connection
+            except BaseException:
+                connection.close()
+                raise
+            self._give_back(connection)
+        except (OSError, ValueError) as error:
+            if effect.link.fallen or (call is not None and call.cancelled and time.monotonic() < deadline):
+                raise SessionLost("the session has ended") from None
+            if time.monotonic() >= deadline or isinstance(error, BlockingIOError):
+                raise DeadlineExceeded("the stream did not end in time") from None
+            raise NotConnected(f"the stream broke: {error}") from None
+
+    def _connect(self) -> socket.socket:
+        connection = socket.create_connection(self._address, _CONNECT_SECONDS)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that is gone is noticed, as over gRPC.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
+        return connection
+
+    def _take(self) -> socket.socket:
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return self._connect()
+            # One that can be read is one that the server has closed.
+            if not select.select([connection], [], [], 0)[0]:
+                return connection
+            connection.close()
+
+    def _give_back(self, connection: socket.socket) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < _KEEP:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+class _Call:
+    """What cancels a stream."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Ends whatever waits for the connection."""
+        self.cancelled = True
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _answer(connection: socket.socket) -> bytes:
+    granted, nbytes = plain.unpack_answer(_received(connection, plain.ANSWER_BYTES))
+    message = bytes(_received(connection, nbytes))
+    if not granted:
+        raise error_for(*plain.unpack_refusal(message))
+    return message
+
+
+def _received(connection: socket.socket, nbytes: int) -> bytearray:
+    data = bytearray(nbytes)
+    if nbytes:
+        receive(connection, [memoryview(data)])
+    return data

@@ -1,0 +1,180 @@
+"""Push and Pull over plain TCP sockets: bytes go straight from the socket into slots, and from slots into the socket.
+
+A thread for each connection, which serves one request after the other. While it waits for bytes of a slot the stream may
+have to end: then the socket is shut down, which ends whatever the thread waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from ...cuda.plain import checksum, limit_waits, receive, send
+from ...cuda.region import HostRegion
+from ...protos import plain
+from ...protos.reasons import STATUS_OF
+from ...protos.sequence import PartSequence
+from ...protos.v1 import transfer_pb2
+from ..errors import Refused
+from .control import Control, Stream
+
+__all__ = ["PlainServer"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS = 128
+_IDLE_SECONDS = 120.0
+"""How long a connection may stand still, between two requests or within one."""
+_END = plain.pack_frame_head(0, 0, 0)
+
+
+class PlainServer:
+    """Listens, and serves whoever connects."""
+
+    def __init__(self, control: Control, region: HostRegion, frame_bytes: int) -> None:
+        self._control = control
+        self._region = region
+        self._frame_bytes = frame_bytes
+        self._connections = threading.Semaphore(_MAX_CONNECTIONS)
+
+    def listen(self, hosts: tuple[str, ...], wanted: int) -> int:
+        """Listens on all hosts at one port, `wanted` if it is free; returns it, or 0 for none."""
+        port = 0
+        for host in hosts:
+            for number in (port,) if port else (wanted, 0):
+                try:
+                    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                    listener = socket.create_server((host, number), family=family, backlog=128)
+                except OSError as error:
+                    _log.warning("plain sockets are not served on %s port %d: %s", host, number, error)
+                    continue
+                port = listener.getsockname()[1]
+                threading.Thread(target=self._accept, args=(listener,), name="kvtier-accept", daemon=True).start()
+                break
+        return port
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:  # out of descriptors, for one
+                _log.warning("cannot accept a connection: %s", error)
+                threading.Event().wait(0.1)
+                continue
+            if not self._connections.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="kvtier-plain", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                limit_waits(connection, _IDLE_SECONDS)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while self._request(connection):
+                    pass
+        except (OSError, ValueError) as error:
+            _log.debug("a connection has ended: %s", error)
+        finally:
+            self._connections.release()
+
+    def _request(self, connection: socket.socket) -> bool:
+        """Serves one request; returns whether another may follow."""
+        try:
+            method, nbytes = plain.unpack_request(_received(connection, plain.REQUEST_BYTES))
+        except ConnectionResetError:
+            return False
+        message = bytes(_received(connection, nbytes))
+        stream = self._control.open("tcp", lambda: _hang_up(connection))
+        code = "CANCELLED"
+        ended = False
+        try:
+            if method is plain.Method.PUSH:
+                completes = self._push(connection, stream, message)
+            else:
+                completes = self._pull(connection, stream, message)
+            ended = True
+            stream.end("OK", complete=completes)
+            completed = completes and stream.settled()
+            self._answer(connection, stream, method, completed=completed)
+        except Refused as error:
+            code = STATUS_OF[error.reason].name
+            end = b"" if method is plain.Method.PUSH else _END
+            send(connection, [end + plain.pack_refusal(error.reason, str(error))])
+            return False
+        finally:
+            if not ended:
+                stream.end(code)
+            self._control.close(stream)
+        return True
+
+    def _push(self, connection: socket.socket, stream: Stream, message: bytes) -> bool:
+        request = _parsed(transfer_pb2.PushRequest, message)
+        stream.begin(request.session, request.store_id)
+        parts = PartSequence(stream.slots, stream.sizes)
+        while True:
+            head = plain.unpack_frame_head(_received(connection, plain.FRAME_HEAD_BYTES))
+            if not head.nbytes:
+                break
+            try:
+                views = self._views(parts, head.offset, head.nbytes)
+            except ValueError as error:
+                raise Refused("WRONG_SIZE", str(error)) from error
+            with stream.touching:
+                stream.check()
+                receive(connection, views)
+            if checksum(views) != head.xxh3_64:
+                stream.damaged()
+                raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {head.offset} arrived damaged")
+            stream.moved(head.offset, head.nbytes)
+        return bool(request.complete and stream.received == parts.total_bytes)
+
+    def _pull(self, connection: socket.socket, stream: Stream, message: bytes) -> bool:
+        request = _parsed(transfer_pb2.PullRequest, message)
+        stream.begin(request.session, request.lease_id, request.items)
+        parts = PartSequence(stream.slots, stream.sizes)
+        for offset in range(0, parts.total_bytes, self._frame_bytes):
+            nbytes = min(self._frame_bytes, parts.total_bytes - offset)
+            views = self._views(parts, offset, nbytes)
+            with stream.touching:
+                stream.check()
+                send(connection, [plain.pack_frame_head(offset, nbytes, checksum(views)), *views])
+            stream.moved(offset, nbytes)
+        return bool(request.complete and parts.total_bytes)
+
+    @staticmethod
+    def _answer(connection: socket.socket, stream: Stream, method: plain.Method, *, completed: bool) -> None:
+        if method is plain.Method.PUSH:
+            pushed = transfer_pb2.PushResponse(received_bytes=stream.received, completed=completed)
+            send(connection, [plain.pack_answer(pushed.SerializeToString())])
+        else:
+            pulled = transfer_pb2.PullResponse(completed=completed)
+            send(connection, [_END + plain.pack_answer(pulled.SerializeToString())])
+
+    def _views(self, parts: PartSequence, offset: int, nbytes: int) -> list[memoryview]:
+        memory = self._region.memory
+        return [memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
+
+
+def _parsed(kind: Any, message: bytes) -> Any:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
+
+
+def _received(connection: socket.socket, nbytes: int) -> bytearray:
+    data = bytearray(nbytes)
+    if nbytes:
+        receive(connection, [memoryview(data)])
+    return data
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,294 @@
+"""Streams over plain sockets: what breaks, what is refused, and what becomes of slots that a stalled socket could still fill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from harness.bulk import bulk_pid, locate, wait_for_bulk, wait_until
+from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.raw import RawSession
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import Client, StoreStatus, streams
+from kvtier.client.plain import PlainStreams
+from kvtier.protos import plain
+from kvtier.protos.v1 import cache_pb2, transfer_pb2
+
+PART = 1 * MIB
+NAMESPACE = namespace_of(PART)
+KEYS = [key_of(number) for number in range(48)]
+TIMEOUT = 20.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with room for 128 blocks."""
+    directory: Path = tmp_path_factory.mktemp("plain")
+    with ServerProcess(directory, region=128 * MIB, lmdb=16 * MIB, tcp=True) as process:
+        yield process.start()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    """A client whose streams go over plain sockets."""
+    with Client(server.tcp, namespace=NAMESPACE, transport="tcp") as client:
+        client.wait_until_connected(10)
+        wait_for_bulk(client)
+        yield client
+    server.wait_for(lambda status: not (status.leases or status.stores or status.quarantined_bytes))
+
+
+@pytest.fixture
+def session(server: ServerProcess) -> Iterator[RawSession]:
+    """A session without manners."""
+    with RawSession(server.tcp, NAMESPACE, engine_id="raw") as session:
+        yield session
+    server.wait_for(lambda status: not (status.leases or status.stores or status.quarantined_bytes))
+
+
+@pytest.fixture
+def connection(session: RawSession) -> Iterator[socket.socket]:
+    """A connection to the bulk process."""
+    port = wait_until(lambda: locate(session).plain_port)
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT) as connection:
+        yield connection
+
+
+def fresh(salt: str, count: int = len(KEYS)) -> list[bytes]:
+    """Returns keys of this test alone."""
+    return [key_of(number, salt=salt) for number in range(count)]
+
+
+def prepare(session: RawSession, keys: list[bytes]) -> int:
+    """Returns a store of these blocks."""
+    request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
+    store_id: int = session.cache.PrepareStore(request, timeout=TIMEOUT).store_id
+    assert store_id
+    return store_id
+
+
+def push_of(session: RawSession, store_id: int) -> bytes:
+    """Returns the begin of a Push."""
+    request = transfer_pb2.PushRequest(session=session.ref, store_id=store_id)
+    return plain.pack_request(plain.Method.PUSH, request.SerializeToString())
+
+
+def frame_of(data: bytes, offset: int = 0, checksum: int | None = None) -> bytes:
+    """Returns a frame."""
+    checksum = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
+    return plain.pack_frame_head(offset, len(data), checksum) + data
+
+
+def refusal_of(connection: socket.socket, *, skip: int = 0) -> str:
+    """Reads a refusal, `skip` bytes further on; returns its reason."""
+    data = bytearray()
+    with contextlib.suppress(ConnectionResetError):  # it hangs up on what it has not read
+        while piece := connection.recv(65536):
+            data += piece
+    head = data[skip : skip + plain.ANSWER_BYTES]
+    granted, nbytes = plain.unpack_answer(head)
+    assert not granted
+    message = data[skip + plain.ANSWER_BYTES :]
+    assert len(message) == nbytes
+    return plain.unpack_refusal(message)[0]
+
+
+def kill_bulk(server: ServerProcess) -> None:
+    """SIGKILL."""
+    pid = bulk_pid(server.pid)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+BREAKS: dict[str, Callable[[ServerProcess, list[Any]], object]] = {
+    "process": lambda server, _: kill_bulk(server),
+    "connection": lambda _, calls: calls[-1]._connection.shutdown(socket.SHUT_RDWR),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The streams over plain sockets, as they are begun."""
+    begun: list[Any] = []
+    for name in ("push", "pull"):
+        original = getattr(PlainStreams, name)
+
+        def method(self: Any, effect: Any, calls: Any = None, original: Any = original) -> Any:
+            return original(self, effect, lambda call: (begun.append(call), calls and calls(call)))
+
+        monkeypatch.setattr(PlainStreams, name, method)
+    return begun
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_load_goes_on_where_it_broke(
+    server: ServerProcess, client: Client, calls: list[Any], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """When process or connection end in mid-load, all the same every block arrives whole (B4)."""
+    keys = fresh(f"load {what}")
+    assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
+    taken: list[int] = []
+    original = streams.Sink.took
+
+    def took(sink: Any, head: Any, views: Any) -> None:
+        original(sink, head, views)
+        taken.append(head.offset)
+        if len(taken) == 8:
+            BREAKS[what](server, calls)
+
+    monkeypatch.setattr(streams.Sink, "took", took)
+    buffers = filled(len(keys), PART)
+    assert client.load(keys, buffers) == len(keys)
+    assert all(is_payload(key, found) for key, found in zip(keys, buffers, strict=True))
+    assert len(taken) < len(keys)
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_store_goes_on_where_it_broke(
+    server: ServerProcess, client: Client, calls: list[Any], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """When process or connection end in mid-store, what the server has is not sent again, but for the last few frames."""
+    keys = fresh(f"store {what}")
+    starts: list[int] = []
+    original, original_frames = streams.Source.pieces, streams.Source.frames
+
+    def pieces(source: Any, start: int, step: int) -> Iterator[Any]:
+        starts.append(start)
+        for number, piece in enumerate(original(source, start, step)):
+            if number == 30 and not start:
+                time.sleep(0.3)  # what was sent so far has arrived
+                BREAKS[what](server, calls)
+            yield piece
+
+    def frames(source: Any, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
+        starts.append(start)
+        return original_frames(source, start, step, complete=complete)
+
+    monkeypatch.setattr(streams.Source, "pieces", pieces)
+    monkeypatch.setattr(streams.Source, "frames", frames)
+    assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
+    assert starts[0] == 0
+    assert len(starts) == 2
+    assert 20 * MIB <= starts[1] < 31 * MIB
+    monkeypatch.undo()
+    assert_serves(client, keys)
+
+
+def test_a_client_comes_back(server: ServerProcess, client: Client) -> None:
+    """After the process has been replaced, connections that were kept are not used, and streams go over plain sockets again."""
+    keys = fresh("back", 4)
+    client.store(keys, [payload(key, PART) for key in keys])
+    before = bulk_pid(server.pid)
+    kill_bulk(server)
+    assert_serves(client, keys)
+    wait_until(lambda: bulk_pid(server.pid) not in (None, before))
+    wait_for_bulk(client)
+    assert isinstance(client._wire._bulk._streams, PlainStreams)  # type: ignore[attr-defined]
+    assert_serves(client, keys)
+
+
+def test_a_store_ends_under_a_socket_that_stands_still(
+    server: ServerProcess, session: RawSession, connection: socket.socket
+) -> None:
+    """A frame that has come in half holds up no completion, and its other half reaches no slot (B4.5)."""
+    store_id = prepare(session, fresh("stalled", 2))
+    frame = frame_of(b"\xee" * PART)
+    connection.sendall(push_of(session, store_id) + frame[: PART // 2])
+    time.sleep(0.3)
+    pid = bulk_pid(server.pid)
+    abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
+    started = time.monotonic()
+    session.cache.CompleteStore(abort, timeout=TIMEOUT)
+    assert time.monotonic() - started < TIMEOUT / 2
+    assert bulk_pid(server.pid) == pid, "it was killed, though it could be told"
+    with pytest.raises(ConnectionError):
+        connection.sendall(frame[PART // 2 :] * 100)
+
+
+def test_slots_of_a_fallen_session_are_free_again(
+    server: ServerProcess, session: RawSession, connection: socket.socket
+) -> None:
+    """A stalled stream of a session that falls is ended, and keeps no slot for longer than that."""
+    store_id = prepare(session, fresh("fallen", 2))
+    connection.sendall(push_of(session, store_id) + frame_of(b"\xee" * PART)[:1000])
+    time.sleep(0.3)
+    session.fall()
+    server.wait_for(lambda status: not (status.stores or status.quarantined_bytes))
+
+
+REFUSED: dict[str, tuple[Callable[[RawSession, int], bytes], str]] = {
+    "unknown store": (lambda s, _: push_of(s, 4711), "STORE_NOT_FOUND"),
+    "beyond the end": (lambda s, i: push_of(s, i) + frame_of(b"x", 2 * PART), "WRONG_SIZE"),
+    "far beyond the end": (lambda s, i: push_of(s, i) + frame_of(b"x", 2**64 - 1), "WRONG_SIZE"),
+    "longer than the store": (lambda s, i: push_of(s, i) + plain.pack_frame_head(0, 2**63, 0), "WRONG_SIZE"),
+    "damaged": (lambda s, i: push_of(s, i) + frame_of(b"x" * 100, 0, 1), "CHECKSUM_MISMATCH"),
+    "no message": (lambda *_: plain.pack_request(plain.Method.PUSH, b"\xff" * 9), "INVALID_ARGUMENT"),
+    "no session": (lambda *_: plain.pack_request(plain.Method.PUSH, b""), "STALE_EPOCH"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_pushes_that_are_refused(session: RawSession, connection: socket.socket, case: str) -> None:
+    """What is refused over gRPC is refused here, for the same reasons."""
+    make, reason = REFUSED[case]
+    store_id = prepare(session, fresh(case, 2))
+    connection.sendall(make(session, store_id))
+    assert refusal_of(connection) == reason
+    abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
+    session.cache.CompleteStore(abort, timeout=TIMEOUT)
+
+
+def test_pulls_that_are_refused(session: RawSession, connection: socket.socket) -> None:
+    """A lease that there is not is a refusal behind the end of no frames."""
+    request = transfer_pb2.PullRequest(session=session.ref, lease_id=4711, items=[0])
+    connection.sendall(plain.pack_request(plain.Method.PULL, request.SerializeToString()))
+    assert refusal_of(connection, skip=plain.FRAME_HEAD_BYTES) == "LEASE_NOT_FOUND"
+
+
+@pytest.mark.parametrize(
+    "noise", [b"\0" * 9, b"GET / HTTP/1.1\r\n\r\n", b"KVP1\x07\0\0\0\0", b"KVP1\x01\xff\xff\xff\xff"]
+)
+def test_what_is_no_request_ends_the_connection(
+    server: ServerProcess, session: RawSession, connection: socket.socket, noise: bytes
+) -> None:
+    """Whatever somebody sends, the process hangs up and goes on."""
+    pid = bulk_pid(server.pid)
+    connection.sendall(noise)
+    with contextlib.suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
+    assert bulk_pid(server.pid) == pid
+    assert locate(session).plain_port
+
+
+def test_a_reader_that_stands_still(server: ServerProcess, session: RawSession, connection: socket.socket) -> None:
+    """Bytes that nobody reads take no memory, and their lease can be given back."""
+    keys = fresh("still", 16)
+    with Client(server.endpoint, namespace=NAMESPACE) as writer:
+        writer.wait_until_connected(10)
+        writer.store(keys, [payload(key, PART) for key in keys])
+    lookup = cache_pb2.LookupRequest(session=session.ref, keys=keys)
+    lease = session.cache.Lookup(lookup, timeout=TIMEOUT)
+    before = own_bytes(bulk_pid(server.pid))
+    items = [*range(len(keys))] * 30
+    request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease.lease_id, items=items)
+    connection.sendall(plain.pack_request(plain.Method.PULL, request.SerializeToString()))
+    assert plain.unpack_frame_head(connection.recv(plain.FRAME_HEAD_BYTES, socket.MSG_WAITALL)).nbytes == PART
+    time.sleep(0.5)
+    assert own_bytes(bulk_pid(server.pid)) < before + 32 * MIB
+    release = cache_pb2.ReleaseLeaseRequest(session=session.ref, lease_ids=[lease.lease_id])
+    session.cache.ReleaseLease(release, timeout=TIMEOUT)
+
+
+def own_bytes(pid: int | None) -> int:
+    """Returns the memory that is a process' own."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
