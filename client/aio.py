@@ -358,9 +358,10 @@ class AsyncClient(AsyncDeviceCalls):
         match effect:
             case Connect(timeout, patient):
                 return await self._connect(timeout, patient=patient)
-            case Push(link) | Pull(link) if bulk := self._bulk.streams(link):
-                move = bulk.push if isinstance(effect, Push) else bulk.pull
-                return await self._on_thread(bulk, partial(move, effect))
+            case Push(link) if bulk := self._bulk.streams(link):
+                return await self._on_thread(bulk, partial(bulk.push, effect))
+            case Pull(link) if bulk := self._bulk.streams(link):
+                return await self._on_thread(bulk, partial(bulk.pull, effect))
             case Call(method, request, timeout):
                 return await self._call(method, request, timeout)
             case Push(link, frames, timeout):
