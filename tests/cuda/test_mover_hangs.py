@@ -12,7 +12,7 @@ import pytest
 from devices.backends import HostBackend
 from devices.kv import JOINED
 
-from kvtier.cuda.exports import DeviceExport, export_blocks
+from kvtier.cuda.exports import export_blocks
 from kvtier.cuda.region import HostRegion
 from kvtier.server.devices import process
 from kvtier.server.devices.process import DeviceMover
@@ -57,7 +57,7 @@ def test_a_call_that_hangs(region: HostRegion, tmp_path: Path, monkeypatch: pyte
             flag.touch()
             with monkeypatch.context() as impatient:
                 impatient.setattr(process, "_HANDLES_SECONDS", 0.3)
-                await hang(mover, export, opening=call == "open_memory")
+                await hang(mover, opening=call == "open_memory")
             flag.unlink()
             await mover.open(3, export)
             await mover.close(3)
@@ -66,7 +66,7 @@ def test_a_call_that_hangs(region: HostRegion, tmp_path: Path, monkeypatch: pyte
     backend.close()
 
 
-async def hang(mover: DeviceMover, export: DeviceExport, *, opening: bool) -> None:
+async def hang(mover: DeviceMover, *, opening: bool) -> None:
     """Makes the call that hangs, and sees that the mover's process is another one or none afterwards."""
     child = mover._child
     assert child is not None
