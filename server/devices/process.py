@@ -63,6 +63,12 @@ class DeviceMover:
         self._watch: asyncio.Task[None] | None = None
         self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
         self._trouble = "DEVICE_LOST"
+        self._asked_to_run = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no process, not any more, and nobody waits for one."""
+        return self._child is None and not self._asked_to_run and (self._watch is None or self._watch.done())
 
     async def open(self, number: int, export: DeviceExport) -> bool:
         """Opens an engine's blocks; returns whether its events can be waited for. Raises Refused."""
@@ -119,10 +125,14 @@ class DeviceMover:
         return self._child
 
     async def _running(self) -> Child:
-        async with self._starting:
-            if self._child is None:
-                await self._start()
-            return self._alive()
+        self._asked_to_run += 1
+        try:
+            async with self._starting:
+                if self._child is None:
+                    await self._start()
+                return self._alive()
+        finally:
+            self._asked_to_run -= 1
 
     async def _start(self) -> None:
         pause = self._backoff.remaining()

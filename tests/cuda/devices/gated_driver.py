@@ -66,7 +66,7 @@ class _Pace:
 
 def make(device: str) -> HostDriver:
     """What `devices.driver` names."""
-    if device == "missing":
+    if device.startswith("missing"):
         raise DeviceError(Cause.NO_DEVICE, device)
     return HostDriver(device, pace=_Pace(Path(os.environ[_VARIABLE])))
 
