@@ -1,5 +1,8 @@
 """gRPC and nothing else: what it can carry between two processes of this machine, as raw bytes, with malloc tuned.
 
+Once as one frame again and again, which is in every cache and goes nowhere: the limit. And once from memory to memory: what is
+left of that where each frame is made of bytes that lie somewhere, and put where they belong, without a checksum or a question.
+
 `python -m bench.bare_grpc ADDRESS` is the server; it prints its port, and ends with its standard input.
 """
 
@@ -13,6 +16,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.cuda.malloc import tune_malloc
 from kvtier.protos.frames import FRAME_BYTES
@@ -21,6 +26,32 @@ __all__ = ["BareGrpc"]
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 TIMEOUT = 60.0
+MEMORY_BYTES = 256 << 20
+"""At each end; more than fits any cache."""
+
+
+class _Memory:
+    """Where frames come from and go to, one after the other."""
+
+    def __init__(self) -> None:
+        self._memory = np.ones(MEMORY_BYTES, np.uint8)
+        self._place = 0
+
+    def frames(self, nbytes: int) -> Iterator[bytes]:
+        """Yields frames made of the next bytes."""
+        for start in range(0, nbytes, FRAME_BYTES):
+            yield self._next(min(FRAME_BYTES, nbytes - start)).tobytes()
+
+    def take(self, frame: bytes) -> int:
+        """Puts a frame in its place; returns its size."""
+        np.copyto(self._next(len(frame)), np.frombuffer(frame, np.uint8))
+        return len(frame)
+
+    def _next(self, nbytes: int) -> NDArray[np.uint8]:
+        if self._place + nbytes > MEMORY_BYTES:
+            self._place = 0
+        self._place += nbytes
+        return self._memory[self._place - nbytes : self._place]
 
 
 class BareGrpc:
@@ -37,7 +68,10 @@ class BareGrpc:
         self._push = self._channel.stream_unary("/bare/Push")
         self._pull = self._channel.unary_stream("/bare/Pull")
         self._echo = self._channel.unary_unary("/bare/Echo")
+        self._push_memory = self._channel.stream_unary("/bare/PushMemory")
+        self._pull_memory = self._channel.unary_stream("/bare/PullMemory")
         self._frame = bytes(FRAME_BYTES)
+        self._memory = _Memory()
 
     def push(self, nbytes: int) -> None:
         """Sends this many bytes in one stream, and waits for the answer."""
@@ -46,6 +80,16 @@ class BareGrpc:
     def pull(self, nbytes: int) -> None:
         """Receives this many bytes in one stream."""
         received = sum(len(frame) for frame in self._pull(b"%d" % nbytes, timeout=TIMEOUT))
+        if received != nbytes:
+            raise RuntimeError(f"{received} bytes came instead of {nbytes}")
+
+    def push_memory(self, nbytes: int) -> None:
+        """Sends this many bytes of memory in one stream, to be put into memory there."""
+        self._push_memory(self._memory.frames(nbytes), timeout=TIMEOUT)
+
+    def pull_memory(self, nbytes: int) -> None:
+        """Receives this many bytes of memory in one stream, and puts them into memory."""
+        received = sum(map(self._memory.take, self._pull_memory(b"%d" % nbytes, timeout=TIMEOUT)))
         if received != nbytes:
             raise RuntimeError(f"{received} bytes came instead of {nbytes}")
 
@@ -70,6 +114,7 @@ class BareGrpc:
 
 def _serve(address: str) -> None:
     frame = bytes(FRAME_BYTES)
+    memory = _Memory()
 
     def push(frames: Iterator[bytes], _: Any) -> bytes:
         return b"%d" % sum(map(len, frames))
@@ -79,12 +124,20 @@ def _serve(address: str) -> None:
         for start in range(0, nbytes, FRAME_BYTES):
             yield frame if nbytes - start >= FRAME_BYTES else frame[: nbytes - start]
 
+    def push_memory(frames: Iterator[bytes], _: Any) -> bytes:
+        return b"%d" % sum(map(memory.take, frames))
+
+    def pull_memory(request: bytes, _: Any) -> Iterator[bytes]:
+        return memory.frames(int(request))
+
     def echo(request: bytes, _: Any) -> bytes:
         return request[::32]
 
     handlers = {
         "Push": grpc.stream_unary_rpc_method_handler(push),
         "Pull": grpc.unary_stream_rpc_method_handler(pull),
+        "PushMemory": grpc.stream_unary_rpc_method_handler(push_memory),
+        "PullMemory": grpc.unary_stream_rpc_method_handler(pull_memory),
         "Echo": grpc.unary_unary_rpc_method_handler(echo),
     }
     server = grpc.server(ThreadPoolExecutor(4), options=OPTIONS)

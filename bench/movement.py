@@ -24,6 +24,7 @@ __all__ = ["measure_movement"]
 
 REGION_BYTES = 1 << 30
 WORKING_SET_BYTES = 512 << 20
+PER_CALLER_BYTES = 32 << 20
 GRPC_BYTES = 1 << 30
 """What a row of the gRPC transport moves at most."""
 _FOUND_SECONDS = 1.0
@@ -74,6 +75,8 @@ class _Batches:
         self.nbytes = BATCH * source.block_bytes
         self.lag = max(1, WORKING_SET_BYTES // part // self.nbytes - 1)
         """Rounds between store and load: so many that the bytes are in no cache any more."""
+        self.per_caller = min(8, max(2, PER_CALLER_BYTES // self.nbytes))
+        """Batches of each of two callers in a round, or small ones would be over before both threads have begun."""
 
     def copy(self, number: int) -> float:
         """One copy within this process."""
@@ -107,28 +110,29 @@ class _Batches:
         return seconds
 
     def both(self, one: Callable[[int], None]) -> float:
-        """Has two threads do something each, as the two halves of an engine do; returns the seconds per batch."""
+        """Has two threads move their batches, as an engine's threads do; returns the seconds per batch."""
         start = threading.Barrier(2)
 
         def run(caller: int) -> None:
             start.wait()
             one(caller)
 
-        return timed(lambda: list(self._callers.map(run, range(2)))) / 2
+        return timed(lambda: list(self._callers.map(run, range(2)))) / (2 * self.per_caller)
 
     def copy_both(self, number: int) -> float:
-        """Two threads copy two batches each."""
+        """Two threads copy batches."""
         number += self._source.batches // 2
+        places = range(number, number + 2 * self.per_caller)
 
         def copy(caller: int) -> None:
-            for place in (number + caller, number + caller + 2):
+            for place in places[caller::2]:
                 copy_blocks(self._target.batch(place), self._source.batch(place))
 
-        return self.both(copy) / 2
+        return self.both(copy)
 
     def store_both(self, _: int) -> float:
-        """Two threads of the one client store two batches each."""
-        numbers = [next(self._next) for _ in range(4)]
+        """Two threads of the one client store batches."""
+        numbers = [next(self._next) for _ in range(2 * self.per_caller)]
         for number in numbers:
             self._stored[number] = self._keys.take(BATCH)
 
@@ -138,20 +142,22 @@ class _Batches:
                 if self._client.store(self._stored[number], buffers).count(StoreStatus.GRANTED) != BATCH:
                     raise RuntimeError(f"not all blocks of batch {number} were stored")
 
-        return self.both(store) / 2
+        return self.both(store)
 
     def load_both(self, round_number: int) -> float:
-        """Two threads of the one client load two batches each, and some of it is compared."""
+        """Two threads of the one client load batches, and some of it is compared."""
+        count = 2 * self.per_caller
         oldest = max(self._stored) - self.lag
-        pairs = [(oldest + place, round_number * 4 + place) for place in range(min(4, self.lag))] * 2
+        pairs = [(oldest + place % self.lag, round_number * count + place) for place in range(count)]
 
         def load(caller: int) -> None:
-            for number, place in pairs[caller:4:2]:
+            for number, place in pairs[caller::2]:
                 if self._client.load(self._stored[number], self._targets[place % len(self._targets)]) != BATCH:
                     raise RuntimeError(f"not all blocks of batch {number} were loaded")
 
-        seconds = self.both(load) / 2
-        for number, place in set(pairs[:4]):
+        seconds = self.both(load)
+        latest = {place % len(self._targets): (number, place) for number, place in pairs}
+        for number, place in latest.values():
             self._compare(number, place)
         return seconds
 
@@ -193,9 +199,13 @@ def _shared_memory(report: Report, batches: _Batches) -> None:
 
 def _over_a_network(report: Report, ways: dict[str, _Batches], bare: BareGrpc) -> None:
     nbytes, block_bytes = ways["grpc"].nbytes, ways["grpc"].block_bytes
-    actions: dict[str, Callable[[int], float]] = {"bare grpc push": lambda _: timed(bare.push, nbytes)}
+    actions: dict[str, Callable[[int], float]] = {
+        "bare grpc push": lambda _: timed(bare.push, nbytes),
+        "bare grpc push of memory": lambda _: timed(bare.push_memory, nbytes),
+    }
     actions |= {f"{way} store": batches.store for way, batches in ways.items()}
     actions["bare grpc pull"] = lambda _: timed(bare.pull, nbytes)
+    actions["bare grpc pull of memory"] = lambda _: timed(bare.pull_memory, nbytes)
     actions |= {f"{way} load": batches.load for way, batches in ways.items()}
     for batches in ways.values():
         batches.warm_up(0)
@@ -206,5 +216,5 @@ def _over_a_network(report: Report, ways: dict[str, _Batches], bare: BareGrpc) -
     for what, limit in (("store", "bare grpc push"), ("load", "bare grpc pull")):
         base = batch_name(limit, block_bytes)
         report.add(base, rate(nbytes, seconds[limit]), "GB/s", batch_name("memcpy", block_bytes))
-        for way in ways:
-            report.add(batch_name(f"{way} {what}", block_bytes), rate(nbytes, seconds[f"{way} {what}"]), "GB/s", base)
+        for name in (f"{limit} of memory", *(f"{way} {what}" for way in ways)):
+            report.add(batch_name(name, block_bytes), rate(nbytes, seconds[name]), "GB/s", base)

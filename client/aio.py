@@ -38,7 +38,7 @@ from .results import (
     WriteBatch,
 )
 from .timeouts import Timeouts
-from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, serialize
+from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, response_of, serialize
 
 __all__ = ["AsyncClient", "AsyncLease"]
 
@@ -390,7 +390,7 @@ class AsyncClient(AsyncDeviceCalls):
         if local is not None:
             answer = await local.call(method, serialize(request), timeout)
             if answer is not None:
-                return RESPONSES[method].FromString(answer)
+                return response_of(method, answer)
         return await self._calls[method](request, timeout=timeout)
 
     async def _on_thread(self, bulk: AnyStreams, move: Callable[[Callable[[Any], object]], Any]) -> Any:

@@ -20,10 +20,12 @@ from ..protos.reasons import reason_within
 from ..protos.v1 import common_pb2
 from .errors import DeadlineExceeded, ServerError, SessionLost, error_from
 
-__all__ = ["LocalCalls", "answer_of"]
+__all__ = ["MAX_IDLE", "LocalCalls", "answer_of"]
 
 _CONNECT_SECONDS = 2.0
 _CHUNK_BYTES = 64 << 10
+MAX_IDLE = 8
+"""Connections that are kept for later calls; each is a descriptor of the server's."""
 
 
 class LocalCalls:
@@ -42,7 +44,10 @@ class LocalCalls:
 
     def prepare(self) -> bool:
         """Makes a connection for the first call; returns whether the server grants one."""
-        connection = self._connect(_CONNECT_SECONDS)
+        try:
+            connection = self._connect(_CONNECT_SECONDS)
+        except TimeoutError:
+            return False
         if connection is not None:
             self._put(connection, intact=True)
         return connection is not None
@@ -54,17 +59,17 @@ class LocalCalls:
             KVTierError: the call was refused or has failed, or there was no answer in time.
         """
         deadline = time.monotonic() + timeout
-        with self._lend(timeout) as connection:
-            if connection is None:
-                return None
-            try:
-                connection.settimeout(timeout)
+        try:
+            with self._lend(timeout) as connection:
+                if connection is None:
+                    return None
+                _set_deadline(connection, deadline)
                 connection.sendall(pack_call(name.encode(), message))
                 body = _receive(connection, deadline)
-            except TimeoutError:
-                raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
-            except OSError as error:  # the connection lives as long as the session
-                raise SessionLost(f"{name}: {error}") from None
+        except TimeoutError:
+            raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
+        except OSError as error:  # the connection lives as long as the session
+            raise SessionLost(f"{name}: {error}") from None
         return answer_of(body)
 
     def close(self) -> None:
@@ -108,24 +113,29 @@ class LocalCalls:
     def _put(self, connection: socket.socket, *, intact: bool) -> None:
         with self._lock:
             self._busy.discard(connection)
-            if intact and not self._closed:
+            if intact and not self._closed and len(self._idle) < MAX_IDLE:
                 self._idle.append(connection)
                 return
         connection.close()
 
     def _connect(self, timeout: float) -> socket.socket | None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        """Returns a connection; None where none can be had. Raises `TimeoutError` if the server does not answer."""
+        connection = None
+        granted = False
         try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(timeout)
             connection.connect(self.path)
             connection.sendall(self.hello)
-            if unpack_reply(connection.recv(REPLY_BYTES, socket.MSG_WAITALL)) is not None:
-                return connection
+            granted = unpack_reply(connection.recv(REPLY_BYTES, socket.MSG_WAITALL)) is not None
+        except TimeoutError:
+            raise
         except (OSError, ValueError):
-            connection.close()
             return None
-        connection.close()
-        return None
+        finally:
+            if connection is not None and not granted:
+                connection.close()
+        return connection if granted else None
 
 
 def answer_of(body: bytes) -> bytes:
@@ -145,8 +155,7 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
     received = bytearray()
     end = LENGTH_BYTES
     while len(received) < end:
-        if received:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
+        _set_deadline(connection, deadline)
         piece = connection.recv(_CHUNK_BYTES)
         if not piece:
             raise ConnectionError("the server hung up")
@@ -154,3 +163,7 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
         if end == LENGTH_BYTES <= len(received):
             end += unpack_length(received)
     return bytes(received[LENGTH_BYTES:])
+
+
+def _set_deadline(connection: socket.socket, deadline: float) -> None:
+    connection.settimeout(max(0.001, deadline - time.monotonic()))

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from ..protos.attach import REPLY_BYTES, unpack_reply
 from ..protos.local_calls import LENGTH_BYTES, pack_call, unpack_length
 from .errors import DeadlineExceeded, SessionLost
-from .local_calls import LocalCalls, answer_of
+from .local_calls import MAX_IDLE, LocalCalls, answer_of
 
 __all__ = ["AsyncLocalCalls"]
 
@@ -66,29 +66,35 @@ class AsyncLocalCalls:
             intact = True
         finally:
             self._busy.discard(connection)
-            if intact and not self._closed:
+            if intact and not self._closed and len(self._idle) < MAX_IDLE:
                 self._idle.append(connection)
             else:
                 connection.close()
 
     async def _connect(self) -> socket.socket | None:
-        loop = asyncio.get_running_loop()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.setblocking(False)
+        """Returns a connection; None where none can be had."""
+        connection = None
         granted = False
         try:
-            await loop.sock_connect(connection, self.calls.path)
-            await loop.sock_sendall(connection, self.calls.hello)
-            reply = b""
-            while len(reply) < REPLY_BYTES and (piece := await loop.sock_recv(connection, REPLY_BYTES - len(reply))):
-                reply += piece
-            granted = unpack_reply(reply) is not None
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            granted = await self._asks_for(connection)
         except (OSError, ValueError):
             return None
         finally:
-            if not granted:
+            if connection is not None and not granted:
                 connection.close()
         return connection if granted else None
+
+    async def _asks_for(self, connection: socket.socket) -> bool:
+        """Connects; returns whether the server grants the connection."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(connection, self.calls.path)
+        await loop.sock_sendall(connection, self.calls.hello)
+        reply = b""
+        while len(reply) < REPLY_BYTES and (piece := await loop.sock_recv(connection, REPLY_BYTES - len(reply))):
+            reply += piece
+        return unpack_reply(reply) is not None
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, what: Callable[[], object]) -> None:

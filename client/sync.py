@@ -36,7 +36,7 @@ from .results import (
     WriteBatch,
 )
 from .timeouts import Timeouts
-from .wire import CHANNEL_OPTIONS, RESPONSES, path_of, serialize
+from .wire import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
 
 __all__ = ["Client", "Lease"]
 
@@ -476,7 +476,7 @@ class _GrpcWire:
         if link is not None and link.calls is not None:
             answer = link.calls.call(method, serialize(request), timeout)
             if answer is not None:
-                return RESPONSES[method].FromString(answer)
+                return response_of(method, answer)
         return self._calls[method](request, timeout=timeout)
 
     def _stream(self, link: Link, move: Callable[[AnyStreams], Any]) -> Any:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from types import MappingProxyType
 
 from google.protobuf import message_factory
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from ..protos.v1 import admin_pb2, cache_pb2, handoff_pb2, transfer_pb2
+from .errors import ServerError
 
-__all__ = ["CHANNEL_OPTIONS", "LOCATE", "PULL", "PUSH", "RESPONSES", "path_of", "serialize"]
+__all__ = ["CHANNEL_OPTIONS", "LOCATE", "PULL", "PUSH", "RESPONSES", "path_of", "response_of", "serialize"]
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
@@ -46,6 +47,14 @@ RESPONSES: MappingProxyType[str, type[Message]] = MappingProxyType(
 
 serialize: Callable[[Message], bytes] = operator.methodcaller("SerializeToString")
 """Turns any request into its bytes."""
+
+
+def response_of(method: str, message: bytes) -> Message:
+    """Returns what a method has answered. Raises `ServerError` for what is no answer of it."""
+    try:
+        return RESPONSES[method].FromString(message)
+    except DecodeError as error:
+        raise ServerError(f"{method}: not an answer of kvtier: {error}") from None
 
 
 def path_of(method: str) -> str:

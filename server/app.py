@@ -33,6 +33,7 @@ from .garbage import OldGarbage, collect_the_young_only
 from .health import Health
 from .local_calls import LocalCalls
 from .logs import get_logger
+from .machine import allow_descriptors
 from .metrics import Metrics, ServerStats
 from .metrics_http import MetricsServer, MetricsServerError, on_loop
 from .runtime import TierRuntime
@@ -72,7 +73,7 @@ def serve(config: Config) -> int:
     After `EXIT_LEFT_BEHIND` threads may still be at work on the region: the process must end without more ado (`os._exit`).
     """
     tune_malloc()
-    collect_the_young_only()
+    allow_descriptors()
     # A copy on a worker thread takes back the GIL after each block; with the default of 5 ms, one busy
     # thread beside it cuts its rate to a hundredth.
     sys.setswitchinterval(1e-4)
@@ -134,6 +135,7 @@ class Server:
         await health.register(server)
         self._listen(server, claims)
         self._start_metrics(loop, sessions, metrics)
+        collect_the_young_only()  # anew, with what the tiers have found on their disks
         # The first pages are there before the first call is.
         await runtime.start()
         await server.start()

@@ -1,12 +1,14 @@
-"""What this machine has: memory and disk, for defaults that fit it."""
+"""What this machine has and allows: memory, disk, descriptors."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import shutil
 from pathlib import Path
 
-__all__ = ["disk_bytes", "memory_bytes"]
+__all__ = ["allow_descriptors", "disk_bytes", "memory_bytes"]
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -32,3 +34,10 @@ def disk_bytes(directory: Path) -> int:
     if existing == directory:
         occupied = sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory) if entry.is_file())
     return shutil.disk_usage(existing).free + occupied
+
+
+def allow_descriptors() -> None:
+    """Lets this process have as many descriptors as the system allows: sessions, connections and files are some each."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

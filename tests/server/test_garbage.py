@@ -33,6 +33,14 @@ def test_the_old_are_collected(calls_per_second: int, expected: int) -> None:
     assert not garbage.tick(expected + 1, (expected + 1) * calls_per_second)
 
 
+def test_collections_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made as seldom as their share of the time asks for, also where nobody calls."""
+    clock = iter([0.0, 0.5] * 3)
+    monkeypatch.setattr("kvtier.server.garbage.time.perf_counter", lambda: next(clock))
+    garbage = OldGarbage(0.0)
+    assert [second for second in range(1, 2200) if garbage.tick(second, 0)] == [60, 1060, 2060]
+
+
 def test_a_busy_server_that_becomes_quiet() -> None:
     """The first second without a call is taken, if a minute is over."""
     garbage = OldGarbage(0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import struct
 import time
@@ -21,6 +22,7 @@ from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client
 from kvtier.client.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
+from kvtier.client.local_calls import MAX_IDLE
 from kvtier.client.timeouts import Timeouts
 from kvtier.protos.attach import REPLY_BYTES, Purpose, pack_request, unpack_reply
 from kvtier.protos.local_calls import STATUS_OF_CODE, pack_call, unpack_answer, unpack_length
@@ -274,6 +276,61 @@ def test_a_late_answer_is_nobody_elses(tmp_path: Path) -> None:
             server.resume()
             _until(lambda: client.connected)
             assert client.lookup(KEYS).prefix_hits == len(KEYS)
+
+
+def test_calls_to_a_server_that_hangs_end_at_their_deadline(tmp_path: Path) -> None:
+    """Once, whether there was a connection already or one has to be made: gRPC is not asked afterwards."""
+    with ServerProcess(tmp_path).start() as server:
+        timeouts = Timeouts(call=1.0)
+        with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
+            client.wait_until_connected(10)
+            server.suspend()
+            for _ in range(3):
+                began = time.monotonic()
+                with pytest.raises(Unavailable):
+                    client.touch()
+                assert time.monotonic() - began < 1.9
+            server.resume()
+
+
+def test_connections_are_not_kept_for_ever(tmp_path: Path) -> None:
+    """After a burst of calls from many threads the server gets its descriptors back."""
+    with ServerProcess(tmp_path).start() as server, Client(server.endpoint, namespace=NAMESPACE) as client:
+        client.wait_until_connected(10)
+        before = server.descriptors()
+        with ThreadPoolExecutor(40) as threads:
+            server.suspend()
+            calls = [threads.submit(client.lookup, KEYS) for _ in range(40)]
+            time.sleep(0.2)
+            server.resume()
+            assert [call.result().prefix_hits for call in calls] == [0] * 40
+        _until(lambda: server.descriptors() <= before + MAX_IDLE)
+
+
+async def test_no_descriptor_for_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a process has none left for another connection, its calls go over gRPC, which has its own."""
+    made = socket.socket
+
+    def none_left(family: int = -1, *arguments: object) -> socket.socket:
+        if family == socket.AF_UNIX:
+            raise OSError(errno.EMFILE, "too many open files")
+        return made(family, *arguments)  # type: ignore[arg-type]
+
+    with (
+        ServerProcess(tmp_path).start() as server,
+        Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client,
+    ):
+        client.wait_until_connected(10)
+        link = client._wire.link
+        assert link is not None
+        assert link.calls is not None
+        link.calls._idle.pop().close()
+        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="shm") as other:
+            await other.wait_until_connected(10)
+            monkeypatch.setattr(socket, "socket", none_left)
+            assert client.lookup(KEYS).prefix_hits == 0
+            assert (await other.lookup(KEYS)).prefix_hits == 0
+            monkeypatch.undo()
 
 
 async def test_the_asyncio_client_calls_that_way_too(tmp_path: Path) -> None:

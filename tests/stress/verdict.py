@@ -16,8 +16,9 @@ SETTLED_SECONDS = 6.0
 """A client has come back by itself if it has had answers in each life of the server that was longer than this, plus stops."""
 LONG_RUN_SECONDS = 120.0
 """In a run that is longer than this everything that can happen to a block must have happened."""
-FEW = 8
-"""So many more descriptors or threads than at first are pools that have grown, not a leak: each kill would leave one."""
+FEW = 12
+"""So many more descriptors or threads than at first are pools that have grown (gRPC's, asyncio's, a thread per child), not a
+leak: each kill would leave one."""
 
 
 @dataclass(frozen=True)
