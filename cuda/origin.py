@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .errors import Cause, DeviceError
 
-__all__ = ["Origin", "explain", "obstacle"]
+__all__ = ["Origin", "explain", "obstacle", "other_host"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -47,12 +47,18 @@ class Origin:
         return state[0] in {"Z", "X"}
 
 
+def other_host(exporter: Origin, opener: Origin) -> DeviceError | None:
+    """Why no process of the opener's kernel can open what was exported; None: one may."""
+    if exporter.boot == opener.boot:
+        return None
+    detail = f"exported under boot {exporter.boot or 'unknown'}, this is {opener.boot or 'unknown'}"
+    return DeviceError(Cause.OTHER_HOST, detail)
+
+
 def obstacle(exporter: Origin, opener: Origin) -> DeviceError | None:
     """What is certain to fail, before anything is tried; None: it may work."""
-    if exporter.boot != opener.boot:
-        return DeviceError(
-            Cause.OTHER_HOST, f"exported under boot {exporter.boot or 'unknown'}, this is {opener.boot or 'unknown'}"
-        )
+    if (elsewhere := other_host(exporter, opener)) is not None:
+        return elsewhere
     if exporter.pid == opener.pid:
         same = exporter.pid_namespace == opener.pid_namespace
         return DeviceError(Cause.SAME_PROCESS if same else Cause.SAME_PID, f"pid {exporter.pid}")

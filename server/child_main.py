@@ -83,6 +83,7 @@ def connect(fd: int) -> Channel:
     """Takes over the socket that `Child` handed down. From here on the process dies with its parent."""
     # The parent may have died before this line: then the socket is at its end, and the loop over its messages as well.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # may reach the whole group; the parent decides, when it has drained
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     return Channel(socket.socket(fileno=fd))

@@ -10,7 +10,7 @@ from typing import Any
 from ...protos.v1 import cache_pb2, devices_pb2, transfer_pb2
 from ..device import KvBuffers, Mark, registration_of
 from ..effects import Call, Connect, Copy, Operation
-from ..errors import DeviceUnavailable, InvalidRequest, KVTierError
+from ..errors import DeadlineExceeded, DeviceUnavailable, InvalidRequest, KVTierError
 from ..link import Link
 from ..results import LookupResult, StoreStatus
 from .base import duration, message
@@ -140,7 +140,11 @@ class Devices(Lookups):
         yield from self._call(link, "CacheService/CompleteLoad", confirm)
 
     def _register(self, link: Link, wait: float = 0.0) -> Operation[_Registered]:
-        """Returns what the link's server has open, and has it opened if that has not happened yet."""
+        """Returns what the link's server has open, and has it opened if that has not happened yet.
+
+        Who waits for the first start of a mover (``wait``) is told that it takes longer still; for any other call the server does
+        not move bytes until it is up, and another way is taken.
+        """
         registered, refused = self._registered, self._refused
         if registered is not None and registered.link is link:
             return registered
@@ -151,6 +155,12 @@ class Devices(Lookups):
         except DeviceUnavailable as error:
             self._refused = (link, time.monotonic() + _COOL_DOWN_SECONDS, error)
             raise
+        except DeadlineExceeded as error:
+            if wait:
+                raise
+            unavailable = DeviceUnavailable(f"starting: the blocks are not open yet: {error}", "DEVICE_UNAVAILABLE")
+            self._refused = (link, time.monotonic() + _COOL_DOWN_SECONDS, unavailable)
+            raise unavailable from error
         self._registered = registered
         return registered
 

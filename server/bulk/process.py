@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,8 +32,6 @@ _MESSAGE_OVERHEAD_BYTES = 64 << 10
 def main(socket_fd: int, region_fd: int) -> None:
     """Serves until the server has ended. Does not return."""
     control = Control(connect(socket_fd))
-    # Meant for the server, which ends this process when it has drained.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
     os.umask(0o177)  # a socket is its owner's alone from the moment that it is there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ _PATIENCE_SECONDS = 1.0
 """How long a registration waits for a mover that is about to be started again."""
 _OVERDUE_SECONDS = 30.0
 """How much longer than it may a copy takes before its mover is taken to hang, and killed."""
+_HANDLES_SECONDS = 60.0
+"""The same for opening an engine's memory and for closing it: one that hangs holds up everybody's on that device."""
 _CLOSE_SECONDS = 5.0
 
 
@@ -60,11 +63,18 @@ class DeviceMover:
         self._watch: asyncio.Task[None] | None = None
         self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
         self._trouble = "DEVICE_LOST"
+        self._asked_to_run = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no process, not any more, and nobody waits for one."""
+        return self._child is None and not self._asked_to_run and (self._watch is None or self._watch.done())
 
     async def open(self, number: int, export: DeviceExport) -> bool:
         """Opens an engine's blocks; returns whether its events can be waited for. Raises Refused."""
         child = await self._running()
-        answer = await self._ask(child, ("opened", number), {"op": "open", "buffers": number}, export.to_bytes())
+        asking = self._ask(child, ("opened", number), {"op": "open", "buffers": number}, export.to_bytes())
+        answer = await self._answered(child, asking, _HANDLES_SECONDS, "opening an engine's memory")
         if "cause" in answer:
             child.send({"op": "close", "buffers": number})  # nobody waits for that
             raise Refused("DEVICE_UNAVAILABLE", f"{answer['cause']}: {answer['message']}")
@@ -84,11 +94,7 @@ class DeviceMover:
             "groups": groups,
         }
         asking = self._ask(child, ("done", number), header, payload)
-        done, _ = await asyncio.wait([asking], timeout=_overdue(plan))
-        if not done:
-            _log.error("a device's mover does not come back from a copy and is killed", device=self.device)
-            child.kill()
-        answer = await asking
+        answer = await self._answered(child, asking, _overdue(plan), "a copy")
         if "cause" in answer:
             raise Refused("DEVICE_LOST", f"{answer['cause']}: {answer['message']}")
 
@@ -99,11 +105,11 @@ class DeviceMover:
 
     async def close(self, number: int) -> None:
         """Closes an engine's blocks; returns when nothing is copied from or to them and they are closed."""
-        if self._child is not None:
-            try:
-                await self._ask(self._child, ("closed", number), {"op": "close", "buffers": number})
-            except Refused:  # the process has ended: so they are
-                return
+        child = self._child
+        if child is not None:
+            asking = self._ask(child, ("closed", number), {"op": "close", "buffers": number})
+            with contextlib.suppress(Refused):  # the process has ended: so they are
+                await self._answered(child, asking, _HANDLES_SECONDS, "closing an engine's memory")
 
     async def stop(self) -> None:
         """Ends the process, at once if nothing is under way."""
@@ -119,10 +125,14 @@ class DeviceMover:
         return self._child
 
     async def _running(self) -> Child:
-        async with self._starting:
-            if self._child is None:
-                await self._start()
-            return self._alive()
+        self._asked_to_run += 1
+        try:
+            async with self._starting:
+                if self._child is None:
+                    await self._start()
+                return self._alive()
+        finally:
+            self._asked_to_run -= 1
 
     async def _start(self) -> None:
         pause = self._backoff.remaining()
@@ -200,6 +210,16 @@ class DeviceMover:
         self._answers[key] = future
         child.send(header, payload)
         return future
+
+    async def _answered(
+        self, child: Child, asking: asyncio.Future[dict[str, Any]], seconds: float, work: str
+    ) -> dict[str, Any]:
+        """Returns the answer. A mover that has none after ``seconds`` is killed, and when it is gone this raises Refused."""
+        done, _ = await asyncio.wait([asking], timeout=seconds)
+        if not done:
+            _log.error("a device's mover does not come back and is killed", device=self.device, work=work)
+            child.kill()
+        return await asking
 
 
 def _overdue(plan: CopyPlan) -> float:

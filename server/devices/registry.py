@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cuda.exports import DeviceExport
+from ...cuda.origin import Origin, other_host
 from ...protos.v1 import session_pb2
 from ...tiers.answers import Session
 from ...tiers.grants import Store
@@ -77,6 +78,8 @@ class DeviceRegistry:
         """
         if self.why_not:
             raise Refused("DEVICE_UNAVAILABLE", self.why_not)
+        if (elsewhere := other_host(export.origin, Origin.here())) is not None:  # no process is started for that
+            raise Refused("DEVICE_UNAVAILABLE", f"{elsewhere.cause}: {elsewhere}")
         self._check_parts(session, export)
         registration: Registration = await self._to_its_end(self._register(session, export))
         return registration
@@ -147,10 +150,17 @@ class DeviceRegistry:
         mover = self._movers.get(device)
         if mover is None:
             if len(self._movers) >= _MAX_DEVICES:
-                raise Refused("DEVICE_UNAVAILABLE", f"too_many: {_MAX_DEVICES} devices have been asked for")
+                self._make_room()
             mover = DeviceMover(device, self._driver, self._runtime.region, lambda: self._forget(device))
             self._movers[device] = mover
         return mover
+
+    def _make_room(self) -> None:
+        """Forgets a device that has no process, the one asked for first: none that is not there keeps a place. Raises Refused."""
+        idle = next((device for device, mover in self._movers.items() if mover.idle), None)
+        if idle is None:
+            raise Refused("DEVICE_UNAVAILABLE", f"too_many: {_MAX_DEVICES} devices have a process")
+        del self._movers[idle]
 
     def _check_parts(self, session: Session, export: DeviceExport) -> None:
         """What a block has on the device must be what it has in its slot."""

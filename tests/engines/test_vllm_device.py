@@ -166,6 +166,14 @@ def test_saves_and_loads_wait_for_the_compute(worker: Worker) -> None:
     wait_for(lambda: worker.side._route is not None and len(worker.side._route._buffers._free) == 64)
 
 
+def test_loads_of_nothing_take_no_mark(worker: Worker) -> None:
+    """A step whose loads have nothing to read reports them as failed, and keeps none of the route's events (B4.4)."""
+    assert worker.side._route is not None
+    worker.side.start_loads(StepMetadata([LoadJob("l", [])], [], "ns"))
+    assert worker.reports.take_results(idle=True).failed_recving == {"l"}
+    assert len(worker.side._route._buffers._free) == 64
+
+
 def test_a_mover_that_is_killed_costs_nothing(service: Service, worker: Worker) -> None:
     """The engine copies itself where the server does not, and later the server does again."""
     before = worker.fill(5)

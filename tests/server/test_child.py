@@ -59,6 +59,23 @@ def test_messages_go_both_ways() -> None:
         asyncio.run(talk(file.fileno()))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_that_mean_the_server(number: signal.Signals) -> None:
+    """Whoever ends the server may well tell its children, too: they go on until it hangs up."""
+
+    async def talk() -> None:
+        child = await Child.start("echo")
+        messages = child.messages()
+        for _ in range(2):
+            child.send({})
+            assert (await anext(messages))[0]["echo"] == {}
+            os.kill(child.pid, number)
+        await child.close(10)
+        assert await child.ended() == 0
+
+    asyncio.run(talk())
+
+
 def test_the_end_of_a_child_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
     """Its last word is heard, its exit code known; what it wrote to its standard error is in our log."""
 

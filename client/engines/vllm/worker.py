@@ -186,7 +186,9 @@ class WorkerSide:
 
     def _mark(self, jobs: int) -> StepMark:
         assert self._copier is not None
-        return StepMark(self._copier.mark(), self._route.mark() if self._route is not None else None, jobs)
+        # The last job gives the server's event back: without any, nobody would.
+        by_server = self._route.mark() if self._route is not None and jobs else None
+        return StepMark(self._copier.mark(), by_server, jobs)
 
     def _usable(self, step: StepMetadata) -> bool:
         if self._client is None or self._threads is None or not self._gate.is_open:

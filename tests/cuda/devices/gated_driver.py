@@ -12,7 +12,7 @@ from kvtier.cuda.cuda_driver import CudaDriver
 from kvtier.cuda.errors import Cause, DeviceError
 from kvtier.cuda.host_driver import HostDriver
 
-__all__ = ["Gate", "make", "make_cuda"]
+__all__ = ["Gate", "make", "make_cuda", "make_late"]
 
 _VARIABLE = "DEVICE_TEST_GATE"
 
@@ -66,9 +66,16 @@ class _Pace:
 
 def make(device: str) -> HostDriver:
     """What `devices.driver` names."""
-    if device == "missing":
+    if device.startswith("missing"):
         raise DeviceError(Cause.NO_DEVICE, device)
     return HostDriver(device, pace=_Pace(Path(os.environ[_VARIABLE])))
+
+
+def make_late(device: str) -> HostDriver:
+    """A driver that comes up only when the gate is open."""
+    while Path(os.environ[_VARIABLE]).exists():
+        time.sleep(0.01)
+    return HostDriver(device)
 
 
 def make_cuda(device: str) -> CudaDriver:

@@ -1,0 +1,82 @@
+"""A driver that does not come back from a call: the mover is killed, and the device is there for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from devices.backends import HostBackend
+from devices.kv import JOINED
+
+from kvtier.cuda.exports import export_blocks
+from kvtier.cuda.region import HostRegion
+from kvtier.server.devices import process
+from kvtier.server.devices.process import DeviceMover
+from kvtier.server.errors import Refused
+
+_PROGRAM = """
+import pathlib
+import time
+from kvtier.cuda.host_driver import HostDriver
+
+class Stuck(HostDriver):
+    def {call}(self, argument):
+        while pathlib.Path({flag!r}).exists():
+            time.sleep(0.01)
+        return super().{call}(argument)
+"""
+
+
+@asynccontextmanager
+async def stuck_mover(region: HostRegion) -> AsyncIterator[DeviceMover]:
+    """A mover whose driver has a call that hangs as long as a file is there."""
+    mover = DeviceMover("host", "stuck:Stuck", region, lambda: None)
+    try:
+        yield mover
+    finally:
+        await mover.stop()
+
+
+@pytest.mark.parametrize("call", ["open_memory", "close_memory"])
+def test_a_call_that_hangs(region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Opening is refused when the mover is gone, closing is over then; whoever registers next is served by another process."""
+    flag = tmp_path / "flag"
+    (tmp_path / "stuck.py").write_text(_PROGRAM.format(call=call, flag=str(flag)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    backend = HostBackend()
+    addresses = [backend.allocate(tensor.nbytes) for tensor in JOINED.tensors(0)]
+    export = export_blocks(backend.driver, {0: (JOINED.layout(), addresses)})
+
+    async def script() -> None:
+        async with stuck_mover(region) as mover:
+            await mover.open(1, export)
+            flag.touch()
+            with monkeypatch.context() as impatient:
+                impatient.setattr(process, "_HANDLES_SECONDS", 0.3)
+                await hang(mover, opening=call == "open_memory")
+            flag.unlink()
+            await mover.open(3, export)
+            await mover.close(3)
+
+    asyncio.run(asyncio.wait_for(script(), 60))
+    backend.close()
+
+
+async def hang(mover: DeviceMover, *, opening: bool) -> None:
+    """Makes the call that hangs, and sees that the mover's process is another one or none afterwards."""
+    child = mover._child
+    assert child is not None
+    if opening:
+        other = HostBackend()
+        addresses = [other.allocate(tensor.nbytes) for tensor in JOINED.tensors(0)]
+        with pytest.raises(Refused, match="has ended"):
+            await mover.open(2, export_blocks(other.driver, {0: (JOINED.layout(), addresses)}))
+        other.close()
+    else:
+        await mover.close(1)
+    assert not child.running
+    assert mover._child is None
