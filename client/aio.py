@@ -444,6 +444,10 @@ async def _to_its_end(work: Coroutine[Any, Any, None], hurry: Callable[[], objec
         except asyncio.CancelledError as error:
             cancelled = error
             hurry()
+        except BaseException:
+            if cancelled is None:
+                raise
+            # It has ended because it was hurried: whoever was cancelled hears of that, and of nothing else.
     if cancelled is None:
         task.result()
         return
