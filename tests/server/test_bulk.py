@@ -22,7 +22,7 @@ from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, StoreStatus, streams
-from kvtier.client.bulk import Streams
+from kvtier.client.bulk import AnyStreams, BulkRoute, Streams
 from kvtier.protos.frames import decode_pull_frame, encode_push_frame
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 
@@ -181,6 +181,64 @@ def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monk
             assert all(is_payload(key, found) for key, found in zip(KEYS, buffers, strict=True))
 
     asyncio.run(run())
+
+
+def test_an_asynchronous_store_that_is_cancelled(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever cancels a store in mid-stream has it cancelled, not begun again, and its slots back at once."""
+    begun, sending = [], threading.Event()
+    original = streams.Source.frames
+
+    def frames(source: Any, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
+        begun.append(start)
+        for frame in original(source, start, step, complete=complete):
+            yield frame
+            sending.set()
+            time.sleep(0.05)
+
+    async def run() -> None:
+        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+            await client.wait_until_connected(10)
+            await asyncio.to_thread(wait_for_bulk, client)
+            store = asyncio.ensure_future(client.store(KEYS, [payload(key, PART) for key in KEYS]))
+            await asyncio.to_thread(sending.wait, TIMEOUT)
+            store.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await store
+            assert (await client.status()).stores == 0
+
+    monkeypatch.setattr(streams.Source, "frames", frames)
+    asyncio.run(run())
+    assert begun == [0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_channel_that_another_stream_has_given_up(
+    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool
+) -> None:
+    """A stream that begins on it goes the other way, and no error of gRPC's own comes out."""
+    original = BulkRoute.watching
+
+    @contextlib.contextmanager
+    def watching(route: BulkRoute, streams: AnyStreams) -> Iterator[None]:
+        route._lost(streams)
+        with original(route, streams):
+            yield
+
+    async def run() -> None:
+        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as other:
+            await other.wait_until_connected(10)
+            await asyncio.to_thread(wait_for_bulk, other)
+            monkeypatch.setattr(BulkRoute, "watching", watching)
+            assert await other.load(KEYS[:4], filled(4, PART)) == 4
+
+    store_all(client)
+    if asynchronous:
+        asyncio.run(run())
+        return
+    monkeypatch.setattr(BulkRoute, "watching", watching)
+    keys = [key_of(number, salt="given up") for number in range(4)]
+    store_all(client, keys)
+    assert_serves(client, keys)
 
 
 @pytest.mark.parametrize("what", BREAKS)
