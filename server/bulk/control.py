@@ -85,6 +85,10 @@ class Stream:
         if self._unsaid >= _REPORT_BYTES:
             self._report()
 
+    def covers(self, total: int) -> bool:
+        """Returns whether every byte of a sequence has been moved, one after the other: bytes that come twice do not count."""
+        return self._start == 0 and self._end == total
+
     def damaged(self) -> None:
         """Has a damaged frame counted."""
         self._control.send(Damaged(self.number))

@@ -118,7 +118,11 @@ class PlainServer:
         stream.begin(request.session, request.store_id)
         parts = PartSequence(stream.slots, stream.sizes)
         while True:
-            head = plain.unpack_frame_head(_received(connection, plain.FRAME_HEAD_BYTES))
+            try:
+                head = plain.unpack_frame_head(_received(connection, plain.FRAME_HEAD_BYTES))
+            except ValueError as error:
+                stream.damaged()
+                raise Refused("CHECKSUM_MISMATCH", str(error)) from error
             if not head.nbytes:
                 break
             try:
@@ -132,7 +136,7 @@ class PlainServer:
                 stream.damaged()
                 raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {head.offset} arrived damaged")
             stream.moved(head.offset, head.nbytes)
-        return bool(request.complete and stream.received == parts.total_bytes)
+        return bool(request.complete and stream.covers(parts.total_bytes))
 
     def _pull(self, connection: socket.socket, stream: Stream, message: bytes) -> bool:
         request = _parsed(transfer_pb2.PullRequest, message)

@@ -344,6 +344,15 @@ def test_a_store_does_not_end_under_a_stream(session: RawSession) -> None:
     assert found == b"\xee" * PART
 
 
+def test_bytes_that_come_twice_complete_nothing(session: RawSession) -> None:
+    """A store of which one half came twice is not whole, however many bytes have come."""
+    store_id = prepare(session, KEYS[:2])
+    frame = transfer_pb2.PushRequest(complete=True).SerializeToString()
+    frame += frame_of(session, store_id, b"\xee" * PART)
+    answer = session.push(iter([frame, frame]), timeout=TIMEOUT)
+    assert (answer.received_bytes, answer.completed) == (2 * PART, False)
+
+
 def test_one_that_hangs_is_killed(server: ServerProcess, session: RawSession) -> None:
     """A process that does not answer does not hold up the end of a store for more than a few seconds."""
     store_id = prepare(session)

@@ -88,6 +88,11 @@ def frame_of(data: bytes, offset: int = 0, checksum: int | None = None) -> bytes
     return plain.pack_frame_head(offset, len(data), checksum) + data
 
 
+def damaged_head(frame: bytes) -> bytes:
+    """Returns a frame that has another offset than it was made for."""
+    return bytes([frame[0] ^ 64]) + frame[1:]
+
+
 def refusal_of(connection: socket.socket, *, skip: int = 0) -> str:
     """Reads a refusal, `skip` bytes further on; returns its reason."""
     data = bytearray()
@@ -230,6 +235,7 @@ REFUSED: dict[str, tuple[Callable[[RawSession, int], bytes], str]] = {
     "beyond the end": (lambda s, i: push_of(s, i) + frame_of(b"x", 2 * PART), "WRONG_SIZE"),
     "far beyond the end": (lambda s, i: push_of(s, i) + frame_of(b"x", 2**64 - 1), "WRONG_SIZE"),
     "longer than the store": (lambda s, i: push_of(s, i) + plain.pack_frame_head(0, 2**63, 0), "WRONG_SIZE"),
+    "damaged head": (lambda s, i: push_of(s, i) + damaged_head(frame_of(b"x" * 100)), "CHECKSUM_MISMATCH"),
     "damaged": (lambda s, i: push_of(s, i) + frame_of(b"x" * 100, 0, 1), "CHECKSUM_MISMATCH"),
     "no message": (lambda *_: plain.pack_request(plain.Method.PUSH, b"\xff" * 9), "INVALID_ARGUMENT"),
     "no session": (lambda *_: plain.pack_request(plain.Method.PUSH, b""), "STALE_EPOCH"),
@@ -243,6 +249,21 @@ def test_pushes_that_are_refused(session: RawSession, connection: socket.socket,
     store_id = prepare(session, fresh(case, 2))
     connection.sendall(make(session, store_id))
     assert refusal_of(connection) == reason
+    abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
+    session.cache.CompleteStore(abort, timeout=TIMEOUT)
+
+
+def test_bytes_that_come_twice_complete_nothing(session: RawSession, connection: socket.socket) -> None:
+    """A store of which one half came twice is not whole, however many bytes have come."""
+    store_id = prepare(session, fresh("twice", 2))
+    request = transfer_pb2.PushRequest(session=session.ref, store_id=store_id, complete=True)
+    frame = frame_of(b"\xee" * PART)
+    connection.sendall(plain.pack_request(plain.Method.PUSH, request.SerializeToString()) + 2 * frame)
+    connection.sendall(plain.pack_frame_head(0, 0, 0))
+    granted, nbytes = plain.unpack_answer(connection.recv(plain.ANSWER_BYTES, socket.MSG_WAITALL))
+    assert granted
+    answer = transfer_pb2.PushResponse.FromString(connection.recv(nbytes, socket.MSG_WAITALL))
+    assert (answer.received_bytes, answer.completed) == (2 * PART, False)
     abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
     session.cache.CompleteStore(abort, timeout=TIMEOUT)
 
