@@ -21,7 +21,7 @@ from harness.payloads import assert_serves, filled, is_payload, key_of, namespac
 from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
 
-from kvtier.client import AsyncClient, Client, StoreStatus, streams
+from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, streams
 from kvtier.client.bulk import AnyStreams, BulkRoute, Streams
 from kvtier.protos.frames import decode_pull_frame, encode_push_frame
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
@@ -209,6 +209,31 @@ def test_an_asynchronous_store_that_is_cancelled(server: ServerProcess, monkeypa
     monkeypatch.setattr(streams.Source, "frames", frames)
     asyncio.run(run())
     assert begun == [0]
+
+
+def test_streams_that_hang_keep_nothing_else_waiting(server: ServerProcess, client: Client) -> None:
+    """However many hang: the loop's threads are free, those that wait for their turn can be cancelled, and a close ends all."""
+    store_all(client)
+
+    async def run() -> None:
+        other = AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc")
+        await other.wait_until_connected(10)
+        await asyncio.to_thread(wait_for_bulk, other)
+        pid = kill_bulk(server, signal.SIGSTOP)
+        try:
+            loads = [asyncio.ensure_future(other.load(KEYS[:1], filled(1, PART))) for _ in range(80)]
+            await asyncio.to_thread(wait_until, lambda: server.status().leases == len(loads))
+            await asyncio.wait_for(asyncio.to_thread(time.sleep, 0), 5)
+            loads[-1].cancel()
+            await asyncio.wait(loads[-1:], timeout=5)
+            assert loads[-1].cancelled()
+            await asyncio.wait_for(other.close(), 10)
+            outcomes = await asyncio.wait_for(asyncio.gather(*loads[:-1], return_exceptions=True), 10)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert {type(outcome) for outcome in outcomes} <= {NotConnected, SessionLost}
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
