@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,13 @@ from harness.payloads import assert_serves, filled, is_payload, key_of, namespac
 from harness.raw import RawSession
 from harness.server_process import MIB, ServerProcess
 
-from kvtier.client import Client, StoreStatus, streams
+from kvtier.client import Client, DeadlineExceeded, StoreStatus, streams
+from kvtier.client.effects import Pull
+from kvtier.client.link import Link
 from kvtier.client.plain import PlainStreams
+from kvtier.cuda.copy import address_of
 from kvtier.protos import plain
-from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -307,6 +311,41 @@ def test_a_reader_that_stands_still(server: ServerProcess, session: RawSession, 
     assert own_bytes(bulk_pid(server.pid)) < before + 32 * MIB
     release = cache_pb2.ReleaseLeaseRequest(session=session.ref, lease_ids=[lease.lease_id])
     session.cache.ReleaseLease(release, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "piece", [b"x" * 10, plain.pack_frame_head(0, 1, xxhash.xxh3_64_intdigest(b"x")) + b"x"], ids=["bytes", "frames"]
+)
+def test_a_server_that_trickles_does_not_move_the_deadline(piece: bytes) -> None:
+    """A stream ends when its time is up, however often a little of it arrives."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"" if len(piece) > 10 else plain.pack_frame_head(0, PART, 1))
+                while not ended.wait(0.1):
+                    connection.sendall(piece)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        streams_over = PlainStreams("127.0.0.1", listener.getsockname()[1])
+        memory = bytearray(PART)
+        sink = streams.Sink([address_of(memory)[0]], [PART])
+        link = Link(common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "")
+        pull = Pull(link, transfer_pb2.PullRequest(), sink.take, 1.0, sink)
+        started = time.monotonic()
+        timer = threading.Timer(TIMEOUT, ended.set)
+        timer.start()
+        try:
+            with pytest.raises(DeadlineExceeded):
+                streams_over.pull(pull)
+        finally:
+            ended.set()
+            timer.cancel()
+            thread.join()
+        assert time.monotonic() - started < TIMEOUT / 2
 
 
 def own_bytes(pid: int | None) -> int:
