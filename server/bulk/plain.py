@@ -69,7 +69,12 @@ class PlainServer:
             if not self._connections.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="kvtier-plain", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="kvtier-plain", daemon=True).start()
+            except RuntimeError as error:  # no thread to be had
+                _log.warning("cannot serve a connection: %s", error)
+                connection.close()
+                self._connections.release()
 
     def _serve(self, connection: socket.socket) -> None:
         try:

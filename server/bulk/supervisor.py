@@ -75,7 +75,7 @@ class BulkProcess:
             began = time.monotonic()
             try:
                 await self._live()
-            except (OSError, msgspec.MsgspecError) as error:
+            except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # RuntimeError: no thread to be had
                 _log.warning("bulk process failed", error=str(error))
             backoff.ended(time.monotonic() - began)
             _log.warning("bulk process has ended; streams go through the server", retry_seconds=backoff.remaining())

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreS
 from kvtier.client.bulk import AnyStreams, BulkRoute, Streams
 from kvtier.protos.frames import decode_pull_frame, encode_push_frame
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.server.bulk.supervisor import BulkProcess
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -388,6 +390,47 @@ def test_one_that_hangs_is_killed(server: ServerProcess, session: RawSession) ->
         assert bulk_pid(server.pid) != pid
     assert server.status().quarantined_bytes == 0
     prepare(session)
+
+
+def test_it_is_started_when_there_are_threads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has no thread for the child's end tries again later."""
+    lives: list[BulkProcess] = []
+
+    async def run() -> None:
+        lived = asyncio.Event()
+
+        async def live(process: BulkProcess) -> None:
+            lives.append(process)
+            if len(lives) == 1:
+                raise RuntimeError("can't start new thread")
+            lived.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(BulkProcess, "_live", live)
+        anything: Any = SimpleNamespace(arrivals=None, limits=None, endpoints=())
+        process = BulkProcess(anything, anything, anything)
+        process.where()
+        await asyncio.wait_for(lived.wait(), TIMEOUT)
+        await process.close()
+
+    asyncio.run(run())
+
+
+def test_a_slow_writer_keeps_its_store(tmp_path: Path) -> None:
+    """A store lives on as long as a little of it comes now and then."""
+    with (
+        ServerProcess(tmp_path, config="[leases]\ndefault = 2\n").start() as server,
+        RawSession(server.endpoint, NAMESPACE, engine_id="slow") as session,
+        bulk_streams(session, server.endpoint),
+    ):
+        store_id = prepare(session, KEYS[:1])
+
+        def frames() -> Iterator[bytes]:
+            for number in range(16):
+                yield frame_of(session, store_id, b"\xee" * (PART // 16), number * PART // 16)
+                time.sleep(0.25)
+
+        assert session.push(frames(), timeout=TIMEOUT).received_bytes == PART
 
 
 def test_a_slow_reader_is_not_waited_for_with_memory(server: ServerProcess, session: RawSession) -> None:

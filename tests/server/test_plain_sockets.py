@@ -26,6 +26,8 @@ from kvtier.client.plain import PlainStreams
 from kvtier.cuda.copy import address_of
 from kvtier.protos import plain
 from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
+from kvtier.server.bulk import plain as plain_module
+from kvtier.server.bulk.plain import PlainServer
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -272,6 +274,29 @@ def test_bytes_that_come_twice_complete_nothing(session: RawSession, connection:
     session.cache.CompleteStore(abort, timeout=TIMEOUT)
 
 
+def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread is to be had a connection is closed; the next one is served, as if that had not been."""
+    starts, served = [], threading.Event()
+    original = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvtier-plain"):
+            starts.append(thread)
+            if len(starts) < 3:
+                raise RuntimeError("can't start new thread")
+        original(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(plain_module, "_MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(PlainServer, "_serve", lambda _, connection: (connection.close(), served.set()))
+    nobody: Any = None
+    port = PlainServer(nobody, nobody, PART).listen(("127.0.0.1",), 0)
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port), TIMEOUT) as connection:
+            assert connection.recv(1) == b""
+    assert served.wait(TIMEOUT)
+
+
 def test_pulls_that_are_refused(session: RawSession, connection: socket.socket) -> None:
     """A lease that there is not is a refusal behind the end of no frames."""
     request = transfer_pb2.PullRequest(session=session.ref, lease_id=4711, items=[0])
@@ -313,10 +338,7 @@ def test_a_reader_that_stands_still(server: ServerProcess, session: RawSession, 
     session.cache.ReleaseLease(release, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize(
-    "piece", [b"x" * 10, plain.pack_frame_head(0, 1, xxhash.xxh3_64_intdigest(b"x")) + b"x"], ids=["bytes", "frames"]
-)
-def test_a_server_that_trickles_does_not_move_the_deadline(piece: bytes) -> None:
+def test_a_server_that_trickles_does_not_move_the_deadline() -> None:
     """A stream ends when its time is up, however often a little of it arrives."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -324,9 +346,8 @@ def test_a_server_that_trickles_does_not_move_the_deadline(piece: bytes) -> None
         def serve() -> None:
             connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError):
-                connection.sendall(b"" if len(piece) > 10 else plain.pack_frame_head(0, PART, 1))
                 while not ended.wait(0.1):
-                    connection.sendall(piece)
+                    connection.sendall(frame_of(b"x"))
 
         thread = threading.Thread(target=serve)
         thread.start()
