@@ -427,10 +427,12 @@ def test_a_slow_writer_keeps_its_store(tmp_path: Path) -> None:
 
         def frames() -> Iterator[bytes]:
             for number in range(16):
-                yield frame_of(session, store_id, b"\xee" * (PART // 16), number * PART // 16)
                 time.sleep(0.25)
+                yield frame_of(session, store_id, b"\xee" * (PART // 16), number * PART // 16)
 
         assert session.push(frames(), timeout=TIMEOUT).received_bytes == PART
+        complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id)
+        session.cache.CompleteStore(complete, timeout=TIMEOUT)
 
 
 def test_a_slow_reader_is_not_waited_for_with_memory(server: ServerProcess, session: RawSession) -> None:

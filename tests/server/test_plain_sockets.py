@@ -292,7 +292,7 @@ def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody: Any = None
     port = PlainServer(nobody, nobody, PART).listen(("127.0.0.1",), 0)
     for _ in range(3):
-        with socket.create_connection(("127.0.0.1", port), TIMEOUT) as connection:
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
             assert connection.recv(1) == b""
     assert served.wait(TIMEOUT)
 
