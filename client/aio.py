@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
@@ -43,6 +45,9 @@ from .wire import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, response_of, 
 __all__ = ["AsyncClient", "AsyncLease"]
 
 T = TypeVar("T")
+
+_MOST_STREAMS = 64
+"""Streams to the bulk process at a time; more wait for their turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +96,8 @@ class AsyncClient(AsyncDeviceCalls):
         self.timeouts = timeouts or Timeouts()
         tune_malloc()
         self._session_channel = grpc.insecure_channel(server.target, options=CHANNEL_OPTIONS)
+        # Threads of its own: those of the loop are also for the application, which streams that hang must not keep waiting.
+        self._movers = ThreadPoolExecutor(_MOST_STREAMS, "kvtier-stream")
         self._bulk = BulkRoute(self._session_channel, server, plain=transport != "grpc")
         identity = Identity(namespace, name, self.engine_id, rank, transport)
         self._keeper = Keeper(self._session_channel, identity, self.timeouts.call)
@@ -305,8 +312,11 @@ class AsyncClient(AsyncDeviceCalls):
         await self.close()
 
     async def _close(self) -> None:
-        await asyncio.to_thread(self._keeper.close)
-        await asyncio.to_thread(self._bulk.close)
+        with ThreadPoolExecutor(1, "kvtier-close") as closer:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(closer, self._keeper.close)  # its link falls, and ends all streams
+            await loop.run_in_executor(closer, self._bulk.close)
+            self._movers.shutdown(wait=False)
         if self._local is not None:
             self._local.close()
         self._session_channel.close()
@@ -396,14 +406,26 @@ class AsyncClient(AsyncDeviceCalls):
     async def _on_thread(self, bulk: AnyStreams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
         """Has a stream of the bulk process moved by a thread: what copies bytes holds up no loop."""
         calls: list[Any] = []
-        results = []
+        cancelled = threading.Event()
 
-        def run() -> None:
+        def begun(call: Any) -> None:
+            calls.append(call)
+            if cancelled.is_set():
+                call.cancel()
+
+        def run() -> Any:
             with self._bulk.watching(bulk):
-                results.append(move(calls.append))
+                return move(begun)
 
-        await _to_its_end(asyncio.to_thread(run), lambda: [call.cancel() for call in calls])
-        return results[0]
+        def hurry() -> None:
+            cancelled.set()
+            moved.cancel()  # if it has not begun
+            for call in calls:
+                call.cancel()
+
+        moved = self._movers.submit(run)
+        await _to_its_end(asyncio.wrap_future(moved), hurry)
+        return moved.result()
 
     def _local_calls(self) -> AsyncLocalCalls | None:
         """Returns what this session's calls go over, if that is not gRPC."""
@@ -431,7 +453,7 @@ async def _taken(pull: Any, take: Callable[[bytes], None]) -> None:
         take(message)
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None], hurry: Callable[[], object] = lambda: None) -> None:
+async def _to_its_end(work: Awaitable[object], hurry: Callable[[], object] = lambda: None) -> None:
     """Waits even if cancelled: memory that work copies from or to must stay where it is; half a close leaks the rest.
 
     `hurry` is called when that happens.
@@ -444,6 +466,10 @@ async def _to_its_end(work: Coroutine[Any, Any, None], hurry: Callable[[], objec
         except asyncio.CancelledError as error:
             cancelled = error
             hurry()
+        except BaseException:
+            if cancelled is None:
+                raise
+            # It has ended because it was hurried: whoever was cancelled hears of that, and of nothing else.
     if cancelled is None:
         task.result()
         return

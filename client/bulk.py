@@ -107,6 +107,11 @@ class BulkRoute:
         except NotConnected:
             self._lost(streams)
             raise
+        except ValueError as error:
+            if self._streams is streams:
+                raise
+            # gRPC's way to say that the channel was closed: by another thread, whose stream has broken.
+            raise NotConnected("the bulk process is gone") from error
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._lost(streams)

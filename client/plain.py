@@ -7,10 +7,10 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..cuda.plain import limit_waits, receive, send
+from ..cuda.plain import receive, send
 from ..protos import plain
 from ..protos.v1 import transfer_pb2
 from .effects import Pull, Push
@@ -39,30 +39,30 @@ class PlainStreams:
         source = effect.source
         with self._connection(effect, calls) as connection:
             request = source.request(complete=effect.complete)
-            send(connection, [plain.pack_request(plain.Method.PUSH, request.SerializeToString())])
+            connection.send([plain.pack_request(plain.Method.PUSH, request.SerializeToString())])
             try:
                 for offset, checksum, views in source.pieces(effect.start, effect.step):
                     nbytes = sum(view.nbytes for view in views)
-                    send(connection, [plain.pack_frame_head(offset, nbytes, checksum), *views])
-                send(connection, [_END])
+                    connection.send([plain.pack_frame_head(offset, nbytes, checksum), *views])
+                connection.send([_END])
             except ConnectionError:
-                _answer(connection)  # a refusal, perhaps
+                connection.answer()  # a refusal, perhaps
                 raise
-            return transfer_pb2.PushResponse.FromString(_answer(connection))
+            return transfer_pb2.PushResponse.FromString(connection.answer())
 
     def pull(self, effect: Pull, calls: Callable[[Any], object] = lambda _: None) -> None:
         """Fills parts of a load. Otherwise like `push`."""
         sink = effect.sink
         with self._connection(effect, calls) as connection:
-            send(connection, [plain.pack_request(plain.Method.PULL, effect.request.SerializeToString())])
+            connection.send([plain.pack_request(plain.Method.PULL, effect.request.SerializeToString())])
             while True:
-                head = plain.unpack_frame_head(_received(connection, plain.FRAME_HEAD_BYTES))
+                head = plain.unpack_frame_head(connection.received(plain.FRAME_HEAD_BYTES))
                 if not head.nbytes:
                     break
                 views = sink.views(head.offset, head.nbytes)
-                receive(connection, views)
+                connection.receive(views)
                 sink.took(head, views)
-            answer = transfer_pb2.PullResponse.FromString(_answer(connection))
+            answer = transfer_pb2.PullResponse.FromString(connection.answer())
             sink.completed = sink.completed or answer.completed
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class PlainStreams:
             connection.close()
 
     @contextlib.contextmanager
-    def _connection(self, effect: Push | Pull, calls: Callable[[Any], object]) -> Iterator[socket.socket]:
+    def _connection(self, effect: Push | Pull, calls: Callable[[Any], object]) -> Iterator[_Timed]:
         """Lends a connection, which ends with the link, or when it is cancelled, or after the time that is there."""
         deadline = time.monotonic() + effect.timeout
         call = None
@@ -83,9 +83,8 @@ class PlainStreams:
             call = _Call(connection)
             calls(call)
             try:
-                limit_waits(connection, effect.timeout)
                 with effect.link.cancelling(call.cancel):
-                    yield connection
+                    yield _Timed(connection, deadline)
             except BaseException:
                 connection.close()
                 raise
@@ -125,6 +124,34 @@ class PlainStreams:
         connection.close()
 
 
+class _Timed:
+    """A connection, as long as there is time. Raises OSError, `BlockingIOError` when it is up."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._connection = connection
+        self._deadline = deadline
+
+    def send(self, pieces: Sequence[bytes | memoryview]) -> None:
+        send(self._connection, pieces, self._deadline)
+
+    def receive(self, views: Sequence[memoryview]) -> None:
+        receive(self._connection, views, self._deadline)
+
+    def received(self, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        if nbytes:
+            self.receive([memoryview(data)])
+        return data
+
+    def answer(self) -> bytes:
+        """Returns the message of an answer. Raises KVTierError for a refusal."""
+        granted, nbytes = plain.unpack_answer(self.received(plain.ANSWER_BYTES))
+        message = bytes(self.received(nbytes))
+        if not granted:
+            raise error_for(*plain.unpack_refusal(message))
+        return message
+
+
 class _Call:
     """What cancels a stream."""
 
@@ -137,18 +164,3 @@ class _Call:
         self.cancelled = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-
-
-def _answer(connection: socket.socket) -> bytes:
-    granted, nbytes = plain.unpack_answer(_received(connection, plain.ANSWER_BYTES))
-    message = bytes(_received(connection, nbytes))
-    if not granted:
-        raise error_for(*plain.unpack_refusal(message))
-    return message
-
-
-def _received(connection: socket.socket, nbytes: int) -> bytearray:
-    data = bytearray(nbytes)
-    if nbytes:
-        receive(connection, [memoryview(data)])
-    return data

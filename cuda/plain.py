@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import socket
 import struct
+import time
 from collections.abc import Sequence
 
 import xxhash
@@ -35,15 +36,15 @@ def limit_waits(connection: socket.socket, seconds: float) -> None:
 
     Python's own time-outs make a socket non-blocking: then each call moves what fits its buffer, and no more.
     """
-    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(socket.SOL_SOCKET, option, limit)
+        _limit(connection, option, seconds)
 
 
-def send(connection: socket.socket, pieces: Sequence[bytes | memoryview]) -> None:
-    """Sends all of these bytes. Raises OSError."""
+def send(connection: socket.socket, pieces: Sequence[bytes | memoryview], deadline: float | None = None) -> None:
+    """Sends all of these bytes, until `deadline` on the monotonic clock. Raises OSError, `BlockingIOError` when that has passed."""
     left = [memoryview(piece) for piece in pieces]
     while left:
+        _limit_until(connection, socket.SO_SNDTIMEO, deadline)
         sent = connection.sendmsg(left[:_MOST_PIECES])
         while left and sent >= left[0].nbytes:
             sent -= left.pop(0).nbytes
@@ -51,10 +52,11 @@ def send(connection: socket.socket, pieces: Sequence[bytes | memoryview]) -> Non
             left[0] = left[0][sent:]
 
 
-def receive(connection: socket.socket, views: Sequence[memoryview]) -> None:
-    """Fills all of these views. Raises OSError, and ConnectionError where the other side has hung up."""
+def receive(connection: socket.socket, views: Sequence[memoryview], deadline: float | None = None) -> None:
+    """Fills all of these views. Otherwise like `send`; raises ConnectionError where the other side has hung up."""
     left = list(views)
     while left:
+        _limit_until(connection, socket.SO_RCVTIMEO, deadline)
         received = connection.recvmsg_into(left[:_MOST_PIECES], 0, socket.MSG_WAITALL)[0]
         if not received:
             raise ConnectionResetError("the other side has hung up")
@@ -64,5 +66,20 @@ def receive(connection: socket.socket, views: Sequence[memoryview]) -> None:
             left[0] = left[0][received:]
 
 
+def _limit(connection: socket.socket, option: int, seconds: float) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
+
+
+def _limit_until(connection: socket.socket, option: int, deadline: float | None) -> None:
+    """Bounds the next call by what is left: the kernel bounds each call of ours, and a peer that trickles has many."""
+    if deadline is None:
+        return
+    left = deadline - time.monotonic()
+    if left < _SHORTEST_SECONDS:  # of zero microseconds the kernel makes for ever
+        raise BlockingIOError("the time is up")
+    _limit(connection, option, left)
+
+
+_SHORTEST_SECONDS = 1e-5
 _MOST_PIECES = 512
 """The kernel takes 1024 at once (IOV_MAX)."""

@@ -1,9 +1,10 @@
 """What travels over a plain TCP socket to the bulk process, where gRPC would copy each byte five times on its way.
 
 A request is its head and a `PushRequest` or `PullRequest` without a payload. Frames follow, from the client for a Push and
-from the server for a Pull: a head and the bytes, each a piece of the sequence that `TransferService` tells of. A frame of no
-bytes ends them. Then the server answers: a head, and a `PushResponse` or `PullResponse`; the next request may come. Or it
-refuses, with reason and text, perhaps in mid-stream, and hangs up. Numbers have their lowest byte first.
+from the server for a Pull: a head, with a checksum of its own, and the bytes, each a piece of the sequence that
+`TransferService` tells of. A frame of no bytes ends them. Then the server answers: a head, and a `PushResponse` or
+`PullResponse`; the next request may come. Or it refuses, with reason and text, perhaps in mid-stream, and hangs up. Numbers
+have their lowest byte first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import enum
 import struct
 from typing import Final, NamedTuple
+
+import xxhash
 
 __all__ = [
     "ANSWER_BYTES",
@@ -32,10 +35,11 @@ __all__ = [
 _MAGIC: Final = b"KVP1"
 _REQUEST: Final = struct.Struct("<4sBI")
 _FRAME: Final = struct.Struct("<QQQ")
+_CHECK: Final = struct.Struct("<I")
 _ANSWER: Final = struct.Struct("<?I")
 
 REQUEST_BYTES: Final = _REQUEST.size
-FRAME_HEAD_BYTES: Final = _FRAME.size
+FRAME_HEAD_BYTES: Final = _FRAME.size + _CHECK.size
 ANSWER_BYTES: Final = _ANSWER.size
 MAX_MESSAGE_BYTES: Final = 1 << 20
 """Largest message behind a head."""
@@ -70,13 +74,17 @@ def unpack_request(head: bytes | bytearray) -> tuple[Method, int]:
 
 
 def pack_frame_head(offset: int, nbytes: int, xxh3_64: int) -> bytes:
-    """Returns the head of a frame; all zeros end the frames."""
-    return _FRAME.pack(offset, nbytes, xxh3_64)
+    """Returns the head of a frame; no bytes end the frames. Its checksum keeps bytes from going where a damaged head says."""
+    head = _FRAME.pack(offset, nbytes, xxh3_64)
+    return head + _CHECK.pack(xxhash.xxh32_intdigest(head))
 
 
 def unpack_frame_head(head: bytes | bytearray) -> FrameHead:
-    """Returns the head of a frame."""
-    return FrameHead(*_FRAME.unpack(head))
+    """Returns the head of a frame. Raises ValueError for one that arrived damaged."""
+    fields, (check,) = head[: _FRAME.size], _CHECK.unpack(head[_FRAME.size :])
+    if xxhash.xxh32_intdigest(bytes(fields)) != check:
+        raise ValueError("the head of a frame arrived damaged")
+    return FrameHead(*_FRAME.unpack(fields))
 
 
 def pack_answer(message: bytes) -> bytes:

@@ -81,7 +81,7 @@ class Stores(Base):
             try:
                 if (yield from self._push(writing, sources)):
                     return
-            except KVTierError:
+            except BaseException:  # a cancellation, too: nobody else would end the store before its lease
                 request.abort = True
                 yield from self._quietly(self._call_for_sure(link, "CacheService/CompleteStore", request))
                 raise

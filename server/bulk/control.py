@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -36,6 +37,8 @@ __all__ = ["Control", "Stream"]
 _ANSWER_SECONDS = 10.0
 _REPORT_BYTES = 8 << 20
 """How often the server hears of progress. Each time costs it a wake-up; what it has not heard of is sent again after a break."""
+_REPORT_SECONDS = 1.0
+"""How often it hears of it where little comes: each time renews the lease of what is moved."""
 
 
 class Stream:
@@ -58,6 +61,7 @@ class Stream:
         self._refusal: Refusal | None = None
         self._start = self._end = -1
         self._unsaid = 0
+        self._said_at = time.monotonic()
 
     def check(self) -> None:
         """Raises `Refused` if the server has ended the stream. Called with `touching` held."""
@@ -82,8 +86,12 @@ class Stream:
             self._end += nbytes
         self.received += nbytes
         self._unsaid += nbytes
-        if self._unsaid >= _REPORT_BYTES:
+        if self._unsaid >= _REPORT_BYTES or time.monotonic() - self._said_at >= _REPORT_SECONDS:
             self._report()
+
+    def covers(self, total: int) -> bool:
+        """Returns whether every byte of a sequence has been moved, one after the other: bytes that come twice do not count."""
+        return self._start == 0 and self._end == total
 
     def damaged(self) -> None:
         """Has a damaged frame counted."""
@@ -116,6 +124,7 @@ class Stream:
         if self._unsaid:
             self._control.send(Moved(self.number, self._unsaid, max(self._start, 0), max(self._end, 0)))
             self._unsaid = 0
+            self._said_at = time.monotonic()
 
     def _wait(self) -> Granted | Settled | None:
         with self._news:

@@ -69,7 +69,12 @@ class PlainServer:
             if not self._connections.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="kvtier-plain", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="kvtier-plain", daemon=True).start()
+            except RuntimeError as error:  # no thread to be had
+                _log.warning("cannot serve a connection: %s", error)
+                connection.close()
+                self._connections.release()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -118,7 +123,11 @@ class PlainServer:
         stream.begin(request.session, request.store_id)
         parts = PartSequence(stream.slots, stream.sizes)
         while True:
-            head = plain.unpack_frame_head(_received(connection, plain.FRAME_HEAD_BYTES))
+            try:
+                head = plain.unpack_frame_head(_received(connection, plain.FRAME_HEAD_BYTES))
+            except ValueError as error:
+                stream.damaged()
+                raise Refused("CHECKSUM_MISMATCH", str(error)) from error
             if not head.nbytes:
                 break
             try:
@@ -132,7 +141,7 @@ class PlainServer:
                 stream.damaged()
                 raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {head.offset} arrived damaged")
             stream.moved(head.offset, head.nbytes)
-        return bool(request.complete and stream.received == parts.total_bytes)
+        return bool(request.complete and stream.covers(parts.total_bytes))
 
     def _pull(self, connection: socket.socket, stream: Stream, message: bytes) -> bool:
         request = _parsed(transfer_pb2.PullRequest, message)

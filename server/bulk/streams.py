@@ -55,19 +55,21 @@ class BulkStreams:
             fields, payload = _decoded(first)
             stream.begin(fields.session, fields.store_id)
             parts = PartSequence(stream.slots, stream.sizes)
-            received = self._write(stream, parts, fields, payload)
+            self._write(stream, parts, fields, payload)
             # A frame is let go before the next one is waited for.
             del first, payload
             for message in frames:
-                received += self._write(stream, parts, *_decoded(message))
+                self._write(stream, parts, *_decoded(message))
                 del message
-            complete = fields.complete and received == parts.total_bytes
+            complete = fields.complete and stream.covers(parts.total_bytes)
             outcome.end(complete=complete)
             completed = complete and outcome.completed()
-            response = transfer_pb2.PushResponse(received_bytes=received, completed=completed)
+            response = transfer_pb2.PushResponse(received_bytes=stream.received, completed=completed)
         return response.SerializeToString()
 
-    def _write(self, stream: Stream, parts: PartSequence, fields: transfer_pb2.PushRequest, payload: memoryview) -> int:
+    def _write(
+        self, stream: Stream, parts: PartSequence, fields: transfer_pb2.PushRequest, payload: memoryview
+    ) -> None:
         if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
             stream.damaged()
             raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {fields.offset_bytes} arrived damaged")
@@ -80,7 +82,6 @@ class BulkStreams:
             stream.check()
             scatter(payload, addresses, [size for _, size in pieces])
         stream.moved(fields.offset_bytes, payload.nbytes)
-        return payload.nbytes
 
     def _pull(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         outcome = _Outcome(self._control, context)

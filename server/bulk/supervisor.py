@@ -23,7 +23,8 @@ SOCKET_SUFFIX = ".bulk"
 
 _log = get_logger(__name__)
 
-_QUIET_SECONDS = 2.0
+_QUIET_SECONDS = 1.0
+"""Half of what a client gives a call: one that ends a store must not lose its session to a child that hangs."""
 
 
 class BulkProcess:
@@ -52,7 +53,7 @@ class BulkProcess:
         return (self._port, self._plain_port, suffix) if self._listening else (0, 0, "")
 
     async def quiet(self, store_id: int) -> None:
-        """Ends the streams that write to a store; a child that does not let them end within two seconds is killed."""
+        """Ends the streams that write to a store; a child that does not let them end within a second is killed."""
         while events := self._desk.writing_to(store_id):
             try:
                 await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), _QUIET_SECONDS)
@@ -74,7 +75,7 @@ class BulkProcess:
             began = time.monotonic()
             try:
                 await self._live()
-            except (OSError, msgspec.MsgspecError) as error:
+            except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # RuntimeError: no thread to be had
                 _log.warning("bulk process failed", error=str(error))
             backoff.ended(time.monotonic() - began)
             _log.warning("bulk process has ended; streams go through the server", retry_seconds=backoff.remaining())

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -21,10 +22,11 @@ from harness.payloads import assert_serves, filled, is_payload, key_of, namespac
 from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
 
-from kvtier.client import AsyncClient, Client, StoreStatus, streams
-from kvtier.client.bulk import Streams
+from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, Timeouts, streams
+from kvtier.client.bulk import AnyStreams, BulkRoute, Streams
 from kvtier.protos.frames import decode_pull_frame, encode_push_frame
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.server.bulk.supervisor import BulkProcess
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -183,6 +185,89 @@ def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monk
     asyncio.run(run())
 
 
+def test_an_asynchronous_store_that_is_cancelled(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever cancels a store in mid-stream has it cancelled, not begun again, and its slots back at once."""
+    begun, sending = [], threading.Event()
+    original = streams.Source.frames
+
+    def frames(source: Any, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
+        begun.append(start)
+        for frame in original(source, start, step, complete=complete):
+            yield frame
+            sending.set()
+            time.sleep(0.05)
+
+    async def run() -> None:
+        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+            await client.wait_until_connected(10)
+            await asyncio.to_thread(wait_for_bulk, client)
+            store = asyncio.ensure_future(client.store(KEYS, [payload(key, PART) for key in KEYS]))
+            await asyncio.to_thread(sending.wait, TIMEOUT)
+            store.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await store
+            assert (await client.status()).stores == 0
+
+    monkeypatch.setattr(streams.Source, "frames", frames)
+    asyncio.run(run())
+    assert begun == [0]
+
+
+def test_streams_that_hang_keep_nothing_else_waiting(server: ServerProcess, client: Client) -> None:
+    """However many hang: the loop's threads are free, those that wait for their turn can be cancelled, and a close ends all."""
+    store_all(client)
+
+    async def run() -> None:
+        other = AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc")
+        await other.wait_until_connected(10)
+        await asyncio.to_thread(wait_for_bulk, other)
+        pid = kill_bulk(server, signal.SIGSTOP)
+        try:
+            loads = [asyncio.ensure_future(other.load(KEYS[:1], filled(1, PART))) for _ in range(80)]
+            await asyncio.to_thread(wait_until, lambda: server.status().leases == len(loads))
+            await asyncio.wait_for(asyncio.to_thread(time.sleep, 0), 5)
+            loads[-1].cancel()
+            await asyncio.wait(loads[-1:], timeout=5)
+            assert loads[-1].cancelled()
+            await asyncio.wait_for(other.close(), 10)
+            outcomes = await asyncio.wait_for(asyncio.gather(*loads[:-1], return_exceptions=True), 10)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert {type(outcome) for outcome in outcomes} <= {NotConnected, SessionLost}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_channel_that_another_stream_has_given_up(
+    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool
+) -> None:
+    """A stream that begins on it goes the other way, and no error of gRPC's own comes out."""
+    original = BulkRoute.watching
+
+    @contextlib.contextmanager
+    def watching(route: BulkRoute, streams: AnyStreams) -> Iterator[None]:
+        route._lost(streams)
+        with original(route, streams):
+            yield
+
+    async def run() -> None:
+        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as other:
+            await other.wait_until_connected(10)
+            await asyncio.to_thread(wait_for_bulk, other)
+            monkeypatch.setattr(BulkRoute, "watching", watching)
+            assert await other.load(KEYS[:4], filled(4, PART)) == 4
+
+    store_all(client)
+    if asynchronous:
+        asyncio.run(run())
+        return
+    monkeypatch.setattr(BulkRoute, "watching", watching)
+    keys = [key_of(number, salt="given up") for number in range(4)]
+    store_all(client, keys)
+    assert_serves(client, keys)
+
+
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_store_goes_on_where_it_broke(
     server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, what: str
@@ -286,16 +371,68 @@ def test_a_store_does_not_end_under_a_stream(session: RawSession) -> None:
     assert found == b"\xee" * PART
 
 
+def test_bytes_that_come_twice_complete_nothing(session: RawSession) -> None:
+    """A store of which one half came twice is not whole, however many bytes have come."""
+    store_id = prepare(session, KEYS[:2])
+    frame = transfer_pb2.PushRequest(complete=True).SerializeToString()
+    frame += frame_of(session, store_id, b"\xee" * PART)
+    answer = session.push(iter([frame, frame]), timeout=TIMEOUT)
+    assert (answer.received_bytes, answer.completed) == (2 * PART, False)
+
+
 def test_one_that_hangs_is_killed(server: ServerProcess, session: RawSession) -> None:
-    """A process that does not answer does not hold up the end of a store for more than a few seconds."""
+    """A process that does not answer does not hold up the end of a store for as long as a client waits for a call."""
     store_id = prepare(session)
     with pushing(session, store_id):
         pid = kill_bulk(server, signal.SIGSTOP)
         abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
-        session.cache.CompleteStore(abort, timeout=TIMEOUT)
+        session.cache.CompleteStore(abort, timeout=Timeouts().call)
         assert bulk_pid(server.pid) != pid
     assert server.status().quarantined_bytes == 0
     prepare(session)
+
+
+def test_it_is_started_when_there_are_threads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has no thread for the child's end tries again later."""
+    lives: list[BulkProcess] = []
+
+    async def run() -> None:
+        lived = asyncio.Event()
+
+        async def live(process: BulkProcess) -> None:
+            lives.append(process)
+            if len(lives) == 1:
+                raise RuntimeError("can't start new thread")
+            lived.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(BulkProcess, "_live", live)
+        anything: Any = SimpleNamespace(arrivals=None, limits=None, endpoints=())
+        process = BulkProcess(anything, anything, anything)
+        process.where()
+        await asyncio.wait_for(lived.wait(), TIMEOUT)
+        await process.close()
+
+    asyncio.run(run())
+
+
+def test_a_slow_writer_keeps_its_store(tmp_path: Path) -> None:
+    """A store lives on as long as a little of it comes now and then."""
+    with (
+        ServerProcess(tmp_path, config="[leases]\ndefault = 2\n").start() as server,
+        RawSession(server.endpoint, NAMESPACE, engine_id="slow") as session,
+        bulk_streams(session, server.endpoint),
+    ):
+        store_id = prepare(session, KEYS[:1])
+
+        def frames() -> Iterator[bytes]:
+            for number in range(16):
+                time.sleep(0.25)
+                yield frame_of(session, store_id, b"\xee" * (PART // 16), number * PART // 16)
+
+        assert session.push(frames(), timeout=TIMEOUT).received_bytes == PART
+        complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id)
+        session.cache.CompleteStore(complete, timeout=TIMEOUT)
 
 
 def test_a_slow_reader_is_not_waited_for_with_memory(server: ServerProcess, session: RawSession) -> None:

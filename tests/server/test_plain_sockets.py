@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,15 @@ from harness.payloads import assert_serves, filled, is_payload, key_of, namespac
 from harness.raw import RawSession
 from harness.server_process import MIB, ServerProcess
 
-from kvtier.client import Client, StoreStatus, streams
+from kvtier.client import Client, DeadlineExceeded, StoreStatus, streams
+from kvtier.client.effects import Pull
+from kvtier.client.link import Link
 from kvtier.client.plain import PlainStreams
+from kvtier.cuda.copy import address_of
 from kvtier.protos import plain
-from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
+from kvtier.server.bulk import plain as plain_module
+from kvtier.server.bulk.plain import PlainServer
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -86,6 +92,11 @@ def frame_of(data: bytes, offset: int = 0, checksum: int | None = None) -> bytes
     """Returns a frame."""
     checksum = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
     return plain.pack_frame_head(offset, len(data), checksum) + data
+
+
+def damaged_head(frame: bytes) -> bytes:
+    """Returns a frame that has another offset than it was made for."""
+    return bytes([frame[0] ^ 64]) + frame[1:]
 
 
 def refusal_of(connection: socket.socket, *, skip: int = 0) -> str:
@@ -230,6 +241,7 @@ REFUSED: dict[str, tuple[Callable[[RawSession, int], bytes], str]] = {
     "beyond the end": (lambda s, i: push_of(s, i) + frame_of(b"x", 2 * PART), "WRONG_SIZE"),
     "far beyond the end": (lambda s, i: push_of(s, i) + frame_of(b"x", 2**64 - 1), "WRONG_SIZE"),
     "longer than the store": (lambda s, i: push_of(s, i) + plain.pack_frame_head(0, 2**63, 0), "WRONG_SIZE"),
+    "damaged head": (lambda s, i: push_of(s, i) + damaged_head(frame_of(b"x" * 100)), "CHECKSUM_MISMATCH"),
     "damaged": (lambda s, i: push_of(s, i) + frame_of(b"x" * 100, 0, 1), "CHECKSUM_MISMATCH"),
     "no message": (lambda *_: plain.pack_request(plain.Method.PUSH, b"\xff" * 9), "INVALID_ARGUMENT"),
     "no session": (lambda *_: plain.pack_request(plain.Method.PUSH, b""), "STALE_EPOCH"),
@@ -245,6 +257,44 @@ def test_pushes_that_are_refused(session: RawSession, connection: socket.socket,
     assert refusal_of(connection) == reason
     abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
     session.cache.CompleteStore(abort, timeout=TIMEOUT)
+
+
+def test_bytes_that_come_twice_complete_nothing(session: RawSession, connection: socket.socket) -> None:
+    """A store of which one half came twice is not whole, however many bytes have come."""
+    store_id = prepare(session, fresh("twice", 2))
+    request = transfer_pb2.PushRequest(session=session.ref, store_id=store_id, complete=True)
+    frame = frame_of(b"\xee" * PART)
+    connection.sendall(plain.pack_request(plain.Method.PUSH, request.SerializeToString()) + 2 * frame)
+    connection.sendall(plain.pack_frame_head(0, 0, 0))
+    granted, nbytes = plain.unpack_answer(connection.recv(plain.ANSWER_BYTES, socket.MSG_WAITALL))
+    assert granted
+    answer = transfer_pb2.PushResponse.FromString(connection.recv(nbytes, socket.MSG_WAITALL))
+    assert (answer.received_bytes, answer.completed) == (2 * PART, False)
+    abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
+    session.cache.CompleteStore(abort, timeout=TIMEOUT)
+
+
+def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread is to be had a connection is closed; the next one is served, as if that had not been."""
+    starts, served = [], threading.Event()
+    original = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvtier-plain"):
+            starts.append(thread)
+            if len(starts) < 3:
+                raise RuntimeError("can't start new thread")
+        original(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(plain_module, "_MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(PlainServer, "_serve", lambda _, connection: (connection.close(), served.set()))
+    nobody: Any = None
+    port = PlainServer(nobody, nobody, PART).listen(("127.0.0.1",), 0)
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            assert connection.recv(1) == b""
+    assert served.wait(TIMEOUT)
 
 
 def test_pulls_that_are_refused(session: RawSession, connection: socket.socket) -> None:
@@ -286,6 +336,37 @@ def test_a_reader_that_stands_still(server: ServerProcess, session: RawSession, 
     assert own_bytes(bulk_pid(server.pid)) < before + 32 * MIB
     release = cache_pb2.ReleaseLeaseRequest(session=session.ref, lease_ids=[lease.lease_id])
     session.cache.ReleaseLease(release, timeout=TIMEOUT)
+
+
+def test_a_server_that_trickles_does_not_move_the_deadline() -> None:
+    """A stream ends when its time is up, however often a little of it arrives."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                while not ended.wait(0.1):
+                    connection.sendall(frame_of(b"x"))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        streams_over = PlainStreams("127.0.0.1", listener.getsockname()[1])
+        memory = bytearray(PART)
+        sink = streams.Sink([address_of(memory)[0]], [PART])
+        link = Link(common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "")
+        pull = Pull(link, transfer_pb2.PullRequest(), sink.take, 1.0, sink)
+        started = time.monotonic()
+        timer = threading.Timer(TIMEOUT, ended.set)
+        timer.start()
+        try:
+            with pytest.raises(DeadlineExceeded):
+                streams_over.pull(pull)
+        finally:
+            ended.set()
+            timer.cancel()
+            thread.join()
+        assert time.monotonic() - started < TIMEOUT / 2
 
 
 def own_bytes(pid: int | None) -> int:
