@@ -165,6 +165,11 @@ class Block:
         return self.shelf.retired
 
     @property
+    def busy(self) -> bool:
+        """Never: whether blocks are pinned is not counted."""
+        return False
+
+    @property
     def private(self) -> bool:
         """Whether only a hold names it: it goes to no tier below."""
         return self.key.startswith(PRIVATE_KEY_PREFIX)

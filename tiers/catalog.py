@@ -44,7 +44,7 @@ class EntryState(enum.Enum):
 class CatalogEntry:
     """One block that a secondary tier holds, or is about to hold."""
 
-    __slots__ = ("key", "line", "loads", "namespace", "nbytes", "place", "retained", "state")
+    __slots__ = ("busy", "key", "line", "loads", "namespace", "nbytes", "place", "retained", "state")
 
     def __init__(
         self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, line: Line[CatalogEntry]
@@ -60,6 +60,8 @@ class CatalogEntry:
         """Whether it may not be evicted for a while."""
         self.loads = 0
         """Loads that run; an entry that is being loaded is not evicted."""
+        self.busy = state is not EntryState.HELD
+        """Whether its store or a load of it runs, as its share counts it (`Catalog.recount`)."""
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
@@ -157,6 +159,14 @@ class Catalog:
         self._add(namespace, key, nbytes, EntryState.STORING, line)
         return victims
 
+    def recount(self, entry: CatalogEntry) -> None:
+        """Takes note that an entry's state or loads have changed; one that is not in the catalog (any more) is fine."""
+        busy = entry.state is not EntryState.HELD or entry.loads > 0
+        if busy != entry.busy and self.get(entry.namespace, entry.key) is entry:
+            entry.busy = busy
+            if not entry.retained:
+                entry.line.share.busy += entry.nbytes if busy else -entry.nbytes
+
     def make_room(self, namespace: NamespaceId, nbytes: int) -> list[CatalogEntry]:
         """Evicts so many bytes for a namespace, as far as that can be had now; returns what must be removed."""
         return self._evict(self._choose(self.lines.shares.of(namespace), nbytes))
@@ -167,6 +177,7 @@ class Catalog:
         self.lines.remove(entry)
         self.used_bytes -= entry.nbytes
         entry.line.share.used -= entry.nbytes
+        entry.line.share.busy -= entry.nbytes if entry.busy else 0  # it is not retained any more
         self._count -= 1
 
     def tick(self, now: float, used_elsewhere: UsedElsewhere) -> list[CatalogEntry]:
@@ -191,6 +202,7 @@ class Catalog:
         entry = self._entries[namespace][key] = CatalogEntry(namespace, key, nbytes, state, line)
         self.used_bytes += nbytes
         line.share.used += nbytes
+        line.share.busy += nbytes if entry.busy else 0
         self._count += 1
         return entry
 
@@ -203,7 +215,9 @@ class Catalog:
         if not over and (victims := self._in_turn(share, needed)):
             return victims
         needed = max(needed, over)
-        victims = self._choose(share, needed, alone=over > 0)
+        # A tier may be full of what is on its way to it: not every block that it refuses is worth a walk over all of that.
+        enough = self._most(share, alone=over > 0) >= needed
+        victims = self._choose(share, needed, alone=over > 0) if enough else []
         if sum(map(_nbytes, victims)) < needed:
             for line in self.lines.all():
                 line.ahead.clear()  # they were not taken after all
@@ -231,6 +245,13 @@ class Catalog:
         turn.left -= freed
         return victims
 
+    def _most(self, share: Share, *, alone: bool) -> int:
+        """Returns how many bytes can be had for a share at most."""
+        if alone:
+            return share.evictable
+        others = (min(each.excess, each.evictable) for each in self.lines.shares if each is not share)
+        return share.evictable + sum(nbytes for nbytes in others if nbytes > 0)
+
     def _choose(self, share: Share, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
         """Returns who makes room for so many bytes of a share; `alone` says that it is at its limit and pays itself."""
         lines = [
@@ -242,6 +263,9 @@ class Catalog:
 
     def _candidates(self, line: Line[CatalogEntry]) -> Iterator[CatalogEntry]:
         """Yields what may go; the one that was yielded last is still the next, should it not be taken."""
+        if not line.share.evictable:  # else whoever looks walks over all that is on its way, to find nothing
+            line.ahead.clear()
+            return
         passed: set[CatalogEntry] = set()
         while True:
             while line.ahead:

@@ -244,6 +244,7 @@ class TierFlow:
                 job = self._begin(lane, JobKind.LOAD, batch)
                 for entry in job.entries:
                     entry.loads += 1
+                    lane.catalog.recount(entry)
                 lane.use(batch, user)
 
     def retain(self, blocks: Sequence[Block]) -> None:
@@ -368,6 +369,7 @@ class TierFlow:
         lane.queued_bytes -= entry.nbytes
         if outcome is Outcome.DONE:
             entry.state = EntryState.HELD
+            lane.catalog.recount(entry)
         else:
             block.left_out = MissReason.STORE_FAILED
             lane.catalog.drop(entry)
@@ -380,6 +382,7 @@ class TierFlow:
 
     def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1
+        lane.catalog.recount(entry)
         if entry.state is EntryState.LOST:
             if (
                 not entry.loads and lane.catalog.get(block.namespace, block.key) is None

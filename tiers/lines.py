@@ -33,6 +33,11 @@ class LineItem(Hashable, Protocol):
     retained: bool
 
     @property
+    def busy(self) -> bool:
+        """Whether its share counts it as busy while it is not retained."""
+        ...
+
+    @property
     def name(self) -> Hashable:
         """What the item is known by when it has gone and comes again."""
         ...
@@ -229,10 +234,12 @@ class Lines(Generic[L]):
             return False
         share.budget.used += nbytes
         share.retained += nbytes
+        share.busy -= nbytes if item.busy else 0
         return True
 
     def _free(self, item: L) -> None:
         share, nbytes = item.line.share, item.footprint
         share.budget.used -= nbytes
         share.retained -= nbytes
+        share.busy += nbytes if item.busy else 0
         item.retained = False

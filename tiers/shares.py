@@ -56,7 +56,7 @@ class Budget:
 class Share:
     """What one tenant, or the rest, has of one tier. Counted by the tier, in bytes."""
 
-    __slots__ = ("budget", "limit", "name", "quota", "retained", "used")
+    __slots__ = ("budget", "busy", "limit", "name", "quota", "retained", "used")
 
     def __init__(self, name: str, quota: int, limit: int | None, budget: Budget) -> None:
         self.name = name
@@ -66,6 +66,13 @@ class Share:
         """What it may retain: a part of its own quota, or, without one, of what is nobody's quota, with others like it."""
         self.used = 0
         self.retained = 0
+        self.busy = 0
+        """What is not retained and may not go all the same, for its store or a load of it runs. Not counted in the CPU tier."""
+
+    @property
+    def evictable(self) -> int:
+        """What may go now."""
+        return self.used - self.retained - self.busy
 
     @property
     def excess(self) -> int:

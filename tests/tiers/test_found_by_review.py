@@ -1,16 +1,22 @@
 """Defects that reviewers of the core have found."""
 
+from collections.abc import Iterator
+
 import pytest
 from simulation import EXTENT, ModelTier
 from test_core import HIT, MISS, PENDING, SPEC, Rig, keys
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
 from kvtier.tiers.blocks import MAX_PART_SIZES, NamespaceSpec
+from kvtier.tiers.catalog import Catalog, CatalogEntry, EntryState
 from kvtier.tiers.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.errors import InvalidNamespace, LimitExceeded, NotOwner
-from kvtier.tiers.history import MissReason
+from kvtier.tiers.history import History, MissReason
 from kvtier.tiers.journal import MOST_SPANS
+from kvtier.tiers.lines import Lines
 from kvtier.tiers.manager import TierManager
+from kvtier.tiers.policies import LRU
+from kvtier.tiers.shares import TENANT_TAG_BYTES, Shares, Tenant
 
 
 class Insisting(ModelTier):
@@ -198,3 +204,32 @@ def test_a_block_that_was_given_up_is_not_loaded_beside_that() -> None:
     assert rig.core.take_commands() == []
     rig.core.job_finished(job.job_id, [Outcome.DONE])
     assert rig.look_up(keys(0)) == PENDING
+
+
+@pytest.mark.parametrize("capacity", [500, 5000], ids=["the tier is full", "its tenant is at its limit"])
+def test_what_a_tier_refuses_is_worth_no_walk_over_what_is_on_its_way(capacity: int) -> None:
+    """B3.7: a store of very many blocks that find no room is over soon, however much waits already."""
+    looked = 0
+
+    class Counted(LRU[CatalogEntry]):
+        def victims(self) -> Iterator[CatalogEntry]:
+            nonlocal looked
+            for entry in super().victims():
+                looked += 1
+                yield entry
+
+    space = NamespaceId(b"t" * 16)
+    tenant = Tenant("t", space[:TENANT_TAG_BYTES], {}, {"disk": 500})
+    catalog = Catalog(capacity, Lines(Shares("disk", capacity, [tenant]), Counted), History().left)
+    for number in range(500):
+        assert catalog.begin_store(space, b"%d" % number, 1) == []
+    entries = [entry for number in range(500) if (entry := catalog.get(space, b"%d" % number))]
+    catalog.use(entries, "request")
+    assert [catalog.begin_store(space, b"new %d" % number, 1) for number in range(500)] == [None] * 500
+    assert catalog.make_room(space, 1) == []
+    assert looked == 0
+    entries[7].state = EntryState.HELD
+    catalog.recount(entries[7])
+    assert catalog.begin_store(space, b"new", 1) == [entries[7]], "the only one that may go"
+    assert catalog.begin_store(space, b"newer", 1) is None
+    assert 0 < looked <= 500

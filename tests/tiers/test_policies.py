@@ -3,6 +3,7 @@
 import gc
 import random
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 import pytest
 from simulation import EXTENT, ModelTier
@@ -366,6 +367,43 @@ def test_forecast_keeps_books_that_add_up() -> None:
         waiting = sum(map(len, forecast._due.values()))
         assert waiting < 4 * (len(forecast._ghosts) + len(forecast))
         assert len(forecast) == len(cache.items)
+
+
+class Watched(Item):
+    """An item that counts how often items are looked at."""
+
+    looked = 0
+
+    def __hash__(self) -> int:
+        Watched.looked += 1
+        return id(self)
+
+
+class WatchedList(list[Item]):
+    """Items that are counted as they are read."""
+
+    def __iter__(self) -> Iterator[Item]:
+        for item in super().__iter__():
+            Watched.looked += 1
+            yield item
+
+    def __getitem__(self, place: Any) -> Any:
+        Watched.looked += len(range(*place.indices(len(self)))) if isinstance(place, slice) else 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("step", [1, -1], ids=["head first", "tail first"])
+def test_forecast_takes_no_longer_for_runs_that_take_turns(step: int) -> None:
+    """Whoever looks up the blocks of two requests by turns does not hold all others up: each is looked at a few times."""
+    forecast = Forecast[Item]()
+    one, other = ([Watched((name, number)) for number in range(1000)] for name in ("one", "other"))
+    for name, items in (("one", one), ("other", other)):
+        forecast.use(items, name)
+    Watched.looked = 0
+    forecast.use(WatchedList([item for pair in zip(one, other, strict=True) for item in pair][::step]), "by turns")
+    assert Watched.looked < 20 * 2000, "a million, if each piece were looked for from the beginning"
+    assert {*forecast.victims()} == {*one, *other}
+    assert len(list(forecast.victims())) == len(forecast) == 2000
 
 
 def test_bins_cover_all_ages() -> None:

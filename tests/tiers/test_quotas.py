@@ -149,6 +149,7 @@ def test_a_turn_ends_where_a_quota_begins() -> None:
         entry = catalog.get(name, b"%d" % number)
         assert entry is not None
         entry.state = EntryState.HELD
+        catalog.recount(entry)
         catalog.use([entry], number)
     for number in range(10):
         catalog.begin_store(bob, b"more %d" % number, 1)

@@ -17,8 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import groupby, islice
-from operator import attrgetter
+from itertools import chain
 from typing import Generic
 
 from .base import T
@@ -38,8 +37,6 @@ _AGES = 16
 _MOST_TURNS = 5
 _MOST_GROWTH = 8
 _MOST_SHARED = 10
-
-_run_of = attrgetter("place")
 
 
 class Forecast(Generic[T]):
@@ -64,9 +61,12 @@ class Forecast(Generic[T]):
         """Moves the items to the request's runs, and all of these to the young end."""
         trail = self._requests.of(request)
         pieces = self._pieces(items, trail)
+        reused: dict[Run[T], list[list[T]]] = {}
         for old, piece in pieces:
             if old is not None:
-                self._count_reuse(old, piece)
+                reused.setdefault(old, []).append(piece)
+        for run, taken in reused.items():
+            self._count_reuse(run, taken)
         self._follow(trail, pieces)
         self._fold_end(trail)
         for number, (old, piece) in enumerate(pieces, start=1):
@@ -125,11 +125,13 @@ class Forecast(Generic[T]):
         place = 0
         while place < len(items):
             run: Run[T] | None = items[place].place
-            length = len(run.items) if run else 0
-            piece = list(items[place : place + length])
-            if run is None or piece != run.items:  # else it is used as a whole, and nothing is to be looked up
-                piece = list(next(groupby(islice(items, place, None), _run_of))[1])
-            place += len(piece)
+            end = _end_if_whole(items, place, run)  # as it usually is, and nothing is to be looked up
+            if not end:
+                end = place + 1
+                while end < len(items) and items[end].place is run:
+                    end += 1
+            piece = list(items[place:end])
+            place = end
             if run is None:
                 self._recognise(piece, trail, pieces)
             elif run.trail is not trail:
@@ -159,11 +161,12 @@ class Forecast(Generic[T]):
         if piece:
             pieces.append((None, piece))
 
-    def _count_reuse(self, run: Run[T], items: list[T]) -> None:
-        """Tells the model, and takes from a run what another one takes over: usually its head."""
+    def _count_reuse(self, run: Run[T], pieces: list[list[T]]) -> None:
+        """Tells the model, and takes from a run at once what others take over: usually its head, in one piece."""
         self._grow_old(run)
+        items = pieces[0] if len(pieces) == 1 else list(chain.from_iterable(pieces))
         run.kind.hits[run.bin] += len(items)
-        if run.items == items and not run.ghosts:
+        if run.items == items and len(pieces) == 1 and not run.ghosts:
             return  # nothing of it stays behind: `_append` takes it over as it is
         run.alive = max(0, run.alive - len(items))
         if run.items:
@@ -344,3 +347,14 @@ class Forecast(Generic[T]):
         """Gives up a run of which nothing is left to be recognised by."""
         if not run.items and not run.ghosts:
             run.alive = 0
+
+
+def _end_if_whole(items: Sequence[T], place: int, run: Run[T] | None) -> int:
+    """Returns where a run ends whose items all follow from a place on, in their order; 0 if they do not."""
+    if run is None or not run.items:
+        return 0
+    end = place + len(run.items)
+    # Where runs take turns, none is compared that does not end there.
+    if end > len(items) or items[end - 1] is not run.items[-1] or items[place:end] != run.items:
+        return 0
+    return end

@@ -121,6 +121,20 @@ def entries(lane: Lane) -> list[CatalogEntry]:
     return [entry for held in lane.catalog._entries.values() for entry in held.values()]
 
 
+def evictable(lane: Lane) -> Counter[str]:
+    """Returns how many bytes of each share may go, as the core counts them."""
+    return Counter({share.name: share.evictable for share in lane.catalog.lines.shares if share.evictable})
+
+
+def may_go(lane: Lane, here: list[CatalogEntry]) -> Counter[str]:
+    """Returns how many bytes of each share may go, one entry after another."""
+    count: Counter[str] = Counter()
+    for entry in here:
+        if lane.catalog._may_go(entry):
+            count[entry.line.share.name] += entry.nbytes
+    return count
+
+
 def promises(lane: Lane, here: list[CatalogEntry]) -> dict[Name, float]:
     """Returns what a tier holds and may not evict for a while, and until when."""
     when = lane.catalog.lines._retained.when

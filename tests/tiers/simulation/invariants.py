@@ -103,6 +103,8 @@ def _capacity(world: World) -> None:
     for lane, entries in zip(inside.lanes(world.core), world.look.entries, strict=True):
         if sum(entry.nbytes for entry in entries) != lane.catalog.used_bytes:
             raise Violation(Invariant.CAPACITY, f"{lane.tier.name}: sizes do not add up to what is used")
+        if inside.evictable(lane) != inside.may_go(lane, entries):
+            raise Violation(Invariant.CAPACITY, f"{lane.tier.name}: what may go does not add up")
         if lane.queued_bytes != sum(block.nbytes for block in inside.on_the_way(world.core, lane)):
             raise Violation(Invariant.CAPACITY, f"{lane.tier.name}: queued bytes do not add up")
 

@@ -141,6 +141,20 @@ MUTANTS = (
         "",
     ),
     Mutant(
+        "what was loaded from a tier counts as being loaded",
+        Invariant.CAPACITY,
+        "flow.py",
+        "        entry.loads -= 1\n        lane.catalog.recount(entry)\n",
+        "        entry.loads -= 1\n",
+    ),
+    Mutant(
+        "what is retained while it is stored counts twice",
+        Invariant.CAPACITY,
+        "lines.py",
+        "        share.busy -= nbytes if item.busy else 0\n",
+        "",
+    ),
+    Mutant(
         "a tier is filled beyond its room",
         Invariant.CAPACITY,
         "catalog.py",
