@@ -105,7 +105,13 @@ def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:
     pid = bulk_pid(server.pid)
     assert pid is not None
     os.kill(pid, number)
+    if number == signal.SIGSTOP:  # its threads run on until one of them has taken the signal
+        wait_until(lambda: all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()))
     return pid
+
+
+def _is_stopped(task: Path) -> bool:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def cut_bulk(server: ServerProcess) -> None:
