@@ -63,6 +63,7 @@ def isolation() -> list[str] | None:
 OWN = Path(sys.executable)
 ENTRIES = (
     Entry("kvtier shm", "bench.peers.kvtier_peer:Shm", OWN, "kvtier[server]", "kvtier.client"),
+    Entry("kvtier tcp", "bench.peers.kvtier_peer:Tcp", OWN, "kvtier[server]", "kvtier.client"),
     Entry("kvtier grpc", "bench.peers.kvtier_peer:Grpc", OWN, "kvtier[server]", "kvtier.client"),
     Entry(
         "LMCache",

@@ -1,7 +1,8 @@
-"""kvtier itself, through shared memory and over TCP."""
+"""kvtier itself, through shared memory, over plain TCP sockets, and over gRPC."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,11 +16,14 @@ from kvtier.client import Client, Lease, StoreStatus, make_key
 
 from .base import Blocks, PeerFailed
 
-__all__ = ["Grpc", "Shm"]
+__all__ = ["Grpc", "Shm", "Tcp"]
+
+_FOUND_SECONDS = 2.0
+"""How long a client takes to find the process that serves streams, with some to spare."""
 
 
 class _Kvtier:
-    transport: Literal["shm", "grpc"]
+    transport: Literal["shm", "tcp", "grpc"]
 
     def __init__(self) -> None:
         self._service: Service | None = None
@@ -41,6 +45,8 @@ class _Kvtier:
             self._client.close()
         endpoint = self._service.unix if self.transport == "shm" else self._service.tcp
         self._client = connect(endpoint, self.transport, block_bytes)
+        if self.transport != "shm":
+            time.sleep(_FOUND_SECONDS)
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [make_key(key, 0) for key in keys]
@@ -85,7 +91,13 @@ class Shm(_Kvtier):
     transport = "shm"
 
 
+class Tcp(_Kvtier):
+    """Bytes over plain TCP sockets, calls over gRPC: what clients on other hosts get."""
+
+    transport = "tcp"
+
+
 class Grpc(_Kvtier):
-    """Everything over TCP."""
+    """Everything over gRPC."""
 
     transport = "grpc"
