@@ -51,11 +51,14 @@ class ServerProcess:
     def signal(self, number: int) -> None:
         """Sends it a signal."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            os.kill(int((self.folder / "pid").read_text()), number)
+            pid = int((self.folder / "pid").read_text())
+            os.kill(pid, number)
+            if number == signal.SIGSTOP:  # its threads run on until one of them has taken the signal
+                while not all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):
+                    time.sleep(0.001)
 
     def kill(self) -> None:
         """Kills it without notice, and waits until it is gone: another one cannot have its socket before."""
-        self.signal(signal.SIGCONT)
         self.signal(signal.SIGKILL)
         with contextlib.suppress(FileNotFoundError):
             process = Path("/proc", (self.folder / "pid").read_text(), "stat")
@@ -112,3 +115,7 @@ if __name__ == "__main__":
                 os.kill(int(sys.argv[3]), signal.SIGCONT)
         case "status":
             print(json.dumps(server.status()))
+
+
+def _is_stopped(task: Path) -> bool:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
