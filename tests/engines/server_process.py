@@ -18,6 +18,10 @@ __all__ = ["ServerProcess"]
 _KVTIER = Path(sys.executable).with_name("kvtier")
 
 
+def _is_stopped(task: Path) -> bool:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 class ServerProcess:
     """A server whose socket, data and process id are in `folder`; `region` is the size of its CPU tier, `flags` are others."""
 
@@ -115,7 +119,3 @@ if __name__ == "__main__":
                 os.kill(int(sys.argv[3]), signal.SIGCONT)
         case "status":
             print(json.dumps(server.status()))
-
-
-def _is_stopped(task: Path) -> bool:
-    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
