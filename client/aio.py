@@ -125,7 +125,7 @@ class AsyncClient(AsyncDeviceCalls):
 
     @property
     def transport(self) -> str | None:
-        """How bytes move: "shm" or "grpc"; None while there is no session."""
+        """How bytes move: "shm", or "grpc" for streams of any kind; None while there is no session."""
         link = self._keeper.link
         return link.transport if link is not None else None
 

@@ -143,7 +143,7 @@ class Client(DeviceCalls):
 
     @property
     def transport(self) -> str | None:
-        """How bytes move: "shm" or "grpc"; None while there is no session."""
+        """How bytes move: "shm", or "grpc" for streams of any kind; None while there is no session."""
         link = self._wire.link
         return link.transport if link is not None else None
 

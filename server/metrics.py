@@ -71,7 +71,7 @@ class Metrics:
         )
         self.transfer_bytes = self._counter(
             "kvtier_transfer_bytes",
-            "Bytes between engines and the region, as far as the server moves them: over gRPC. Copies of engines that have"
+            "Bytes between engines and the region, as far as the server moves them: over networks. Copies of engines that have"
             " the region mapped pass the server by and are not counted.",
             ("transport", "direction"),
         )

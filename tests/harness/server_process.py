@@ -22,6 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvtier.client.wire import CHANNEL_OPTIONS
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 
+from .signals import stop
+
 __all__ = ["MIB", "ServerProcess"]
 
 MIB = 1 << 20
@@ -141,7 +143,7 @@ class ServerProcess:
 
     def suspend(self) -> None:
         """SIGSTOP: the process is there, and silent."""
-        os.kill(self.pid, signal.SIGSTOP)
+        stop(self.pid)
 
     def resume(self) -> None:
         """SIGCONT."""

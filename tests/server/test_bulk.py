@@ -21,6 +21,7 @@ from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_unt
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
+from harness.signals import stop
 
 from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, Timeouts, streams
 from kvtier.client.bulk import AnyStreams, BulkRoute, Streams
@@ -104,14 +105,11 @@ def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:
     """Sends a signal to the bulk process, and returns which one it was."""
     pid = bulk_pid(server.pid)
     assert pid is not None
-    os.kill(pid, number)
-    if number == signal.SIGSTOP:  # its threads run on until one of them has taken the signal
-        wait_until(lambda: all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()))
+    if number == signal.SIGSTOP:
+        stop(pid)
+    else:
+        os.kill(pid, number)
     return pid
-
-
-def _is_stopped(task: Path) -> bool:
-    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def cut_bulk(server: ServerProcess) -> None:

@@ -1,0 +1,23 @@
+"""Signals that have taken effect before a test goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+__all__ = ["stop"]
+
+
+def stop(pid: int, seconds: float = 10.0) -> None:
+    """Sends SIGSTOP, and waits until all threads have stopped: they run on until one of them has taken the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + seconds
+    while not all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
+def _is_stopped(task: Path) -> bool:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
