@@ -1,11 +1,12 @@
 """How throughput and latency change with the number of clients, each a process of its own.
 
-`python -m bench.clients TRANSPORT ENDPOINT NUMBER` is one of them: it does a step for each line on standard input.
+`python -m bench.clients TRANSPORT ENDPOINT NUMBER BLOCK_BYTES` is one of them: it does a step for each line on standard input.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import numpy as np
 from kvtier.client import Client, StoreStatus
 
 from .measure import GB, percentile, timed
+from .pool import page_aligned
 from .report import Report
 from .service import Service
 from .workload import Keys, connect
@@ -28,6 +30,10 @@ __all__ = ["COUNTS", "measure_clients"]
 COUNTS = (1, 2, 4, 8, 16)
 REGION_BYTES = 1 << 30
 BLOCK_BYTES = 256 << 10
+SMALL_BYTES = 64 << 10
+"""Blocks of another size, for two clients."""
+POOL_BYTES = 32 << 20
+"""What a client stores from at least, and loads to: no cache has it all."""
 BATCH = 64
 LOOKUP_KEYS = 64
 SECONDS = 0.6
@@ -41,18 +47,21 @@ def measure_clients(report: Report, directory: Path) -> None:
         service.start()
         for transport, endpoint in (("shm", service.unix), ("grpc", service.tcp)):
             for count in COUNTS:
-                _measure(report, transport, endpoint, count)
+                _measure(report, transport, endpoint, count, BLOCK_BYTES)
+        _measure(report, "shm", service.unix, 2, SMALL_BYTES)
 
 
-def _measure(report: Report, transport: str, endpoint: str, count: int) -> None:
+def _measure(report: Report, transport: str, endpoint: str, count: int, block_bytes: int) -> None:
     with ExitStack() as running:
-        clients = [running.enter_context(_Child(transport, endpoint, number)) for number in range(count)]
+        clients = [running.enter_context(_Child(transport, endpoint, number, block_bytes)) for number in range(count)]
         for child in clients:
             child.answer()
         found = {step: _together(clients, step) for step in STEPS}
     name = f"{transport}, {count} client{'s' if count > 1 else ''}"
+    if block_bytes != BLOCK_BYTES:
+        name += f", {block_bytes >> 10} KiB"
     for step in STEPS[:-1]:
-        rate = sum(one["done"] * BATCH * BLOCK_BYTES / one["seconds"] for one in found[step]) / GB
+        rate = sum(one["done"] * BATCH * block_bytes / one["seconds"] for one in found[step]) / GB
         report.add(f"{name}: {step}", rate, "GB/s", None if step == "memcpy" else f"{name}: memcpy")
     times = [seconds for one in found["lookup"] for seconds in one["times"]]
     for share in (50, 99):
@@ -69,8 +78,8 @@ def _together(clients: Sequence[_Child], step: str) -> list[dict[str, Any]]:
 class _Child:
     """A client's process."""
 
-    def __init__(self, transport: str, endpoint: str, number: int) -> None:
-        command = [sys.executable, "-m", "bench.clients", transport, endpoint, str(number)]
+    def __init__(self, transport: str, endpoint: str, number: int, block_bytes: int) -> None:
+        command = [sys.executable, "-m", "bench.clients", transport, endpoint, str(number), str(block_bytes)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> Self:
@@ -103,11 +112,14 @@ class _Child:
 class _Steps:
     """What a client does."""
 
-    def __init__(self, client: Client, number: int) -> None:
+    def __init__(self, client: Client, number: int, block_bytes: int) -> None:
         self._client = client
         self._keys = Keys(f"clients {number} {time.time_ns()}")
-        memory = np.random.default_rng(number).integers(0, 256, (4, BATCH, BLOCK_BYTES), np.uint8)
-        self._source, self._target = memory[:2], memory[2:]
+        self._batches = max(2, POOL_BYTES // (BATCH * block_bytes))
+        shape = (2 * self._batches, BATCH, block_bytes)
+        memory = page_aligned(math.prod(shape)).reshape(shape)
+        memory[:] = np.random.default_rng(number).integers(0, 256, memory.shape, np.uint8)
+        self._source, self._target = memory[: self._batches], memory[self._batches :]
         self._round = 0
         self._last: list[bytes] = []
         self.store()
@@ -115,14 +127,14 @@ class _Steps:
     def memcpy(self) -> None:
         """Copies within this process."""
         self._round += 1
-        np.copyto(self._target[self._round % 2], self._source[self._round % 2])
+        np.copyto(self._target[self._round % self._batches], self._source[self._round % self._batches])
 
     def store(self) -> None:
         """Stores a batch under new keys."""
         self._round += 1
         self._last = self._keys.take(BATCH)
-        statuses = self._client.store(self._last, [row.data for row in self._source[self._round % 2]])
-        self._stored = self._round % 2
+        statuses = self._client.store(self._last, [row.data for row in self._source[self._round % self._batches]])
+        self._stored = self._round % self._batches
         if statuses.count(StoreStatus.GRANTED) != BATCH:
             raise RuntimeError("not all blocks were stored")
 
@@ -145,9 +157,9 @@ class _Steps:
             raise RuntimeError("a batch came back with other bytes")
 
 
-def _main(transport: Any, endpoint: str, number: int) -> None:
-    with connect(endpoint, transport, BLOCK_BYTES) as client:
-        steps = _Steps(client, number)
+def _main(transport: Any, endpoint: str, number: int, block_bytes: int) -> None:
+    with connect(endpoint, transport, block_bytes) as client:
+        steps = _Steps(client, number, block_bytes)
         print(json.dumps({}), flush=True)
         for line in sys.stdin:
             step, until = json.loads(line)
@@ -165,4 +177,4 @@ def _repeat(action: Callable[[], None], until: float) -> list[float]:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -51,18 +51,30 @@ def _measure(report: Report, directory: Path, sources: list[memoryview], targets
         stores.put(0)
         stores.store(0)
     warm = interleave(
-        ROUNDS, {"put": stores.put, "store": stores.store, "get, warm": stores.get, "load, warm": stores.load}
+        ROUNDS,
+        {
+            "put": stores.put,
+            "put with checksums": stores.put_summed,
+            "store": stores.store,
+            "get, warm": stores.get,
+            "get with checksums, warm": stores.get_summed,
+            "load, warm": stores.load,
+        },
     )
     cold = interleave(COLD_ROUNDS, {"get, cold": stores.cold(stores.get), "load, cold": stores.cold(stores.load)})
     size = f"{sources[0].nbytes >> 20} MiB" if sources[0].nbytes >= 1 << 20 else f"{sources[0].nbytes >> 10} KiB"
-    for ours, bare, seconds, nbytes in (
-        ("store", "put", warm, ROUND_BYTES),
-        ("load, warm", "get, warm", warm, ROUND_BYTES),
-        ("load, cold", "get, cold", cold, COLD_BYTES),
+    for ours, bare, summed, seconds, nbytes in (
+        ("store", "put", "put with checksums", warm, ROUND_BYTES),
+        ("load, warm", "get, warm", "get with checksums, warm", warm, ROUND_BYTES),
+        ("load, cold", "get, cold", None, cold, COLD_BYTES),
     ):
         limit = f"bare LMDB {bare}, {size}"
         report.add(limit, rate(nbytes, seconds[bare]), "GB/s")
         report.add(f"LMDB tier {ours}, {size}", rate(nbytes, seconds[ours]), "GB/s", limit)
+        if summed is not None:  # what checksums cost by themselves, and what else the tier costs
+            with_sums = f"bare LMDB {summed}, {size}"
+            report.add(with_sums, rate(nbytes, seconds[summed]), "GB/s", limit)
+            report.add(f"LMDB tier {ours}, beside checksums, {size}", rate(nbytes, seconds[ours]), "GB/s", with_sums)
     stores.close()
 
 
@@ -84,28 +96,38 @@ class _Stores:
         self._tier = LMDBTier("lmdb", self._ours, FILE_BYTES, "process")
         self._raw = RawLmdb(self._bare, FILE_BYTES)
 
-    def put(self, _: int) -> float:
+    def put(self, _: int, *, summed: bool = False) -> float:
         """Writes a round into LMDB, in place of the oldest."""
         keys, old = self._turn("bare")
-        return timed(self._raw.put, keys, self._sources, old)
+        return timed(lambda: self._raw.put(keys, self._sources, old, summed=summed))
+
+    def put_summed(self, _: int) -> float:
+        """Writes a round likewise, and takes the checksum of every block."""
+        return self.put(_, summed=True)
 
     def store(self, _: int) -> float:
         """Removes the oldest round and stores one; both count."""
         keys, old = self._turn("ours")
+        gone, jobs = [(SPACE, key) for key in old], _jobs(keys, self._sources)
 
         def replace() -> None:
-            self._tier.remove([(SPACE, key) for key in old])
-            self._move(self._tier.store, keys, self._sources)
+            self._tier.remove(gone)
+            self._move(self._tier.store, jobs)
 
         return timed(replace)
 
-    def get(self, _: int) -> float:
+    def get(self, _: int, *, summed: bool = False) -> float:
         """Copies blocks out of LMDB, any of those that are there."""
-        return timed(self._raw.get, self._any("bare"), self._targets)
+        keys = self._any("bare")
+        return timed(lambda: self._raw.get(keys, self._targets, summed=summed))
+
+    def get_summed(self, _: int) -> float:
+        """Copies blocks likewise, and takes the checksum of every one."""
+        return self.get(_, summed=True)
 
     def load(self, _: int) -> float:
         """Loads blocks, likewise."""
-        return timed(self._move, self._tier.load, self._any("ours"), self._targets)
+        return timed(self._move, self._tier.load, _jobs(self._any("ours"), self._targets))
 
     def cold(self, action: Callable[[int], float]) -> Callable[[int], float]:
         """Returns an action upon less, that finds next to nothing in the page cache; a virtual machine's host may have it.
@@ -145,10 +167,15 @@ class _Stores:
         return self._source.sample([key for keys in self._rounds[which] for key in keys], len(self._targets))
 
     def _move(
-        self, move: Callable[[Sequence[BlockBytes]], list[Outcome]], keys: Sequence[bytes], views: Sequence[memoryview]
+        self, move: Callable[[Sequence[BlockBytes]], list[Outcome]], jobs: Sequence[Sequence[BlockBytes]]
     ) -> None:
-        blocks = [BlockBytes(SPACE, key, (view,)) for key, view in zip(keys, views, strict=True)]
-        job = max(1, JOB_BYTES // views[0].nbytes)
-        for start in range(0, len(blocks), job):
-            if set(move(blocks[start : start + job])) != {Outcome.DONE}:
+        for blocks in jobs:
+            if set(move(blocks)) != {Outcome.DONE}:
                 raise RuntimeError(f"the LMDB tier: {self._tier.trouble}")
+
+
+def _jobs(keys: Sequence[bytes], views: Sequence[memoryview]) -> list[list[BlockBytes]]:
+    """Returns blocks as the core hands them to a tier."""
+    blocks = [BlockBytes(SPACE, key, (view,)) for key, view in zip(keys, views, strict=True)]
+    job = max(1, JOB_BYTES // views[0].nbytes)
+    return [blocks[start : start + job] for start in range(0, len(blocks), job)]

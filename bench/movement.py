@@ -15,7 +15,7 @@ from kvtier.client import Client, StoreStatus
 
 from .bare_grpc import BareGrpc
 from .measure import interleave, rate, timed
-from .pool import BATCH, Pool, copy_blocks
+from .pool import Pool, copy_blocks
 from .report import Report
 from .service import Service
 from .workload import SIZES, Keys, batch_name, connect
@@ -25,6 +25,8 @@ __all__ = ["measure_movement"]
 REGION_BYTES = 1 << 30
 WORKING_SET_BYTES = 512 << 20
 PER_CALLER_BYTES = 32 << 20
+MANY_BLOCKS = 1024
+"""In one call, as of an engine that stores or loads a long prompt."""
 GRPC_BYTES = 1 << 30
 """What a row of the gRPC transport moves at most."""
 _FOUND_SECONDS = 1.0
@@ -40,6 +42,9 @@ def measure_movement(report: Report, directory: Path) -> None:
             with connect(service.unix, "shm", block_bytes) as client:
                 batches = _Batches(client, Pool(source, block_bytes), Pool(target, block_bytes))
                 _shared_memory(report, batches)
+        with connect(service.unix, "shm", SIZES[0]) as client:
+            pools = (Pool(memory, SIZES[0], MANY_BLOCKS) for memory in (source, target))
+            _shared_memory(report, _Batches(client, *pools, series="many"), callers=1)
         with BareGrpc("127.0.0.1:0") as bare:
             for block_bytes in SIZES:
                 pools = Pool(source, block_bytes), Pool(target, block_bytes)
@@ -72,7 +77,8 @@ class _Batches:
         self._stored: dict[int, list[bytes]] = {}
         self._next = itertools.count()
         self.block_bytes = source.block_bytes
-        self.nbytes = BATCH * source.block_bytes
+        self.blocks = source.blocks
+        self.nbytes = self.blocks * source.block_bytes
         self.lag = max(1, WORKING_SET_BYTES // part // self.nbytes - 1)
         """Rounds between store and load: so many that the bytes are in no cache any more."""
         self.per_caller = min(8, max(2, PER_CALLER_BYTES // self.nbytes))
@@ -87,13 +93,13 @@ class _Batches:
     def store(self, _: int) -> float:
         """Stores a batch under keys that are new."""
         number = next(self._next)
-        keys = self._stored[number] = self._keys.take(BATCH)
+        keys = self._stored[number] = self._keys.take(self.blocks)
         buffers = self._sources[number % len(self._sources)]
         statuses: list[bytes] = []
         seconds = timed(lambda: statuses.append(self._client.store(keys, buffers)))
-        if statuses[0].count(StoreStatus.GRANTED) != BATCH:
+        if statuses[0].count(StoreStatus.GRANTED) != self.blocks:
             raise RuntimeError(
-                f"{statuses[0].count(StoreStatus.GRANTED)} of {BATCH} blocks of batch {number} were stored"
+                f"{statuses[0].count(StoreStatus.GRANTED)} of {self.blocks} blocks of batch {number} were stored"
             )
         return seconds
 
@@ -104,8 +110,8 @@ class _Batches:
         keys = self._stored[number]
         loaded: list[int] = []
         seconds = timed(lambda: loaded.append(self._client.load(keys, buffers)))
-        if loaded != [BATCH]:
-            raise RuntimeError(f"{loaded[0]} of {BATCH} blocks of batch {number} were loaded")
+        if loaded != [self.blocks]:
+            raise RuntimeError(f"{loaded[0]} of {self.blocks} blocks of batch {number} were loaded")
         self._compare(number, round_number)
         return seconds
 
@@ -134,12 +140,12 @@ class _Batches:
         """Two threads of the one client store batches."""
         numbers = [next(self._next) for _ in range(2 * self.per_caller)]
         for number in numbers:
-            self._stored[number] = self._keys.take(BATCH)
+            self._stored[number] = self._keys.take(self.blocks)
 
         def store(caller: int) -> None:
             for number in numbers[caller::2]:
                 buffers = self._sources[number % len(self._sources)]
-                if self._client.store(self._stored[number], buffers).count(StoreStatus.GRANTED) != BATCH:
+                if self._client.store(self._stored[number], buffers).count(StoreStatus.GRANTED) != self.blocks:
                     raise RuntimeError(f"not all blocks of batch {number} were stored")
 
         return self.both(store)
@@ -152,7 +158,7 @@ class _Batches:
 
         def load(caller: int) -> None:
             for number, place in pairs[caller::2]:
-                if self._client.load(self._stored[number], self._targets[place % len(self._targets)]) != BATCH:
+                if self._client.load(self._stored[number], self._targets[place % len(self._targets)]) != self.blocks:
                     raise RuntimeError(f"not all blocks of batch {number} were loaded")
 
         seconds = self.both(load)
@@ -163,7 +169,7 @@ class _Batches:
 
     def _compare(self, number: int, round_number: int) -> None:
         got, expected = self._target.batch(round_number), self._source.batch(number)
-        for block in {0, round_number % BATCH, BATCH - 1}:
+        for block in {0, round_number % self.blocks, self.blocks - 1}:
             if not np.array_equal(got[block], expected[block]):
                 raise RuntimeError(f"block {block} of batch {number} came back with other bytes")
             got[block][:64] = 0
@@ -180,21 +186,25 @@ class _Batches:
         return min(max(nbytes // self.nbytes, 9), 200)
 
 
-def _shared_memory(report: Report, batches: _Batches) -> None:
+def _shared_memory(report: Report, batches: _Batches, callers: int = 2) -> None:
     batches.warm_up(REGION_BYTES)
     actions: dict[str, Callable[[int], float]] = {
         "memcpy": batches.copy,
         "shm store": batches.store,
         "shm load": batches.load,
-        "memcpy, 2 threads": batches.copy_both,
-        "shm store, 2 callers": batches.store_both,
-        "shm load, 2 callers": batches.load_both,
     }
+    if callers == 2:
+        actions |= {
+            "memcpy, 2 threads": batches.copy_both,
+            "shm store, 2 callers": batches.store_both,
+            "shm load, 2 callers": batches.load_both,
+        }
     seconds = interleave(batches.rounds(3 << 30), actions)
-    memcpy = batch_name("memcpy", batches.block_bytes)
+    memcpy = batch_name("memcpy", batches.block_bytes, batches.blocks)
     report.add(memcpy, rate(batches.nbytes, seconds["memcpy"]), "GB/s")
     for name in list(actions)[1:]:
-        report.add(batch_name(name, batches.block_bytes), rate(batches.nbytes, seconds[name]), "GB/s", memcpy)
+        row = batch_name(name, batches.block_bytes, batches.blocks)
+        report.add(row, rate(batches.nbytes, seconds[name]), "GB/s", memcpy)
 
 
 def _over_a_network(report: Report, ways: dict[str, _Batches], bare: BareGrpc) -> None:

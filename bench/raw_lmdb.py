@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import lmdb
-
-from kvtier.cuda.copy import address_of
+import xxhash
 
 __all__ = ["RawLmdb", "drop_cache"]
 
@@ -26,24 +24,29 @@ class RawLmdb:
     def __init__(self, directory: Path, size_bytes: int) -> None:
         self._env: Any = lmdb.open(str(directory), map_size=size_bytes, sync=False, metasync=False)
 
-    def put(self, keys: Sequence[bytes], values: Sequence[memoryview], old: Sequence[bytes] = ()) -> None:
-        """Writes values, some MiB to a transaction, in place of old ones."""
+    def put(
+        self, keys: Sequence[bytes], values: Sequence[memoryview], old: Sequence[bytes] = (), *, summed: bool = False
+    ) -> None:
+        """Writes values, some MiB to a transaction, in place of old ones; `summed` has their checksums taken besides."""
         per_transaction = max(1, WRITE_BYTES // values[0].nbytes)
         for start in range(0, len(keys), per_transaction):
             with self._env.begin(write=True) as transaction:
                 for index in range(start, min(start + per_transaction, len(keys))):
                     if old:
                         transaction.delete(old[index])
+                    if summed:
+                        xxhash.xxh3_64_intdigest(values[index])
                     transaction.put(keys[index], values[index])
 
-    def get(self, keys: Sequence[bytes], destinations: Sequence[memoryview]) -> None:
-        """Copies values out of the map."""
+    def get(self, keys: Sequence[bytes], destinations: Sequence[memoryview], *, summed: bool = False) -> None:
+        """Copies values out of the map; `summed` has their checksums taken where they then are."""
         per_transaction = max(1, READ_BYTES // destinations[0].nbytes)
         for start in range(0, len(keys), per_transaction):
             with self._env.begin(buffers=True) as transaction:
                 for index in range(start, min(start + per_transaction, len(keys))):
-                    source, size = address_of(transaction.get(keys[index]))
-                    ctypes.memmove(address_of(destinations[index], writable=True)[0], source, size)
+                    destinations[index][:] = transaction.get(keys[index])
+                    if summed:
+                        xxhash.xxh3_64_intdigest(destinations[index])
 
     def close(self) -> None:
         """Closes the environment."""

@@ -17,8 +17,7 @@ from typing import Self
 
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1.admin_pb2 import GetStatusResponse
-from kvtier.server.inquiry import InquiryError
-from kvtier.server.status import fetch
+from kvtier.server.commands.inquiry import InquiryError, ask_status
 
 __all__ = ["Service", "cpu_seconds_of", "memory_bytes_of"]
 
@@ -46,7 +45,7 @@ class Service:
         if lmdb_bytes is not None:
             tiers = f'[[tiers]]\ntype = "lmdb"\nsize = {lmdb_bytes}\ndurability = "process"\n'
         self._config.write_text(
-            f"listen = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"
+            f"insecure = true\nlisten = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"
             # Series of the benchmark are no requests: by their order alone what they load next is still there.
             f'data_dir = {json.dumps(str(directory))}\ncpu = {{eviction = "lru"}}\n{config}\n{tiers}'
         )
@@ -88,7 +87,7 @@ class Service:
 
     def status(self) -> GetStatusResponse:
         """Returns what `kvtier status` shows."""
-        return fetch(parse_endpoint(self.unix), 5.0)
+        return ask_status(parse_endpoint(self.unix), 5.0)
 
     def memory_bytes(self) -> int:
         """Returns what the server's processes hold for themselves: anonymous memory, which the region is not."""

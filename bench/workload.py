@@ -40,7 +40,7 @@ def connect(endpoint: str, transport: Literal["shm", "tcp", "grpc"], block_bytes
     return client
 
 
-def batch_name(what: str, block_bytes: int) -> str:
-    """Returns the name of a row about batches of blocks."""
+def batch_name(what: str, block_bytes: int, blocks: int = BATCH) -> str:
+    """Returns the name of a row about batches of so many blocks."""
     size = f"{block_bytes >> 20} MiB" if block_bytes >= 1 << 20 else f"{block_bytes >> 10} KiB"
-    return f"{what}, {BATCH} x {size}"
+    return f"{what}, {blocks:,} x {size}"

@@ -81,7 +81,8 @@ class BlockBytes:
     @property
     def nbytes(self) -> int:
         """Size of all parts together."""
-        return sum(part.nbytes for part in self.parts)
+        parts = self.parts
+        return parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
 
 
 @dataclass(frozen=True, slots=True)

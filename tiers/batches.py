@@ -18,13 +18,12 @@ def batches(blocks: Sequence[BlockBytes], limit_bytes: int) -> Iterator[list[Blo
     names: set[bytes] = set()
     nbytes = 0
     for block in blocks:
-        name = block.namespace + block.key
-        full = nbytes + block.nbytes > limit_bytes or len(batch) == BATCH_BLOCKS
-        if batch and (full or name in names):
+        name, size = block.namespace + block.key, block.nbytes
+        nbytes += size
+        if batch and (nbytes > limit_bytes or len(batch) == BATCH_BLOCKS or name in names):
             yield batch
-            batch, names, nbytes = [], set(), 0
+            batch, names, nbytes = [], set(), size
         batch.append(block)
         names.add(name)
-        nbytes += block.nbytes
     if batch:
         yield batch

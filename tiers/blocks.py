@@ -69,6 +69,9 @@ class NamespaceSpec:
 
     def check(self, keys: Sequence[bytes]) -> None:
         """Raises InvalidKey if one of the keys names a group that the namespace lacks."""
+        if len(keys) == 1:  # blocks of the tiers below are found one by one
+            self.part_bytes_of(keys[0])
+            return
         lengths = set(map(len, keys))
         if len(lengths) == 1 and _name_groups_below(len(self.part_bytes), keys, lengths.pop()):
             return

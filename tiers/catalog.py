@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -44,10 +44,16 @@ class EntryState(enum.Enum):
 class CatalogEntry:
     """One block that a secondary tier holds, or is about to hold."""
 
-    __slots__ = ("busy", "key", "line", "loads", "namespace", "nbytes", "place", "retained", "state")
+    __slots__ = ("busy", "key", "line", "loads", "namespace", "nbytes", "place", "retained", "state", "used_at")
 
     def __init__(
-        self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, line: Line[CatalogEntry]
+        self,
+        namespace: NamespaceId,
+        key: bytes,
+        nbytes: int,
+        state: EntryState,
+        line: Line[CatalogEntry],
+        used_at: float = 0.0,
     ) -> None:
         self.namespace = namespace
         self.key = key
@@ -62,6 +68,8 @@ class CatalogEntry:
         """Loads that run; an entry that is being loaded is not evicted."""
         self.busy = state is not EntryState.HELD
         """Whether its store or a load of it runs, as its share counts it (`Catalog.recount`)."""
+        self.used_at = used_at
+        """When it was used here the last time, in seconds and a tick too early at most; in the CPU tier perhaps later."""
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
@@ -105,6 +113,10 @@ class Catalog:
     def __len__(self) -> int:
         return self._count
 
+    def counts(self) -> Iterator[tuple[NamespaceId, int]]:
+        """Yields the namespaces that have entries, and how many."""
+        return ((namespace, len(entries)) for namespace, entries in self._entries.items() if entries)
+
     def recover(self, entries: Iterable[Entry]) -> list[CatalogEntry]:
         """Takes in what the tier kept from an earlier life, oldest first; returns what no longer fits."""
         held, line = EntryState.HELD, self.lines.line
@@ -138,6 +150,9 @@ class Catalog:
 
     def use(self, entries: Sequence[CatalogEntry], request: Hashable, retain_until: float = 0.0) -> None:
         """Takes note that a request used these, given head first (see `Lines.use`)."""
+        now = self.lines.now  # one object for all that is used in this tick
+        for entry in entries:
+            entry.used_at = now
         self.lines.use(entries, request, retain_until)
 
     def finish(self, request: Hashable) -> None:
@@ -171,6 +186,22 @@ class Catalog:
         """Evicts so many bytes for a namespace, as far as that can be had now; returns what must be removed."""
         return self._evict(self._choose(self.lines.shares.of(namespace), nbytes))
 
+    def namespaces(self) -> list[NamespaceId]:
+        """Returns the namespaces that there are entries of."""
+        return [namespace for namespace, entries in self._entries.items() if entries]
+
+    def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
+        """Returns the entries of a namespace, whatever their state."""
+        return self._entries[namespace].values()
+
+    def may_go(self, entry: CatalogEntry, *, retained: bool) -> bool:
+        """Returns whether an entry is neither being stored nor loaded, nor, unless `retained`, retained."""
+        return entry.state is EntryState.HELD and not entry.loads and (retained or not entry.retained)
+
+    def evict(self, entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
+        """Evicts entries that are there and may go; returns what must be removed."""
+        return self._evict(entries)
+
     def drop(self, entry: CatalogEntry) -> None:
         """Forgets an entry."""
         del self._entries[entry.namespace][entry.key]
@@ -199,7 +230,7 @@ class Catalog:
     def _add(
         self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, line: Line[CatalogEntry]
     ) -> CatalogEntry:
-        entry = self._entries[namespace][key] = CatalogEntry(namespace, key, nbytes, state, line)
+        entry = self._entries[namespace][key] = CatalogEntry(namespace, key, nbytes, state, line, self.lines.now)
         self.used_bytes += nbytes
         line.share.used += nbytes
         line.share.busy += nbytes if entry.busy else 0

@@ -10,7 +10,7 @@ import xxhash
 
 from .base import NamespaceId
 
-__all__ = ["block_checksum"]
+__all__ = ["block_checksum", "checksum_of"]
 
 
 def block_checksum(namespace: NamespaceId, key: bytes, parts: tuple[memoryview, ...]) -> int:
@@ -18,7 +18,12 @@ def block_checksum(namespace: NamespaceId, key: bytes, parts: tuple[memoryview, 
 
     Releases the GIL while it reads.
     """
-    seed = xxhash.xxh3_64_intdigest(b"%b%b" % (namespace, key))
+    return checksum_of(namespace + key, parts)
+
+
+def checksum_of(name: bytes, parts: tuple[memoryview, ...]) -> int:
+    """Returns `block_checksum` of a block whose namespace and key are at hand as one."""
+    seed = xxhash.xxh3_64_intdigest(name)
     if len(parts) == 1:
         return xxhash.xxh3_64_intdigest(parts[0], seed)
     state = xxhash.xxh3_64(seed=seed)

@@ -13,6 +13,7 @@ from itertools import chain
 from .base import NamespaceId, Outcome, SecondaryTier, TierFilter
 from .blocks import Block
 from .catalog import CatalogEntry, EntryState, UsedElsewhere
+from .clearing import LaneStock
 from .commands import Command, JobId, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 from .errors import InvalidItem
 from .history import History, MissReason
@@ -110,6 +111,10 @@ class TierFlow:
             lane.doomed += lane.catalog.recover(lane.tier.entries())
             self._advance(lane)
 
+    def stocks(self, used_in_cpu: UsedElsewhere) -> list[LaneStock]:
+        """Returns what the tiers hold, in lookup order, to be parted with."""
+        return [LaneStock(lane, used_in_cpu, self._advance) for lane in self.lanes]
+
     def excluded(self, tiers: TierFilter) -> frozenset[int]:
         """Returns the positions of the tiers that a lookup leaves out.
 
@@ -145,7 +150,11 @@ class TierFlow:
 
     def holds(self, namespace: NamespaceId, key: bytes) -> bool:
         """Returns whether a tier can load this block, as far as the core knows."""
-        return any(lane.catalog.held(namespace, key) is not None for lane in self.lanes)
+        return self.position_of(namespace, key) is not None
+
+    def position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
+        """Returns the first tier, by its position in the lookup order, that has this block as far as the core knows."""
+        return next((lane.index for lane in self.lanes if lane.catalog.held(namespace, key) is not None), None)
 
     def ask(self) -> None:
         """Asks the shared tiers what `find` did not know."""

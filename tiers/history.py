@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from .rules import NamespaceId
 
-__all__ = ["History", "Left", "MissReason", "names_for"]
+__all__ = ["History", "Left", "LeftTogether", "MissReason", "names_for"]
 
 MOST_REMEMBERED = 1 << 18
 """Departures that are remembered at most; what left before them counts as never stored. A name takes about 170 bytes."""
@@ -51,6 +51,9 @@ class MissReason(enum.Enum):
 Left = Callable[[NamespaceId, bytes, MissReason], None]
 """Told of each block that leaves a tier, and why. Raises nothing."""
 
+LeftTogether = Callable[[NamespaceId, Iterable[bytes], MissReason], None]
+"""The same, of blocks that leave a tier for one reason."""
+
 
 class History:
     """Remembers of departed blocks why they left: the last departure, of as many as there is room for.
@@ -66,9 +69,13 @@ class History:
 
     def left(self, namespace: NamespaceId, key: bytes, reason: MissReason) -> None:
         """Takes note of a departure."""
+        self.left_together(namespace, (key,), reason)
+
+    def left_together(self, namespace: NamespaceId, keys: Iterable[bytes], reason: MissReason) -> None:
+        """Takes note of departures for one reason."""
         young = self._young[namespace]
         before = len(young)
-        young[key] = reason
+        young.update(dict.fromkeys(keys, reason))
         self._count += len(young) - before
         if self._count >= self._most // 2:
             self._old, self._young, self._count = self._young, defaultdict(dict), 0

@@ -27,7 +27,9 @@ class Keeping:
         tenants: who has a share of their own.
         retained_part: how much of each quota, and of what is nobody's quota, requests may retain.
         held_part: how much of these, in the CPU tier, holds may pin.
+        spare_part: how much of the CPU tier is made free ahead at most, for the next store.
         max_holds: how many requests of one tenant may be held.
+        estimates: whether it is estimated what tiers of other sizes would answer.
     """
 
     eviction: Mapping[str, str] = field(default_factory=dict)
@@ -36,7 +38,9 @@ class Keeping:
     tenants: Sequence[Tenant] = ()
     retained_part: float = 0.5
     held_part: float = 0.25
+    spare_part: float = 1 / 64
     max_holds: int = 4096
+    estimates: bool = True
 
     def check(self, tiers: Collection[str]) -> None:
         """Raises `ValueError` where a tier or a policy is named that does not exist."""

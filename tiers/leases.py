@@ -263,6 +263,11 @@ class LeaseTable:
         """Returns the leases of a request."""
         return list(self._by_request.get((engine, request_id), ()))
 
+    def oldest_age(self, now: float) -> float:
+        """Returns for how many seconds the oldest lease has been held; 0 where there is none."""
+        oldest = next(iter(self._leases.values()), None)
+        return max(0.0, now - oldest.granted_at) if oldest is not None else 0.0
+
     def items_of(self, session_id: bytes) -> int:
         """Returns how many items the leases of a session add up to."""
         return self._items.get(session_id, 0)

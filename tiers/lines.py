@@ -152,6 +152,17 @@ class Lines(Generic[L]):
         if self.ttl is not None:
             self._unused.discard(item)
 
+    def remove_all(self, items: Sequence[L]) -> None:
+        """Forgets items; the same as `remove` for each."""
+        if self.ttl is not None or self._retained:
+            for item in items:
+                self.remove(item)
+            return
+        if self._aside:
+            self._aside.difference_update(items)
+        for item in items:
+            item.line.policy.remove(item)
+
     def set_aside(self, items: Iterable[L]) -> None:
         """Takes items, head first, out of line until they are put back: pinned for minutes, they would be skipped each time."""
         fresh = [item for item in dict.fromkeys(items) if item not in self._aside]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import shutil
@@ -24,7 +25,17 @@ from .base import (
 )
 from .batches import BATCH_BLOCKS, batches
 from .fsck import Slice
-from .lmdb_blocks import clear_orphans, data_cursor, delete_block, last_record_id, put_block, read_block, read_index
+from .lmdb_blocks import (
+    WrongPagesError,
+    clear_orphans,
+    data_cursor,
+    delete_block,
+    delete_blocks,
+    last_record_id,
+    put_blocks,
+    read_block,
+    read_index,
+)
 from .lmdb_check import check_slice
 from .lmdb_env import Durability, open_environment
 from .lmdb_format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, PAGE_HEADER_BYTES, DamagedRecordError
@@ -44,6 +55,9 @@ RESERVE_PAGES = 32
 """Kept free, because a removal needs a dozen pages (copies of the paths through the trees) before it frees any."""
 READER_CHECK_EVERY = 1024
 """Write transactions."""
+
+HEADERS_ARE_BOUNDED = int(lmdb.__version__.partition(".")[0]) >= 3
+"""Whether LMDB refuses to free more pages than its file has, whatever a page header says; its binding sees to that since 3.0."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -133,11 +147,13 @@ class LMDBTier(SecondaryTier):
         self._store.close()
 
     def _store_batch(self, batch: Sequence[BlockBytes]) -> list[Outcome]:
-        fit = [block for block in batch if _is_storable(block)]
+        fits = list(map(_is_storable, batch))
+        if all(fits):
+            return [self._write(batch)] * len(batch)
+        fit = [block for block, fits_in in zip(batch, fits, strict=True) if fits_in]
         written = self._write(fit) if fit else Outcome.DONE
-        if len(fit) < len(batch):
-            self._troubles.note("store", "was given a block without bytes, or with a key that is too long")
-        return [written if _is_storable(block) else Outcome.FAILED for block in batch]
+        self._troubles.note("store", "was given a block without bytes, or with a key that is too long")
+        return [written if fits_in else Outcome.FAILED for fits_in in fits]
 
     def _write(self, blocks: Sequence[BlockBytes]) -> Outcome:
         """Writes blocks in one transaction; returns what became of all of them."""
@@ -158,9 +174,8 @@ class LMDBTier(SecondaryTier):
 
     def _put(self, blocks: Sequence[BlockBytes]) -> None:
         with self._store.env.begin(write=True, buffers=True) as txn:
-            for block in blocks:
-                self._record_id += 1
-                put_block(self._store, txn, block, self._record_id)
+            put_blocks(self._store, txn, blocks, self._record_id + 1)
+            self._record_id += len(blocks)
             self._keep_reserve(txn)
         self._pages_to_come = True
         self._writes += 1
@@ -210,10 +225,8 @@ class LMDBTier(SecondaryTier):
     def _remove(self, index_keys: Sequence[bytes]) -> bool:
         """Removes blocks in one transaction, or in a nearly full file in halves. Returns whether all are gone."""
         try:
-            with self._writer, self._store.env.begin(write=True, buffers=True) as txn:
-                cursor = data_cursor(self._store, txn)
-                for index_key in index_keys:
-                    delete_block(self._store, txn, index_key, cursor)
+            with self._writer:
+                self._delete(index_keys)
             self._pages_to_come = True
         except lmdb.Error as error:
             middle = len(index_keys) // 2
@@ -224,6 +237,18 @@ class LMDBTier(SecondaryTier):
             return False
         self._troubles.note("remove", None)
         return True
+
+    def _delete(self, index_keys: Sequence[bytes]) -> None:
+        """Removes blocks in one transaction; where something is damaged in a second one, block by block."""
+        if HEADERS_ARE_BOUNDED:
+            with contextlib.suppress(WrongPagesError, lmdb.CorruptedError):
+                with self._store.env.begin(write=True, buffers=True) as txn:
+                    delete_blocks(self._store, txn, index_keys)
+                return
+        with self._store.env.begin(write=True, buffers=True) as txn:
+            cursor = data_cursor(self._store, txn)
+            for index_key in index_keys:
+                delete_block(self._store, txn, index_key, cursor)
 
     def _clear(self, damaged: Sequence[bytes], live: set[int]) -> None:
         _log.warning("tier %s: %d index records are damaged and are dropped", self.name, len(damaged))

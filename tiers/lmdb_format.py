@@ -33,11 +33,13 @@ __all__ = [
     "NAMESPACE_BYTES",
     "PAGE_HEADER_BYTES",
     "TAILS_BYTES",
+    "Cut",
     "DamagedRecordError",
     "Record",
     "chunk_key",
     "chunk_prefix",
     "chunk_spans",
+    "cut",
     "record_id_of",
     "tail_bytes",
 ]
@@ -60,6 +62,8 @@ _HEAD = struct.Struct("<BxHQQ")
 _CHECK = struct.Struct("<Q")
 _CHUNK_KEY = struct.Struct(">QHI")
 _PREFIX = struct.Struct(">Q")
+_SUFFIX = struct.Struct(">HI")
+_NODE_HEADER_BYTES = 8
 
 
 class DamagedRecordError(Exception):
@@ -88,6 +92,17 @@ class Record(NamedTuple):
         """Reads what `pack` wrote under the same key; anything else raises `DamagedRecordError`."""
         end = len(value) - _CHECK.size
         if end < _HEAD.size or _CHECK.unpack_from(value, end)[0] != xxhash.xxh3_64_intdigest(index_key + value[:end]):
+            raise DamagedRecordError
+        return cls.read(value)
+
+    @classmethod
+    def read(cls, value: bytes) -> Record:
+        """Reads what `pack` wrote, and believes it: for who verifies the block that it leads to, and changes nothing.
+
+        What cannot be a record raises `DamagedRecordError`.
+        """
+        end = len(value) - _CHECK.size
+        if end < _HEAD.size:
             raise DamagedRecordError
         version, parts, record_id, checksum = _HEAD.unpack_from(value)
         start = _HEAD.size + 8 * parts
@@ -125,6 +140,43 @@ def tail_bytes(nbytes: int, page_bytes: int) -> int:
     spans = chunk_spans(nbytes, page_bytes)
     start, stop = spans[-1] if spans else (0, 0)
     return stop - start if start and stop - start < page_bytes - PAGE_HEADER_BYTES else 0
+
+
+class Cut(NamedTuple):
+    """How blocks are stored whose parts have certain sizes."""
+
+    tails: tuple[tuple[int, int], ...]
+    """What lies in the record, in order: (part, where in it the tail begins)."""
+    tail_bytes: int
+    chunks: tuple[tuple[bytes, int, int, int], ...]
+    """What lies in `data`: (end of the chunk's key, part, where in it the chunk begins, where it ends)."""
+    pages: int
+    """Pages that the chunks take outside of the tree."""
+
+
+@lru_cache(maxsize=256)
+def cut(sizes: tuple[int, ...], page_bytes: int, *, tails: bool) -> Cut:
+    """Returns how a block with parts of `sizes` is stored, with the parts' ends in the record or without."""
+    ends: list[tuple[int, int]] = []
+    chunks: list[tuple[bytes, int, int, int]] = []
+    kept = pages = 0
+    for part, nbytes in enumerate(sizes):
+        spans = chunk_spans(nbytes, page_bytes)
+        if tails and (tail := tail_bytes(nbytes, page_bytes)):
+            kept += tail
+            ends.append((part, nbytes - tail))
+            spans = spans[:-1]
+        for number, (start, stop) in enumerate(spans):
+            chunks.append((_SUFFIX.pack(part, number), part, start, stop))
+            if stop - start > _longest_in_tree(page_bytes):
+                pages += -(-(stop - start + PAGE_HEADER_BYTES) // page_bytes)
+    return Cut(tuple(ends), kept, tuple(chunks), pages)
+
+
+def _longest_in_tree(page_bytes: int) -> int:
+    """Returns how long a chunk can be that LMDB keeps beside its key, of which two must fit a page (`me_nodemax`)."""
+    node_bytes = ((page_bytes - PAGE_HEADER_BYTES) // 2 & -2) - 2
+    return node_bytes - _NODE_HEADER_BYTES - _CHUNK_KEY.size
 
 
 @lru_cache(maxsize=256)

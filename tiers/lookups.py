@@ -9,6 +9,7 @@ from itertools import islice
 
 from .answers import Session
 from .blocks import Block, NamespaceSpec
+from .curves import Curves
 from .errors import LimitExceeded
 from .flow import TierFlow
 from .history import History, MissReason
@@ -59,13 +60,23 @@ class _Match:
 class Lookups:
     """Finds blocks for requests, and holds the leases on what it found."""
 
-    def __init__(self, primary: PrimaryTier, flow: TierFlow, history: History, journal: Journal, first_id: int) -> None:
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        flow: TierFlow,
+        history: History,
+        journal: Journal,
+        tally: Tally,
+        first_id: int,
+        curves: Curves | None = None,
+    ) -> None:
         self.leases = LeaseTable(primary.unpin, first_id)
-        self.tally = Tally(len(flow.lanes))
+        self.tally = tally
         self._primary = primary
         self._flow = flow
         self._history = history
         self._journal = journal
+        self._curves = curves
         self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
 
     def namespace_opened(self, namespace: NamespaceId, tenant: str) -> None:
@@ -106,6 +117,8 @@ class Lookups:
         self._start_promotions(match, owner.user, prefix=prefix)
         spans, first_miss = self._explain(session, keys, match, prefix=prefix)
         record = self._record(owner, now, spans, first_miss)
+        if self._curves is not None:
+            self._curves.looked_up(session.namespace, keys, spans)
         self._flow.ask()
         not_retained = self._use(match, owner.user, retain_until)
         return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries, not_retained)
@@ -171,7 +184,7 @@ class Lookups:
         if lease.pending:
             for block, source in zip(lease.items, lease.sources, strict=False):
                 if block is not None and not block.ready:
-                    self.tally.hit(source)
+                    self.tally.hit(block.namespace, source)
 
     def settle(self, block: Block) -> list[Lease]:
         """Takes note that a block is not pending any more; returns the leases that have nothing pending left."""
@@ -179,10 +192,10 @@ class Lookups:
         for lease, item in waited:
             source = lease.sources[item]
             if block.ready:
-                self.tally.hit(source)
+                self.tally.hit(block.namespace, source)
                 continue
             reason = self._history.why(block.namespace, block.key) or MissReason.LOAD_FAILED
-            self.tally.miss(reason)
+            self.tally.miss(block.namespace, reason)
             if source:
                 self._flow.lanes[source - 1].misses += 1
             if lease.record is not None:
@@ -314,7 +327,7 @@ class Lookups:
         if lease.pending:
             for block, source in zip(match.items, match.sources, strict=True):
                 if block is not None and not block.ready:
-                    self.tally.hit(source, -1)
+                    self.tally.hit(block.namespace, source, -1)
         return lease
 
     def _explain(
@@ -366,7 +379,7 @@ class Lookups:
         return (block is not None and block.ready) or self._flow.holds(namespace, key)
 
     def _record(self, owner: Owner, now: float, spans: tuple[Span, ...], first_miss: bytes | None) -> LookupRecord:
-        self.tally.count(spans)
+        self.tally.count(owner.engine[0], spans)
         record = LookupRecord(now, bounded(spans), first_miss)
         self._journal.note_lookup(owner.engine, owner.request_id, record)
         return record

@@ -7,13 +7,17 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer
 from .arrivals import Arrivals
 from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, TierFilter
 from .blocks import NamespaceSpec
+from .clearing import Clearing, Stock, Wanted
 from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId, WorkLeft
+from .curves import Curves
 from .durability import Durability
 from .errors import InvalidNamespace, UnknownSession
 from .flow import TierFlow
@@ -27,8 +31,9 @@ from .leases import Lease, LookupAnswer
 from .lookups import Lookups
 from .primary import PrimaryTier
 from .requests import Request, RequestTable
-from .stats import ManagerStats
+from .stats import ManagerStats, NamespaceStats
 from .stores import Stores
+from .tally import Cell, Tally
 
 __all__ = ["CPU_TIER", "TierManager"]
 
@@ -72,10 +77,12 @@ class TierManager:
         self._sessions: dict[bytes, Session] = {}
         self._namespaces: set[NamespaceId] = set()
         self._work_asked_for = False
+        self._clearings: deque[Clearing] = deque()
+        self._expired_leases = self._expired_stores = 0
         self._history = History(names_for(region_bytes))
         self._journal = Journal()
         lines = keeping.lines(CPU_TIER, region_bytes, now)
-        self._primary = PrimaryTier(extent_bytes, lines, self._history.left)
+        self._primary = PrimaryTier(extent_bytes, lines, self._history.left_together, keeping.spare_part)
         self._flow = TierFlow(
             tiers,
             keeping,
@@ -86,7 +93,10 @@ class TierManager:
             self._history,
         )
         self._requests = RequestTable(self._tell_tiers)
-        self._lookups = Lookups(self._primary, self._flow, self._history, self._journal, first_id)
+        sizes = [region_bytes, *(tier.capacity_bytes for tier in tiers)]
+        self._curves = Curves(sizes, self._position_of) if keeping.estimates else None
+        tally = Tally(len(tiers), {tenant.tag: tenant.name for tenant in keeping.tenants})
+        self._lookups = Lookups(self._primary, self._flow, self._history, self._journal, tally, first_id, self._curves)
         notes = HandoffNotes(self._journal, self._history)
         self.handoffs = Handoffs(self._primary, self._lookups, keeping, region_bytes, self._commands.append, notes)
         """Requests that are held for another engine."""
@@ -99,7 +109,9 @@ class TierManager:
             self._history,
             self._commands.append,
         )
-        self._stores = Stores(self._primary, self._flow, self._requests, self._history, self._arrivals.settle, first_id)
+        self._stores = Stores(
+            self._primary, self._flow, self._requests, self._history, self._arrivals.settle, first_id, self._curves
+        )
         self._durability = Durability(self._primary, self._flow)
         self._flow.recover()
 
@@ -292,9 +304,11 @@ class TierManager:
             InvalidKey: a key names a group that the namespace lacks; nothing was granted.
             InvalidItem: the session has no rank.
         """
-        return self._stores.prepare(
+        answer = self._stores.prepare(
             session, keys, request_id=request_id, expires_at=expires_at, now=self._now, retain_until=retain_until
         )
+        self._ask_for_work(self._primary.short)
+        return answer
 
     def store(self, session: Session, store_id: StoreId) -> Store:
         """Returns a store in flight of this session's engine.
@@ -345,17 +359,26 @@ class TierManager:
         self._ask_for_work(self._expire())
         self.handoffs.tick(now)
         expired = self._lookups.leases.expired(now)
+        self._expired_leases += len(expired)
         self._ask_for_work(self._lookups.end(expired))
         self._commands += (LeaseSettled(lease.id) for lease in expired)
         for store in self._stores.table.expired(now):
+            self._expired_stores += 1
             session = self._sessions.get(store.owner.session_id)
             self._stores.abandon(store, session.writers if session else set())
 
     def work(self) -> None:
         """Does the next slice of what was too much to be done at once. Called once for each `WorkLeft`."""
         self._work_asked_for = False
-        left = [self._primary.sweep(), self._lookups.leases.let_fall(), self._expire()]
+        self._primary.make_spare_room()
+        left = [self._primary.sweep(), self._lookups.leases.let_fall(), self._expire(), self._clear()]
         self._ask_for_work(any(left))
+
+    def _clear(self) -> bool:
+        """Does a slice of the first eviction on demand; returns whether there is more of that one, or another."""
+        if self._clearings and not self._clearings[0].work():
+            self._clearings.popleft()
+        return bool(self._clearings)
 
     def _expire(self) -> bool:
         """Drops blocks that were not used for too long, a slice in each tier; returns whether there are more."""
@@ -394,6 +417,18 @@ class TierManager:
         """Returns for how many blocks a reset of a session's namespace still waits."""
         return self._primary.retiring(session.namespace.id)
 
+    def evict(self, wanted: Wanted) -> Clearing:
+        """Begins to evict what somebody wants gone, or to count it; it goes in slices, and one such wish after another.
+
+        Returns:
+            What has come of it so far, and in the end; `cancel` leaves it at that.
+        """
+        stocks: list[Stock] = [self._primary, *self._flow.stocks(self._primary.used_at)]
+        clearing = Clearing(wanted, stocks, self._now)
+        self._clearings.append(clearing)
+        self._ask_for_work(True)
+        return clearing
+
     def leases(self) -> list[Lease]:
         """Returns the leases that are held, the oldest first."""
         return list(self._lookups.leases)
@@ -422,10 +457,18 @@ class TierManager:
     def stats(self) -> ManagerStats:
         """Returns the figures of this moment."""
         tally = self._lookups.tally
-        cpu = self._primary.stats(CPU_TIER, self._region_bytes, hits=tally.hits[0], misses=tally.keys - tally.hits[0])
+        hits, misses = tally.hits, tally.misses
+        keys = sum(hits) + misses.total()
+        cpu = self._primary.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
+        tiers = (cpu, *(lane.stats(hits[lane.index]) for lane in self._flow.lanes))
+        if self._curves is not None:
+            tiers = tuple(replace(tier, estimates=self._curves.of(number)) for number, tier in enumerate(tiers))
         return ManagerStats(
-            tiers=(cpu, *(lane.stats(tally.hits[lane.index]) for lane in self._flow.lanes)),
+            tiers=tiers,
             leases=len(self._lookups.leases),
+            oldest_lease_seconds=self._lookups.leases.oldest_age(self._now),
+            expired_leases=self._expired_leases,
+            expired_stores=self._expired_stores,
             stores=len(self._stores.table),
             quarantined_bytes=self._stores.table.quarantined_bytes,
             sessions=len(self._sessions),
@@ -434,10 +477,31 @@ class TierManager:
             held_bytes=self.handoffs.held_bytes,
             handoffs=self.handoffs.stats(),
             claims_missed=self.handoffs.claims_missed,
-            lookup_keys=tally.keys,
-            lookup_misses=tally.misses.total(),
-            misses_by_reason=dict(tally.misses),
+            lookup_keys=keys,
+            lookup_misses=misses.total(),
+            misses_by_reason=dict(misses),
         )
+
+    def namespace_stats(self) -> list[NamespaceStats]:
+        """Returns the figures of each namespace, so many at most as a `Tally` tells apart. Takes longer than `stats`."""
+        tally = self._lookups.tally
+        blocks: dict[Cell, list[int]] = {}
+        for tier, counts in enumerate([self._primary.counts(), *(lane.catalog.counts() for lane in self._flow.lanes)]):
+            for namespace, count in counts:
+                per_tier = blocks.setdefault(tally.cell(namespace), [0] * (len(self._flow.lanes) + 1))
+                per_tier[tier] += count
+        none = [0] * (len(self._flow.lanes) + 1)
+        return [
+            NamespaceStats(
+                cell.namespace, cell.tenant, tuple(blocks.get(cell, none)), tuple(cell.hits), dict(cell.misses)
+            )
+            for cell in tally.cells()
+        ]
+
+    def _position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
+        """Returns which tier has a block, the first in the lookup order; None if none has it."""
+        block = self._primary.blocks_of(namespace).get(key)
+        return 0 if block is not None and block.ready else self._flow.position_of(namespace, key)
 
     def _negotiate(self, session: Session, request: RequestInfo) -> Request:
         votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)

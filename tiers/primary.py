@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from operator import attrgetter
 
 from .base import NamespaceId
 from .blocks import Block, NamespaceSpec
-from .history import Left, MissReason
+from .history import LeftTogether, MissReason
 from .lines import Line, Lines, by_line
 from .region_room import RegionRoom
 from .shares import Share
@@ -15,7 +15,15 @@ from .shelves import Shelves
 from .slots import SlotAllocator
 from .stats import TierStats
 
-__all__ = ["PrimaryTier"]
+__all__ = ["SPARE_PART", "PrimaryTier"]
+
+SPARE_PART = 1 / 64
+"""Of the memory: what is made free ahead at most, for the next store."""
+
+MOST_SPARE = 1024
+"""Slots that are made free ahead at most: more would hold the loop up."""
+
+_FEW_SPARES = 8
 
 SLICE = 512
 """Blocks of a reset that go at a time: a millisecond's worth, or four where they are a million."""
@@ -29,8 +37,10 @@ class PrimaryTier:
     A share has used what the slots of its blocks take, and slots that its writers may still write to.
     """
 
-    def __init__(self, extent_bytes: int, lines: Lines[Block], left: Left) -> None:
-        """`left` is told of every ready block that goes, and why."""
+    def __init__(
+        self, extent_bytes: int, lines: Lines[Block], left: LeftTogether, spare_part: float = SPARE_PART
+    ) -> None:
+        """`left` is told of the ready blocks that go, and why; of the memory, `spare_part` at most is made free ahead."""
         self.memory = SlotAllocator(extent_bytes)
         self.lines = lines
         self.evictions = 0
@@ -43,6 +53,11 @@ class PrimaryTier:
         """Slots without a block, by offset, and whose they were."""
         self._room = RegionRoom(self.memory, lines, self._owners)
         self._line_of: dict[tuple[NamespaceId, int], Line[Block]] = {}
+        self._spare_part = spare_part
+        self._pressed: set[int] = set()
+        """Size classes for which something had to be evicted, and that have had no room to spare since."""
+        self._short_of: dict[int, int] = {}
+        """How many slots of such classes were asked for at last, until some are made free for the next store."""
         self._clock = 0
         """Counts uses, and moves on with time: in millionths of a second, or beyond."""
 
@@ -52,6 +67,10 @@ class PrimaryTier:
     def blocks_of(self, namespace: NamespaceId) -> dict[bytes, Block]:
         """Returns the blocks of a namespace by key; for reading only."""
         return self._shelves.of(namespace).blocks
+
+    def counts(self) -> Iterable[tuple[NamespaceId, int]]:
+        """Yields the namespaces that have blocks that can be found, and how many."""
+        return self._shelves.counts()
 
     def ready_blocks(self) -> list[Block]:
         """Returns all visible blocks, the last used first."""
@@ -179,7 +198,7 @@ class PrimaryTier:
         taken = self._shelves.take_from_reset(SLICE)
         for block in taken:
             if block.ready:
-                self._left(block.namespace, block.key, MissReason.RESET)
+                self._left(block.namespace, (block.key,), MissReason.RESET)
             self.lines.remove(block)
         self.evict([block for block in taken if not block.pins])
         return self._shelves.resetting
@@ -195,20 +214,60 @@ class PrimaryTier:
 
     def evict(self, blocks: Sequence[Block], reason: MissReason = MissReason.EVICTED) -> None:
         """Drops blocks and frees their slots. They must not be pinned. The one place where blocks leave the tier."""
-        freed = []
+        remove = self._shelves.remove
+        in_line: list[Block] = []
+        gone: list[tuple[NamespaceId, MissReason, list[bytes]]] = []
+        freed: list[int] = []
         for block in blocks:
-            if self._shelves.remove(block):
+            if remove(block):
+                in_line.append(block)
                 if block.ready:
                     why = MissReason.RESET if block.shelf.retired else block.left_out or reason
-                    self._left(block.namespace, block.key, why)
-                self.lines.remove(block)
-            slots = [slot for slot in block.slots if slot is not None]
+                    if not (gone and gone[-1][0] == block.namespace and gone[-1][1] is why):
+                        gone.append((block.namespace, why, []))
+                    gone[-1][2].append(block.key)
+            slots = block.slots
+            if None in slots:
+                slots = tuple(slot for slot in slots if slot is not None)
             block.line.share.used -= block.line.size_class * len(slots)
-            freed += slots
+            freed += slots  # type: ignore[arg-type]  # none of them is None
             block.clear()
+        self.lines.remove_all(in_line)
+        for namespace, why, keys in gone:
+            self._left(namespace, keys, why)
         for slot in freed:
             del self._owners[slot]
         self.memory.release(freed)
+
+    def namespaces(self) -> list[NamespaceId]:
+        """Returns the namespaces that there are blocks of."""
+        return self._shelves.namespaces()
+
+    def all_of(self, namespace: NamespaceId) -> Collection[Block]:
+        """Returns the blocks of a namespace that can be found."""
+        return self._shelves.of(namespace).blocks.values()
+
+    def is_there(self, block: Block) -> bool:
+        """Returns whether a block can still be found."""
+        return self._shelves.get(*block.name) is block
+
+    def may_go(self, block: Block, *, retained: bool) -> bool:
+        """Returns whether nobody pins a block, nor, unless `retained`, has it retained."""
+        return not block.pins and (retained or not block.retained)
+
+    @staticmethod
+    def last_used(block: Block) -> float:
+        """Returns when a block was used the last time, in seconds."""
+        return block.last_use / _TICKS_PER_SECOND
+
+    @staticmethod
+    def nbytes_of(block: Block) -> int:
+        """Returns what the slots of a block take."""
+        return block.line.size_class * sum(slot is not None for slot in block.slots)
+
+    def part_with(self, blocks: Sequence[Block]) -> None:
+        """Evicts blocks that somebody wants gone; see `evict`."""
+        self._evict(blocks)
 
     def stats(self, name: str, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:
         """Returns the figures of this moment; hits and misses are counted by who looks up."""
@@ -238,12 +297,42 @@ class PrimaryTier:
         count = self._within_limit(share, slot_bytes, count)
         offsets = self.memory.allocate(slot_bytes, count)
         share.used += slot_bytes * len(offsets)
+        if len(offsets) < count:
+            self._pressed.add(slot_bytes)
+        if slot_bytes in self._pressed and self._spare_slots(slot_bytes, count):
+            self._short_of[slot_bytes] = count
         while len(offsets) < count and self._make_room(share, slot_bytes, count - len(offsets)):
             fresh = self.memory.allocate(slot_bytes, count - len(offsets))
             share.used += slot_bytes * len(fresh)
             offsets += fresh
         offsets.sort()
         return offsets
+
+    @property
+    def short(self) -> bool:
+        """Whether the next store would have to wait until something is evicted for it (`make_spare_room`)."""
+        return bool(self._short_of) and len(self.lines.shares) == 1
+
+    def make_spare_room(self) -> None:
+        """Evicts what the next store as large as the last would have to wait for: who stores under pressure goes on storing.
+
+        Not where tenants have shares: who makes room, and at whose cost, is not to be decided before somebody takes it.
+        """
+        short_of, self._short_of = self._short_of, {}
+        if len(self.lines.shares) > 1:
+            return
+        for slot_bytes, count in short_of.items():
+            free = self.memory.free_slots(slot_bytes)
+            wanted = self._spare_slots(slot_bytes, count) - free
+            if wanted > 0:
+                self._make_room(self.lines.shares.rest, slot_bytes, wanted)
+            elif free > 2 * count:
+                self._pressed.discard(slot_bytes)
+
+    def _spare_slots(self, slot_bytes: int, count: int) -> int:
+        """Returns how many slots are to be free after a store of so many; none after one that leaves little else in memory."""
+        most = int(self._spare_part * self.memory.total_bytes / slot_bytes)
+        return min(count, most, MOST_SPARE) if count <= _FEW_SPARES * most else 0
 
     def _within_limit(self, share: Share, slot_bytes: int, count: int) -> int:
         """Makes room below a share's limit, at its own cost; returns how many slots it may have."""

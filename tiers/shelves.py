@@ -35,6 +35,10 @@ class Shelves:
         """Iterates over the blocks that can be found."""
         return (block for shelf in self._of.values() for block in shelf.blocks.values())
 
+    def counts(self) -> Iterator[tuple[NamespaceId, int]]:
+        """Yields the namespaces that have blocks that can be found, and how many."""
+        return ((namespace, len(shelf.blocks)) for namespace, shelf in self._of.items() if shelf.blocks)
+
     def of(self, namespace: NamespaceId) -> Shelf:
         """Returns the shelf of a namespace."""
         return self._of[namespace]
@@ -43,6 +47,10 @@ class Shelves:
         """Returns a block that can be found."""
         shelf = self._of.get(namespace)
         return shelf.blocks.get(key) if shelf else None
+
+    def namespaces(self) -> list[NamespaceId]:
+        """Returns the namespaces that have a shelf with something on it."""
+        return [namespace for namespace, shelf in self._of.items() if shelf.blocks]
 
     def take_away(self, namespace: NamespaceId) -> None:
         """Takes the shelf of a namespace away with all that is on it: nothing of it is found any more."""

@@ -89,6 +89,16 @@ class SlotAllocator:
         """Returns the extent that a slot lies in."""
         return self._extents[offset // self.extent_bytes]
 
+    @property
+    def total_bytes(self) -> int:
+        """Returns the bytes of all extents."""
+        return len(self._extents) * self.extent_bytes
+
+    def free_slots(self, slot_bytes: int) -> int:
+        """Returns how many slots a class can have without anything being evicted."""
+        claimed = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, ()))
+        return claimed + len(self._unclaimed) * (self.extent_bytes // slot_bytes)
+
     def used_bytes(self) -> int:
         """Returns what the slots that are given out take up."""
         return sum(extent.used * extent.slot_bytes for extent in self._extents.values())

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .base import NamespaceId
+from .curves import HitRatio
 from .handoff_notes import ClaimOutcome
 from .history import MissReason
 from .holds import HandoffDirection, HandoffStats
 
-__all__ = ["ManagerStats", "ShareStats", "TierStats"]
+__all__ = ["ManagerStats", "NamespaceStats", "ShareStats", "TierStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,24 @@ class TierStats:
     """Whether all is well; otherwise `trouble` says what is not."""
     trouble: str = ""
     """What is wrong, for people."""
+    estimates: tuple[HitRatio, ...] = ()
+    """What it would answer if it had another size; empty where too little is known, or it is not to be estimated."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStats:
+    """One namespace at one moment, or those of a tenant that are not told apart (`Tally`)."""
+
+    namespace: NamespaceId | None
+    """Its id; None for those that are not told apart."""
+    tenant: str
+    """Name of its tenant where that has a share of its own, else empty."""
+    blocks: tuple[int, ...]
+    """Blocks per tier, in lookup order; the CPU tier is the first."""
+    hits: tuple[int, ...]
+    """Keys found since start, likewise."""
+    misses: Mapping[MissReason, int]
+    """Looked-up keys that no tier answered for since start, by reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +108,12 @@ class ManagerStats:
     """The tiers in lookup order; the first is the CPU tier."""
     leases: int = 0
     """Leases that are held."""
+    oldest_lease_seconds: float = 0.0
+    """For how long the oldest of them has been held, renewals included."""
+    expired_leases: int = 0
+    """Leases since start that ended because their time was over: nobody gave them back."""
+    expired_stores: int = 0
+    """Stores since start that ended because their writer was silent for too long."""
     stores: int = 0
     """Stores that are in flight."""
     quarantined_bytes: int = 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from .answers import Session, StoreAnswer, StoreStatus
 from .blocks import Block
 from .commands import StoreId
+from .curves import Curves
 from .errors import InvalidItem
 from .flow import TierFlow
 from .grants import Store, StoreTable
@@ -29,6 +30,7 @@ class Stores:
         history: History,
         settle: Callable[[Sequence[Block]], None],
         first_id: int,
+        curves: Curves | None = None,
     ) -> None:
         """`settle` is told of blocks that may not be pending any more."""
         self.table = StoreTable(primary.release, first_id)
@@ -37,6 +39,7 @@ class Stores:
         self._requests = requests
         self._history = history
         self._settle = settle
+        self._curves = curves
 
     def prepare(
         self,
@@ -77,6 +80,8 @@ class Stores:
         if len(granted) < len(found):
             own = set(granted)  # their pins are the store's from now on
             self._primary.unpin([block for block in found if block not in own])
+        if self._curves is not None:
+            self._curves.stored(granted)
         if not granted:
             return StoreAnswer(None, bytes(statuses), [], not_retained)
         if request is not None:

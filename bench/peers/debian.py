@@ -1,4 +1,6 @@
-"""`python -m bench.peers.debian DIRECTORY`: unpacks Debian's packages there that peers need; installs nothing on the system.
+"""`python -m bench.peers.debian DIRECTORY [PACKAGE…]`: unpacks Debian's packages there; installs nothing on the system.
+
+Without names these are what peers need.
 
 Where a package cannot be had (another distribution, no network), the peer that needs it says so in the table.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = ["unpack"]
@@ -19,10 +22,10 @@ NEEDED = (
 )
 
 
-def unpack(directory: Path) -> list[str]:
-    """Returns the packages that could not be had."""
+def unpack(directory: Path, packages: Iterable[str] = NEEDED) -> list[str]:
+    """Unpacks these packages, without what they depend on; returns those that could not be had."""
     directory.mkdir(parents=True, exist_ok=True)
-    missing = [name for name in NEEDED if not _download(name, directory)]
+    missing = [name for name in packages if not _download(name, directory)]
     for file in sorted(directory.glob("*.deb")):
         subprocess.run(["dpkg-deb", "--extract", str(file), str(directory)], check=True)
     return missing
@@ -37,5 +40,5 @@ def _download(name: str, directory: Path) -> bool:
 
 
 if __name__ == "__main__":
-    for name in unpack(Path(sys.argv[1])):
+    for name in unpack(Path(sys.argv[1]), sys.argv[2:] or NEEDED):
         print(f"not to be had: {name}")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cuda import copy
-from kvtier.cuda.copy import HostBuffer, address_of, copy_batch
+from kvtier.cuda.copy import HostBuffer, address_of, addresses_of, copy_batch
 
 MIB = 1 << 20
 
@@ -57,6 +57,42 @@ def test_address_of_a_tensor() -> None:
     """Tensors are taken by their pointer: a bfloat16 tensor offers no buffer."""
     array = np.arange(6, dtype=np.int32)
     assert address_of(FakeTensor(array)) == (array.ctypes.data, 24)
+
+
+@pytest.mark.parametrize(
+    "buffers",
+    [
+        [],
+        [memoryview(bytearray(b"abcd")), np.arange(4, dtype=np.int16)],
+        [bytearray(b"abcd"), b"ab", memoryview(b"xabcdx")[1:5]],
+        [FakeTensor(np.zeros(3)), memoryview(bytearray(8))],
+        [bytearray(), np.zeros((0, 3))],
+    ],
+    ids=["none", "arrays", "others", "tensors", "empty"],
+)
+def test_addresses_of_many(buffers: list[HostBuffer]) -> None:
+    """They are those of each."""
+    addresses, sizes = addresses_of(buffers)
+    assert list(zip(addresses, sizes, strict=True)) == [address_of(buffer) for buffer in buffers]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "error"),
+    [
+        (b"abcd", ValueError),
+        (np.zeros((4, 4))[:, :2], ValueError),
+        (np.zeros((2, 3)).T, ValueError),
+        (FakeTensor(np.zeros(4), device="cuda"), ValueError),
+        ([1], TypeError),
+    ],
+    ids=["read-only", "scattered", "transposed", "device", "none"],
+)
+def test_one_bad_buffer_among_many_is_refused(buffer: HostBuffer, error: type[Exception]) -> None:
+    """No address is given of what must not be filled, has gaps, or is elsewhere; and the others are left free."""
+    good = bytearray(8)
+    with pytest.raises(error):
+        addresses_of([good, buffer], writable=True)
+    good.extend(b"more")
 
 
 def test_address_of_nothing() -> None:
@@ -168,6 +204,18 @@ def test_short_batches_keep_the_gil_and_long_ones_let_go_of_it(moved: list[tuple
     moved.clear()
     copy_batch([0, 1 << 24, 1 << 25], [1 << 26, 1 << 27, 1 << 28], [2 * MIB] * 3)
     assert [how for how, _ in moved] == ["free"] * 3
+
+
+def test_small_blocks_of_a_large_batch_are_all_copied(moved: list[tuple[str, tuple[int, ...]]]) -> None:
+    """With the GIL or without it, each block goes once and in order; beside somebody busy all go with it."""
+    blocks = [((1 << 30) + n * MIB, (2 << 30) + n * MIB, (256 << 10) - n) for n in range(35)]
+    copy_batch(*(list(column) for column in zip(*blocks, strict=True)))
+    assert [block for _, block in moved] == blocks
+    assert [n for n, (how, _) in enumerate(moved) if how == "free"] == [16, 33]
+    moved.clear()
+    copy._crowd._until = time.perf_counter() + 60
+    copy_batch(*(list(column) for column in zip(*blocks, strict=True)))
+    assert moved == [("kept", block) for block in blocks]
 
 
 def test_beside_a_busy_thread_the_gil_is_kept(moved: list[tuple[str, tuple[int, ...]]]) -> None:

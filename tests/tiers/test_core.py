@@ -6,7 +6,7 @@ from simulation import EXTENT, ModelTier
 from kvtier.tiers.answers import DurableStatus, Session, StoreStatus
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
 from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier, WorkLeft
 from kvtier.tiers.errors import (
     InvalidItem,
     InvalidKey,
@@ -67,6 +67,39 @@ class Rig:
             if isinstance(command, StoreInTier | LoadFromTier):
                 self.core.job_finished(command.job_id, [outcome] * len(command.blocks))
         return list(commands)
+
+
+def test_room_for_the_next_store_is_made_before_it_comes() -> None:
+    """Once something had to be evicted, and not before, the loop evicts what the next store would have to wait for."""
+    small = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
+    rig = Rig(extents=16, eviction={"cpu": "lru"})  # 256 slots, of which four may be spare
+    rig.session = rig.open("other", small)
+    for number in range(0, 256, 4):
+        rig.store(keys(*range(number, number + 4)))
+    assert rig.core.take_commands() == []
+    assert rig.look_up(keys(*range(256)), prefix=False) == HIT * 256
+    rig.store(keys(256, 257, 258))
+    assert rig.core.stats().tiers[0].evictions == 3
+    assert rig.core.take_commands() == [WorkLeft()]
+    rig.core.work()
+    assert rig.core.stats().tiers[0].evictions == 6
+    assert rig.store(keys(259, 260, 261)) == GRANTED * 3
+    assert rig.core.stats().tiers[0].evictions == 6, "it did not have to wait"
+    assert rig.core.take_commands() == [WorkLeft()]
+    rig.core.work()
+    assert rig.core.stats().tiers[0].evictions == 9
+    assert rig.look_up(keys(*range(256, 262))) == HIT * 6
+
+
+def test_no_room_is_made_ahead_at_the_cost_of_what_was_just_stored() -> None:
+    """After a store that takes much of the memory nothing is evicted that nobody has asked for."""
+    small = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
+    rig = Rig(extents=16, eviction={"cpu": "lru"})
+    rig.session = rig.open("other", small)
+    for start in (0, 256):
+        assert rig.store(keys(*range(start, start + 256))) == GRANTED * 256
+        assert rig.core.take_commands() == []
+    assert rig.look_up(keys(*range(256, 512)), prefix=False) == HIT * 256
 
 
 @pytest.mark.parametrize("touch", ["lookup", "store"])

@@ -31,6 +31,7 @@ from contracts.secondary_tier import (
     full,
 )
 
+from kvtier.tiers import lmdb as tiers_lmdb
 from kvtier.tiers import lmdb_blocks, lmdb_probe
 from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.lmdb import LMDBTier
@@ -448,18 +449,60 @@ def test_a_damaged_index_record(tmp_path: Path, caplog: pytest.LogCaptureFixture
     again.close()
 
 
-@pytest.mark.parametrize("pages", [0, 1, 1000, 0xFFFFFFFF])
-def test_a_damaged_page_header(tmp_path: Path, pages: int) -> None:
-    """A wrong page count in front of a chunk cannot make its removal free the pages of other blocks."""
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("pages", [0, 1, 150, 1000, 0xFFFFFFFF])
+def test_a_damaged_page_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int, *, bounded: bool) -> None:
+    """A wrong page count in front of a chunk cannot make its removal free the pages of other blocks.
+
+    Whether LMDB itself bounds it or not; and what is removed together with that block goes as well.
+    """
+    monkeypatch.setattr(tiers_lmdb, "HEADERS_ARE_BOUNDED", bounded)
     tier = opened(tmp_path)
     tier.store([full(b"%d" % number, content(number, (300_000,))) for number in range(20)])
     patch(data_file(tier), chunk_offset(tier, SPACE, b"7") - 4, pages.to_bytes(4, "little"))
-    tier.remove([(SPACE, b"7")])
+    tier.remove([(SPACE, key) for key in (b"6", b"7", b"unknown", b"8")])
+    assert tier.trouble is None
     for number in range(100, 110):
         assert tier.store([full(b"%d" % number, content(number, (300_000,)))]) == [DONE]
-    for number in [*range(7), *range(8, 20), *range(100, 110)]:
+    for number in [*range(6), *range(9, 20), *range(100, 110)]:
         assert fetch(tier, b"%d" % number, (300_000,)) == content(number, (300_000,))
-    assert tier.load([empty(b"7", (300_000,))]) == [MISSING]
+    assert tier.load([empty(key, (300_000,)) for key in (b"6", b"7", b"8")]) == [MISSING] * 3
+    tier.close()
+
+
+def test_a_chunk_is_missing(tmp_path: Path) -> None:
+    """A block of which a chunk has gone is corrupt, and its removal, beside others', leaves nothing of it behind."""
+    tier = opened(tmp_path)
+    sizes = (600_000,)  # four chunks
+    tier.store([full(b"%d" % number, content(number, sizes)) for number in range(4)])
+    with tier._store.env.begin(write=True) as txn:
+        for key in (b"1", b"2"):
+            assert txn.delete(chunk_key(record_of(tier, SPACE, key).record_id, 0, 1), db=tier._store.data)
+    assert tier.load([empty(b"1", sizes)]) == [CORRUPT]
+    tier.remove([(SPACE, b"%d" % number) for number in range(3)])
+    assert fetch(tier, b"3", sizes) == content(3, sizes)
+    with tier._store.env.begin() as txn:
+        assert txn.stat(tier._store.data)["entries"] == len(chunk_spans(*sizes, PAGE))
+        assert txn.stat(tier._store.index)["entries"] == 1
+    tier.close()
+
+
+def test_some_are_replaced(tmp_path: Path) -> None:
+    """Of a batch some blocks may be new and some replace others, of other sizes too; nothing of those is left."""
+    tier = opened(tmp_path)
+    sizes = [(300_000,), (70_000, 5000), (65536,), (16,)]
+    assert (
+        tier.store([full(b"%d" % number, content(number, sizes[number % 4])) for number in range(0, 12, 2)])
+        == [DONE] * 6
+    )
+    again = [full(b"%d" % number, content(number + 100, sizes[number // 3])) for number in range(12)]
+    assert tier.store(again) == [DONE] * 12
+    for number in range(12):
+        assert fetch(tier, b"%d" % number, sizes[number // 3]) == content(number + 100, sizes[number // 3])
+    assert len(list(tier.entries())) == 12
+    tier.remove([(SPACE, b"%d" % number) for number in range(12)])
+    with tier._store.env.begin() as txn:
+        assert txn.stat(tier._store.data)["entries"] == 0
     tier.close()
 
 
@@ -755,21 +798,17 @@ def test_stores_copy_nothing_in_python(tmp_path: Path) -> None:
     assert peak < 500_000
 
 
-def test_a_restart_with_many_blocks_is_quick(tmp_path: Path) -> None:
-    """Opening a sound store costs a fraction of a second, and listing its blocks reads none of them."""
+def test_a_restart_lists_many_blocks(tmp_path: Path) -> None:
+    """After a restart every block of a sound store is listed, each once."""
     tier = opened(tmp_path, 64 * MIB)
     parts = [b"x" * 600]
     for start in range(0, 30_000, 1000):
         tier.store([full(b"%d" % number, parts) for number in range(start, start + 1000)])
     tier.close()
-    begin = time.perf_counter()
     tier = opened(tmp_path, 64 * MIB)
-    ready = time.perf_counter()
-    assert len(list(tier.entries())) == 30_000
-    listed = time.perf_counter()
+    keys = [entry.key for entry in tier.entries()]
     tier.close()
-    assert ready - begin < 1.0  # 0.02 s alone, with a process to start; the machine may be busy
-    assert listed - ready < 1.0
+    assert len(keys) == len(set(keys)) == 30_000
 
 
 # ----- the format

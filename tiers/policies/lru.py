@@ -53,7 +53,10 @@ class LRU(Generic[T]):
         """Takes it out of the line."""
         chain = self._chain_of.pop(item, None)
         if chain is not None:
-            self._leave(chain, [item])
+            items = chain.items
+            del items[item]
+            if not items:
+                del self._chains[chain]
 
     def victims(self) -> Iterator[T]:
         """Yields from the head of the line."""

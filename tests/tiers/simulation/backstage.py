@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.blocks import Block
+from kvtier.tiers.clearing import Wanted
 from kvtier.tiers.commands import RemoveFromTier
+from kvtier.tiers.shares import TENANT_TAG_BYTES
 
 from . import inspect as inside
 from .ledger import JobRecord
@@ -52,6 +54,7 @@ class Backstage:
             self.leap: 0.15,
             self.fall_back: 0.25,
             self.leave_nothing_volatile: 0.2,
+            self.evict: 0.3,
             self.crash: 0.12,
         }
 
@@ -59,6 +62,7 @@ class Backstage:
         """The core does the next slice of what was too much to be done at once."""
         if self.world.work_left:
             self.world.work_left = False
+            self.world.clearing = inside.is_clearing(self.world.core)
             self.world.core.work()
             self.world.saw("slices of work")
 
@@ -273,6 +277,24 @@ class Backstage:
     def leave_nothing_volatile(self) -> None:
         """The server is about to end, or says so."""
         self.world.core.make_durable()
+
+    def evict(self) -> None:
+        """Somebody who runs the server wants something gone, or only counted, and may lose interest in it."""
+        choose = self.rng.random
+        tiers = [number for number in range(len(self.world.tiers) + 1) if choose() < 0.7]
+        spec = self.rng.choice(SPECS)
+        wanted = Wanted(
+            tiers,
+            namespace=spec.id if choose() < 0.5 else None,
+            tenant_tag=spec.id[:TENANT_TAG_BYTES] if choose() < 0.3 else None,
+            unused_since=self.latest - self.rng.choice((0, 2, 40)) if choose() < 0.5 else None,
+            max_bytes=self.rng.choice((1, 1 << 14, 1 << 18)) if choose() < 0.6 else None,
+            dry_run=choose() < 0.2,
+        )
+        clearing = self.world.core.evict(wanted)
+        if choose() < 0.1:
+            clearing.cancel()
+        self.world.saw("evictions on demand", bool(tiers))
 
     def crash(self) -> None:
         """The server is killed; writes that were queued are lost, of one that ran a part has come through."""

@@ -11,7 +11,7 @@ from kvtier.tiers.stats import ShareStats, TierStats
 
 from . import inspect as inside
 from .keeping import tenant_of
-from .model import Invariant, Name, Violation
+from .model import EXTENT, Invariant, Name, Violation
 from .world import World
 
 __all__ = ["check_quotas", "check_retained", "check_ttl"]
@@ -89,7 +89,9 @@ def check_retained(world: World) -> None:
     for block in gone:
         if book.retained.get(block, 0.0) > now and world.doing != "reset":
             raise Violation(Invariant.RETAINED, f"{block.key!r} should stay until {book.retained[block]}, it is {now}")
-    if gone and world.doing not in (*MAKE_ROOM, *TICKS, "reset"):
+    if gone and world.doing == "go_on":
+        _check_spare_room(world)
+    elif gone and world.doing not in (*MAKE_ROOM, *TICKS, "reset"):
         raise Violation(Invariant.RETAINED, f"{gone[0].key!r} went for no reason")
     for number, names in enumerate(world.gone_below):
         broken = [name for name in names if world.before.promises[number].get(name, 0.0) > now]
@@ -99,6 +101,20 @@ def check_retained(world: World) -> None:
         for share in tier.shares:
             if not 0 <= share.retained_bytes <= tier.capacity_bytes:
                 raise Violation(Invariant.RETAINED, f"{tier.name}: {share} retains too much")
+
+
+def _check_spare_room(world: World) -> None:
+    """What goes ahead of a store is little, or an extent, and is not where tenants have shares."""
+    if world.clearing:  # on demand, what goes is not bounded
+        return
+    cpu = world.look.stats.tiers[0]
+    sizes = [block.footprint for block in world.gone]
+    spare = world.keeping.keeping.spare_part * cpu.capacity_bytes
+    world.saw("room made ahead")
+    if not spare or len(cpu.shares) > 1:
+        raise Violation(Invariant.RETAINED, f"{world.gone[0].key!r} went for no reason")
+    if sum(sizes) - max(sizes) >= max(spare, EXTENT * max(len(block.slots) for block in world.gone)):
+        raise Violation(Invariant.RETAINED, f"{sum(sizes)} bytes went ahead, of {spare} at most")
 
 
 def check_ttl(world: World) -> None:

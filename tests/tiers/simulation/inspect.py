@@ -41,8 +41,8 @@ class Look:
 @contextlib.contextmanager
 def small_jobs(nbytes: int) -> Iterator[None]:
     """Lets a job carry so little that queues are cut into several; and what goes in slices go so slowly that it takes several."""
-    slices = mock.patch("kvtier.tiers.primary.SLICE", 3), mock.patch("kvtier.tiers.leases.SLICE", 3)
-    with mock.patch("kvtier.tiers.flow.JOB_BYTES", nbytes), slices[0], slices[1]:
+    slices = [mock.patch(f"kvtier.tiers.{module}.SLICE", 3) for module in ("primary", "leases", "clearing")]
+    with mock.patch("kvtier.tiers.flow.JOB_BYTES", nbytes), slices[0], slices[1], slices[2]:
         yield
 
 
@@ -57,6 +57,11 @@ def retired(core: TierManager) -> list[Block]:
     found = [block for namespace in shelves._resetting for block in unswept(core, namespace)]
     found += chain.from_iterable(shelves._pinned.values())
     return sorted(found, key=lambda block: (block.namespace, block.key))
+
+
+def is_clearing(core: TierManager) -> bool:
+    """Returns whether an eviction on demand is under way."""
+    return bool(core._clearings)
 
 
 def unswept(core: TierManager, namespace: bytes) -> list[Block]:
@@ -210,6 +215,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "questions": core._flow._lookups,
         "blocks of a reset": core._primary._shelves._pinned,
         "shelves of a reset": core._primary._shelves._resetting,
+        "evictions on demand": core._clearings,
         "holds": core.handoffs._table._holds,
         "holds by tenant": core.handoffs._table._per_tenant,
         "held items": core.handoffs._table._items,

@@ -94,6 +94,8 @@ class World:
         self.work = Work(self)
         self.work_left = False
         """Whether the core has asked for the next slice of something."""
+        self.clearing = False
+        """Whether the last slice that was asked for may have been of an eviction on demand."""
         self.settled: set[int] = set()
         self.changed: set[tuple[bytes, str, str]] = set()
         self.durable: list[tuple[NamespaceSpec, bytes]] = []

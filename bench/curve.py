@@ -1,0 +1,115 @@
+"""The live miss-ratio curve beside the truth: what one core estimates for other sizes, and what cores of these sizes reach.
+
+make bench-curve TRACE=FILE [JSON=FILE]        or        python -m bench.curve --trace FILE [--json FILE] [--made-up]
+
+The ratio is the share of blocks that hit in an unbroken run from the start, as in `bench.policies`; the price is what the curve
+adds to a lookup of 64 keys, half of which are known, with a CPU tier and one below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.blocks import NamespaceSpec
+from kvtier.tiers.curves import SCALES, Curves
+from kvtier.tiers.history import MissReason
+from kvtier.tiers.journal import Span
+from kvtier.tiers.policies import DEFAULT_POLICY, POLICIES
+
+from .policies import GROUP, Replay, read_trace
+from .traces import MADE_UP, Trace
+
+__all__ = ["compare", "price"]
+
+CAPACITIES = (1_000, 3_000, 10_000)
+"""In blocks."""
+KEYS = 64
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def compare(trace: Trace, policy: str, capacities: Sequence[int]) -> list[dict[str, object]]:
+    """Prints estimates beside what is reached; returns the rows."""
+    reached: dict[int, float] = {}
+    rows: list[dict[str, object]] = []
+    for capacity in capacities:
+        replay = Replay(policy, capacity)
+        reached[capacity] = _run(replay, trace)
+        estimates = {estimate.scale: estimate.hit_ratio for estimate in replay.core.stats().tiers[0].estimates}
+        for scale in SCALES:
+            size = int(capacity * scale)
+            if size not in reached:
+                reached[size] = _run(Replay(policy, size), trace)
+        truth = [reached[int(capacity * scale)] for scale in SCALES]
+        print(f"{capacity:>8,} estimated" + "".join(f"{estimates[scale]:9.4f}" for scale in SCALES))
+        print(f"{policy:>8} reached  " + "".join(f"{ratio:9.4f}" for ratio in truth), flush=True)
+        rows += [
+            {"policy": policy, "capacity": capacity, "scale": scale, "estimated": estimates[scale], "reached": ratio}
+            for scale, ratio in zip(SCALES, truth, strict=True)
+        ]
+    return rows
+
+
+def price(*, rounds: int = 7) -> float:
+    """Returns what a lookup of 64 keys costs more, in seconds: the best of some rounds, over 2,000 lookups each."""
+    spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(2 * MIB,))
+    rng = random.Random(1)
+    chains = [[rng.randbytes(16) + GROUP for _ in range(KEYS)] for _ in range(1500)]
+    curves = Curves((8 * GIB, 64 * GIB), lambda *_: None)
+    known = [(spec.id, key) for chain in chains[::2] for key in chain]
+    for name in known:
+        curves.put(name, 2 * MIB)
+    spans = (Span(KEYS // 2, 0), Span(KEYS // 2, MissReason.NEVER_STORED))
+    best = float("inf")
+    for _ in range(rounds):
+        asked = rng.choices(chains, k=2000)
+        started = time.perf_counter()
+        for chain in asked:
+            curves.looked_up(spec, chain, spans)
+        best = min(best, (time.perf_counter() - started) / len(asked))
+    return best
+
+
+def _run(replay: Replay, trace: Trace) -> float:
+    """Replays a trace with keys as engines have them: hashes."""
+    asked = hits = 0
+    for number, blocks in enumerate(trace):
+        keys = [hashlib.blake2b(b"%d" % block, digest_size=16).digest() + GROUP for block in blocks]
+        hits += replay.serve(f"request-{number}", keys)
+        asked += len(keys)
+    return hits / max(1, asked)
+
+
+def main() -> None:
+    """Measures, prints a table, writes JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.curve", description="The live miss-ratio curve and the truth."
+    )
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a request with hash_ids per line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=[DEFAULT_POLICY, "lru"], help="which ones")
+    parser.add_argument("--capacities", nargs="+", type=int, default=CAPACITIES, metavar="BLOCKS")
+    parser.add_argument("--made-up", action="store_true", help="with the made-up traces too")
+    options = parser.parse_args()
+    traces: dict[str, Trace] = {options.trace.name: read_trace(options.trace)}
+    if options.made_up:
+        traces |= {name: make() for name, make in MADE_UP.items()}
+    print(f"a lookup of {KEYS} keys costs {price() * 1e6:.1f} µs more with two tiers, on this machine")
+    rows: list[dict[str, object]] = []
+    for name, trace in traces.items():
+        for policy in options.policies:
+            print(f"\n{name}, {policy}; blocks {'':5}" + "".join(f"{scale:>8g}x" for scale in SCALES))
+            rows += [{"trace": name, **row} for row in compare(trace, policy, options.capacities)]
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What lookups met, per namespace."""
+
+from __future__ import annotations
+
+from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.history import MissReason
+from kvtier.tiers.journal import Span
+from kvtier.tiers.tally import MOST_NAMESPACES, Tally
+
+
+def namespace(number: int, tag: bytes = b"rest") -> NamespaceId:
+    """Returns the id of a namespace of a tenant."""
+    return NamespaceId(tag + number.to_bytes(12, "little"))
+
+
+def test_every_key_counts_in_its_namespace_and_in_the_sum() -> None:
+    """Hits by tier, misses by reason; an open question counts for nothing yet."""
+    tally = Tally(1)
+    tally.count(namespace(1), [Span(3, 0), Span(2, 1), Span(4, MissReason.EVICTED), Span(7, None)])
+    tally.count(namespace(2), [Span(1, MissReason.EVICTED)])
+    tally.hit(namespace(1), 1, -1)
+    tally.miss(namespace(1), MissReason.LOAD_FAILED)
+    one, two = tally.cells()
+    assert (one.namespace, one.hits) == (namespace(1), [3, 1])
+    assert one.misses == {MissReason.EVICTED: 4, MissReason.LOAD_FAILED: 1}
+    assert (two.hits, two.misses) == ([0, 0], {MissReason.EVICTED: 1})
+    assert (tally.hits, tally.misses.total(), tally.keys) == ([3, 1], 6, 10)
+
+
+def test_namespaces_beyond_the_bound_are_counted_together_per_tenant() -> None:
+    """However many there are, what is told apart is bounded, and nothing is lost."""
+    tally = Tally(0, {b"acme": "acme"})
+    for number in range(MOST_NAMESPACES):
+        tally.hit(namespace(number), 0)
+    for number in range(1000):
+        tally.hit(namespace(MOST_NAMESPACES + number), 0)
+        tally.hit(namespace(number, b"acme"), 0)
+    tally.hit(namespace(0), 0)
+    cells = tally.cells()
+    assert len(cells) == MOST_NAMESPACES + 2
+    others = {cell.tenant: cell.hits for cell in cells if cell.namespace is None}
+    assert others == {"": [1000], "acme": [1000]}
+    assert cells[0].hits == [2]
+    assert tally.keys == MOST_NAMESPACES + 2001
