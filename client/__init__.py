@@ -1,8 +1,10 @@
 """The client of kvtier: find blocks, read them, write them, from sync code or from asyncio."""
 
+from ..protos.credentials import Credentials
 from .aio import AsyncClient, AsyncLease
 from .device import KvBuffers, Mark
 from .errors import (
+    AccessDenied,
     ChecksumMismatch,
     DeadlineExceeded,
     DeviceUnavailable,
@@ -41,10 +43,12 @@ from .sync import Client, Lease
 from .timeouts import Timeouts
 
 __all__ = [
+    "AccessDenied",
     "AsyncClient",
     "AsyncLease",
     "ChecksumMismatch",
     "Client",
+    "Credentials",
     "DeadlineExceeded",
     "DeviceUnavailable",
     "Draining",

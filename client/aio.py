@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
+from ..protos.credentials import Credentials
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2, transfer_pb2
 from .bulk import AnyStreams, BulkRoute
@@ -85,24 +86,26 @@ class AsyncClient(AsyncDeviceCalls):
         rank: int | None = None,
         transport: Transport = "auto",
         timeouts: Timeouts | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """See `Client`."""
+        credentials = credentials or Credentials.from_environment()
         try:
             server = client_endpoint(endpoint)
+            self._session_channel = credentials.channel(server, CHANNEL_OPTIONS)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
         tune_malloc()
-        self._session_channel = grpc.insecure_channel(server.target, options=CHANNEL_OPTIONS)
         # Threads of its own: those of the loop are also for the application, which streams that hang must not keep waiting.
         self._movers = ThreadPoolExecutor(_MOST_STREAMS, "kvtier-stream")
-        self._bulk = BulkRoute(self._session_channel, server, plain=transport != "grpc")
+        self._bulk = BulkRoute(self._session_channel, server, credentials, plain=transport != "grpc")
         identity = Identity(namespace, name, self.engine_id, rank, transport)
         self._keeper = Keeper(self._session_channel, identity, self.timeouts.call)
         self._operations = Operations(namespace, self.timeouts, self._keeper.lost)
-        self._channel = grpc.aio.insecure_channel(server.target, options=CHANNEL_OPTIONS)
+        self._channel = credentials.aio_channel(server, CHANNEL_OPTIONS)
         self._closed = False
         self._local: AsyncLocalCalls | None = None
         self._calls = {
@@ -125,7 +128,7 @@ class AsyncClient(AsyncDeviceCalls):
 
     @property
     def transport(self) -> str | None:
-        """How bytes move: "shm", or "grpc" for streams of any kind; None while there is no session."""
+        """How bytes move now: "shm", "tcp" over plain sockets, or "grpc"; None while there is no session."""
         link = self._keeper.link
         return link.transport if link is not None else None
 

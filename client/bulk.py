@@ -15,7 +15,9 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from ..protos.credentials import Credentials, CredentialsError
 from ..protos.endpoint import Endpoint
+from ..protos.reasons import reason_of
 from ..protos.v1 import transfer_pb2
 from .effects import Pull, Push
 from .errors import NotConnected
@@ -71,10 +73,12 @@ AnyStreams: TypeAlias = Streams | PlainStreams
 class BulkRoute:
     """Finds the bulk process of a server, and keeps a channel to it. Any thread may call."""
 
-    def __init__(self, control: grpc.Channel, endpoint: Endpoint, *, plain: bool) -> None:
+    def __init__(self, control: grpc.Channel, endpoint: Endpoint, credentials: Credentials, *, plain: bool) -> None:
         """`control` is a channel to the server at `endpoint`; it must not be closed before this. `plain` prefers plain sockets."""
         self._endpoint = endpoint
-        self._plain = plain
+        self._credentials = credentials
+        # Plain sockets are in the clear: not beside TLS, whatever the other side offers.
+        self._plain = plain and not credentials.is_tls(endpoint)
         self._locate = control.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
         self._lock = threading.Lock()
         self._streams: AnyStreams | None = None
@@ -115,7 +119,8 @@ class BulkRoute:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._lost(streams)
-            elif error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            elif error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason_of(error.trailing_metadata()) is None:
+                # It has as many streams as it serves at once; what it refuses for another reason, the server would as well.
                 self._full_until = time.monotonic() + _FULL_SECONDS
             raise
 
@@ -125,6 +130,8 @@ class BulkRoute:
             if self._streams is not streams:
                 return
             self._streams = None
+            if self._link is not None:
+                self._link.transport = "grpc"
         streams.close()
 
     def close(self) -> None:
@@ -180,12 +187,14 @@ class BulkRoute:
         except OSError as error:
             _log.info("kvtier: plain sockets do not reach the bulk process: %s", error)
             return False
+        streams.take_calls(link)
         return self._found(link, streams, f"plain port {answer.plain_port}")
 
     def _found(self, link: Link, streams: AnyStreams, where: str) -> bool:
         with self._lock:
             if not self._closing.is_set():
                 self._streams, self._link = streams, link
+                link.transport = "tcp" if isinstance(streams, PlainStreams) else "grpc"
                 _log.info("kvtier: streams go to the bulk process at %s", where)
                 return True
         streams.close()
@@ -195,7 +204,11 @@ class BulkRoute:
         endpoint = self._endpoint_of(answer)
         if endpoint is None:
             return False
-        channel = grpc.insecure_channel(endpoint.target, options=CHANNEL_OPTIONS)
+        try:
+            channel = self._credentials.channel(endpoint, CHANNEL_OPTIONS)
+        except CredentialsError as error:  # a file that was there when the client was made is not there now
+            _log.warning("kvtier: streams do not go to the bulk process: %s", error)
+            return False
         if not self._is_reached(channel):
             channel.close()
             return False

@@ -9,6 +9,7 @@
     ├── InvalidRequest         the call cannot succeed as it is
     ├── LeaseLost              a lease or store ended early: treat what was read as garbage, what was written as lost
     ├── HoldGone               a request that should be handed over is not held (any more)
+    ├── AccessDenied           the server does not know these credentials, or they are not for this call or tenant
     ├── NotOwner               the lease or store belongs to another engine
     ├── LimitExceeded          too much at once; try again later
     ├── DeviceUnavailable      the server does not move bytes of this device, or not any more: use another way
@@ -29,6 +30,7 @@ import grpc
 from ..protos.reasons import reason_of
 
 __all__ = [
+    "AccessDenied",
     "ChecksumMismatch",
     "DeadlineExceeded",
     "DeviceUnavailable",
@@ -90,6 +92,10 @@ class HoldGone(KVTierError):
     """A request that should be handed over is not held: never published, released, expired, or about to."""
 
 
+class AccessDenied(KVTierError):
+    """The server does not know the client's credentials, or they are not for this call or this tenant."""
+
+
 class NotOwner(KVTierError):
     """The lease or store belongs to another engine."""
 
@@ -134,6 +140,10 @@ ERROR_OF = MappingProxyType(
         "HOLD_EXPIRED": HoldGone,
         "DEVICE_UNAVAILABLE": DeviceUnavailable,
         "DEVICE_LOST": DeviceUnavailable,
+        "UNAUTHENTICATED": AccessDenied,
+        "PERMISSION_DENIED": AccessDenied,
+        "WRONG_TENANT": AccessDenied,
+        "RATE_LIMITED": LimitExceeded,
     }
 )
 """The exception of each reason; complete, by test."""

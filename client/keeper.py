@@ -80,6 +80,9 @@ class Keeper:
         Raises:
             KVTierError: there is none; the last attempt's error, if there was one.
         """
+        link = self.link
+        if link is not None:
+            return link
         with self._changed:
             # A link that has fallen is still there until the thread has noticed: no answer either, and no error yet.
             self._changed.wait_for(

@@ -89,7 +89,7 @@ class Link:
 
     Attributes:
         ref: how calls name the session.
-        transport: "shm" where the region is mapped, else "grpc".
+        transport: "shm" where the region is mapped; "tcp" as long as streams go over plain sockets; else "grpc".
         why: why this transport, for people.
         devices: whether the server moves bytes of devices.
         tiers: names of the tiers, as `sources` indexes them.
@@ -120,6 +120,15 @@ class Link:
         self._users = 0
         self._fallen = False
         self._cancels: set[Callable[[], object]] = set()
+
+    def call_over(self, calls: LocalCalls) -> None:
+        """Has calls go this way from now on, as long as the link stands; instead of an earlier way, which is given up."""
+        with self._lock:
+            unused = calls if self._fallen else self.calls
+            if not self._fallen:
+                self.calls = calls
+        if unused is not None:
+            unused.close()
 
     @property
     def fallen(self) -> bool:

@@ -1,4 +1,6 @@
-"""Calls to a server on this host over its Unix socket, for the synchronous client (`protos/local_calls.py`).
+"""Calls over a socket instead of gRPC, for the synchronous client (`protos/local_calls.py`).
+
+To a server on this host that is its Unix socket, to one elsewhere the port for plain sockets of its bulk process.
 
 A connection carries one call at a time, from whichever thread; so there are as many as there were threads calling at once.
 """
@@ -9,7 +11,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
@@ -20,10 +23,12 @@ from ..protos.reasons import reason_within
 from ..protos.v1 import common_pb2
 from .errors import DeadlineExceeded, ServerError, SessionLost, error_from
 
-__all__ = ["MAX_IDLE", "LocalCalls", "answer_of"]
+__all__ = ["MAX_IDLE", "LocalCalls", "answer_of", "keep_alive"]
 
 _CONNECT_SECONDS = 2.0
 _CHUNK_BYTES = 64 << 10
+_LATE_SECONDS = 0.01
+"""What a call may be late by: a deadline is told to the kernel anew only where more has passed of it."""
 MAX_IDLE = 8
 """Connections that are kept for later calls; each is a descriptor of the server's."""
 
@@ -31,9 +36,12 @@ MAX_IDLE = 8
 class LocalCalls:
     """Connections for the calls of one session. Any thread may call."""
 
-    def __init__(self, path: str, session: common_pb2.SessionRef) -> None:
-        """Connects nothing: see `prepare`."""
-        self.path = path
+    def __init__(
+        self, address: str | tuple[Any, ...], session: common_pb2.SessionRef, family: int = socket.AF_UNIX
+    ) -> None:
+        """Connects nothing: see `prepare`. `address` is one of `family`, as sockets have it."""
+        self.address = address
+        self.family = family
         self.hello = pack_request(session.session_id, session.epoch, Purpose.CALLS)
         self.when_closed: list[Callable[[], object]] = []
         """Called when these are closed, on whichever thread that happens."""
@@ -41,6 +49,13 @@ class LocalCalls:
         self._busy: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
+
+    def make_socket(self) -> socket.socket:
+        """Returns a socket that is to be connected."""
+        connection = socket.socket(self.family, socket.SOCK_STREAM)
+        if self.family != socket.AF_UNIX:
+            keep_alive(connection)
+        return connection
 
     def prepare(self) -> bool:
         """Makes a connection for the first call; returns whether the server grants one."""
@@ -58,14 +73,23 @@ class LocalCalls:
         Raises:
             KVTierError: the call was refused or has failed, or there was no answer in time.
         """
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = began + timeout
         try:
-            with self._lend(timeout) as connection:
-                if connection is None:
-                    return None
-                _set_deadline(connection, deadline)
+            connection = self._idle_one() or self._connect(timeout)
+            if connection is None:
+                return None
+            intact = False
+            try:
+                self._take(connection)
+                connection.settimeout(timeout)
                 connection.sendall(pack_call(name.encode(), message))
+                if time.monotonic() - began > _LATE_SECONDS:
+                    _set_deadline(connection, deadline)
                 body = _receive(connection, deadline)
+                intact = True
+            finally:  # where a call has failed, its answer may still come
+                self._put(connection, intact=intact)
         except TimeoutError:
             raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
         except OSError as error:  # the connection lives as long as the session
@@ -85,23 +109,9 @@ class LocalCalls:
         for tell in self.when_closed:
             tell()
 
-    @contextlib.contextmanager
-    def _lend(self, timeout: float) -> Iterator[socket.socket | None]:
-        """Lends a connection. One on which a call has failed is closed: its answer may still come."""
+    def _idle_one(self) -> socket.socket | None:
         with self._lock:
-            connection = self._idle.pop() if self._idle else None
-        if connection is None:
-            connection = self._connect(timeout)
-        if connection is None:
-            yield None
-            return
-        intact = False
-        try:
-            self._take(connection)
-            yield connection
-            intact = True
-        finally:
-            self._put(connection, intact=intact)
+            return self._idle.pop() if self._idle else None
 
     def _take(self, connection: socket.socket) -> None:
         with self._lock:
@@ -123,9 +133,9 @@ class LocalCalls:
         connection = None
         granted = False
         try:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection = self.make_socket()
             connection.settimeout(timeout)
-            connection.connect(self.path)
+            connection.connect(self.address)
             connection.sendall(self.hello)
             granted = unpack_reply(connection.recv(REPLY_BYTES, socket.MSG_WAITALL)) is not None
         except TimeoutError:
@@ -136,6 +146,18 @@ class LocalCalls:
             if connection is not None and not granted:
                 connection.close()
         return connection if granted else None
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Sets up a TCP socket: nothing waits for more to send, and a host that is gone is noticed within 15 s, as over gRPC.
+
+    What is idle is heard of as often as gRPC's channel is: no firewall forgets the one while it knows the other.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
 
 
 def answer_of(body: bytes) -> bytes:
@@ -155,7 +177,8 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
     received = bytearray()
     end = LENGTH_BYTES
     while len(received) < end:
-        _set_deadline(connection, deadline)
+        if received:
+            _set_deadline(connection, deadline)
         piece = connection.recv(_CHUNK_BYTES)
         if not piece:
             raise ConnectionError("the server hung up")

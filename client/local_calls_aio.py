@@ -1,4 +1,4 @@
-"""Calls to a server on this host over its Unix socket, for the asyncio client. See `local_calls`."""
+"""Calls over a socket instead of gRPC, for the asyncio client. See `local_calls`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class AsyncLocalCalls:
         connection = None
         granted = False
         try:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection = self.calls.make_socket()
             connection.setblocking(False)
             granted = await self._asks_for(connection)
         except (OSError, ValueError):
@@ -89,7 +89,7 @@ class AsyncLocalCalls:
     async def _asks_for(self, connection: socket.socket) -> bool:
         """Connects; returns whether the server grants the connection."""
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(connection, self.calls.path)
+        await loop.sock_connect(connection, self.calls.address)
         await loop.sock_sendall(connection, self.calls.hello)
         reply = b""
         while len(reply) < REPLY_BYTES and (piece := await loop.sock_recv(connection, REPLY_BYTES - len(reply))):

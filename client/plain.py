@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..cuda.plain import receive, send
+from ..cuda.plain import Deadline, receive, send
 from ..protos import plain
 from ..protos.v1 import transfer_pb2
 from .effects import Pull, Push
 from .errors import DeadlineExceeded, NotConnected, SessionLost, error_for
+from .link import Link
+from .local_calls import LocalCalls, keep_alive
 
 __all__ = ["PlainStreams"]
 
@@ -31,7 +33,9 @@ class PlainStreams:
         """Connects. Raises OSError."""
         self._address = (host, port)
         self._lock = threading.Lock()
-        self._idle: list[socket.socket] = [self._connect()]
+        first = self._connect()
+        self._peer = first.family, first.getpeername()
+        self._idle: list[socket.socket] = [first]
         self._closed = False
 
     def push(self, effect: Push, calls: Callable[[Any], object] = lambda _: None) -> transfer_pb2.PushResponse:
@@ -65,6 +69,16 @@ class PlainStreams:
             answer = transfer_pb2.PullResponse.FromString(connection.answer())
             sink.completed = sink.completed or answer.completed
 
+    def take_calls(self, link: Link) -> None:
+        """Has the calls of a link go to the same port as well, if the server takes them there."""
+        family, address = self._peer
+        if link.calls is not None:  # connections that stand go on, wherever they were made
+            link.calls.address, link.calls.family = address, family
+            return
+        calls = LocalCalls(address, link.ref, family)
+        if calls.prepare():
+            link.call_over(calls)
+
     def close(self) -> None:
         """Closes the idle connections; those in use are closed when they are not any more."""
         with self._lock:
@@ -84,7 +98,7 @@ class PlainStreams:
             calls(call)
             try:
                 with effect.link.cancelling(call.cancel):
-                    yield _Timed(connection, deadline)
+                    yield _Timed(connection, deadline - time.monotonic())
             except BaseException:
                 connection.close()
                 raise
@@ -99,10 +113,7 @@ class PlainStreams:
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._address, _CONNECT_SECONDS)
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A host that is gone is noticed, as over gRPC.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
+        keep_alive(connection)
         return connection
 
     def _take(self) -> socket.socket:
@@ -127,9 +138,9 @@ class PlainStreams:
 class _Timed:
     """A connection, as long as there is time. Raises OSError, `BlockingIOError` when it is up."""
 
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
-        self._deadline = deadline
+        self._deadline = Deadline(connection, seconds)
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
         send(self._connection, pieces, self._deadline)

@@ -26,11 +26,14 @@ ATTEMPTS = 3
 
 
 def worth_another_try(error: KVTierError, link: Link) -> bool:
-    """Returns whether a stream that ended like this may be continued: it broke, and its session stands."""
+    """Returns whether a stream that ended like this may be continued: it broke, and its session stands.
+
+    Not where its tenant has had its share: trying again at once would only take more of the calls that it has left.
+    """
     broke = isinstance(error, NotConnected | ChecksumMismatch | LimitExceeded) or (
         isinstance(error, SessionLost) and not error.reason
     )
-    return broke and not link.fallen
+    return broke and not link.fallen and error.reason != "RATE_LIMITED"
 
 
 class Source:

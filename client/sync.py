@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
+from ..protos.credentials import Credentials
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2
 from .bulk import AnyStreams, BulkRoute, Streams
@@ -97,6 +98,7 @@ class Client(DeviceCalls):
         transport: Transport = "auto",
         timeouts: Timeouts | None = None,
         pin: Pin | None = None,
+        credentials: Credentials | None = None,
         wire: Wire | None = None,
     ) -> None:
         """Does not block, and does not raise for a server that is not there.
@@ -112,16 +114,18 @@ class Client(DeviceCalls):
                 client that registers its device (`register_kv_buffers`).
             timeouts: deadlines.
             pin: makes what pins the server's region in a process that has a GPU; see `kvtier.cuda.pinning`.
+            credentials: what it shows the server, and how it knows the server: certificates, a token. By default what `KVTIER_CA`,
+                `KVTIER_CERT`, `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE` say.
             wire: for tests, what stands in for a server; see `kvtier.client.testing`.
 
         Raises:
-            InvalidRequest: the endpoint cannot be parsed.
+            InvalidRequest: the endpoint cannot be parsed, or the credentials cannot be used with it.
         """
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
         identity = Identity(namespace, name, self.engine_id, rank, transport, pin)
-        self._wire = wire or _GrpcWire(endpoint, identity, self.timeouts)
+        self._wire = wire or _GrpcWire(endpoint, identity, self.timeouts, credentials)
         self._operations = Operations(namespace, self.timeouts, self._wire.lost)
 
     @property
@@ -143,7 +147,7 @@ class Client(DeviceCalls):
 
     @property
     def transport(self) -> str | None:
-        """How bytes move: "shm", or "grpc" for streams of any kind; None while there is no session."""
+        """How bytes move now: "shm", "tcp" over plain sockets, or "grpc"; None while there is no session."""
         link = self._wire.link
         return link.transport if link is not None else None
 
@@ -416,19 +420,22 @@ class Client(DeviceCalls):
 class _GrpcWire:
     """Performs effects over a channel of its own."""
 
-    def __init__(self, endpoint: str | None, identity: Identity, timeouts: Timeouts) -> None:
+    def __init__(
+        self, endpoint: str | None, identity: Identity, timeouts: Timeouts, credentials: Credentials | None
+    ) -> None:
+        tune_malloc()
         try:
             server = client_endpoint(endpoint)
+            credentials = credentials or Credentials.from_environment()
+            self._channel = credentials.channel(server, CHANNEL_OPTIONS)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        tune_malloc()
-        self._channel = grpc.insecure_channel(server.target, options=CHANNEL_OPTIONS)
         self._calls = {
             method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
         }
         self._streams = Streams(self._channel)
-        self._bulk = BulkRoute(self._channel, server, plain=identity.transport != "grpc")
+        self._bulk = BulkRoute(self._channel, server, credentials, plain=identity.transport != "grpc")
         self._keeper = Keeper(self._channel, identity, timeouts.call)
         self._closed = False
 

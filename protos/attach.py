@@ -3,7 +3,8 @@
 That is the Unix socket that `CapabilitiesResponse.region` names. The client sends a request, which says what the connection is
 for; the server grants it, or refuses. A granted reply to a client that asks for the region carries its descriptor as ancillary data
 (SCM_RIGHTS); both then keep the connection: as long as it stands, the server takes it that the client may write to the
-region. What follows on a connection for calls is told by `local_calls`.
+region. What follows on a connection for calls is told by `local_calls`. A client of another host connects for calls to the port for
+plain sockets (`plain`), with the same first bytes.
 """
 
 from __future__ import annotations

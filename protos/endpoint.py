@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 __all__ = [
+    "CREDENTIAL_VARIABLES",
     "ENDPOINT_VARIABLE",
     "MAX_SOCKET_PATH_BYTES",
     "Endpoint",
@@ -25,6 +26,16 @@ __all__ = [
 
 ENDPOINT_VARIABLE = "KVTIER_ENDPOINT"
 """The environment variable that tells clients where the server is."""
+
+CREDENTIAL_VARIABLES = {
+    "ca": "KVTIER_CA",
+    "cert": "KVTIER_CERT",
+    "key": "KVTIER_KEY",
+    "token": "KVTIER_TOKEN",
+    "token_file": "KVTIER_TOKEN_FILE",
+    "insecure": "KVTIER_INSECURE",
+}
+"""The environment variable of each field of `Credentials`. The last one is the server's as well, and means the same there."""
 
 MAX_SOCKET_PATH_BYTES = 100
 """Longest path of a server's socket. The kernel takes 107 bytes (unix(7)); 7 are left for the suffix of a companion

@@ -4,7 +4,7 @@ A request is its head and a `PushRequest` or `PullRequest` without a payload. Fr
 from the server for a Pull: a head, with a checksum of its own, and the bytes, each a piece of the sequence that
 `TransferService` tells of. A frame of no bytes ends them. Then the server answers: a head, and a `PushResponse` or
 `PullResponse`; the next request may come. Or it refuses, with reason and text, perhaps in mid-stream, and hangs up. Numbers
-have their lowest byte first.
+have their lowest byte first. A connection that begins like one to the server's own socket, for calls (`attach`), is one for calls.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-__all__ = ["DOMAIN", "STATUS_OF", "error_details", "reason_of", "reason_within", "status_of"]
+__all__ = ["DOMAIN", "STATUS_OF", "error_details", "reason_of", "reason_within", "status_of", "status_within"]
 
 DOMAIN = "kvtier.dev"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -42,30 +42,45 @@ STATUS_OF = MappingProxyType(
         "HOLD_EXPIRED": grpc.StatusCode.NOT_FOUND,
         "DEVICE_UNAVAILABLE": grpc.StatusCode.FAILED_PRECONDITION,
         "DEVICE_LOST": grpc.StatusCode.ABORTED,
+        "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
+        "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
+        "WRONG_TENANT": grpc.StatusCode.PERMISSION_DENIED,
+        "RATE_LIMITED": grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )
 """Status of each reason. A test holds it against `kvtier.v1.ErrorReason`: none is missing, none is unknown."""
 
 
-def status_of(reason: str, message: str) -> status_pb2.Status:
-    """Returns what a refused call is answered with, its reason included."""
+def status_of(reason: str, message: str, retry_after: float | None = None) -> status_pb2.Status:
+    """Returns what a refused call is answered with, its reason included; `retry_after` says in how many seconds it may succeed."""
     code: int = STATUS_OF[reason].value[0]
     status = status_pb2.Status(code=code, message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+    if retry_after is not None:
+        hint = error_details_pb2.RetryInfo()
+        hint.retry_delay.FromNanoseconds(int(retry_after * 1e9))
+        status.details.add().Pack(hint)
     return status
 
 
-def error_details(reason: str, message: str) -> tuple[tuple[str, bytes], ...]:
+def error_details(reason: str, message: str, retry_after: float | None = None) -> tuple[tuple[str, bytes], ...]:
     """Returns the trailing metadata that goes with a refused call."""
-    return ((_DETAILS_KEY, status_of(reason, message).SerializeToString()),)
+    return ((_DETAILS_KEY, status_of(reason, message, retry_after).SerializeToString()),)
+
+
+def status_within(trailing_metadata: Iterable[Any] | None) -> status_pb2.Status | None:
+    """Returns the whole status that a failed call came back with; None where it says no more than its code."""
+    for key, value in trailing_metadata or ():
+        if key == _DETAILS_KEY:
+            status: status_pb2.Status = status_pb2.Status.FromString(value)
+            return status
+    return None
 
 
 def reason_of(trailing_metadata: Iterable[Any] | None) -> str | None:
     """Returns the reason that a failed call came back with; None where the answer is not from kvtier."""
-    for key, value in trailing_metadata or ():
-        if key == _DETAILS_KEY:
-            return reason_within(status_pb2.Status.FromString(value))
-    return None
+    status = status_within(trailing_metadata)
+    return None if status is None else reason_within(status)
 
 
 def reason_within(status: status_pb2.Status) -> str | None:

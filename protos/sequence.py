@@ -14,9 +14,8 @@ class PartSequence:
 
     def __init__(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         """`offsets[i]` is where part i lies in memory, `sizes[i]` its bytes."""
-        self._offsets = offsets
-        self._sizes = sizes
-        self._ends = list(accumulate(sizes))
+        self._offsets, self._sizes = _joined(offsets, sizes)
+        self._ends = list(accumulate(self._sizes))
         self.total_bytes = self._ends[-1] if self._ends else 0
 
     def locate(self, position: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -35,3 +34,18 @@ class PartSequence:
             position += size
             nbytes -= size
             number += 1
+
+
+def _joined(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Returns the same bytes in fewer pieces, where parts lie one behind the other: each piece costs as much as some KiB."""
+    places: list[int] = []
+    lengths: list[int] = []
+    end = -1
+    for offset, size in zip(offsets, sizes, strict=True):
+        if offset == end:
+            lengths[-1] += size
+        else:
+            places.append(offset)
+            lengths.append(size)
+        end = offset + size
+    return places, lengths

@@ -27,26 +27,33 @@ from .bulk.supervisor import BulkProcess
 from .config import Config
 from .devices.offer import why_not
 from .devices.registry import DeviceRegistry
+from .drainage import Drainage
 from .edge import Edge
 from .errors import RefusalInterceptor
 from .garbage import OldGarbage, collect_the_young_only
 from .health import Health
 from .local_calls import LocalCalls
 from .logs import get_logger
+from .loop_lag import Lateness, watch_loop
 from .machine import allow_descriptors
 from .metrics import Metrics, ServerStats
 from .metrics_http import MetricsServer, MetricsServerError, on_loop
+from .notify import ServiceManager
 from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.cache import CacheService
 from .services.devices import DeviceCalls, add_device_calls
 from .services.handoff import HandoffService
+from .services.overview import Overview
 from .services.session import SessionService
 from .services.transfer import TransferService
 from .sessions import SessionRegistry
 from .sockets import SocketClaim, SocketError
+from .status_page import StatusPage
 from .tenants import keeping_of
 from .tierfactory import open_tiers
+from .tracing import Tracing, TracingError, open_tracing
+from .trust import Trust, TrustError
 from .writers import Writers
 
 __all__ = ["EXIT_LEFT_BEHIND", "Server", "StartError", "serve"]
@@ -57,7 +64,6 @@ EXIT_LEFT_BEHIND = 3
 _log = get_logger(__name__)
 
 _SERVICES = ("SessionService", "CacheService", "TransferService", "HandoffService", "AdminService")
-_DRAIN_SECONDS = 20.0
 _GRACE_SECONDS = 1.0
 _HEALTH_SECONDS = 1.0
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
@@ -89,20 +95,26 @@ async def _serve(config: Config) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = Server(config)
+    server = Server(config, stop.set)
+    manager = ServiceManager()
     try:
         await server.start()
+        manager.ready()
         await stop.wait()
     finally:
+        manager.stopping()
         await server.stop()
+        manager.close()
     return EXIT_LEFT_BEHIND if server.left_behind else 0
 
 
 class Server:
     """One server: `start`, then `stop`, on the same event loop."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, end: Callable[[], object] = lambda: None) -> None:
+        """`end` is called when somebody asks the server to end: who started it stops it then."""
         self.config = config
+        self._end = end
         self.ports: list[int] = []
         """The TCP ports that it listens on; of interest where the configuration said 0."""
         self.metrics_port: int | None = None
@@ -118,34 +130,46 @@ class Server:
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
+        with _start_errors():
+            trust = Trust(self.config)
         claims = self._claim_sockets()
         runtime = await self._open_runtime()
-        sessions = SessionRegistry(runtime, self.config.limits.max_sessions)
+        sessions = SessionRegistry(runtime, self.config.limits.max_sessions, trust.meters)
         metrics = Metrics(on_loop(loop, _snapshot_of(runtime, sessions, started)))
-        runtime.observe_jobs(metrics.observe_job)
-        interceptor = RefusalInterceptor(metrics.observe_rpc)
+        metrics.expect_tiers(tier.name for tier in runtime.tiers)
+        tracing = self._open_tracing(sessions.epoch)
+        runtime.observe_jobs(metrics.observe_job if tracing is None else tracing.beside(metrics.observe_job))
+        interceptor = RefusalInterceptor(
+            metrics.observe_rpc, metrics.refused, tracing, gate=trust.gate, auditor=trust.audit
+        )
         calls = LocalCalls(interceptor, self._max_message_bytes)
         attach = AttachServer(_attach_path(claims), runtime.region.fd, runtime.region.size_bytes, sessions, calls)
         with _start_errors():
             attach.start()
         self._closers.push_async_callback(attach.close)
         server = self._make_server(interceptor)
-        self._add_services(server, calls, runtime, sessions, attach, metrics, started)
+        drainage, lateness = Drainage(runtime, sessions, self._end), Lateness()
+        overview = Overview(runtime, sessions, started, lateness)
+        admin = AdminService(runtime, sessions, overview, drainage)
+        self._add_services(server, calls, runtime, sessions, attach, metrics, trust, admin)
         health = Health([f"kvtier.v1.{name}" for name in _SERVICES])
         await health.register(server)
-        self._listen(server, claims)
-        self._start_metrics(loop, sessions, metrics)
+        self._listen(server, trust)
+        self._start_metrics(loop, drainage, metrics, overview, trust)
         collect_the_young_only()  # anew, with what the tiers have found on their disks
         # The first pages are there before the first call is.
         await runtime.start()
         await server.start()
         self._closers.push_async_callback(server.stop, _GRACE_SECONDS)
-        self._closers.push_async_callback(self._drain, runtime, sessions)
+        self._closers.push_async_callback(drainage.finish)
         for claim in claims:
             claim.restrict()
         await health.update(runtime.stats())
-        watch = loop.create_task(_watch(runtime, health, metrics))
-        self._closers.callback(watch.cancel)
+        for watch in (
+            _watch(runtime, health, metrics, lambda: trust.look_again(sessions)),
+            watch_loop(metrics.loop_lag.observe, lateness.observe),
+        ):
+            self._closers.callback(loop.create_task(watch).cancel)
         self._closers.push_async_callback(health.shut_down)
         _log.info(
             "ready",
@@ -165,6 +189,13 @@ class Server:
             _log.error("stopped, and tiers were left behind", tiers=self.left_behind, exit_code=EXIT_LEFT_BEHIND)
         else:
             _log.info("stopped")
+
+    def _open_tracing(self, epoch: int) -> Tracing | None:
+        with _start_errors():
+            tracing = open_tracing(self.config.tracing, epoch)
+        if tracing is not None:
+            self._closers.push_async_callback(asyncio.to_thread, tracing.close)
+        return tracing
 
     def _claim_sockets(self) -> list[SocketClaim]:
         claims = []
@@ -229,6 +260,10 @@ class Server:
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                # Who connects and says nothing, or has nothing to say any more, is hung up on.
+                ("grpc.server_handshake_timeout_ms", 5_000),
+                ("grpc.max_connection_idle_ms", 300_000),
+                ("grpc.max_concurrent_streams", 256),
             ],
         )
 
@@ -240,7 +275,8 @@ class Server:
         sessions: SessionRegistry,
         attach: AttachServer,
         metrics: Metrics,
-        started: float,
+        trust: Trust,
+        admin: AdminService,
     ) -> None:
         """Registers all services with gRPC, and those with unary calls for clients on this host as well."""
         edge = Edge(self.config.limits, self.config.leases, self.config.retention, self.config.handoff)
@@ -248,10 +284,10 @@ class Server:
         devices = self._make_devices(runtime, sessions, writers)
         session = SessionService(self.config, runtime, sessions, attach.path, devices.capabilities)
         session_pb2_grpc.add_SessionServiceServicer_to_server(session, server)
-        bulk = self._make_bulk(BulkDesk(runtime, sessions, edge, metrics, writers), runtime, sessions)
+        desk = BulkDesk(runtime, sessions, edge, metrics, writers, trust.authority, trust.audit)
+        bulk = self._make_bulk(desk, runtime, sessions, attach)
         cache = CacheService(runtime, sessions, edge, bulk.quiet)
         handoff = HandoffService(runtime, sessions, edge)
-        admin = AdminService(runtime, sessions, started)
         for registry in (server, calls):
             cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, registry)
             handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, registry)
@@ -259,12 +295,15 @@ class Server:
             add_device_calls(DeviceCalls(runtime, sessions, edge, metrics, devices), registry)
         transfer = TransferService(runtime, sessions, edge, metrics, bulk)
         server.add_generic_rpc_handlers((transfer.handler(),))
+        transfer.add_calls(calls)
         names = [f"kvtier.v1.{name}" for name in _SERVICES]
         reflection.enable_server_reflection([*names, SERVICE_NAME, reflection.SERVICE_NAME], server)
 
-    def _make_bulk(self, desk: BulkDesk, runtime: TierRuntime, sessions: SessionRegistry) -> BulkProcess:
+    def _make_bulk(
+        self, desk: BulkDesk, runtime: TierRuntime, sessions: SessionRegistry, attach: AttachServer
+    ) -> BulkProcess:
         sessions.on_close.append(desk.session_fell)
-        bulk = BulkProcess(runtime.region, self.config, desk)
+        bulk = BulkProcess(runtime.region, self.config, desk, attach.take_calls)
         self._closers.push_async_callback(bulk.close)
         return bulk
 
@@ -276,46 +315,58 @@ class Server:
             _log.info("engines' devices are not served", reason=devices.why_not)
         return devices
 
-    def _listen(self, server: grpc.aio.Server, claims: list[SocketClaim]) -> None:
+    def _listen(self, server: grpc.aio.Server, trust: Trust) -> None:
         for endpoint in self.config.endpoints:
             try:
-                port = server.add_insecure_port(endpoint.target)
+                if endpoint.is_unix or trust.credentials is None:
+                    port = server.add_insecure_port(endpoint.target)
+                else:
+                    port = server.add_secure_port(endpoint.target, trust.credentials)
             except RuntimeError as error:
                 raise StartError(f"cannot listen on {endpoint}: is the port in use?") from error
             if not endpoint.is_unix:
                 self.ports.append(port)
 
-    def _start_metrics(self, loop: asyncio.AbstractEventLoop, sessions: SessionRegistry, metrics: Metrics) -> None:
+    def _start_metrics(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        drainage: Drainage,
+        metrics: Metrics,
+        overview: Overview,
+        trust: Trust,
+    ) -> None:
         if self.config.metrics is None:
             return
         with _start_errors():
-            # A tier in trouble is no reason to be restarted; a loop that does not answer is.
-            trouble = on_loop(loop, lambda: "draining" if sessions.draining else None)
-            server = MetricsServer(self.config.metrics, metrics.registry, trouble)
+            # Neither a tier in trouble nor a server that was drained to stay is to be restarted; a loop that does not answer is.
+            trouble = on_loop(loop, lambda: "draining" if drainage.ending else None)
+            server = MetricsServer(
+                self.config.metrics,
+                metrics.registry,
+                trouble,
+                trust.may_see_metrics,
+                page=StatusPage(on_loop(loop, overview.status)),
+            )
         self.metrics_port = server.port
         self._closers.push_async_callback(asyncio.to_thread, server.close)
 
-    async def _drain(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
-        """Takes no new work and waits for what is under way; then the sessions end."""
-        sessions.drain_began.set()
-        if not await runtime.drain(_DRAIN_SECONDS):
-            _log.warning("stores or jobs were still running when the time to drain was over", seconds=_DRAIN_SECONDS)
-        sessions.ended.set()
 
-
-async def _watch(runtime: TierRuntime, health: Health, metrics: Metrics) -> None:
+async def _watch(
+    runtime: TierRuntime, health: Health, metrics: Metrics, look_again: Callable[[], object] = lambda: None
+) -> None:
     garbage = OldGarbage(runtime.now())
     while True:
         await asyncio.sleep(_HEALTH_SECONDS)
         await health.update(runtime.stats())
         garbage.tick(runtime.now(), metrics.calls)
+        look_again()
 
 
 @contextlib.contextmanager
 def _start_errors() -> Iterator[None]:
     try:
         yield
-    except (SocketError, TierError, RegionError, MetricsServerError, OSError) as error:
+    except (SocketError, TierError, RegionError, MetricsServerError, TracingError, TrustError, OSError) as error:
         raise StartError(str(error)) from error
 
 
@@ -334,6 +385,12 @@ def _snapshot_of(runtime: TierRuntime, sessions: SessionRegistry, started: float
             region_backed_bytes=runtime.region.backed_bytes,
             sessions_by_transport=Counter(session.transport for session in sessions.all()),
             draining=sessions.draining,
+            sessions_attached=sum(bool(session.attachments) for session in sessions.all()),
+            sessions_limit=sessions.limit,
+            sessions_opened=sessions.opened,
+            sessions_closed=sessions.opened - len(sessions.all()),
+            namespaces=runtime.core.namespace_stats(),
+            models=sessions.models,
         )
 
     return snapshot

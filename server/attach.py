@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import socket
+import struct
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,9 @@ __all__ = ["AttachServer"]
 _log = get_logger(__name__)
 
 _HANDSHAKE_SECONDS = 5.0
+_MAX_HANDSHAKES = 256
+"""Connections that have not said yet what they are for; one more is hung up on."""
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class AttachServer:
@@ -41,6 +45,7 @@ class AttachServer:
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
+        self._handshakes = 0
 
     def start(self) -> None:
         """Binds and listens. A socket that an earlier life left behind is replaced.
@@ -77,6 +82,9 @@ class AttachServer:
                 _log.warning("cannot accept a connection", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
+            if self._handshakes >= _MAX_HANDSHAKES:
+                connection.close()
+                continue
             connection.setblocking(False)
             self._spawn(self._serve(connection))
 
@@ -85,18 +93,43 @@ class AttachServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def take_calls(self, connection: socket.socket, request: bytes) -> None:
+        """Takes over a connection that another process has accepted, with what came first: it may be for calls only."""
+        connection.setblocking(False)
+        self._spawn(self._serve_handed(connection, request))
+
+    async def _serve_handed(self, connection: socket.socket, request: bytes) -> None:
+        with connection:
+            try:
+                purpose, session_id, epoch = unpack_request(request)
+            except ValueError as error:
+                _log.warning("attach refused", error=str(error))
+                return
+            if purpose is not Purpose.CALLS or not await self._serve_calls(connection, session_id, epoch):
+                self._refuse(connection)
+
     async def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                request = await asyncio.wait_for(_receive(connection, REQUEST_BYTES), _HANDSHAKE_SECONDS)
+                self._handshakes += 1
+                try:
+                    request = await asyncio.wait_for(_receive(connection, REQUEST_BYTES), _HANDSHAKE_SECONDS)
+                finally:
+                    self._handshakes -= 1
                 purpose, session_id, epoch = unpack_request(request)
             except (OSError, TimeoutError, ValueError) as error:
                 _log.warning("attach refused", error=str(error) or type(error).__name__)
                 return
+            if not _is_ours(connection):
+                _log.warning("attach refused", error="another user's process")
+                return
             serve = self._serve_region if purpose is Purpose.REGION else self._serve_calls
             if not await serve(connection, session_id, epoch):
-                with suppress(OSError):
-                    connection.send(pack_reply(self._region_bytes, granted=False))
+                self._refuse(connection)
+
+    def _refuse(self, connection: socket.socket) -> None:
+        with suppress(OSError):
+            connection.send(pack_reply(self._region_bytes, granted=False))
 
     async def _serve_region(self, connection: socket.socket, session_id: bytes, epoch: int) -> bool:
         """Hands out the region, and waits until the client has hung up; returns False if it is refused."""
@@ -117,16 +150,28 @@ class AttachServer:
         serving = asyncio.current_task()
         assert serving is not None
         hang_up = serving.cancel
-        if not self._sessions.connect(session_id, epoch, hang_up):
+        caller = self._sessions.connect(session_id, epoch, hang_up)
+        if caller is None:
             return False
         try:
             connection.send(pack_reply(self._region_bytes, granted=True))
-            await self._calls.serve(connection)
+            await self._calls.serve(connection, caller)
         except OSError as error:
             _log.debug("local client is gone", error=str(error))
         finally:
             self._sessions.disconnect(session_id, hang_up)
         return True
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Returns whether the other process is of our user, or root's: whatever the socket's mode has become since it was made.
+
+    Of others than Unix sockets the kernel does not know it.
+    """
+    if connection.family != socket.AF_UNIX:
+        return True
+    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return uid in (0, os.getuid())
 
 
 async def _receive(connection: socket.socket, nbytes: int) -> bytes:

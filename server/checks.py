@@ -20,6 +20,9 @@ _KEY_OVERHEAD_BYTES = 8
 _MESSAGE_OVERHEAD_BYTES = 16 * 1024
 
 
+_OFF = ("", "off", "none")
+
+
 def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
     """Returns one value, checked; addresses are checked as such. Raises `ValueError`."""
     if setting.key == "listen":
@@ -32,6 +35,8 @@ def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
     result = setting.read(value, is_text=is_text)
     if setting.key == "metrics":
         return _metrics_address(result)
+    if setting.key == "tracing.endpoint":
+        return _collector_url(result)
     if setting.key == "numa":
         read_placement(result)
     return result
@@ -58,12 +63,34 @@ def contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Ite
         least = format_size(-(-needed // 1024) * 1024)
         why = f"must be at least {least}, for max_keys keys of max_key_bytes and for a frame of max_frame_bytes"
         yield problem("limits.max_message_bytes", why)
-    if not values["insecure"]:
-        for address in values["listen"]:
-            if not parse_endpoint(address).is_loopback:
-                why = "whoever reaches this address can read and write the cache"
-                what = "use a Unix socket or a loopback address, or say --insecure"
-                yield f"{origins['listen']}: listen = {address}: {why}; {what}"
+    yield from _trust_contradictions(values, origins, problem)
+
+
+def _trust_contradictions(
+    values: Mapping[str, Any], origins: Mapping[str, str], problem: Callable[[str, str], str]
+) -> Iterator[str]:
+    """Yields what of TLS and tokens does not go together; and TCP that lacks either, where nobody has said that it may."""
+    cert, key = values["tls.cert"], values["tls.key"]
+    if (cert is None) != (key is None):
+        given, missing = ("tls.cert", "tls.key") if key is None else ("tls.key", "tls.cert")
+        yield problem(given, f"goes with {missing}")
+    if values["tls.client_ca"] is not None and cert is None:
+        yield problem("tls.client_ca", "needs tls.cert and tls.key")
+    for switch in ("auth.unix", "auth.metrics"):
+        if values[switch] and values["auth.tokens"] is None:
+            yield problem(switch, "needs auth.tokens, a file of tokens")
+    if values["insecure"]:
+        return
+    what = "use a Unix socket, or say --insecure"
+    for address in values["listen"]:
+        if parse_endpoint(address).is_unix:
+            continue
+        where = f"{origins['listen']}: listen = {address}"
+        if cert is None:
+            reach = "every user of this host" if parse_endpoint(address).is_loopback else "whoever reaches this address"
+            yield f"{where}: {reach} could read and write the cache in the clear; set tls.cert and tls.key, {what}"
+        elif values["auth.tokens"] is None and values["tls.client_ca"] is None:
+            yield f"{where}: nobody is asked who he is; set auth.tokens or tls.client_ca, {what}"
 
 
 def _handoff_contradictions(values: Mapping[str, Any], problem: Callable[[str, str], str]) -> Iterator[str]:
@@ -79,17 +106,35 @@ def _handoff_contradictions(values: Mapping[str, Any], problem: Callable[[str, s
 
 def warnings(config: Config) -> Iterator[str]:
     """Yields what is allowed and yet worth a line in the log."""
+    asks = config.auth.tokens is not None or config.tls.client_ca is not None
     for endpoint in config.endpoints:
-        if not endpoint.is_loopback:
-            yield f"listening on {endpoint} in the clear: whoever reaches it can read and write the cache"
-        elif not endpoint.is_unix:
-            yield f"listening on {endpoint}: every user of this host can read and write the cache"
+        who = "every user of this host" if endpoint.is_loopback else "whoever reaches it"
+        if endpoint.is_unix:
+            continue
+        if config.tls.cert is None:
+            what = "and tokens are sent in the clear" if asks else "can read and write the cache"
+            yield f"listening on {endpoint} in the clear: {who} {'can listen in,' if asks else ''} {what}".replace(
+                "  ", " "
+            )
+        elif not asks:
+            yield f"listening on {endpoint} without asking for credentials: {who} can read and write the cache"
+    if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
+        yield f"metrics on {config.metrics}: whoever reaches it sees models, engines and tenants; see auth.metrics"
     if config.region_size > memory_bytes() // 2:
         yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"
 
 
+def _collector_url(text: str | None) -> str | None:
+    if text is None or text.lower() in _OFF:
+        return None
+    scheme, _, address = text.partition("://")
+    if scheme not in ("http", "https") or parse_endpoint(address).is_unix:
+        raise ValueError("must be http://HOST:PORT, or https://HOST:PORT for TLS")
+    return text
+
+
 def _metrics_address(text: str | None) -> str | None:
-    if text is None or text.lower() in ("", "off", "none"):
+    if text is None or text.lower() in _OFF:
         return None
     endpoint = parse_endpoint(text)
     if endpoint.is_unix:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,12 +57,22 @@ class Child:
         self._process = process
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
+        self._writer: asyncio.StreamWriter  # closes its transport when it is collected
+        self._transport: asyncio.WriteTransport
+        self._hung_up: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, module: str, arguments: Sequence[str] = (), fds: Sequence[int] = ()) -> Self:
+    async def start(
+        cls,
+        module: str,
+        arguments: Sequence[str] = (),
+        fds: Sequence[int] = (),
+        take: Callable[[dict[str, Any], bytes], None] | None = None,
+    ) -> Self:
         """Runs a module, with its socket's descriptor and ``arguments``; ``fds`` are open there under the same numbers.
+
+        ``take`` is given each message as soon as it has come, where nobody is going to iterate over `messages`.
 
         To be called on the thread that lives as long as the server: the kernel takes the end of that one for the parent's.
 
@@ -77,13 +87,20 @@ class Child:
             ours.close()
             raise
         child = cls(process, module.rpartition(".")[2])
-        await child._connect(ours)
+        await child._connect(ours, take)
         return child
 
-    async def _connect(self, connection: socket.socket) -> None:
+    async def _connect(self, connection: socket.socket, take: Callable[[dict[str, Any], bytes], None] | None) -> None:
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._reap, args=(loop,), name=f"kvtier-reap-{self.name}", daemon=True).start()
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+        if take is None:
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+            self._transport = self._writer.transport
+        else:
+            self._hung_up = hung_up = loop.create_future()
+            self._transport, _ = await loop.create_unix_connection(
+                lambda: _Receiver(take, self._nonsense, hung_up), sock=connection
+            )
         self._tasks.append(loop.create_task(self._log_stderr()))
 
     @property
@@ -93,8 +110,8 @@ class Child:
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         """Sends a message, now or as soon as the child takes it. Goes nowhere where the child is gone."""
-        if not self._writer.is_closing():
-            self._writer.write(pack(header, payload))
+        if not self._transport.is_closing():
+            self._transport.write(pack(header, payload))
 
     async def messages(self) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
         """Yields what the child sends, until it hangs up, or sends nonsense: that ends it."""
@@ -105,8 +122,16 @@ class Child:
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         except ValueError as error:
-            _log.error("a child process sends nonsense", child=self.name, error=str(error))
-            self.kill()
+            self._nonsense(error)
+
+    async def hung_up(self) -> None:
+        """Waits until a child that was started with ``take`` sends no more, or has sent nonsense: that ends it."""
+        assert self._hung_up is not None
+        await asyncio.shield(self._hung_up)
+
+    def _nonsense(self, error: Exception) -> None:
+        _log.error("a child process sends nonsense", child=self.name, error=str(error))
+        self.kill()
 
     async def ended(self) -> int:
         """Waits for the end of the process; returns its exit code (negative: the signal). All its files are closed then."""
@@ -119,7 +144,7 @@ class Child:
 
     async def close(self, grace: float) -> None:
         """Hangs up, which tells the child to end; after ``grace`` seconds it is killed. Called for one that has ended as well."""
-        self._writer.close()
+        self._transport.close()
         try:
             await asyncio.wait_for(self.ended(), grace)
         except TimeoutError:
@@ -149,6 +174,50 @@ class Child:
                     _log.info("a child process says", child=self.name, pid=self.pid, text=text)
         finally:
             transport.close()
+
+
+class _Receiver(asyncio.Protocol):
+    """Takes messages apart as they come: a task that reads a stream is woken several times for each."""
+
+    def __init__(
+        self,
+        take: Callable[[dict[str, Any], bytes], None],
+        nonsense: Callable[[Exception], None],
+        ended: asyncio.Future[None],
+    ) -> None:
+        self._take = take
+        self._nonsense = nonsense
+        self._ended = ended
+        self._received = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        try:
+            while (message := self._next()) is not None:
+                self._take(*message)
+        except ValueError as error:
+            self._nonsense(error)
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+
+    def _next(self) -> tuple[dict[str, Any], bytes] | None:
+        received = self._received
+        if len(received) < SIZES_BYTES:
+            return None
+        header_bytes, payload_bytes = read_sizes(bytes(received[:SIZES_BYTES]))
+        end = SIZES_BYTES + header_bytes + payload_bytes
+        if len(received) < end:
+            return None
+        body = bytes(memoryview(received)[SIZES_BYTES:end])
+        del received[:end]
+        return unpack(body, header_bytes)
+
+    def _end(self) -> None:
+        self._received.clear()
+        if not self._ended.done():
+            self._ended.set_result(None)
 
 
 def _run(module: str, connection: int, arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:

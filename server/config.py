@@ -15,11 +15,14 @@ import msgspec
 
 from ..protos.endpoint import Endpoint, parse_endpoint
 from ..tiers.rules import OffloadPolicy, Rule
+from .trustconfig import AuthConfig, RateConfig, TlsConfig, setting
 from .units import GIB, KIB, MIB, format_size
 
 __all__ = [
     "Admission",
     "Amount",
+    "AuthConfig",
+    "BulkConfig",
     "Config",
     "ConfigError",
     "CpuConfig",
@@ -32,11 +35,14 @@ __all__ = [
     "LogConfig",
     "LogFormat",
     "LogLevel",
+    "RateConfig",
     "RetentionConfig",
     "RuleConfig",
     "SessionConfig",
     "TenantConfig",
     "TierConfig",
+    "TlsConfig",
+    "TracingConfig",
     "setting",
 ]
 
@@ -56,19 +62,6 @@ class ConfigError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
-
-
-def setting(
-    doc: str,
-    *,
-    unit: Literal["bytes", "seconds"] | None = None,
-    ge: float | None = None,
-    le: float | None = None,
-    default: str | None = None,
-) -> msgspec.Meta:
-    """Describes one field: its meaning, its unit, its bounds and, where the code computes it, its default in words."""
-    extra: dict[str, Any] = {"unit": unit, "ge": ge, "le": le, "default": default}
-    return msgspec.Meta(description=doc, extra=extra)
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +167,17 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sessions: Annotated[int, setting("Most sessions that are open at once.", ge=1, le=65536)] = 1024
 
 
+class BulkConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the process listens that moves the bytes of clients without shared memory."""
+
+    tcp: Annotated[bool, setting("Whether it serves plain TCP sockets; without, streams go over gRPC only.")] = True
+    tcp_port: Annotated[
+        int,
+        setting("Its port for plain TCP sockets, on the hosts of `listen`; 0 lets the kernel pick.", ge=0, le=65535),
+    ] = 0
+    grpc_port: Annotated[int, setting("Its port for gRPC, likewise.", ge=0, le=65535)] = 0
+
+
 class DevicesConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the server itself moves bytes to and from the engines' GPUs (CUDA IPC)."""
 
@@ -183,6 +187,19 @@ class DevicesConfig(msgspec.Struct, frozen=True, kw_only=True):
             'What moves them: CUDA where it is to be had (`auto`), nothing (`off`), or "module:callable", for tests.'
         ),
     ] = "auto"
+
+
+class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether calls and jobs are traced with OpenTelemetry (`kvtier[tracing]`)."""
+
+    endpoint: Annotated[
+        str | None,
+        setting('Collector that spans are sent to, OTLP over gRPC: `http://HOST:4317`, or "off".', default='"off"'),
+    ] = None
+    ratio: Annotated[
+        float,
+        setting("Part of the traces that begin here and are recorded; others are as their caller says.", ge=0, le=1),
+    ] = 1.0
 
 
 class RuleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -279,6 +296,13 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True):
         Mapping[str, Amount],
         setting("The most that it may hold, written likewise.", default="all of it"),
     ] = msgspec.field(default_factory=dict)
+    rates: Annotated[
+        RateConfig,
+        setting(
+            'What it may ask for, as in `[rates]`: `{calls = 100, bytes = "100MiB", sessions = 4}`.',
+            default="`[rates]`",
+        ),
+    ] = RateConfig()
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,8 +333,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         setting("Directory of the tiers that keep their blocks on disk.", default="`$XDG_DATA_HOME/kvtier`"),
     ]
     metrics: Annotated[str | None, setting('`HOST:PORT` of the Prometheus endpoint, or "off".', default='"off"')] = None
+    estimates: Annotated[
+        bool,
+        setting(
+            "Whether it is estimated, from a sample of the keys, what tiers of other sizes would answer "
+            "(`kvtier_estimated_hit_ratio`)."
+        ),
+    ] = True
     insecure: Annotated[
-        bool, setting("Whether to listen on TCP addresses that other hosts can reach, in the clear and for everybody.")
+        bool,
+        setting("Whether to listen on TCP, loopback included, in the clear, or without asking anybody who he is."),
     ] = False
     log: LogConfig = LogConfig()
     leases: LeaseConfig = LeaseConfig()
@@ -319,7 +351,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     cpu: CpuConfig = CpuConfig()
     retention: RetentionConfig = RetentionConfig()
     handoff: HandoffConfig = HandoffConfig()
+    bulk: BulkConfig = BulkConfig()
     devices: DevicesConfig = DevicesConfig()
+    tls: TlsConfig = TlsConfig()
+    auth: AuthConfig = AuthConfig()
+    rates: RateConfig = RateConfig()
+    tracing: TracingConfig = TracingConfig()
     tiers: Annotated[
         tuple[TierConfig, ...],
         setting("The tiers below the CPU tier, in lookup order; `[]` means CPU only.", default="one `lmdb` tier"),

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -15,8 +15,9 @@ from google.protobuf.message import DecodeError
 from ..protos.reasons import STATUS_OF, error_details
 from ..tiers.errors import CoreError
 from .logs import get_logger
+from .tracing import Tracing
 
-__all__ = ["RefusalInterceptor", "Refused"]
+__all__ = ["Auditor", "RefusalInterceptor", "Refused"]
 
 _log = get_logger(__name__)
 
@@ -24,19 +25,48 @@ _log = get_logger(__name__)
 class Refused(Exception):
     """The server refuses a call. `reason` is the name of a `kvtier.v1.ErrorReason` without its prefix."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, retry_after: float | None = None) -> None:
+        """`retry_after` says in how many seconds it may succeed, where that is known."""
         super().__init__(message)
         self.reason = reason
+        self.retry_after = retry_after
+
+
+class Auditor(Protocol):
+    """Who is told of calls that ended, and of those that were refused."""
+
+    def called(self, method: str, outcome: str) -> None:
+        """A call has ended."""
+
+    def refused(self, method: str, context: Any, reason: str) -> None:
+        """A call was refused."""
 
 
 class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Answers refusals with their status and reason, and defects with INTERNAL and a traceback in the log.
 
-    `observe(method, code, seconds)` is told of every call that ended, streams included.
+    `observe(method, code, seconds)` is told of every call that ended, streams included, and `refused(method, reason)` of
+    those that were refused or failed.
     """
 
-    def __init__(self, observe: Callable[[str, str, float], None]) -> None:
-        self._observe = observe
+    def __init__(
+        self,
+        observe: Callable[..., None],
+        refused: Callable[[str, str], None] = lambda *_: None,
+        tracing: Tracing | None = None,
+        *,
+        gate: Callable[[str, Any], None] | None = None,
+        auditor: Auditor | None = None,
+    ) -> None:
+        """Of a call that `tracing` records, `observe` gets the id of the trace as well.
+
+        `gate(method, context)` is asked before each call whether it may be made, and raises `Refused` if not.
+        """
+        self.observe = observe
+        self.refused = refused
+        self.tracing = tracing
+        self.auditor = auditor
+        self._gate = gate
 
     async def intercept_service(
         self,
@@ -55,17 +85,19 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                 wrap = self._wrap_stream if kind.endswith("stream") else self._wrap_unary
                 if kind.startswith("unary") and handler.request_deserializer:
                     # gRPC answers UNKNOWN, without a reason, to a message that does not parse; and parses it before us.
-                    behavior, handler = (
-                        _parsing(behavior, handler.request_deserializer),
-                        handler._replace(request_deserializer=None),
-                    )
+                    parse = handler.request_deserializer
+                    if self.tracing is not None:
+                        parse = self.tracing.noting(parse)
+                    behavior, handler = _parsing(behavior, parse), handler._replace(request_deserializer=None)
                 return handler._replace(**{kind: wrap(method, behavior)})
         return handler
 
     def _wrap_unary(self, method: str, behavior: Any) -> Any:
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            with _Outcome(self._observe, method) as outcome:
+            with _Outcome(self, method, context) as outcome:
                 try:
+                    if self._gate is not None:
+                        self._gate(method, context)
                     answer = behavior(request, context)
                     return await answer if inspect.isawaitable(answer) else answer
                 except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
@@ -78,8 +110,10 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         # No generator, though gRPC takes one: of a call that is cancelled while an answer is being sent, gRPC drops the
         # generator where it stands, and what its `finally` does (a session falls) waits until it is collected.
         async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
-            with _Outcome(self._observe, method) as outcome:
+            with _Outcome(self, method, context) as outcome:
                 try:
+                    if self._gate is not None:
+                        self._gate(method, context)
                     answers = behavior(request, context)
                     if not hasattr(answers, "__anext__"):  # it writes its answers itself, as the health service does
                         await answers
@@ -124,9 +158,10 @@ def _parsing(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
 class _Outcome:
     """Measures one call, and ends it if it failed."""
 
-    def __init__(self, observe: Callable[[str, str, float], None], method: str) -> None:
-        self._observe = observe
+    def __init__(self, interceptor: RefusalInterceptor, method: str, context: Any) -> None:
+        self._to = interceptor
         self._method = method
+        self._context = context
         self._code = grpc.StatusCode.OK
         self._started = time.monotonic()
 
@@ -137,7 +172,15 @@ class _Outcome:
         if kind is not None and not issubclass(kind, grpc.aio.AbortError):
             # Cancelled; or an answer could not be sent, because the client is gone.
             self._code = grpc.StatusCode.CANCELLED
-        self._observe(self._method, self._code.name, time.monotonic() - self._started)
+        seconds = time.monotonic() - self._started
+        tracing = self._to.tracing
+        trace_id = tracing and tracing.call_ended(self._method, self._code.name, seconds, self._context)
+        if trace_id:
+            self._to.observe(self._method, self._code.name, seconds, trace_id)
+        else:
+            self._to.observe(self._method, self._code.name, seconds)
+        if self._to.auditor is not None:
+            self._to.auditor.called(self._method, self._code.name)
 
     async def abort(self, context: grpc.aio.ServicerContext, error: Exception) -> None:
         """Ends the call with the status of this error; raises.
@@ -155,4 +198,8 @@ class _Outcome:
             _log.error("call failed", method=self._method, exc_info=error)
         error.__traceback__ = error.__cause__ = error.__context__ = None
         self._code = STATUS_OF[reason]
-        await context.abort(self._code, message, error_details(reason, message))
+        self._to.refused(self._method, reason)
+        if self._to.auditor is not None:
+            self._to.auditor.refused(self._method, context, reason)
+        retry_after = error.retry_after if isinstance(error, Refused) else None
+        await context.abort(self._code, message, error_details(reason, message, retry_after))

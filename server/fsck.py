@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ __all__ = [
     "exit_code",
     "finding_lines",
     "lines",
-    "progress_bar",
     "summary_lines",
     "to_json",
 ]
@@ -177,19 +175,3 @@ def to_json(reports: Sequence[TierReport]) -> str:
         for report in reports
     ]
     return json.dumps({"exit_code": exit_code(reports), "tiers": tiers}, indent=2)
-
-
-@contextlib.contextmanager
-def progress_bar(name: str) -> Iterator[Progress | None]:
-    """Shows how far a check has come, on a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

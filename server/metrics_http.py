@@ -1,9 +1,10 @@
-"""The HTTP endpoint: `/metrics` for Prometheus, `/healthz` for whoever restarts servers."""
+"""The HTTP endpoint: `/metrics` for Prometheus, `/healthz` for whoever restarts servers, and a page for people."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import sys
@@ -11,13 +12,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from ..protos.endpoint import parse_endpoint
+from .patience import PatientServer
+from .status_page import SECURITY_HEADERS, StatusPage
 
 __all__ = ["MetricsServer", "MetricsServerError", "on_loop"]
 
@@ -59,16 +62,27 @@ def on_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], T], timeout: flo
 
 
 class MetricsServer:
-    """Serves metrics and health on a thread of its own, from construction to `close`.
+    """Serves metrics, health and, if there is one, the status page on a thread of its own, from construction to `close`.
 
     `health` returns None, or why this server should get no work; like the registry's collectors it is called on
     threads of the endpoint. Raises `MetricsServerError` if the address cannot be had.
     """
 
-    def __init__(self, address: str, registry: CollectorRegistry, health: Health = lambda: None) -> None:
+    def __init__(
+        self,
+        address: str,
+        registry: CollectorRegistry,
+        health: Health = lambda: None,
+        admits: Callable[[str | None], bool] = lambda _: True,
+        *,
+        page: StatusPage | None = None,
+    ) -> None:
+        """`admits` says whether a request with this `Authorization` may see figures; health and an empty page are for everybody."""
         endpoint = parse_endpoint(address)
         try:
             self._server = _Server((endpoint.host, endpoint.port), registry, health)
+            self._server.admits = admits
+            self._server.page = page
         except OSError as error:
             raise MetricsServerError(f"metrics = {address}: cannot listen there: {error.strerror}") from None
         self.port: int = self._server.server_address[1]
@@ -85,8 +99,10 @@ class MetricsServer:
         self._thread.join()
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(PatientServer):
     daemon_threads = True
+    admits: Callable[[str | None], bool]
+    page: StatusPage | None = None
     block_on_close = False
 
     def __init__(self, address: tuple[str, int], registry: CollectorRegistry, health: Health) -> None:
@@ -114,7 +130,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path == "/metrics":
+        page = self.server.page
+        file = page.file(path) if page else None
+        if file:
+            self._answer(HTTPStatus.OK, *file)
+        elif path != "/healthz" and not self.server.admits(self.headers.get("Authorization")):
+            body = b"a token with the role metrics is needed\n"
+            self._answer(HTTPStatus.UNAUTHORIZED, "text/plain; charset=utf-8", body)
+        elif path == "/status.json" and page:
+            self._figures(page)
+        elif path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             self._answer(HTTPStatus.OK, content_type, encode(self.server.registry))
         elif path == "/healthz":
@@ -122,13 +147,26 @@ class _Handler(BaseHTTPRequestHandler):
             status = HTTPStatus.SERVICE_UNAVAILABLE if trouble else HTTPStatus.OK
             self._answer(status, "text/plain; charset=utf-8", f"{trouble or 'ok'}\n".encode())
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"/metrics, /healthz\n")
+            paths = "/, /status.json, /metrics, /healthz" if page else "/metrics, /healthz"
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", f"{paths}\n".encode())
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         """Says nothing: a scrape every few seconds is no news."""
+
+    def _figures(self, page: StatusPage) -> None:
+        try:
+            status, body = HTTPStatus.OK, page.figures()
+        except Exception as error:  # noqa: BLE001 - a loop that does not answer is what the page has to say then
+            status = HTTPStatus.SERVICE_UNAVAILABLE
+            body = json.dumps({"error": f"no answer from the server: {type(error).__name__}"}).encode()
+        self._answer(status, "application/json", body)
+
+    def version_string(self) -> str:
+        """Names nothing but the program."""
+        return "kvtier"
 
     def _trouble(self) -> str | None:
         try:
@@ -140,6 +178,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        for name, value in SECURITY_HEADERS.items():
+            self.send_header(name, value)
+        if status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
         if self.command != "HEAD":
             with contextlib.suppress(ConnectionError):

@@ -87,7 +87,9 @@ def _toml_tier(tier: TierConfig) -> Iterator[str]:
 
 def _amounts(tenant: TenantConfig) -> dict[str, dict[str, str]]:
     """Returns what a tenant is given, as people write it."""
-    given = {key: getattr(tenant, key) for key in TENANT_SETTINGS}
+    given = {key: getattr(tenant, key) for key in TENANT_SETTINGS if key != "rates"}
+    rates = msgspec.structs.asdict(tenant.rates)
+    given["rates"] = {key: SETTINGS[f"rates.{key}"].show(rate) for key, rate in rates.items() if rate is not None}
     return {key: {tier: str(amount) for tier, amount in value.items()} for key, value in given.items() if value}
 
 

@@ -67,16 +67,17 @@ class Setting:
         return result
 
     def _convert(self, value: Any, *, is_text: bool) -> Any:
+        if self.default is None and (value is None or str(value).lower() in ("off", "none", "")):
+            return None
         if self.unit == "bytes":
             return parse_size(value)
         if self.unit == "seconds":
-            is_off = self.default is None and (value is None or str(value).lower() in ("off", "none", ""))
-            return None if is_off else parse_duration(value)
+            return parse_duration(value)
         if self.choices:
             if value not in self.choices:
                 raise ValueError(f"must be one of {', '.join(self.choices)}{nearest(str(value), self.choices)}")
             return value
-        if self.type is Path:
+        if self.type in (Path, Path | None):
             return _path(value)
         if self.type is bool and is_text:
             value = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower(), value.lower())
@@ -107,6 +108,8 @@ _TYPE_NAMES: dict[Any, str] = {
     str: "text",
     bool: "true or false",
     str | None: "text",
+    float | None: 'a number, or "off"',
+    int | None: 'a whole number, or "off"',
     tuple[str, ...]: "a list of texts",
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ..protos.endpoint import ENDPOINT_VARIABLE, default_endpoint
+from ..protos.endpoint import CREDENTIAL_VARIABLES, ENDPOINT_VARIABLE, default_endpoint
 from .checks import contradictions, read_value, warnings
 from .config import Config, ConfigError
 from .machine import memory_bytes
@@ -32,7 +32,7 @@ CONFIG_VARIABLE = "KVTIER_CONFIG"
 
 _PREFIX = "KVTIER_"
 _VARIABLES = {setting.variable: setting for setting in SETTINGS.values()}
-_OTHER_VARIABLES = (CONFIG_VARIABLE, ENDPOINT_VARIABLE)
+_OTHER_VARIABLES = (CONFIG_VARIABLE, ENDPOINT_VARIABLE, *CREDENTIAL_VARIABLES.values())
 
 # Kubernetes puts the former into every container beside a service called "kvtier" or "kvtier-…"; the latter belong to
 # programs around the server, which may share its environment.

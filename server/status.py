@@ -1,78 +1,86 @@
-"""What `kvtier status` asks of a server, and how it shows the answer."""
+"""The status of a server as values: the one source of what `kvtier status --json` prints and of whatever else shows it.
+
+Field names are those of `kvtier/v1/admin.proto`, durations are in seconds and end in `_seconds`, ids are in hex.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from ..protos.v1.admin_pb2 import (
+    GetStatusResponse,
+    HandoffTotals,
+    MissCount,
+    MissReason,
+    RegionStatus,
+    SessionStatus,
+    ShareStatus,
+    TierStatus,
+)
+from ..protos.v1.handoff_pb2 import HandoffDirection
+from .units import seconds_of
 
-from ..protos.endpoint import Endpoint
-from ..protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse, SessionStatus, ShareStatus, TierStatus
-from .inquiry import ask, human_age, plain_console, seconds_of
-from .units import human_size
-
-__all__ = ["fetch", "show", "to_json"]
-
-
-def fetch(endpoint: Endpoint, timeout: float) -> GetStatusResponse:
-    """Asks a server for its status, for at most `timeout` seconds. Raises `InquiryError`."""
-    answer: GetStatusResponse = ask(endpoint, "GetStatus", GetStatusRequest(), timeout)
-    return answer
+__all__ = ["hit_rate", "session_values", "tier_values", "to_json", "values"]
 
 
 def to_json(answer: GetStatusResponse) -> str:
     """Returns the status as JSON: fields as in `kvtier/v1/admin.proto`, durations in seconds, the epoch in hex."""
-    status = {
+    return json.dumps(values(answer), indent=2)
+
+
+def values(answer: GetStatusResponse) -> dict[str, Any]:
+    """Returns the status as numbers, texts, lists and tables of these."""
+    return {
         "server_version": answer.server_version,
         "epoch": f"{answer.epoch:016x}",
         "uptime_seconds": seconds_of(answer.uptime),
+        "pid": answer.pid,
+        "protocol_versions": list(answer.protocol_versions),
         "draining": answer.draining,
         "leases": answer.leases,
         "stores": answer.stores,
         "quarantined_bytes": answer.quarantined_bytes,
         "namespaces": answer.namespaces,
         "holds": answer.holds,
-        "tiers": [_tier_values(tier) for tier in answer.tiers],
-        "sessions": [_session_values(session) for session in answer.sessions],
+        "held_bytes": answer.held_bytes,
+        "handoffs": [_handoff_values(totals) for totals in answer.handoffs],
+        "lookup_keys": answer.lookup_keys,
+        "lookup_misses": answer.lookup_misses,
+        "misses": [_miss_values(miss) for miss in answer.misses],
+        "loop_lag_seconds": seconds_of(answer.loop_lag),
+        "region": _region_values(answer.region),
+        "tiers": [tier_values(tier) for tier in answer.tiers],
+        "sessions": [session_values(session) for session in answer.sessions],
     }
-    return json.dumps(status, indent=2)
 
 
-def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None = None) -> None:
-    """Prints the status for people."""
-    console = console or plain_console()
-    state = "draining" if answer.draining else f"up {human_age(seconds_of(answer.uptime))}"
-    console.print(f"kvtier {answer.server_version} at {endpoint}, {state}, epoch {answer.epoch:016x}", markup=False)
-    console.print(_tiers_table(answer))
-    for tier in answer.tiers:
-        if not tier.healthy:
-            console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)
-    if any(len(tier.shares) > 1 for tier in answer.tiers):
-        console.print(_shares_table(answer))
-    if answer.sessions:
-        console.print(_sessions_table(answer))
-    else:
-        console.print("no sessions")
-    quarantined = f", {human_size(answer.quarantined_bytes)} in quarantine" if answer.quarantined_bytes else ""
-    console.print(
-        f"{answer.leases} leases, {answer.stores} stores in flight, {answer.namespaces} namespaces{quarantined}"
-    )
-
-
-def _rate(tier: TierStatus) -> float | None:
+def hit_rate(tier: TierStatus) -> float | None:
+    """Returns which part of the keys that a tier was asked for it had; None where it was never asked."""
     asked = tier.hits + tier.misses
     return tier.hits / asked if asked else None
 
 
-def _tier_values(tier: TierStatus) -> dict[str, Any]:
+def tier_values(tier: TierStatus) -> dict[str, Any]:
+    """Returns a tier's figures."""
     values = {field.name: getattr(tier, field.name) for field in tier.DESCRIPTOR.fields}
     return values | {
         "shares": [_share_values(share) for share in tier.shares],
+        "estimates": [{"scale": it.scale, "hit_ratio": it.hit_ratio} for it in tier.estimates],
         "fill": tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0,
-        "hit_rate": _rate(tier),
+        "hit_rate": hit_rate(tier),
+    }
+
+
+def session_values(session: SessionStatus) -> dict[str, Any]:
+    """Returns who a session is, and what it holds."""
+    shown = [field.name for field in session.DESCRIPTOR.fields if field.name not in ("age", "idle", "groups")]
+    return {name: getattr(session, name) for name in shown} | {
+        "groups": [{"block_tokens": group.block_tokens, "part_bytes": group.part_bytes} for group in session.groups],
+        "rank": session.rank if session.HasField("rank") else None,
+        "namespace_id": session.namespace_id.hex(),
+        "age_seconds": seconds_of(session.age),
+        "idle_seconds": seconds_of(session.idle),
     }
 
 
@@ -81,73 +89,24 @@ def _share_values(share: ShareStatus) -> dict[str, Any]:
     return values | {"limit_bytes": share.limit_bytes if share.HasField("limit_bytes") else None}
 
 
-def _session_values(session: SessionStatus) -> dict[str, Any]:
-    shown = [field.name for field in session.DESCRIPTOR.fields if field.name not in ("age", "groups")]
-    return {name: getattr(session, name) for name in shown} | {
-        "groups": [{"block_tokens": group.block_tokens, "part_bytes": group.part_bytes} for group in session.groups],
-        "rank": session.rank if session.HasField("rank") else None,
-        "age_seconds": seconds_of(session.age),
+def _region_values(region: RegionStatus) -> dict[str, Any]:
+    values = {field.name: getattr(region, field.name) for field in region.DESCRIPTOR.fields}
+    return values | {"memory_nodes": list(region.memory_nodes)}
+
+
+def _miss_values(miss: MissCount) -> dict[str, Any]:
+    return {"reason": _words(MissReason, "MISS_REASON_", miss.reason), "keys": miss.keys}
+
+
+def _handoff_values(totals: HandoffTotals) -> dict[str, Any]:
+    shown = [field.name for field in totals.DESCRIPTOR.fields if field.name not in ("direction", "held_time")]
+    return {"direction": _words(HandoffDirection, "HANDOFF_DIRECTION_", totals.direction)} | {
+        **{name: getattr(totals, name) for name in shown},
+        "held_time_seconds": seconds_of(totals.held_time),
     }
 
 
-def _tiers_table(answer: GetStatusResponse) -> Table:
-    table = Table("tier", "type", title="tiers", title_justify="left")
-    for column in ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "damaged", "jobs"):
-        table.add_column(column, justify="right")
-    table.add_column("health")
-    for tier in answer.tiers:
-        capacity = human_size(tier.capacity_bytes)
-        if tier.available_bytes < tier.capacity_bytes:
-            capacity += f" ({human_size(tier.available_bytes)} ready)"
-        fill = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0
-        rate = _rate(tier)
-        table.add_row(
-            Text(tier.name),
-            Text(tier.type),
-            human_size(tier.used_bytes),
-            capacity,
-            f"{fill:.1%}",
-            f"{tier.blocks:,}",
-            f"{tier.hits:,}",
-            f"{tier.misses:,}",
-            "-" if rate is None else f"{rate:.1%}",
-            f"{tier.evictions:,}",
-            f"{tier.damaged_blocks:,}",
-            f"{tier.jobs:,}",
-            "ok" if tier.healthy else "trouble",
-        )
-    return table
-
-
-def _shares_table(answer: GetStatusResponse) -> Table:
-    table = Table("tenant", "tier", title="tenants", title_justify="left")
-    for column in ("used", "quota", "limit", "retained"):
-        table.add_column(column, justify="right")
-    for tier in answer.tiers:
-        for share in tier.shares:
-            table.add_row(
-                Text(share.tenant or "(the rest)"),
-                Text(tier.name),
-                human_size(share.used_bytes),
-                human_size(share.quota_bytes) if share.quota_bytes else "-",
-                human_size(share.limit_bytes) if share.HasField("limit_bytes") else "-",
-                human_size(share.retained_bytes),
-            )
-    return table
-
-
-def _sessions_table(answer: GetStatusResponse) -> Table:
-    columns = ("client", "engine", "rank", "transport", "model", "pid", "age", "region")
-    table = Table(*columns, title="sessions", title_justify="left")
-    for session in answer.sessions:
-        table.add_row(
-            Text(session.client_name),
-            Text(session.engine_id),
-            str(session.rank) if session.HasField("rank") else "scheduler",
-            Text(session.transport),
-            Text(session.model),
-            str(session.pid),
-            human_age(seconds_of(session.age)),
-            "mapped" if session.attached else "-",
-        )
-    return table
+def _words(enum: Any, prefix: str, number: int) -> str:
+    """Returns an enum's value as in metrics; its number where a newer server knows more of them."""
+    names: dict[int, str] = {value.number: value.name for value in enum.DESCRIPTOR.values}
+    return names.get(number, f"{number}").removeprefix(prefix).lower()

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..tiers.base import SecondaryTier
 from ..tiers.keeping import CPU_TIER, Keeping
 from ..tiers.shares import Shares, Tenant
-from .config import Amount, Config, TenantConfig, TierConfig
+from .config import Amount, Config, RateConfig, TenantConfig, TierConfig
 from .namespaces import tenant_tag
-from .settings import TENANT_SETTINGS, nearest
+from .settings import SETTINGS, TENANT_SETTINGS, nearest
 from .units import parse_size
 
 __all__ = ["keeping_of", "read_tenants"]
@@ -56,6 +56,7 @@ def keeping_of(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]
         retained_part=config.retention.part,
         held_part=config.handoff.part,
         max_holds=config.handoff.max_holds,
+        estimates=config.estimates,
     )
 
 
@@ -68,8 +69,24 @@ def _read_tenant(name: str, table: object, tiers: Sequence[str]) -> TenantConfig
         if key not in TENANT_SETTINGS:
             raise _Problem(f"{key}: no such setting{nearest(key, TENANT_SETTINGS)}")
     if not table:
-        raise _Problem("must say quota, or limit, or both")
-    return TenantConfig(name=name, **{key: _read_amounts(key, value, tiers) for key, value in table.items()})
+        raise _Problem("must say quota, or limit, or rates")
+    amounts = {key: _read_amounts(key, value, tiers) for key, value in table.items() if key != "rates"}
+    return TenantConfig(name=name, **amounts, rates=_read_rates(table.get("rates", {})))
+
+
+def _read_rates(table: object) -> RateConfig:
+    if not isinstance(table, Mapping):
+        raise _Problem("rates: must be a table")
+    known = [key.removeprefix("rates.") for key in SETTINGS if key.startswith("rates.")]
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            raise _Problem(f"rates.{key}: no such setting{nearest(key, known)}")
+        try:
+            values[key] = SETTINGS[f"rates.{key}"].read(value)
+        except ValueError as error:
+            raise _Problem(f"rates.{key} = {value!r}: {error}") from None
+    return RateConfig(**values)
 
 
 def _read_amounts(key: str, value: object, tiers: Sequence[str]) -> dict[str, Amount]:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
-__all__ = ["GIB", "KIB", "MIB", "format_duration", "format_size", "human_size", "parse_duration", "parse_size"]
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "format_duration",
+    "format_size",
+    "human_age",
+    "human_size",
+    "parse_duration",
+    "parse_size",
+    "seconds_of",
+]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -81,3 +93,20 @@ def human_size(size: float) -> str:
     """Returns a size rounded for people: "1.5 GiB"."""
     unit, factor = next((pair for pair in _HUMAN if size >= pair[1]), ("B", 1))
     return f"{size:.0f} B" if factor == 1 else f"{size / factor:.1f} {unit}"
+
+
+def seconds_of(duration: Any) -> float:
+    """Returns a protobuf duration in seconds."""
+    return float(duration.seconds) + float(duration.nanos) / 1e9
+
+
+def human_age(seconds: float) -> str:
+    """Returns a time span in its two largest units: "2 h 5 min"."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -20,7 +20,9 @@ MAY_IMPORT = {
 }
 """For each room, the other rooms that it may know."""
 
-DOORS = dict.fromkeys(("kvtier.server.bench_command", "kvtier.server.bench_report"), "kvtier.client.breakeven")
+DOORS = dict.fromkeys(
+    ("kvtier.server.commands.bench", "kvtier.server.commands.bench_report"), "kvtier.client.breakeven"
+)
 """Modules that may know one of another room besides, when they are called and not at start: `kvtier` is one command for all
 rooms, and what it measures there is what an engine does."""
 
@@ -196,8 +198,8 @@ def test_a_planted_impurity_is_found(line: str, core: str) -> None:
         ("kvtier.client.engines.vllm.worker", "from ....tiers import base", "client may not know tiers"),
         ("kvtier.server.cli", "from ..client import Client", "server may not know client"),
         ("kvtier.server.cli", "def f():\n    from ..client import breakeven", "server may not know client"),
-        ("kvtier.server.bench_command", "from ..client import breakeven", "server may not know client"),
-        ("kvtier.server.bench_command", "def f():\n    from ..client import Client", "server may not know client"),
+        ("kvtier.server.commands.bench", "from ...client import breakeven", "server may not know client"),
+        ("kvtier.server.commands.bench", "def f():\n    from ...client import Client", "server may not know client"),
         ("kvtier.server.cli", "from kvtier.tiers import base", "siblings are imported relatively"),
         ("kvtier.client.api", "import kvtier.server.cli", "client may not know server"),
     ],
@@ -216,7 +218,7 @@ def test_what_is_allowed_is_not_reported() -> None:
     assert room_violations(source, "kvtier.server.cache") == []
     for module, door in DOORS.items():
         room, name = door.split(".")[1:]
-        assert room_violations(f"def f():\n    from ..{room} import {name}", module) == []
+        assert room_violations(f"def f():\n    from ...{room} import {name}", module) == []
 
 
 def test_a_planted_heavy_import_is_found() -> None:

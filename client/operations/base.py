@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from ...cuda.copy import HostBuffer, address_of
+from ...cuda.copy import HostBuffer, addresses_of
 from ..effects import Call, Operation
 from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, SessionLost
 from ..link import Link
@@ -19,6 +20,9 @@ from ..staging import StagingPool
 from ..timeouts import Timeouts
 
 __all__ = ["Base", "as_json", "consecutive", "duration", "message"]
+
+
+_group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
 
 
 class Base:
@@ -65,21 +69,25 @@ class Base:
         """Returns the size of each key's part."""
         by_group = self._sizes_by_group
         try:
-            return [by_group[key[-4:]] for key in keys]
+            return list(map(by_group.__getitem__, map(_group_of, keys)))
         except (KeyError, TypeError) as error:
             raise InvalidRequest(f"{error} ends no key of this namespace; see make_key") from None
 
-    def _addresses(self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, writable: bool) -> list[int]:
+    def _places(
+        self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, writable: bool
+    ) -> tuple[list[int], list[int]]:
+        """Returns addresses and sizes of buffers, which are those of the keys' parts."""
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys, but {len(buffers)} buffers")
         try:
-            places = [address_of(buffer, writable=writable) for buffer in buffers]
+            addresses, sizes = addresses_of(buffers, writable=writable)
         except (TypeError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
-        for (_, nbytes), wanted in zip(places, self._sizes(keys), strict=True):
-            if nbytes != wanted:
-                raise InvalidRequest(f"a buffer of {nbytes} bytes for a part of {wanted}")
-        return [address for address, _ in places]
+        wanted = self._sizes(keys)
+        if sizes != wanted:
+            wrong = next(number for number, size in enumerate(sizes) if size != wanted[number])
+            raise InvalidRequest(f"a buffer of {sizes[wrong]} bytes for a part of {wanted[wrong]}")
+        return addresses, sizes
 
 
 M = TypeVar("M", bound=Message)

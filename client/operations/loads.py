@@ -20,6 +20,13 @@ from .lookups import Lookups
 __all__ = ["Loads", "Reading"]
 
 
+def _sources(batch: ReadBatch, blocks: int) -> list[int]:
+    """Returns the addresses of so many parts. Raises `ServerError` where the server has named fewer, or more."""
+    if not len(batch.offsets) == len(batch.sizes) == blocks:
+        raise ServerError(f"the server has named {len(batch.offsets)} slots for {blocks} blocks")
+    return [batch.address + offset for offset in batch.offsets]
+
+
 @dataclass(slots=True)
 class Reading:
     """A load between its two halves."""
@@ -32,15 +39,25 @@ class Reading:
 class Loads(Lookups):
     """Bytes out of the server."""
 
-    def begin_read(self, held: ExitStack, lease: LookupResult | int, items: Sequence[int]) -> Operation[Reading]:
-        """Makes items of a lease readable until `held` is closed; `end_read` must follow."""
+    def begin_read(
+        self,
+        held: ExitStack,
+        lease: LookupResult | int,
+        items: Sequence[int],
+        *,
+        sizes: Sequence[int] | None = None,
+    ) -> Operation[Reading]:
+        """Makes items of a lease readable until `held` is closed; `end_read` must follow.
+
+        `sizes` are those of the items' parts, where they are known already.
+        """
         link: Link = yield Connect(self._timeouts.connect)
         lease_id = lease if isinstance(lease, int) else lease.id
         held.enter_context(link.using())
         known = isinstance(lease, LookupResult) and lease.link is link and max(items, default=0) < len(lease.slots)
         if known and isinstance(lease, LookupResult):
             slots = [lease.slots[item] for item in items]
-            sizes = self._sizes(lease.keys[item] for item in items)
+            sizes = self._sizes(lease.keys[item] for item in items) if sizes is None else sizes
         else:
             request = message(cache_pb2.PrepareLoadRequest, session=link.ref, lease_id=lease_id, items=items)
             answer = yield from self._call(link, "CacheService/PrepareLoad", request)
@@ -60,7 +77,7 @@ class Loads(Lookups):
         self, held: ExitStack, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str, wait: float
     ) -> Operation[int]:
         """Fills buffers with the leading hits; returns how many."""
-        destinations = self._addresses(keys, buffers, writable=True)
+        destinations, sizes = self._places(keys, buffers, writable=True)
         found = yield from self.lookup(keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True)
         if not found.prefix_hits:
             if found.id:
@@ -71,13 +88,12 @@ class Loads(Lookups):
             link = found.link
             if link.region is None:
                 held.enter_context(link.using())
-                sizes = [self._namespace.part_bytes_of(key) for key in keys[:hits]]
-                yield from self._load_by_stream(link, found.id, range(hits), destinations[:hits], sizes)
+                yield from self._load_by_stream(link, found.id, range(hits), destinations[:hits], sizes[:hits])
                 return hits
-            reading = yield from self.begin_read(held, found, range(hits))
+            reading = yield from self.begin_read(held, found, range(hits), sizes=sizes[:hits])
             batch = reading.batch
-            sources = [batch.address + offset for offset in batch.offsets]
-            yield Copy(lambda: copy_batch(destinations[: len(sources)], sources, batch.sizes))
+            sources = _sources(batch, hits)
+            yield Copy(lambda: copy_batch(destinations[:hits], sources, batch.sizes))
             yield from self.end_read(reading, release=True)
         except BaseException:
             yield from self._quietly(self.release([found.id]))

@@ -20,6 +20,8 @@ from .base import Base, consecutive, duration, message
 
 __all__ = ["Stores", "Writing"]
 
+_GRANTED = bytes([StoreStatus.GRANTED])
+
 
 @dataclass(slots=True)
 class Writing:
@@ -41,8 +43,12 @@ class Stores(Base):
         request_id: str,
         retain_for: float | None = None,
         staged: bool = True,
+        sizes: Sequence[int] | None = None,
     ) -> Operation[Writing]:
-        """Makes slots, or staging if it is wanted, writable until `held` is closed; `end_write` must follow."""
+        """Makes slots, or staging if it is wanted, writable until `held` is closed; `end_write` must follow.
+
+        `sizes` are those of the keys' parts, where they are known already.
+        """
         link: Link = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.PrepareStoreRequest,
@@ -53,14 +59,19 @@ class Stores(Base):
         )
         held.enter_context(link.using())
         answer = yield from self._call_for_sure(link, "CacheService/PrepareStore", request)
-        wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
-        sizes = self._sizes(keys[number] for number in wanted)
+        statuses: bytes = answer.statuses
+        if statuses == _GRANTED * len(keys):  # as for what an engine has just computed
+            wanted = list(range(len(keys)))
+            sizes = self._sizes(keys) if sizes is None else sizes
+        else:
+            wanted = [number for number, status in enumerate(statuses) if status == StoreStatus.GRANTED]
+            sizes = self._sizes(keys[number] for number in wanted)
         if link.region is not None:
             memory, address, offsets = link.region.memory, link.region.address, unpack_offsets(answer.slot_offsets)
         else:
             memory = held.enter_context(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
             address, offsets = address_of(memory)[0], consecutive(sizes)
-        batch = WriteBatch(answer.statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
+        batch = WriteBatch(statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
         return Writing(link, answer.store_id, batch)
 
     def end_write(
@@ -97,10 +108,12 @@ class Stores(Base):
         retain_for: float | None = None,
     ) -> Operation[bytes]:
         """Stores buffers; returns a `StoreStatus` per key."""
-        sources = self._addresses(keys, buffers, writable=False)
-        writing = yield from self.begin_write(held, keys, request_id=request_id, retain_for=retain_for, staged=False)
+        sources, sizes = self._places(keys, buffers, writable=False)
+        writing = yield from self.begin_write(
+            held, keys, request_id=request_id, retain_for=retain_for, staged=False, sizes=sizes
+        )
         batch = writing.batch
-        wanted = [sources[number] for number in batch.wanted]
+        wanted = sources if len(batch.wanted) == len(sources) else [sources[number] for number in batch.wanted]
         if writing.link.region is None:
             yield from self.end_write(writing, sources=wanted)
             return batch.statuses

@@ -13,6 +13,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class DrainMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAIN_MODE_UNSPECIFIED: _ClassVar[DrainMode]
+    DRAIN_MODE_END: _ClassVar[DrainMode]
+    DRAIN_MODE_STAY: _ClassVar[DrainMode]
+    DRAIN_MODE_UNDO: _ClassVar[DrainMode]
+
 class LeaseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LEASE_KIND_UNSPECIFIED: _ClassVar[LeaseKind]
@@ -49,6 +56,10 @@ class ClaimOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CLAIM_OUTCOME_NOT_HELD: _ClassVar[ClaimOutcome]
     CLAIM_OUTCOME_EXPIRED: _ClassVar[ClaimOutcome]
     CLAIM_OUTCOME_OTHER_NAMESPACE: _ClassVar[ClaimOutcome]
+DRAIN_MODE_UNSPECIFIED: DrainMode
+DRAIN_MODE_END: DrainMode
+DRAIN_MODE_STAY: DrainMode
+DRAIN_MODE_UNDO: DrainMode
 LEASE_KIND_UNSPECIFIED: LeaseKind
 LEASE_KIND_READ: LeaseKind
 LEASE_KIND_WRITE: LeaseKind
@@ -74,6 +85,72 @@ CLAIM_OUTCOME_HELD: ClaimOutcome
 CLAIM_OUTCOME_NOT_HELD: ClaimOutcome
 CLAIM_OUTCOME_EXPIRED: ClaimOutcome
 CLAIM_OUTCOME_OTHER_NAMESPACE: ClaimOutcome
+
+class EvictRequest(_message.Message):
+    __slots__ = ("tiers", "tenant", "namespace_id", "unused_for", "max_bytes", "include_retained", "dry_run")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_FOR_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_RETAINED_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    tenant: str
+    namespace_id: bytes
+    unused_for: _duration_pb2.Duration
+    max_bytes: int
+    include_retained: bool
+    dry_run: bool
+    def __init__(self, tiers: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., unused_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_bytes: _Optional[int] = ..., include_retained: bool = ..., dry_run: bool = ...) -> None: ...
+
+class EvictResponse(_message.Message):
+    __slots__ = ("tiers", "done")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierEviction]
+    done: bool
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierEviction, _Mapping]]] = ..., done: bool = ...) -> None: ...
+
+class TierEviction(_message.Message):
+    __slots__ = ("tier", "blocks", "bytes", "kept_blocks", "kept_bytes", "looked_at", "total")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOOKED_AT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    blocks: int
+    bytes: int
+    kept_blocks: int
+    kept_bytes: int
+    looked_at: int
+    total: int
+    def __init__(self, tier: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., looked_at: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("mode",)
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    mode: DrainMode
+    def __init__(self, mode: _Optional[_Union[DrainMode, str]] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("stores", "jobs", "queued_bytes", "sessions", "done", "complete")
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    stores: int
+    jobs: int
+    queued_bytes: int
+    sessions: int
+    done: bool
+    complete: bool
+    def __init__(self, stores: _Optional[int] = ..., jobs: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., done: bool = ..., complete: bool = ...) -> None: ...
 
 class FsckRequest(_message.Message):
     __slots__ = ("repair", "tiers", "max_rate_bytes")
@@ -126,7 +203,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "epoch", "uptime", "draining", "tiers", "sessions", "leases", "stores", "quarantined_bytes", "namespaces", "holds")
+    __slots__ = ("server_version", "epoch", "uptime", "draining", "tiers", "sessions", "leases", "stores", "quarantined_bytes", "namespaces", "holds", "pid", "protocol_versions", "region", "loop_lag", "lookup_keys", "lookup_misses", "misses", "handoffs", "held_bytes")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +215,15 @@ class GetStatusResponse(_message.Message):
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_KEYS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_MISSES_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     epoch: int
     uptime: _duration_pb2.Duration
@@ -149,10 +235,41 @@ class GetStatusResponse(_message.Message):
     quarantined_bytes: int
     namespaces: int
     holds: int
-    def __init__(self, server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., leases: _Optional[int] = ..., stores: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., holds: _Optional[int] = ...) -> None: ...
+    pid: int
+    protocol_versions: _containers.RepeatedScalarFieldContainer[int]
+    region: RegionStatus
+    loop_lag: _duration_pb2.Duration
+    lookup_keys: int
+    lookup_misses: int
+    misses: _containers.RepeatedCompositeFieldContainer[MissCount]
+    handoffs: _containers.RepeatedCompositeFieldContainer[HandoffTotals]
+    held_bytes: int
+    def __init__(self, server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., leases: _Optional[int] = ..., stores: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., holds: _Optional[int] = ..., pid: _Optional[int] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., region: _Optional[_Union[RegionStatus, _Mapping]] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., lookup_keys: _Optional[int] = ..., lookup_misses: _Optional[int] = ..., misses: _Optional[_Iterable[_Union[MissCount, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[HandoffTotals, _Mapping]]] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+
+class RegionStatus(_message.Message):
+    __slots__ = ("size_bytes", "backed_bytes", "huge_bytes", "memory_nodes", "misplaced")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HUGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_NODES_FIELD_NUMBER: _ClassVar[int]
+    MISPLACED_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    backed_bytes: int
+    huge_bytes: int
+    memory_nodes: _containers.RepeatedScalarFieldContainer[int]
+    misplaced: str
+    def __init__(self, size_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., huge_bytes: _Optional[int] = ..., memory_nodes: _Optional[_Iterable[int]] = ..., misplaced: _Optional[str] = ...) -> None: ...
+
+class MissCount(_message.Message):
+    __slots__ = ("reason", "keys")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    reason: MissReason
+    keys: int
+    def __init__(self, reason: _Optional[_Union[MissReason, str]] = ..., keys: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("name", "type", "capacity_bytes", "available_bytes", "used_bytes", "blocks", "hits", "misses", "evictions", "jobs", "healthy", "trouble", "expired", "not_retained", "shares", "damaged_blocks")
+    __slots__ = ("name", "type", "capacity_bytes", "available_bytes", "used_bytes", "blocks", "hits", "misses", "evictions", "jobs", "healthy", "trouble", "expired", "not_retained", "shares", "damaged_blocks", "queued_bytes", "dropped_blocks", "declined", "estimates")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +286,10 @@ class TierStatus(_message.Message):
     NOT_RETAINED_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATES_FIELD_NUMBER: _ClassVar[int]
     name: str
     type: str
     capacity_bytes: int
@@ -185,7 +306,19 @@ class TierStatus(_message.Message):
     not_retained: int
     shares: _containers.RepeatedCompositeFieldContainer[ShareStatus]
     damaged_blocks: int
-    def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., jobs: _Optional[int] = ..., healthy: bool = ..., trouble: _Optional[str] = ..., expired: _Optional[int] = ..., not_retained: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ...) -> None: ...
+    queued_bytes: int
+    dropped_blocks: int
+    declined: int
+    estimates: _containers.RepeatedCompositeFieldContainer[HitRatioEstimate]
+    def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., jobs: _Optional[int] = ..., healthy: bool = ..., trouble: _Optional[str] = ..., expired: _Optional[int] = ..., not_retained: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., declined: _Optional[int] = ..., estimates: _Optional[_Iterable[_Union[HitRatioEstimate, _Mapping]]] = ...) -> None: ...
+
+class HitRatioEstimate(_message.Message):
+    __slots__ = ("scale", "hit_ratio")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    scale: float
+    hit_ratio: float
+    def __init__(self, scale: _Optional[float] = ..., hit_ratio: _Optional[float] = ...) -> None: ...
 
 class ShareStatus(_message.Message):
     __slots__ = ("tenant", "quota_bytes", "limit_bytes", "used_bytes", "retained_bytes")
@@ -202,7 +335,7 @@ class ShareStatus(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., retained_bytes: _Optional[int] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
-    __slots__ = ("client_name", "engine_id", "rank", "pid", "transport", "age", "model", "attached", "groups", "world_size")
+    __slots__ = ("client_name", "engine_id", "rank", "pid", "transport", "age", "model", "attached", "groups", "world_size", "tenant", "namespace_id", "leases", "leased_blocks", "stores", "storing_bytes", "idle", "calls")
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +346,14 @@ class SessionStatus(_message.Message):
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    STORING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     client_name: str
     engine_id: str
     rank: int
@@ -223,7 +364,15 @@ class SessionStatus(_message.Message):
     attached: bool
     groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.Group]
     world_size: int
-    def __init__(self, client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., model: _Optional[str] = ..., attached: bool = ..., groups: _Optional[_Iterable[_Union[_common_pb2.Group, _Mapping]]] = ..., world_size: _Optional[int] = ...) -> None: ...
+    tenant: str
+    namespace_id: bytes
+    leases: int
+    leased_blocks: int
+    stores: int
+    storing_bytes: int
+    idle: _duration_pb2.Duration
+    calls: int
+    def __init__(self, client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., model: _Optional[str] = ..., attached: bool = ..., groups: _Optional[_Iterable[_Union[_common_pb2.Group, _Mapping]]] = ..., world_size: _Optional[int] = ..., tenant: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., leases: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., stores: _Optional[int] = ..., storing_bytes: _Optional[int] = ..., idle: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., calls: _Optional[int] = ...) -> None: ...
 
 class ListLeasesRequest(_message.Message):
     __slots__ = ("max_leases",)

@@ -60,6 +60,16 @@ class AdminServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.ListHandoffsRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.ListHandoffsResponse.FromString,
                 _registered_method=True)
+        self.Evict = channel.unary_stream(
+                '/kvtier.v1.AdminService/Evict',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.EvictResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/kvtier.v1.AdminService/Drain',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -118,6 +128,33 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Evict(self, request, context):
+        """Evicts blocks on demand, or counts them, while the server goes on serving:
+        all that meets every condition of the request, but never what is pinned,
+        being stored or being loaded. The stream says how far it has come; its last
+        message is the result. The client leaves it at what has gone by cancelling
+        the call. One eviction waits for another.
+
+        Errors: INVALID_ARGUMENT (no such tier, or a namespace id of a wrong
+        length), LIMIT_EXCEEDED (too many wait already: may be retried), DRAINING
+        (the server ends).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Has the server take no new work, finish what is under way, and make durable
+        what fits; then it ends, as on SIGTERM, or stays like that until the drain
+        is undone. The stream says how far it has come, and ends when nothing is
+        left to wait for. It goes on when the client goes away.
+
+        Errors: DRAINING (undone, and the server is about to end).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +182,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListHandoffs,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.ListHandoffsRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.ListHandoffsResponse.SerializeToString,
+            ),
+            'Evict': grpc.unary_stream_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.EvictRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.EvictResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -283,6 +330,60 @@ class AdminService(object):
             '/kvtier.v1.AdminService/ListHandoffs',
             kvtier_dot_v1_dot_admin__pb2.ListHandoffsRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.ListHandoffsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvtier.v1.AdminService/Evict',
+            kvtier_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvtier.v1.AdminService/Drain',
+            kvtier_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,8 +69,10 @@ class SessionServiceServicer(object):
         falls; slots that the process may still write to stay out of use until its attach
         connection (see `Region`) is closed.
 
-        Errors: INVALID_NAMESPACE, UNSUPPORTED_VERSION, DRAINING (retry later),
-        LIMIT_EXCEEDED (retry later).
+        Where the caller's credentials have a tenant, it is the namespace's: the caller says the same or none.
+
+        Errors: INVALID_NAMESPACE, UNSUPPORTED_VERSION, WRONG_TENANT, DRAINING (retry later),
+        LIMIT_EXCEEDED (retry later). The stream ends with UNAUTHENTICATED when the credentials are not valid any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,6 +6,7 @@ One thread reads; streams wait for their answers on threads of their own. The en
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -34,9 +35,18 @@ from .messages import (
 
 __all__ = ["Control", "Stream"]
 
+_log = logging.getLogger(__name__)
+
 _ANSWER_SECONDS = 10.0
 _REPORT_BYTES = 8 << 20
 """How often the server hears of progress. Each time costs it a wake-up; what it has not heard of is sent again after a break."""
+_SLOWEST_RATE = 1 << 20
+"""Bytes per second, on average, that a stream must move; less, and it is ended: its thread is wanted by others."""
+_GRACE_SECONDS = 30.0
+"""What it gets on top of that: a link may be down for a while, or a server busy."""
+_FIRST_SECONDS = 10.0
+"""How long it may take until it is known whose it is."""
+_WATCH_SECONDS = 1.0
 _REPORT_SECONDS = 1.0
 """How often it hears of it where little comes: each time renews the lease of what is moved."""
 
@@ -44,12 +54,22 @@ _REPORT_SECONDS = 1.0
 class Stream:
     """One Push or Pull, as the server knows it."""
 
-    def __init__(self, control: Control, number: int, transport: str, interrupt: Callable[[], object]) -> None:
-        """`interrupt` ends what holds `touching` for long."""
+    def __init__(
+        self,
+        control: Control,
+        number: int,
+        transport: str,
+        interrupt: Callable[[], object],
+        give_up: Callable[[], object],
+    ) -> None:
+        """`interrupt` ends what holds `touching` for long, `give_up` whatever the stream waits for."""
         self.number = number
         self.transport = transport
         self.received = 0
         """Bytes of all frames so far."""
+        self.give_up = give_up
+        self.shown: tuple[str | None, list[str], bool] = (None, [], True)
+        """What its client has shown: token, names of a certificate, whether it came by a Unix socket."""
         self._interrupt = interrupt
         self.slots: Sequence[int] = ()
         self.sizes: Sequence[int] = ()
@@ -61,7 +81,16 @@ class Stream:
         self._refusal: Refusal | None = None
         self._start = self._end = -1
         self._unsaid = 0
-        self._said_at = time.monotonic()
+        self._began_at = self._said_at = time.monotonic()
+
+    def late(self, now: float) -> bool:
+        """Returns whether a client has taken much longer than its bytes need, and so holds a thread for itself.
+
+        Bytes that come twice are no excuse: what was asked for has an end.
+        """
+        bytes_due = min(self.received, sum(self.sizes))
+        seconds = _GRACE_SECONDS + bytes_due / _SLOWEST_RATE if self.sizes else _FIRST_SECONDS
+        return now > self._began_at + seconds
 
     def check(self) -> None:
         """Raises `Refused` if the server has ended the stream. Called with `touching` held."""
@@ -72,7 +101,7 @@ class Stream:
         """Asks for the slots of a store, or for those of items of a lease. Raises `Refused`."""
         push = items is None
         self._control.send(
-            Begin(self.number, push, ref.session_id, ref.epoch, target, self.transport, list(items or ()))
+            Begin(self.number, push, ref.session_id, ref.epoch, target, self.transport, list(items or ()), *self.shown)
         )
         answer = self._wait()
         if isinstance(answer, Granted):
@@ -99,8 +128,7 @@ class Stream:
 
     def end(self, code: str, *, complete: bool = False) -> None:
         """Says that the stream has ended, and whether what it was for is to be completed: `settled` has the answer."""
-        self._report()
-        self._control.send(End(self.number, code, complete))
+        self._control.send(End(self.number, code, complete, *self._news_of_bytes()))
 
     def settled(self) -> bool:
         """Waits, and returns whether what was to be completed is. Raises `Refused`."""
@@ -122,9 +150,12 @@ class Stream:
 
     def _report(self) -> None:
         if self._unsaid:
-            self._control.send(Moved(self.number, self._unsaid, max(self._start, 0), max(self._end, 0)))
-            self._unsaid = 0
+            self._control.send(Moved(self.number, *self._news_of_bytes()))
             self._said_at = time.monotonic()
+
+    def _news_of_bytes(self) -> tuple[int, int, int]:
+        nbytes, self._unsaid = self._unsaid, 0
+        return nbytes, max(self._start, 0), max(self._end, 0)
 
     def _wait(self) -> Granted | Settled | None:
         with self._news:
@@ -154,13 +185,19 @@ class Control:
         os._exit(0)  # the server has ended, and with it whatever this process was for
 
     def start(self, port: int, plain_port: int) -> None:
-        """Tells the server that it is served, and reads what it says from now on."""
+        """Tells the server that it is served, and reads what it says from now on; streams that are too slow are ended."""
         self.send(Listening(port, plain_port))
+        threading.Thread(target=self._watch, name="kvtier-pace", daemon=True).start()
         threading.Thread(target=self._run, name="kvtier-control", daemon=True).start()
 
-    def open(self, transport: str, interrupt: Callable[[], object] = lambda: None) -> Stream:
-        """Returns a new stream; `close` must follow. `interrupt` ends what it waits for while it touches the region."""
-        stream = Stream(self, next(self._numbers), transport, interrupt)
+    def open(
+        self, transport: str, give_up: Callable[[], object], interrupt: Callable[[], object] = lambda: None
+    ) -> Stream:
+        """Returns a new stream; `close` must follow.
+
+        `interrupt` ends what it waits for while it touches the region, `give_up` whatever it waits for.
+        """
+        stream = Stream(self, next(self._numbers), transport, interrupt, give_up)
         self._streams[stream.number] = stream
         return stream
 
@@ -172,6 +209,15 @@ class Control:
         """Says something to the server."""
         with suppress(OSError):  # a server that is gone is noticed by the thread that reads
             self._channel.send({}, encode(message))
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_WATCH_SECONDS)
+            now = time.monotonic()
+            for stream in list(self._streams.values()):
+                if stream.late(now):
+                    _log.warning("a stream of %d bytes so far is too slow and is ended", stream.received)
+                    stream.give_up()
 
     def _run(self) -> None:
         try:

@@ -17,11 +17,15 @@ from ...protos.v1 import common_pb2
 from ...tiers.answers import Session
 from ...tiers.commands import LeaseId, StoreId
 from ...tiers.errors import CoreError, LeaseNotFound
+from ..audit import Audit
+from ..authority import Authority
 from ..edge import Edge
 from ..errors import Refused
+from ..identity import demand
 from ..metrics import Metrics
+from ..rates import Meter
 from ..runtime import TierRuntime
-from ..sessions import SessionRegistry
+from ..sessions import OpenSession, SessionRegistry
 from ..writers import Writers
 from .arrivals import Arrivals
 from .messages import Begin, Damaged, End, Granted, Moved, Quiet, Refusal, Settled, ToChild
@@ -43,21 +47,40 @@ class _Stream:
     """Open as long as it may write; from the start empty for a reader."""
     refused: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    meter: Meter | None = None
+    """Of its tenant, where that has a bound."""
+
+    def count(self, nbytes: int) -> None:
+        """Takes note of bytes that it has moved."""
+        self.moved.inc(nbytes)
+        if self.meter is not None:
+            self.meter.moved(nbytes)
 
 
 class BulkDesk:
     """Decides on behalf of one bulk process after the other."""
 
     def __init__(
-        self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge, metrics: Metrics, writers: Writers
+        self,
+        runtime: TierRuntime,
+        sessions: SessionRegistry,
+        edge: Edge,
+        metrics: Metrics,
+        writers: Writers,
+        authority: Authority | None = None,
+        audit: Audit | None = None,
     ) -> None:
+        """`authority` knows who the child's clients are, where they are asked; `audit` hears of those that are refused."""
         self.arrivals = Arrivals(lambda: {store.id for store in runtime.core.stores()})
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
         self._edge = edge
+        self._authority = authority
+        self._audit = audit
         self.writers = writers
         self._observe = metrics.observe_rpc
+        self._count_refused = metrics.refused
         self._counters = {
             (transport, push): metrics.transfer(transport, "in" if push else "out")
             for transport in ("grpc-bulk", "tcp")
@@ -115,12 +138,32 @@ class BulkDesk:
         stream = _Stream(message.stream, message.push, ref, message.target, self._runtime.now(), moved)
         self._streams[message.stream] = stream
         try:
-            session = self._sessions.get(ref)
+            opened = self._sessions.find(ref)
+            stream.meter = opened.meter
+            session = self._admit(message, opened)
             granted = self._grant_push(stream, session) if message.push else self._grant_pull(message, session)
         except (CoreError, Refused) as error:
+            if self._audit is not None:
+                who = self._sessions.name_of(message.session_id)
+                self._audit.refused(_METHODS[message.push], None, error.reason, who)
             self._refuse(stream, error.reason, str(error))
             return
         self._say(granted)
+
+    def _admit(self, message: Begin, session: OpenSession) -> Session:
+        """Raises Refused where the client of a stream may not have it: who it is, and what its tenant has left."""
+        if self._authority is not None:
+            caller = session.identity
+            if message.transport == "grpc-bulk":
+                caller = self._authority.identify(message.token, message.names, is_local=message.is_local)
+                if caller.tenant not in (None, session.core.tenant):
+                    raise Refused("WRONG_TENANT", "the session is another tenant's")
+            demand(_METHODS[message.push].lstrip("/"), caller)
+            demand(_METHODS[message.push].lstrip("/"), session.identity)
+        self._sessions.heard(session)
+        if session.meter is not None:
+            session.meter.stream()
+        return session.core
 
     def _grant_push(self, stream: _Stream, session: Session) -> Granted:
         store = self._core.renew_store(session, StoreId(stream.target), self._renewed())
@@ -134,10 +177,10 @@ class BulkDesk:
         sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
         return Granted(message.stream, slots, sizes)
 
-    def _moved(self, stream: _Stream, message: Moved) -> None:
-        stream.moved.inc(message.nbytes)
+    def _moved(self, stream: _Stream, message: Moved | End) -> None:
+        stream.count(message.nbytes)
         try:
-            session = self._sessions.get(stream.ref)
+            session = self._sessions.find(stream.ref).core
             if stream.push:
                 self._core.renew_store(session, StoreId(stream.target), self._renewed())
                 self.arrivals.add(stream.target, message.start, message.end)
@@ -148,6 +191,10 @@ class BulkDesk:
 
     def _end(self, stream: _Stream, message: End) -> None:
         self._observe(_METHODS[stream.push], message.code, self._runtime.now() - stream.began_at)
+        if message.nbytes and message.complete:
+            stream.count(message.nbytes)
+        elif message.nbytes:
+            self._moved(stream, message)
         self._gone(stream)
         if not message.complete:
             return
@@ -158,7 +205,7 @@ class BulkDesk:
 
     def _complete(self, stream: _Stream) -> bool:
         """Completes the store or the load of a stream; returns whether that could be done now."""
-        session = self._sessions.get(stream.ref)
+        session = self._sessions.find(stream.ref).core
         if stream.push:
             if self.writers.busy(stream.target):
                 return False
@@ -176,6 +223,7 @@ class BulkDesk:
     def _refuse(self, stream: _Stream, reason: str, text: str) -> None:
         if not stream.refused:
             stream.refused = True
+            self._count_refused(_METHODS[stream.push], reason)
             self._say(Refusal(stream.number, reason, text))
 
     def _gone(self, stream: _Stream) -> None:

@@ -37,12 +37,19 @@ class Setup(_Message, frozen=True):
     """Hosts to listen on, all at one port."""
     port: int
     """The port for gRPC to try first; 0 for any."""
+    any_port: bool
+    """Whether another will do."""
+    plain: bool
+    """Whether to serve plain sockets."""
     plain_port: int
-    """The port for plain sockets, likewise."""
+    """The port for those, likewise."""
+    any_plain_port: bool
     paths: tuple[str, ...]
     """Unix sockets to listen on."""
     max_frame_bytes: int
     max_message_bytes: int
+    tls: tuple[str, str, str] | None = None
+    """Files of the certificate, its key, and who vouches for clients ("" for none is needed): TCP is TLS then, and not plain."""
 
 
 class Granted(_Message, frozen=True):
@@ -88,6 +95,12 @@ class Begin(_Message, frozen=True):
     transport: str
     """Whose bytes it moves, for metrics."""
     items: list[int] = []
+    token: str | None = None
+    """What the client has shown with its call; nothing on a plain socket, where the session's id is all there is."""
+    names: list[str] = []
+    """Of its certificate."""
+    is_local: bool = True
+    """Whether it came by a Unix socket."""
 
 
 class Moved(_Message, frozen=True):
@@ -112,11 +125,17 @@ class Quiet(_Message, frozen=True):
 
 
 class End(_Message, frozen=True):
-    """A stream has ended and touches the region no more. `complete` asks for the store or the load to be completed."""
+    """A stream has ended and touches the region no more. `complete` asks for the store or the load to be completed.
+
+    What it has moved since it last said so comes with it, as `Moved` has it.
+    """
 
     stream: int
     code: str
     complete: bool = False
+    nbytes: int = 0
+    start: int = 0
+    end: int = 0
 
 
 ToChild: TypeAlias = Setup | Granted | Refusal | Settled

@@ -10,13 +10,15 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from ...cuda.plain import checksum, limit_waits, receive, send
+from ...cuda.plain import Deadline, checksum, limit_waits, receive, send
 from ...cuda.region import HostRegion
-from ...protos import plain
+from ...protos import attach, plain
 from ...protos.reasons import STATUS_OF
 from ...protos.sequence import PartSequence
 from ...protos.v1 import transfer_pb2
@@ -30,23 +32,31 @@ _log = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 128
 _IDLE_SECONDS = 120.0
 """How long a connection may stand still, between two requests or within one."""
+_REQUEST_SECONDS = 10.0
+"""How long the rest of what begins a connection for calls may take to come."""
+_ROOM_SECONDS = 1.0
 _END = plain.pack_frame_head(0, 0, 0)
 
 
 class PlainServer:
     """Listens, and serves whoever connects."""
 
-    def __init__(self, control: Control, region: HostRegion, frame_bytes: int) -> None:
+    def __init__(self, control: Control, region: HostRegion, frame_bytes: int, handover: socket.socket) -> None:
+        """Connections for calls are handed to the server over `handover`."""
         self._control = control
         self._region = region
         self._frame_bytes = frame_bytes
+        self._handover = handover
         self._connections = threading.Semaphore(_MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._idle: dict[socket.socket, None] = {}
+        """Connections that nothing is asked for on, the one for the longest time first."""
 
-    def listen(self, hosts: tuple[str, ...], wanted: int) -> int:
-        """Listens on all hosts at one port, `wanted` if it is free; returns it, or 0 for none."""
+    def listen(self, hosts: tuple[str, ...], wanted: int, *, other: bool = True) -> int:
+        """Listens on all hosts at one port, `wanted` if it is free, else any `other` if that will do; returns it, or 0 for none."""
         port = 0
         for host in hosts:
-            for number in (port,) if port else (wanted, 0):
+            for number in (port,) if port else (wanted, 0) if other else (wanted,):
                 try:
                     family = socket.AF_INET6 if ":" in host else socket.AF_INET
                     listener = socket.create_server((host, number), family=family, backlog=128)
@@ -66,7 +76,7 @@ class PlainServer:
                 _log.warning("cannot accept a connection: %s", error)
                 threading.Event().wait(0.1)
                 continue
-            if not self._connections.acquire(blocking=False):
+            if not self._has_room():
                 connection.close()
                 continue
             try:
@@ -75,6 +85,29 @@ class PlainServer:
                 _log.warning("cannot serve a connection: %s", error)
                 connection.close()
                 self._connections.release()
+
+    def _has_room(self) -> bool:
+        """Makes room for one more connection, if need be at the cost of the one that has asked for nothing for the longest time."""
+        if self._connections.acquire(blocking=False):
+            return True
+        with self._lock:
+            idlest = next(iter(self._idle), None)
+            if idlest is None:
+                return False
+            del self._idle[idlest]
+            _hang_up(idlest)
+        return self._connections.acquire(timeout=_ROOM_SECONDS)
+
+    @contextlib.contextmanager
+    def _idling(self, connection: socket.socket) -> Iterator[None]:
+        """While nothing is asked for, a connection may have to make room for another one."""
+        with self._lock:
+            self._idle[connection] = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._idle.pop(connection, None)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -91,14 +124,20 @@ class PlainServer:
     def _request(self, connection: socket.socket) -> bool:
         """Serves one request; returns whether another may follow."""
         try:
-            method, nbytes = plain.unpack_request(_received(connection, plain.REQUEST_BYTES))
+            with self._idling(connection):
+                head = bytes(_received(connection, plain.REQUEST_BYTES))
         except ConnectionResetError:
             return False
-        message = bytes(_received(connection, nbytes))
-        stream = self._control.open("tcp", lambda: _hang_up(connection))
+        if head.startswith(attach.Purpose.CALLS.value):
+            self._hand_over(connection, head)
+            return False
+        method, nbytes = plain.unpack_request(head)
+        hang_up = partial(_hang_up, connection)
+        stream = self._control.open("tcp", hang_up, hang_up)
         code = "CANCELLED"
         ended = False
         try:
+            message = bytes(_received(connection, nbytes))
             if method is plain.Method.PUSH:
                 completes = self._push(connection, stream, message)
             else:
@@ -117,6 +156,11 @@ class PlainServer:
                 stream.end(code)
             self._control.close(stream)
         return True
+
+    def _hand_over(self, connection: socket.socket, head: bytes) -> None:
+        """Has the server itself answer the calls of a client: bytes need a thread here, calls would need a detour."""
+        request = head + bytes(_received(connection, attach.REQUEST_BYTES - len(head), _REQUEST_SECONDS))
+        socket.send_fds(self._handover, [request], [connection.fileno()])
 
     def _push(self, connection: socket.socket, stream: Stream, message: bytes) -> bool:
         request = _parsed(transfer_pb2.PushRequest, message)
@@ -177,10 +221,10 @@ def _parsed(kind: Any, message: bytes) -> Any:
         raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
 
 
-def _received(connection: socket.socket, nbytes: int) -> bytearray:
+def _received(connection: socket.socket, nbytes: int, seconds: float | None = None) -> bytearray:
     data = bytearray(nbytes)
     if nbytes:
-        receive(connection, [memoryview(data)])
+        receive(connection, [memoryview(data)], None if seconds is None else Deadline(connection, seconds))
     return data
 
 

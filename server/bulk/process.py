@@ -1,11 +1,13 @@
-"""The bulk process itself: `python -m kvtier.server.bulk SOCKET REGION`, two descriptors that it inherits."""
+"""The bulk process itself: `python -m kvtier.server.bulk SOCKET REGION HANDOVER`, three descriptors that it inherits."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import grpc
 
@@ -14,6 +16,7 @@ from ...cuda.region import HostRegion
 from ...protos.endpoint import Endpoint
 from ...protos.frames import FRAME_BYTES
 from ..child_main import connect
+from ..tls import server_credentials
 from .control import Control
 from .messages import Setup
 from .plain import PlainServer
@@ -27,11 +30,14 @@ MAX_STREAMS = 64
 """Most streams at once, each with a thread while it lasts. One more is refused, and its client goes to the server itself."""
 
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
+_NICE = 5
+"""A third of the server's weight: calls are answered while bytes flow. Where there are processors for both it costs nothing."""
 
 
-def main(socket_fd: int, region_fd: int) -> None:
+def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
     """Serves until the server has ended. Does not return."""
     control = Control(connect(socket_fd))
+    _stand_back()
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
     os.umask(0o177)  # a socket is its owner's alone from the moment that it is there
@@ -48,15 +54,27 @@ def main(socket_fd: int, region_fd: int) -> None:
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            # Who connects and says nothing is hung up on.
+            ("grpc.server_handshake_timeout_ms", 5_000),
         ],
     )
     frame_bytes = min(setup.max_frame_bytes, FRAME_BYTES)
     server.add_generic_rpc_handlers((BulkStreams(control, region, frame_bytes).handler(),))
-    port = listen(server, setup)
-    plain_port = PlainServer(control, region, frame_bytes).listen(setup.hosts, setup.plain_port)
+    credentials = None if setup.tls is None else server_credentials(setup.tls[0], setup.tls[1], setup.tls[2] or None)
+    port = listen(server, setup, credentials)
+    plain_port = 0
+    if setup.plain:
+        plain_server = PlainServer(control, region, frame_bytes, socket.socket(fileno=handover_fd))
+        plain_port = plain_server.listen(setup.hosts, setup.plain_port, other=setup.any_plain_port)
     server.start()
     control.start(port, plain_port)
     server.wait_for_termination()
+
+
+def _stand_back() -> None:
+    """Lets the server's loop go first where processors are short: everybody waits for that. Threads started later inherit it."""
+    with suppress(OSError):  # a sandbox may forbid it
+        os.nice(_NICE)
 
 
 def listen(server: grpc.Server, setup: Setup, credentials: grpc.ServerCredentials | None = None) -> int:
@@ -64,13 +82,13 @@ def listen(server: grpc.Server, setup: Setup, credentials: grpc.ServerCredential
     port = 0
     for host in setup.hosts:
         # The port of an earlier life first, so that clients find it again.
-        for wanted in (port,) if port else (setup.port, 0):
+        for wanted in (port,) if port else (setup.port, 0) if setup.any_port else (setup.port,):
             bound = _bind(server, Endpoint(host=host, port=wanted).target, credentials)
             if bound:
                 port = bound
                 break
     for path in setup.paths:
-        _bind(server, Endpoint(path=path).target, credentials)
+        _bind(server, Endpoint(path=path).target, None)
     return port
 
 

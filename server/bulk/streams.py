@@ -21,6 +21,7 @@ from ...protos.reasons import STATUS_OF, error_details
 from ...protos.sequence import PartSequence
 from ...protos.v1 import transfer_pb2
 from ..errors import Refused
+from ..shown import credentials_of
 from .control import Control, Stream
 
 __all__ = ["BulkStreams"]
@@ -119,7 +120,8 @@ class _Outcome:
     def __init__(self, control: Control, context: grpc.ServicerContext) -> None:
         self._control = control
         self._context = context
-        self._stream = control.open("grpc-bulk")
+        self._stream = control.open("grpc-bulk", context.cancel)
+        self._stream.shown = credentials_of(context)
         self._ended = False
 
     def end(self, *, complete: bool) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ...cuda.region import HostRegion
+from ...protos.attach import REQUEST_BYTES
 from ..child import Backoff, Child
 from ..config import Config
 from ..logs import get_logger
@@ -27,16 +32,29 @@ _QUIET_SECONDS = 1.0
 """Half of what a client gives a call: one that ends a store must not lose its session to a child that hangs."""
 
 
+def _offers_plain(config: Config) -> bool:
+    """Says whether bytes and calls may go over plain sockets: in the clear, with nothing but a session's id to vouch for them."""
+    return config.bulk.tcp and config.tls.cert is None
+
+
 class BulkProcess:
     """The child, if there is one. `close` ends it."""
 
-    def __init__(self, region: HostRegion, config: Config, desk: BulkDesk) -> None:
+    def __init__(
+        self, region: HostRegion, config: Config, desk: BulkDesk, take_calls: Callable[[socket.socket, bytes], None]
+    ) -> None:
+        """`take_calls` is given each connection that a client made to the child for calls, and what came first on it."""
         self.arrivals = desk.arrivals
         self._region = region
         self._limits = config.limits
+        self._settings = config.bulk
+        self._offers_plain = _offers_plain(config)
         self._hosts = tuple(endpoint.host for endpoint in config.endpoints if not endpoint.is_unix)
         self._paths = tuple(f"{endpoint.path}{SOCKET_SUFFIX}" for endpoint in config.endpoints if endpoint.is_unix)
+        tls = config.tls
+        self._tls = (str(tls.cert), str(tls.key), str(tls.client_ca or "")) if tls.cert is not None else None
         self._desk = desk
+        self._take_calls = take_calls
         self._task: asyncio.Task[None] | None = None
         self._child: Child | None = None
         self._listening = False
@@ -48,7 +66,8 @@ class BulkProcess:
         0 and nothing where they are not, or not yet.
         """
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            # Not in the context of the call that is the first to ask: what the child says later is not its caller's.
+            self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
         suffix = SOCKET_SUFFIX if self._paths else ""
         return (self._port, self._plain_port, suffix) if self._listening else (0, 0, "")
 
@@ -83,15 +102,24 @@ class BulkProcess:
 
     async def _live(self) -> None:
         """One life of the child."""
-        self._child = child = await Child.start("kvtier.server.bulk", [str(self._region.fd)], [self._region.fd])
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        loop = asyncio.get_running_loop()
+        with ours:
+            with theirs:
+                fds = [self._region.fd, theirs.fileno()]
+                self._child = child = await Child.start("kvtier.server.bulk", [str(fd) for fd in fds], fds, self._take)
+            ours.setblocking(False)
+            loop.add_reader(ours, self._take_over, ours)
+            try:
+                await self._serve(child)
+            finally:
+                loop.remove_reader(ours)
+
+    async def _serve(self, child: Child) -> None:
         try:
-            limits = self._limits
-            ports = (self._port, self._plain_port)
-            setup = (self._hosts, *ports, self._paths, limits.max_frame_bytes, limits.max_message_bytes)
-            self._say(Setup(self._region.size_bytes, *setup))
+            self._say(self._setup())
             self._desk.connected(self._say)
-            async for _, payload in child.messages():
-                self._take(payload)
+            await child.hung_up()
         finally:
             self._child = None
             self._listening = False
@@ -101,12 +129,39 @@ class BulkProcess:
             self._desk.disconnected()
             self._unlink()
 
+    def _setup(self) -> Setup:
+        return Setup(
+            region_bytes=self._region.size_bytes,
+            hosts=self._hosts,
+            port=self._settings.grpc_port or self._port,
+            any_port=not self._settings.grpc_port,
+            plain=self._offers_plain,
+            plain_port=self._settings.tcp_port or self._plain_port,
+            any_plain_port=not self._settings.tcp_port,
+            paths=self._paths,
+            max_frame_bytes=self._limits.max_frame_bytes,
+            max_message_bytes=self._limits.max_message_bytes,
+            tls=self._tls,
+        )
+
     def _unlink(self) -> None:
         for path in self._paths:
             with contextlib.suppress(OSError):
                 Path(path).unlink()
 
-    def _take(self, payload: bytes) -> None:
+    def _take_over(self, handover: socket.socket) -> None:
+        """Takes a connection for calls from the child: its bytes need not pass through there."""
+        try:
+            request, descriptors, _, _ = socket.recv_fds(handover, REQUEST_BYTES, 1)
+        except OSError as error:  # out of descriptors, for one: the client goes by gRPC
+            _log.warning("cannot take over a connection", error=str(error))
+            return
+        if not request:
+            asyncio.get_running_loop().remove_reader(handover)
+        for descriptor in descriptors:
+            self._take_calls(socket.socket(fileno=descriptor), request)
+
+    def _take(self, _: dict[str, Any], payload: bytes) -> None:
         message = decode_from_child(payload)
         if isinstance(message, Listening):
             self._port, self._plain_port, self._listening = message.port, message.plain_port, True

@@ -1,32 +1,42 @@
-"""AdminService: what the server holds, for whom, and why something was not there; and checks of the tiers."""
+"""AdminService: what the server holds, for whom, and why something was not there; checks, evictions, drains."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
 
-from ... import __version__
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
+from ...tiers.base import NamespaceId
+from ...tiers.clearing import Wanted
+from ...tiers.fsck import NAMESPACE_BYTES
 from ...tiers.grants import Store
 from ...tiers.leases import Lease
+from ..drainage import Drainage
 from ..errors import Refused
 from ..fsck_online import OnlineFsck
+from ..logs import get_logger
+from ..namespaces import tenant_tag
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
 from .admin_messages import (
+    evict_step,
     explained,
     fsck_step,
     handoff_status,
     handoff_totals,
     lease_status,
-    session_status,
-    tier_status,
 )
+from .overview import Overview
 
 __all__ = ["AdminService"]
 
+_log = get_logger(__name__)
+
+_MOST_EVICTIONS = 16
+_STEP_SECONDS = 0.1
 _MOST_LEASES = 1000
 _MOST_HANDOFFS = 1000
 
@@ -34,30 +44,24 @@ _MOST_HANDOFFS = 1000
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """Serves `kvtier.v1.AdminService`."""
 
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, ready_at: float) -> None:
+    def __init__(
+        self,
+        runtime: TierRuntime,
+        sessions: SessionRegistry,
+        overview: Overview,
+        drainage: Drainage,
+    ) -> None:
         self._runtime = runtime
         self._sessions = sessions
-        self._ready_at = ready_at
+        self._overview = overview
+        self._drainage = drainage
+        self._evictions = 0
         self._fsck = OnlineFsck(runtime, sessions)
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.GetStatusResponse:
-        stats, now = self._runtime.stats(), self._runtime.now()
-        answer = admin_pb2.GetStatusResponse(
-            server_version=__version__,
-            epoch=self._sessions.epoch,
-            draining=self._sessions.draining,
-            tiers=map(tier_status, stats.tiers),
-            sessions=[session_status(session, now) for session in self._sessions.all()],
-            leases=stats.leases,
-            stores=stats.stores,
-            quarantined_bytes=stats.quarantined_bytes,
-            namespaces=stats.namespaces,
-            holds=stats.holds,
-        )
-        answer.uptime.FromNanoseconds(int((now - self._ready_at) * 1e9))
-        return answer
+        return self._overview.status()
 
     async def ListLeases(
         self, request: admin_pb2.ListLeasesRequest, context: grpc.aio.ServicerContext
@@ -106,6 +110,77 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         async with contextlib.aclosing(run) as steps:
             async for progress in steps:
                 yield fsck_step(progress)
+
+    async def Evict(
+        self, request: admin_pb2.EvictRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.EvictResponse]:
+        if self._drainage.ending:
+            raise Refused("DRAINING", "the server is shutting down")
+        names = [tier.name for tier in self._runtime.stats().tiers]
+        wanted = _wanted(request, names, self._runtime.now())
+        if self._evictions >= _MOST_EVICTIONS:
+            raise Refused("LIMIT_EXCEEDED", f"{self._evictions} evictions are under way already")
+        log = _log.bind(tiers=list(request.tiers) or names, dry_run=request.dry_run)
+        clearing = self._runtime.core.evict(wanted)
+        self._runtime.pump()
+        self._evictions += 1
+        try:
+            while not clearing.done:
+                yield evict_step(clearing, names)
+                await asyncio.sleep(_STEP_SECONDS)
+            yield evict_step(clearing, names)
+        finally:
+            clearing.cancel()
+            self._evictions -= 1
+            log.info("evicted on demand", blocks=sum(tier.blocks for tier in clearing.tiers))
+
+    async def Drain(
+        self, request: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.DrainResponse]:
+        if request.mode == admin_pb2.DRAIN_MODE_UNDO:
+            self._drainage.undo()
+        elif request.mode == admin_pb2.DRAIN_MODE_STAY:
+            self._drainage.stay()
+        elif request.mode in (admin_pb2.DRAIN_MODE_UNSPECIFIED, admin_pb2.DRAIN_MODE_END):
+            self._drainage.end()
+        else:  # what a newer client means is not guessed: this server would be gone
+            raise Refused("INVALID_ARGUMENT", f"there is no mode {request.mode} of a drain")
+        while not self._drainage.done:
+            yield self._drain_step()
+            await asyncio.sleep(_STEP_SECONDS)
+        yield self._drain_step()
+
+    def _drain_step(self) -> admin_pb2.DrainResponse:
+        stats = self._runtime.stats()
+        return admin_pb2.DrainResponse(
+            stores=stats.stores,
+            jobs=sum(tier.jobs for tier in stats.tiers),
+            queued_bytes=sum(tier.queued_bytes for tier in stats.tiers),
+            sessions=len(self._sessions.all()),
+            done=self._drainage.done,
+            complete=self._drainage.complete,
+        )
+
+
+def _wanted(request: admin_pb2.EvictRequest, tiers: list[str], now: float) -> Wanted:
+    """Returns what a request wants gone. Raises `Refused`."""
+    unknown = [name for name in request.tiers if name not in tiers]
+    if unknown:
+        raise Refused("INVALID_ARGUMENT", f"there is no tier {unknown[0]!r}; there are {', '.join(tiers)}")
+    if request.namespace_id and len(request.namespace_id) != NAMESPACE_BYTES:
+        raise Refused("INVALID_ARGUMENT", f"the id of a namespace has {NAMESPACE_BYTES} bytes")
+    unused_for = request.unused_for.seconds + request.unused_for.nanos / 1e9
+    if unused_for < 0:
+        raise Refused("INVALID_ARGUMENT", "unused_for is negative")
+    return Wanted(
+        [number for number, name in enumerate(tiers) if name in request.tiers or not request.tiers],
+        namespace=NamespaceId(request.namespace_id) if request.namespace_id else None,
+        tenant_tag=tenant_tag(request.tenant) if request.HasField("tenant") else None,
+        unused_since=now - unused_for if request.HasField("unused_for") else None,
+        max_bytes=request.max_bytes or None,
+        retained=request.include_retained,
+        dry_run=request.dry_run,
+    )
 
 
 def _since(lease: Lease | Store) -> float:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from google.protobuf.duration_pb2 import Duration
 
+from ...cuda.region import HostRegion
 from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
+from ...tiers.clearing import Clearing
 from ...tiers.fsck import NAMESPACE_BYTES
 from ...tiers.grants import Store
 from ...tiers.history import MissReason
@@ -18,11 +22,14 @@ from ..sessions import OpenSession
 
 __all__ = [
     "POLICIES",
+    "evict_step",
     "explained",
     "fsck_step",
     "handoff_status",
     "handoff_totals",
     "lease_status",
+    "miss_counts",
+    "region_status",
     "session_status",
     "tier_status",
 ]
@@ -51,6 +58,10 @@ def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
         damaged_blocks=tier.damaged,
         expired=tier.expired,
         not_retained=tier.not_retained,
+        queued_bytes=tier.queued_bytes,
+        dropped_blocks=tier.dropped,
+        declined=tier.declined,
+        estimates=[admin_pb2.HitRatioEstimate(scale=it.scale, hit_ratio=it.hit_ratio) for it in tier.estimates],
         shares=[
             admin_pb2.ShareStatus(
                 tenant=share.tenant,
@@ -64,8 +75,19 @@ def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
     )
 
 
-def session_status(session: OpenSession, now: float) -> admin_pb2.SessionStatus:
-    """Returns who a session is."""
+def miss_counts(misses: Mapping[MissReason, int]) -> list[admin_pb2.MissCount]:
+    """Returns why keys were missed; the most frequent reason first."""
+    return [
+        admin_pb2.MissCount(reason=admin_pb2.MissReason.Name(reason.value), keys=keys)
+        for reason, keys in sorted(misses.items(), key=lambda item: -item[1])
+        if keys
+    ]
+
+
+def session_status(session: OpenSession, held: Sequence[Lease | Store], now: float) -> admin_pb2.SessionStatus:
+    """Returns who a session is, and what it holds of these leases and stores."""
+    leases = [each for each in held if isinstance(each, Lease)]
+    stores = [each for each in held if isinstance(each, Store)]
     return admin_pb2.SessionStatus(
         client_name=session.client_name,
         engine_id=session.core.engine_id,
@@ -77,6 +99,44 @@ def session_status(session: OpenSession, now: float) -> admin_pb2.SessionStatus:
         groups=session.groups,
         world_size=session.core.namespace.world_size,
         age=_duration(now - session.opened_at),
+        tenant=session.core.tenant,
+        namespace_id=session.core.namespace.id,
+        leases=len(leases),
+        leased_blocks=sum(len(lease.items) - lease.items.count(None) for lease in leases),
+        stores=len(stores),
+        storing_bytes=sum(block.part_bytes for store in stores for block in store.blocks),
+        idle=_duration(now - (session.heard_at if session.calls else session.opened_at)),
+        calls=session.calls,
+    )
+
+
+def region_status(region: HostRegion) -> admin_pb2.RegionStatus:
+    """Returns where the CPU tier's memory is."""
+    return admin_pb2.RegionStatus(
+        size_bytes=region.size_bytes,
+        backed_bytes=region.backed_bytes,
+        huge_bytes=region.huge_bytes,
+        memory_nodes=region.nodes,
+        misplaced=f"{region.misplaced}" if region.misplaced is not None else "",
+    )
+
+
+def evict_step(clearing: Clearing, tiers: Sequence[str]) -> admin_pb2.EvictResponse:
+    """Returns how far an eviction has come; `tiers` are the names of all tiers, in lookup order."""
+    return admin_pb2.EvictResponse(
+        tiers=[
+            admin_pb2.TierEviction(
+                tier=tiers[each.tier],
+                blocks=each.blocks,
+                bytes=each.nbytes,
+                kept_blocks=each.kept_blocks,
+                kept_bytes=each.kept_nbytes,
+                looked_at=each.looked_at,
+                total=each.total,
+            )
+            for each in clearing.tiers
+        ],
+        done=clearing.done,
     )
 
 

@@ -66,7 +66,7 @@ class DeviceCalls:
         self, request: transfer_pb2.UnregisterDeviceBuffersRequest, context: grpc.aio.ServicerContext
     ) -> transfer_pb2.UnregisterDeviceBuffersResponse:
         """Closes them."""
-        session = self._sessions.get(request.session)
+        session = self._sessions.get(request.session, gives_back=True)
         await self._devices.unregister(self._devices.get(session, request.buffers_id))
         return transfer_pb2.UnregisterDeviceBuffersResponse()
 

@@ -13,6 +13,7 @@ from ... import __version__
 from ...protos.v1 import session_pb2, session_pb2_grpc
 from ..config import Config
 from ..errors import Refused
+from ..identity import CALLER
 from ..logs import get_logger
 from ..runtime import TierRuntime
 from ..sessions import PROTOCOL_VERSIONS, SessionRegistry
@@ -53,12 +54,13 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 max_part_bytes=self._runtime.extent_bytes,
                 max_frame_bytes=limits.max_frame_bytes,
             ),
-            region=session_pb2.Region(
-                attach_path=str(self._attach_path), size_bytes=self._runtime.region.size_bytes, takes_calls=True
-            ),
             tiers=[tier.name for tier in self._runtime.core.stats().tiers],
             devices=self._devices,
         )
+        if CALLER.get().shared_memory:
+            answer.region.attach_path = str(self._attach_path)
+            answer.region.size_bytes = self._runtime.region.size_bytes
+            answer.region.takes_calls = True
         answer.limits.max_wait.FromNanoseconds(int(limits.max_wait * 1e9))
         answer.limits.max_lease.FromNanoseconds(int(self._config.leases.max * 1e9))
         return answer
@@ -74,6 +76,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         heartbeat.heartbeat_interval.FromNanoseconds(int(interval * 1e9))
         try:
             while not self._sessions.ended.is_set():
+                if session.revoked:
+                    raise Refused("UNAUTHENTICATED", "the credentials of this session are not valid any more")
                 yield heartbeat
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._sessions.ended.wait(), interval)

@@ -22,6 +22,7 @@ from ...tiers.commands import LeaseId, StoreId
 from ..bulk.supervisor import BulkProcess
 from ..edge import Edge
 from ..errors import Refused
+from ..local_calls import LocalCalls
 from ..metrics import Metrics
 from ..runtime import TierRuntime
 from ..sessions import SessionRegistry
@@ -51,6 +52,12 @@ class TransferService:
         self._pulled = metrics.transfer("grpc", "out")
         self._damaged = metrics.mismatches("grpc")
 
+    @property
+    def _locate(self) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(
+            self.Locate, transfer_pb2.LocateRequest.FromString, transfer_pb2.LocateResponse.SerializeToString
+        )
+
     def handler(self) -> grpc.GenericRpcHandler:
         """Returns what a server registers."""
         return grpc.method_handlers_generic_handler(
@@ -60,13 +67,13 @@ class TransferService:
                     self.Push, None, transfer_pb2.PushResponse.SerializeToString
                 ),
                 "Pull": grpc.unary_stream_rpc_method_handler(self.Pull, transfer_pb2.PullRequest.FromString, None),
-                "Locate": grpc.unary_unary_rpc_method_handler(
-                    self.Locate,
-                    transfer_pb2.LocateRequest.FromString,
-                    transfer_pb2.LocateResponse.SerializeToString,
-                ),
+                "Locate": self._locate,
             },
         )
+
+    def add_calls(self, calls: LocalCalls) -> None:
+        """Registers what clients call over sockets that are not gRPC's."""
+        calls.add_registered_method_handlers("kvtier.v1.TransferService", {"Locate": self._locate})
 
     async def Push(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> transfer_pb2.PushResponse:
         """Fills granted slots frame by frame."""
@@ -74,6 +81,7 @@ class TransferService:
         store_id = StoreId(0)
         parts = PartSequence((), ())
         received = 0
+        meter = None
         async for message in frames:
             try:
                 fields, payload = decode_push_frame(message)
@@ -83,6 +91,9 @@ class TransferService:
                 session = self._sessions.get(fields.session)
                 store_id = StoreId(fields.store_id)
                 store = self._core.store(session, store_id)
+                meter = self._sessions.meter(session)
+                if meter is not None:
+                    meter.stream()
                 parts = PartSequence(store.slots(), [block.part_bytes for block in store.blocks])
             if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
                 self._damaged.inc()
@@ -99,6 +110,8 @@ class TransferService:
                 raise Refused("WRONG_SIZE", str(error)) from error
             received += taken
             self._pushed.inc(taken)
+            if meter is not None:
+                meter.moved(taken)
             self._arrivals.add(store_id, fields.offset_bytes, fields.offset_bytes + taken)
         if session is None:
             raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
@@ -114,6 +127,9 @@ class TransferService:
         sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
         parts = PartSequence(slots, sizes)
         offset = 0
+        meter = self._sessions.meter(session)
+        if meter is not None:
+            meter.stream()
         while offset < parts.total_bytes:
             self._core.lease(session, lease_id)  # raises if it ended meanwhile, as above
             nbytes = min(self._edge.limits.max_frame_bytes, parts.total_bytes - offset)
@@ -121,6 +137,8 @@ class TransferService:
             yield encode_pull_frame(offset, _checksum(pieces), pieces)
             offset += nbytes
             self._pulled.inc(nbytes)
+            if meter is not None:
+                meter.moved(nbytes)
 
     async def Locate(
         self, request: transfer_pb2.LocateRequest, context: grpc.aio.ServicerContext

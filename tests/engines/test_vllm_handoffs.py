@@ -203,7 +203,7 @@ def test_a_hold_is_called_as_the_caller_says(prefill: ToyEngine, decode: ToyEngi
 def test_servers_of_two_hosts(tmp_path: Path, make: MakeEngine, *, known: bool) -> None:
     """Blocks are pulled from the peer's server, and from none that the settings do not name: parameters come from outside."""
     (tmp_path / "far").mkdir()
-    far = ServerProcess(tmp_path / "far", "64MiB")
+    far = ServerProcess(tmp_path / "far", "64MiB", ["--insecure"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         far.endpoint = f"127.0.0.1:{free.getsockname()[1]}"

@@ -249,7 +249,7 @@ def test_settings_are_checked_at_start() -> None:
     assert [
         warning for warning in warnings if "'tennant'" in warning and "did you mean 'tenant'" in warning
     ] == warnings
-    for wrong in ({"identity": 1}, {"locality": "near"}, {"transport": "tcp"}, {"lookup_timeout_s": -1}):
+    for wrong in ({"identity": 1}, {"locality": "near"}, {"transport": "rdma"}, {"lookup_timeout_s": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             TierConfig.parse(wrong, warnings.append)
 

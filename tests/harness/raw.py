@@ -13,6 +13,8 @@ from kvtier.client.link import Attachment
 from kvtier.client.namespace import Namespace
 from kvtier.client.wire import CHANNEL_OPTIONS, PULL, PUSH
 from kvtier.protos.attach import REPLY_BYTES, pack_request, unpack_reply
+from kvtier.protos.credentials import Credentials
+from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.reasons import reason_of
 from kvtier.protos.v1 import (
     cache_pb2_grpc,
@@ -30,10 +32,17 @@ class RawSession:
     """An open session: `ref` names it, the stubs call it. Nothing heals by itself."""
 
     def __init__(
-        self, endpoint: str, namespace: Namespace, *, engine_id: str, rank: int | None = None, transport: str = "grpc"
+        self,
+        endpoint: str,
+        namespace: Namespace,
+        *,
+        engine_id: str,
+        rank: int | None = None,
+        transport: str = "grpc",
+        credentials: Credentials | None = None,
     ) -> None:
         self.namespace = namespace
-        self.channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self.channel = (credentials or Credentials()).channel(parse_endpoint(endpoint), CHANNEL_OPTIONS)
         self.sessions = session_pb2_grpc.SessionServiceStub(self.channel)
         self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)
         self.handoff = handoff_pb2_grpc.HandoffServiceStub(self.channel)

@@ -51,6 +51,7 @@ class ServerProcess:
         prefix: what its command is given to, if it is not to be run as it stands.
         tier_config: more of its table.
         tcp: listens on a TCP port of the loopback as well: `tcp` is its address.
+        insecure: lets it listen there in the clear.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ServerProcess:
         prefix: Sequence[str] = (),
         tier_config: str = "",
         tcp: bool = False,
+        insecure: bool = True,
     ) -> None:
         self.directory = directory
         self.path = directory / "s"
@@ -74,6 +76,8 @@ class ServerProcess:
         self.log_path = directory / "log"
         self.data_dir = directory / "data"
         config_path = directory / "kvtier.toml"
+        if tcp and insecure:
+            config = f"insecure = true\n{config}"
         config_path.write_text(
             f'region_size = {region}\ndata_dir = "{self.data_dir}"\nlisten = {listen}\n'
             f'{config}\n[log]\nformat = "json"\n[[tiers]]\ntype = "{tier}"\nsize = {lmdb}\n{tier_config}\n'
@@ -135,6 +139,11 @@ class ServerProcess:
     def terminate(self) -> int:
         """SIGTERM, and waits for the end; returns the exit code."""
         return self._signal_and_wait(signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Waits until it has ended by itself, or by somebody else's doing; returns the exit code."""
+        assert self._process is not None
+        return self._process.wait(END_SECONDS)
 
     def restart(self) -> None:
         """SIGKILL, and another life on the same socket and directory."""

@@ -30,7 +30,7 @@ from kvtier.client.breakeven import (
 )
 from kvtier.protos.v1 import admin_pb2
 from kvtier.server import cli
-from kvtier.server.bench_report import show, to_json
+from kvtier.server.commands.bench_report import show, to_json
 
 KV = ("--kv-bytes-per-token", "256")
 GIVEN = ("--prefill-tokens-per-s", "5000")

@@ -28,6 +28,7 @@ from kvtier.client.bulk import AnyStreams, BulkRoute, Streams
 from kvtier.protos.frames import decode_pull_frame, encode_push_frame
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.server.bulk.supervisor import BulkProcess
+from kvtier.server.config import BulkConfig
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -411,8 +412,10 @@ def test_it_is_started_when_there_are_threads_again(monkeypatch: pytest.MonkeyPa
             await asyncio.Event().wait()
 
         monkeypatch.setattr(BulkProcess, "_live", live)
-        anything: Any = SimpleNamespace(arrivals=None, limits=None, endpoints=())
-        process = BulkProcess(anything, anything, anything)
+        anything: Any = SimpleNamespace(
+            arrivals=None, limits=None, endpoints=(), bulk=BulkConfig(), tls=SimpleNamespace(cert=None)
+        )
+        process = BulkProcess(anything, anything, anything, anything)
         process.where()
         await asyncio.wait_for(lived.wait(), TIMEOUT)
         await process.close()
@@ -512,7 +515,7 @@ def test_where_one_port_is_open_streams_go_there(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     server = ServerProcess(tmp_path, region=128 * MIB, lmdb=16 * MIB)
     config = tmp_path / "kvtier.toml"
-    config.write_text(config.read_text().replace("listen = [", f'listen = ["127.0.0.1:{port}", '))
+    config.write_text(config.read_text().replace("listen = [", f'insecure = true\nlisten = ["127.0.0.1:{port}", '))
     with server.start():
         forward = Forward("127.0.0.2", ("127.0.0.1", port))
         with (

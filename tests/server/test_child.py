@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,8 @@ for header, payload in channel:
         print("about to die", file=sys.stderr, flush=True)
         channel.send({"last": "word"})
         os._exit(7)
+    if header.get("nonsense"):
+        channel._connection.sendall(bytes([255]) * 64)
     if header.get("hang"):
         time.sleep(600)
     channel.send({"echo": header, "arguments": sys.argv[2:]}, payload)
@@ -72,6 +75,33 @@ def test_signals_that_mean_the_server(number: signal.Signals) -> None:
             os.kill(child.pid, number)
         await child.close(10)
         assert await child.ended() == 0
+
+    asyncio.run(talk())
+
+
+def test_messages_that_are_taken_as_they_come() -> None:
+    """Who does not iterate is given each message, in order, whole, and hears of the end; nonsense ends the child."""
+
+    async def talk() -> None:
+        taken: list[tuple[int, int]] = []
+        sizes = [1, 5 << 20, 0, 3]
+        all_there = asyncio.Event()
+
+        def take(header: dict[str, Any], payload: bytes) -> None:
+            taken.append((header["echo"]["n"], len(payload)))
+            if len(taken) == len(sizes):
+                all_there.set()
+
+        child = await Child.start("echo", take=take)
+        for number, size in enumerate(sizes):
+            child.send({"n": number}, bytes(size))
+        await asyncio.wait_for(all_there.wait(), 10)
+        assert taken == list(enumerate(sizes))
+        child.send({"nonsense": True})
+        await asyncio.wait_for(child.hung_up(), 10)
+        assert await child.ended() == -signal.SIGKILL
+        await child.close(0)
+        assert len(taken) == len(sizes)
 
     asyncio.run(talk())
 

@@ -20,7 +20,7 @@ from kvtier import __version__
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 from kvtier.server import cli
 
-HEAVY = ("grpc", "structlog", "rich", "msgspec", "prometheus_client", "lmdb", "numpy", "torch", "asyncio")
+HEAVY = ("grpc", "structlog", "rich", "msgspec", "prometheus_client", "lmdb", "numpy", "torch", "asyncio", "shtab")
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +137,7 @@ class TestConfig:
 
     def test_prints_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         """--json is for programs; warnings go beside it, to standard error."""
-        assert cli.main(["config", "--json", "--listen", "127.0.0.1:7", "--listen", "unix:/a.sock"]) == 0
+        assert cli.main(["config", "--json", "--insecure", "--listen", "127.0.0.1:7", "--listen", "unix:/a.sock"]) == 0
         captured = capsys.readouterr()
         assert json.loads(captured.out)["config"]["listen"] == ["127.0.0.1:7", "unix:/a.sock"]
         assert captured.err.startswith("kvtier: warning: listening on 127.0.0.1:7")
@@ -186,7 +186,9 @@ class TestStatus:
         assert status["epoch"] == "0000000000000abc"
         assert [(tier["fill"], tier["hit_rate"]) for tier in status["tiers"]] == [(0.25, 0.75), (0, None)]
         assert [session["rank"] for session in status["sessions"]] == [0, None]
-        assert set(status) >= {field.name for field in admin_pb2.GetStatusResponse.DESCRIPTOR.fields} - {"uptime"}
+        fields = {field.name for field in admin_pb2.GetStatusResponse.DESCRIPTOR.fields}
+        durations = {"uptime", "loop_lag"}
+        assert set(status) >= fields - durations | {f"{name}_seconds" for name in durations}
 
     def test_default_endpoint(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Without a server the default endpoint is named, in one line, and the exit code is 2."""

@@ -222,10 +222,34 @@ class TestRefusals:
         assert "this machine has no more than" in line
 
     def test_open_to_other_hosts(self) -> None:
-        """TCP that other hosts reach needs --insecure, and is worth a warning then; so is TCP on the loopback."""
+        """TCP in the clear needs --insecure, on the loopback too, and is worth a warning then."""
         [line] = problems(flags={"listen": ["0.0.0.0:7070"]})
         assert line.startswith("--listen: listen = 0.0.0.0:7070: whoever reaches this address")
+        [line] = problems(flags={"listen": ["127.0.0.1:7070", "unix:/a.sock"]})
+        assert line.startswith("--listen: listen = 127.0.0.1:7070: every user of this host")
         loaded = load({"listen": ["0.0.0.0:7070"], "insecure": True}, environ=ENVIRON)
         assert loaded.warnings[0].startswith("listening on 0.0.0.0:7070 in the clear")
-        loaded = load({"listen": ["127.0.0.1:7070"]}, environ=ENVIRON)
-        assert loaded.warnings[0].startswith("listening on 127.0.0.1:7070: every user of this host")
+        loaded = load({"listen": ["127.0.0.1:7070"], "insecure": True}, environ=ENVIRON)
+        assert loaded.warnings[0].startswith("listening on 127.0.0.1:7070 in the clear: every user of this host")
+
+    def test_tls_and_tokens(self) -> None:
+        """TCP wants TLS, and somebody to ask: a token or a certificate. What goes together is there, or said to be missing."""
+        tls = {"listen": ["127.0.0.1:7070"], "tls.cert": "/c.pem", "tls.key": "/k.pem"}
+        [line] = problems(flags=tls)
+        assert "nobody is asked who he is; set auth.tokens or tls.client_ca" in line
+        assert (
+            load(tls | {"insecure": True}, environ=ENVIRON)
+            .warnings[0]
+            .startswith("listening on 127.0.0.1:7070 without asking for credentials")
+        )
+        for asks in ({"auth.tokens": "/t.toml"}, {"tls.client_ca": "/ca.pem"}):
+            assert load(tls | asks, environ=ENVIRON).warnings == ()
+        [line] = problems(flags={"listen": ["127.0.0.1:7070"], "auth.tokens": "/t.toml"})
+        assert "in the clear" in line
+        assert problems(flags={"tls.cert": "/c.pem"}) == ["--tls-cert: tls.cert = /c.pem: goes with tls.key"]
+        assert problems(flags={"tls.key": "/k.pem"}) == ["--tls-key: tls.key = /k.pem: goes with tls.cert"]
+        assert problems(flags={"tls.client_ca": "/c.pem"})[0].endswith("needs tls.cert and tls.key")
+        assert problems(flags={"auth.unix": True})[0].endswith("needs auth.tokens, a file of tokens")
+        assert problems(flags={"auth.metrics": True})[0].endswith("needs auth.tokens, a file of tokens")
+        loaded = load({"metrics": "0.0.0.0:9464"}, environ=ENVIRON)
+        assert loaded.warnings[0].startswith("metrics on 0.0.0.0:9464: whoever reaches it")

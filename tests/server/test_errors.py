@@ -38,6 +38,11 @@ class Observed(list[tuple[str, str, float]]):
     def __init__(self) -> None:
         super().__init__()
         self.ended = asyncio.Event()
+        self.refusals: list[tuple[str, str]] = []
+
+    def note_refusal(self, method: str, reason: str) -> None:
+        """Takes note of a call that was refused."""
+        self.refusals.append((method, reason))
 
     def note(self, *call: Any) -> None:
         """Takes note of a call."""
@@ -57,7 +62,7 @@ def no_collector() -> Iterator[None]:
 async def served(handler: Any) -> AsyncIterator[tuple[grpc.aio.Channel, Observed]]:
     """A server of one call, `/test/Stream`, and what was observed of it."""
     observed = Observed()
-    server = grpc.aio.server(interceptors=[RefusalInterceptor(observed.note)])
+    server = grpc.aio.server(interceptors=[RefusalInterceptor(observed.note, observed.note_refusal)])
     handlers = {"Stream": grpc.unary_stream_rpc_method_handler(handler)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -130,6 +135,7 @@ async def test_a_stream_that_fails(error: Exception, code: str) -> None:
         assert refusal.value.code().name == code
         await asyncio.wait_for(observed.ended.wait(), 5)
         assert [call[:2] for call in observed] == [("/test/Stream", code)]
+        assert observed.refusals == [("/test/Stream", getattr(error, "reason", "INTERNAL"))]
 
 
 async def test_a_handler_that_writes() -> None:

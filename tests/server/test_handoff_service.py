@@ -36,7 +36,7 @@ class Desk:
         self.session: Session = runtime.core.open_session(b"s", "e", None, SPEC)
         self.draining = False
         registry: Any = SimpleNamespace(
-            get=lambda _: self.session,
+            get=lambda _, **__: self.session,
             check=lambda session: runtime.core.session(session.id),
             refuse_if_draining=self._refuse_if_draining,
         )

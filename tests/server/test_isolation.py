@@ -17,6 +17,7 @@ from rich.console import Console
 from kvtier.client import Client, DurableStatus, InvalidRequest, KeyStatus, StoreStatus, Timeouts
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.server import status
+from kvtier.server.commands import status as status_command
 
 PART = 16 << 10
 REGION = 16 * MIB
@@ -99,7 +100,7 @@ def test_what_a_tenant_has_shows_in_the_status(server: ServerProcess) -> None:
         assert (share.tenant, share.used_bytes, share.retained_bytes) == ("alice", KEEP * PART, KEEP * PART)
         assert share.quota_bytes == (4 * MIB if tier.name == "cpu" else tier.capacity_bytes // 4)
     text = StringIO()
-    status.show(server.status(), parse_endpoint(server.endpoint), Console(file=text, width=200))
+    status_command.show(server.status(), parse_endpoint(server.endpoint), Console(file=text, width=200))
     for piece in ("(the rest)", "alice", "4.0 MiB", "2.0 MiB"):
         assert piece in text.getvalue()
     cpu, _ = json.loads(status.to_json(server.status()))["tiers"]

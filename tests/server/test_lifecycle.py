@@ -83,7 +83,7 @@ class TestStart:
 
     def test_tcp(self, directory: Path) -> None:
         """It listens on a free TCP port of the loopback, warns that it is open to this host, and serves blocks there."""
-        with launch(directory, listen="127.0.0.1:0") as server:
+        with launch(directory, "--insecure", listen="127.0.0.1:0") as server:
             [port] = server.wait_ready()["ports"]
             assert any("every user of this host" in line["event"] for line in server.log)
             assert_stored(f"127.0.0.1:{port}", store(f"127.0.0.1:{port}"))
@@ -91,7 +91,7 @@ class TestStart:
 
     def test_several_addresses(self, directory: Path) -> None:
         """It serves the same blocks on all of its addresses."""
-        with launch(directory, "--listen", "127.0.0.1:0", "--listen", f"unix:{directory}/s2") as server:
+        with launch(directory, "--insecure", "--listen", "127.0.0.1:0", "--listen", f"unix:{directory}/s2") as server:
             [port] = server.wait_ready()["ports"]
             keys = store(f"unix:{directory}/s")
             assert_stored(f"unix:{directory}/s2", keys)
@@ -187,7 +187,7 @@ class TestCollisions:
         """A port that is taken is an error that names it, for calls and for metrics; no socket stays behind."""
         with socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
-            assert address in refused_start(directory, flag, address)
+            assert address in refused_start(directory, "--insecure", flag, address)
         assert not list(directory.glob("s*"))
 
     def test_unusable_data_directory(self, directory: Path) -> None:

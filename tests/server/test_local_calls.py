@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import socket
@@ -14,6 +15,7 @@ from typing import Self
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 from harness.payloads import assert_serves, key_of, namespace_of, payload
@@ -28,6 +30,7 @@ from kvtier.protos.attach import REPLY_BYTES, Purpose, pack_request, unpack_repl
 from kvtier.protos.local_calls import STATUS_OF_CODE, pack_call, unpack_answer, unpack_length
 from kvtier.protos.reasons import reason_within
 from kvtier.protos.v1 import cache_pb2, common_pb2
+from kvtier.server.local_calls import _begin
 
 PART = 64 << 10
 NAMESPACE = namespace_of(PART)
@@ -152,6 +155,51 @@ def test_calls_in_pieces_and_in_a_row(session: RawSession) -> None:
         assert [line.answer()[0] for _ in range(3)] == [0, 12, 12]
 
 
+def test_a_call_that_waits_holds_up_those_behind_it_only(session: RawSession) -> None:
+    """Whether a call is answered at once or waits, its answer comes before those of the calls that were sent after it."""
+    hit, wait = lookup_of(session, KEYS), lookup_of(session, [key_of(99)])
+    with Line(session) as line:
+        flush = cache_pb2.FlushRequest(session=session.ref, keys=KEYS)
+        flush.wait.nanos = 200_000_000
+        calls = [("Lookup", hit), ("Flush", flush), ("Lookup", wait), ("Nothing", hit)] * 3
+        line.socket.sendall(b"".join(pack_call(b"CacheService/" + n.encode(), m.SerializeToString()) for n, m in calls))
+        answers = [line.answer() for _ in calls]
+    kinds = [(code, len(message) if code == 0 else 0) for code, message in answers]
+    assert kinds == kinds[:4] * 3
+    assert len(cache_pb2.FlushResponse.FromString(answers[1][1]).statuses) == len(KEYS)
+    assert len(cache_pb2.LookupResponse.FromString(answers[2][1]).statuses) == 1
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_call_that_has_begun_is_cancelled_where_it_waits(times: int) -> None:
+    """However soon that comes: what it has to tidy up is tidied up. Otherwise it goes on as a task does."""
+    seen = []
+
+    async def call(waits: list[asyncio.Future[int]]) -> None:
+        try:
+            for future in waits:
+                await asyncio.sleep(0)
+                seen.append(await future)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        waits = [loop.create_future() for _ in range(2)]
+        task = _begin(call(waits))
+        assert task is not None
+        for number in range(times):
+            waits[number].set_result(number)
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        assert _begin(call([])) is None
+
+    asyncio.run(main())
+    assert seen == ([0, 1] if times == 2 else [*range(times), "cancelled"])
+
+
 def test_requests_that_are_too_large(session: RawSession) -> None:
     """They are refused, read to their end and not kept; the line goes on."""
     most = MAX_MESSAGE + (64 << 10)
@@ -159,6 +207,18 @@ def test_requests_that_are_too_large(session: RawSession) -> None:
         for nbytes in (most + 1, 64 * MIB):
             line.socket.sendall(struct.pack("<I", nbytes) + bytes(nbytes))
             assert refusal(line.answer()) == ("RESOURCE_EXHAUSTED", None)
+        assert line.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
+
+
+def test_a_request_that_is_too_large_behind_one_that_waits(session: RawSession) -> None:
+    """What piles up of it meanwhile is dropped, and the rest read: the line goes on here, too."""
+    session.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=session.ref, keys=KEYS[:1]), timeout=5)
+    waits = cache_pb2.FlushRequest(session=session.ref, keys=KEYS[:1], wait=Duration(seconds=1))
+    with Line(session) as line:
+        line.socket.sendall(pack_call(b"CacheService/Flush", waits.SerializeToString()))
+        line.socket.sendall(struct.pack("<I", 64 * MIB) + bytes(64 * MIB))
+        assert line.answer()[0] == 0
+        assert refusal(line.answer()) == ("RESOURCE_EXHAUSTED", None)
         assert line.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
 
 

@@ -11,14 +11,28 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.server.metrics import Metrics, ServerStats
 from kvtier.server.metrics_http import MetricsServer
-from kvtier.tiers.base import Outcome
+from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.curves import HitRatio
 from kvtier.tiers.history import MissReason
-from kvtier.tiers.stats import ManagerStats, ShareStats, TierStats
+from kvtier.tiers.stats import ManagerStats, NamespaceStats, ShareStats, TierStats
+
+SPACE = NamespaceId(b"acme" + bytes(12))
 
 STATS = ServerStats(
     manager=ManagerStats(
         tiers=(
-            TierStats("cpu", "cpu", 8 << 30, 4 << 30, 1 << 30, blocks=16, hits=70, misses=30, evictions=2),
+            TierStats(
+                "cpu",
+                "cpu",
+                8 << 30,
+                4 << 30,
+                1 << 30,
+                blocks=16,
+                hits=70,
+                misses=30,
+                evictions=2,
+                estimates=(HitRatio(0.5, 0.25), HitRatio(8.0, 0.75)),
+            ),
             TierStats(
                 "lmdb",
                 "lmdb",
@@ -48,7 +62,12 @@ STATS = ServerStats(
     uptime_seconds=12.5,
     region_bytes=8 << 30,
     region_backed_bytes=4 << 30,
-    sessions_by_transport={"shm": 2, "grpc": 1},
+    sessions_by_transport={"shm": 2, "grpc": 1, "smoke": 1, "drums": 1},
+    namespaces=[
+        NamespaceStats(SPACE, "acme", (3, 1), (70, 20), {MissReason.EVICTED: 7}),
+        NamespaceStats(None, "", (13, 0), (0, 0), {MissReason.NEVER_STORED: 3}),
+    ],
+    models={SPACE: "some-model"},
 )
 
 
@@ -128,6 +147,44 @@ class TestFigures:
         assert values("kvtier_tier_expired_total", tier="lmdb") == 6
         assert values("kvtier_tier_not_retained_total", tier="lmdb") == 8
 
+    def test_other_sizes(self, server: MetricsServer) -> None:
+        """What a tier would answer at other sizes; nothing of one of which too little is known."""
+        values = Scrape(get(server.port, "/metrics")[2])
+        assert values("kvtier_estimated_hit_ratio", tier="cpu", scale="0.5") == 0.25
+        assert values("kvtier_estimated_hit_ratio", tier="cpu", scale="8") == 0.75
+        assert len([name for name, _ in values if name == "kvtier_estimated_hit_ratio"]) == 2
+
+    def test_transports(self, server: MetricsServer) -> None:
+        """What a client makes up as its transport makes no series of its own."""
+        values = Scrape(get(server.port, "/metrics")[2])
+        assert values("kvtier_sessions", transport="other") == 2
+        assert values("kvtier_sessions", transport="tcp") == 0
+
+    def test_namespaces(self, server: MetricsServer) -> None:
+        """Each by its id, with the tenant it belongs to; what is not told apart is together."""
+        values = Scrape(get(server.port, "/metrics")[2])
+        mine = {"namespace": SPACE.hex(), "tenant": "acme"}
+        assert values("kvtier_namespace_info", **mine, model="some-model") == 1
+        assert values("kvtier_namespace_blocks", **mine, tier="cpu") == 3
+        assert values("kvtier_namespace_hits_total", **mine, tier="lmdb") == 20
+        assert values("kvtier_namespace_misses_total", **mine, reason="evicted") == 7
+        assert values("kvtier_namespace_misses_total", namespace="other", tenant="", reason="never_stored") == 3
+
+    def test_refusals(self, metrics: Metrics, server: MetricsServer) -> None:
+        """Counted by service and reason; each reason is there from the start, so that the first refusal is a growth."""
+        metrics.refused("/kvtier.v1.SessionService/Open", "LIMIT_EXCEEDED")
+        values = Scrape(get(server.port, "/metrics")[2])
+        assert values("kvtier_refusals_total", service="SessionService", reason="LIMIT_EXCEEDED") == 1
+        assert values("kvtier_refusals_total", service="CacheService", reason="STALE_EPOCH") == 0
+
+    def test_what_is_expected_begins_at_zero(self, metrics: Metrics, server: MetricsServer) -> None:
+        """Of a tier that has had no job all figures are there."""
+        metrics.expect_tiers(["lmdb"])
+        values = Scrape(get(server.port, "/metrics")[2])
+        assert values("kvtier_tier_job_blocks_total", tier="lmdb", operation="load", outcome="corrupt") == 0
+        assert values("kvtier_tier_job_duration_seconds_count", tier="lmdb", operation="store") == 0
+        assert values("kvtier_checksum_mismatches_total", where="lmdb") == 0
+
     def test_every_key_is_counted_once(self, server: MetricsServer) -> None:
         """Hits over the tiers and misses of lookups make up the keys that were asked."""
         values = Scrape(get(server.port, "/metrics")[2])
@@ -158,10 +215,10 @@ class TestFigures:
         metrics.transfer("grpc", "in").inc(5)
         metrics.mismatches("grpc").inc()
         values = Scrape(get(server.port, "/metrics")[2])
-        assert values("kvtier_tier_job_bytes_total", tier="lmdb", job="load") == 400
-        assert values("kvtier_tier_job_duration_seconds_count", tier="lmdb", job="load") == 2
-        assert values("kvtier_tier_job_blocks_total", tier="lmdb", job="load", outcome="done") == 3
-        assert values("kvtier_tier_job_blocks_total", tier="lmdb", job="load", outcome="corrupt") == 1
+        assert values("kvtier_tier_job_bytes_total", tier="lmdb", operation="load") == 400
+        assert values("kvtier_tier_job_duration_seconds_count", tier="lmdb", operation="load") == 2
+        assert values("kvtier_tier_job_blocks_total", tier="lmdb", operation="load", outcome="done") == 3
+        assert values("kvtier_tier_job_blocks_total", tier="lmdb", operation="load", outcome="corrupt") == 1
         assert values("kvtier_checksum_mismatches_total", where="lmdb") == 1
         assert values("kvtier_checksum_mismatches_total", where="grpc") == 1
         assert values("kvtier_transfer_bytes_total", transport="grpc", direction="in") == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -28,7 +29,11 @@ def test_scrape(tmp_path: Path) -> None:
                 assert total(values, "kvtier_leases") == 1
                 assert values["kvtier_sessions", (("transport", client.transport or ""),)] == 1
         hits, misses = total(values, "kvtier_tier_hits_total"), total(values, "kvtier_lookup_misses_total")
-        assert hits + misses == total(values, "kvtier_lookup_keys_total")
+        assert hits + misses == total(values, "kvtier_lookup_keys_total") == 2 * len(keys) + 1
+        assert total(values, "kvtier_namespace_hits_total") == hits
+        assert total(values, "kvtier_namespace_misses_total") == misses
+        assert total(values, "kvtier_namespace_blocks") == 2 * len(keys)
+        assert total(values, "kvtier_sessions_opened_total") == 3
         assert hits >= len(keys) + 4
         assert misses >= 1
         for tier in ("cpu", "lmdb"):
@@ -38,10 +43,16 @@ def test_scrape(tmp_path: Path) -> None:
             assert values["kvtier_tier_blocks", labels] == len(keys)
             assert values["kvtier_tier_healthy", labels] == 1
         assert total(values, "kvtier_rpc_duration_seconds_count") > 0
-        job = (("job", "store"), ("tier", "lmdb"))
+        job = (("operation", "store"), ("tier", "lmdb"))
         assert values["kvtier_tier_job_bytes_total", job] == len(keys) * PART
-        assert values["kvtier_tier_job_blocks_total", (("job", "store"), ("outcome", "done"), ("tier", "lmdb"))] == 8
+        assert (
+            values["kvtier_tier_job_blocks_total", (("operation", "store"), ("outcome", "done"), ("tier", "lmdb"))] == 8
+        )
         assert values["kvtier_snapshot_ok", ()] == 1
+        deadline = time.monotonic() + 10
+        while not total(scrape(port), "kvtier_loop_lag_seconds_count"):
+            assert time.monotonic() < deadline, "nobody watches the loop"
+            time.sleep(0.05)
         assert get(port, "/healthz") == "ok\n"
         assert server.end() == 0
 

@@ -290,7 +290,7 @@ def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_module, "_MAX_CONNECTIONS", 1)
     monkeypatch.setattr(PlainServer, "_serve", lambda _, connection: (connection.close(), served.set()))
     nobody: Any = None
-    port = PlainServer(nobody, nobody, PART).listen(("127.0.0.1",), 0)
+    port = PlainServer(nobody, nobody, PART, nobody).listen(("127.0.0.1",), 0)
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", port), 5) as connection:
             assert connection.recv(1) == b""

@@ -33,7 +33,12 @@ def write(tmp_path: Path) -> Any:
 def test_toml_reads_back(write: Any) -> None:
     """What `kvtier config` prints is a file that makes the same configuration, odd characters and all."""
     first = load(
-        {"listen": ["unix:/a b/ü\t\"q'.sock", "127.0.0.1:7"], "region_size": str(MIB + 1), "metrics": "h:1"},
+        {
+            "listen": ["unix:/a b/ü\t\"q'.sock", "127.0.0.1:7"],
+            "region_size": str(MIB + 1),
+            "metrics": "h:1",
+            "insecure": True,
+        },
         file=write('[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "a.b:C"\noptions = {x = [1, {y = true}], "z z" = 1.5}'),
         environ=ENVIRON | {"KVTIER_LEASES_DEFAULT": "1500ms"},
     )

@@ -105,6 +105,13 @@ def test_every_policy_can_be_configured() -> None:
     assert keeping.ttl == {"lmdb": 3600}
 
 
+def test_estimates_can_be_turned_off() -> None:
+    """What other sizes would answer is estimated unless somebody says no."""
+    assert keeping_of(load(environ={}).config, 64 * MIB, [OpenTier()]).estimates  # type: ignore[list-item]
+    turned_off = load(environ={"KVTIER_ESTIMATES": "off"}).config
+    assert not keeping_of(turned_off, 64 * MIB, [OpenTier()]).estimates  # type: ignore[list-item]
+
+
 def test_the_id_of_a_namespace_begins_with_its_tenant() -> None:
     """Whatever else it is of: so a share is known from the blocks that a tier kept."""
     specs = [

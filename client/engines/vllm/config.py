@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
+from ....protos.credentials import Credentials
 from ....protos.endpoint import EndpointError, parse_endpoint
 from ...handoff import EXPIRY_MARGIN_S, HandoffOptions
 
 __all__ = ["ConnectorConfig", "ServerConfig"]
 
-Transport = Literal["auto", "shm", "grpc", "cuda_ipc"]
+Transport = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_HOLD_S = 86400.0
@@ -26,10 +27,12 @@ class ServerConfig:
     """The settings that all of vLLM's ways to kvtier have.
 
     ``endpoint``: where the server is (``unix:PATH`` or ``host:port``); by default ``$KVTIER_ENDPOINT``, else this user's socket.
-    ``transport``: ``auto``, ``shm`` or ``grpc``; with ``auto`` or ``cuda_ipc`` the server itself copies to and from a GPU where it
-    can, with ``cuda_ipc`` as with ``auto`` the engine copies where it cannot.
+    ``transport``: ``auto``, ``shm``, ``tcp`` (gRPC where the server has TLS) or ``grpc``; with ``auto`` or ``cuda_ipc`` the server
+    itself copies to and from a GPU where it can, with ``cuda_ipc`` as with ``auto`` the engine copies where it cannot.
     ``lookup_timeout_s``: how long a request may wait to learn what is cached; afterwards it is computed.
     ``tenant``: part of the namespace; engines of different tenants never share blocks.
+    ``ca``, ``cert``, ``key``, ``token_file``: files, see ``kvtier.client.Credentials``; by default what ``KVTIER_CA`` and its
+    kin say. (There is no ``token``: vLLM logs this configuration.)
     """
 
     where: ClassVar[str] = "kv_connector_extra_config"
@@ -38,6 +41,15 @@ class ServerConfig:
     transport: Transport = "auto"
     lookup_timeout_s: float = 1.0
     tenant: str = ""
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    token_file: str | None = None
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the engine shows its server, and others."""
+        return Credentials.from_environment(ca=self.ca, cert=self.cert, key=self.key, token_file=self.token_file)
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], warn: Callable[[str], None]) -> Self:
@@ -67,6 +79,9 @@ class ServerConfig:
             )
         if not isinstance(self.tenant, str):
             raise ValueError(f"kvtier: tenant must be a string, not {self.tenant!r}")  # noqa: TRY004 - one kind for all
+        for name in ("ca", "cert", "key", "token_file"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ValueError(f"kvtier: {name} must be the path of a file, not {value!r}")  # noqa: TRY004 - as above
         _check_number("lookup_timeout_s", self.lookup_timeout_s, 0.0, 60.0)
 
 

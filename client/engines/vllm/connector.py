@@ -187,8 +187,9 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             name="vllm",
             engine_id=str(transfer.engine_id),
             rank=rank,
-            transport=self._config.transport if endpoint is None else "grpc",
+            transport=self._config.transport if endpoint is None else "tcp",
             pin=pin,
+            credentials=self._config.credentials,
         )
 
     @property

@@ -122,6 +122,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             engine_id=str(config.engine_id),
             transport=self._settings.transport,
             timeouts=Timeouts(transfer=_TRANSFER_SECONDS),
+            credentials=self._settings.credentials,
         )
         try:
             # Requests may come right away, and the start of an engine takes half a minute anyway.

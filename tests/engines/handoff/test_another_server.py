@@ -49,7 +49,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Both servers, running."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     servers = [
-        ServerProcess(tmp_path_factory.mktemp("host"), region="64MiB", flags=["--listen", address])
+        ServerProcess(tmp_path_factory.mktemp("host"), region="64MiB", flags=["--insecure", "--listen", address])
         for address in addresses
     ]
     try:

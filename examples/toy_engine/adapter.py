@@ -1,0 +1,117 @@
+"""All that an adapter does, for an engine that is a toy: names blocks, loads what is known, stores what is new.
+
+KVTIER_ENDPOINT=unix:… python examples/toy_engine/adapter.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from engine import TOKEN_BYTES, Kv, ToyEngine
+
+from kvtier.client import Client, Group, KVTierError, Namespace, make_key
+
+__all__ = ["BLOCK_TOKENS", "CachedEngine", "keys_of", "namespace_of"]
+
+BLOCK_TOKENS = 16
+WAIT_SECONDS = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+def namespace_of(weights: str) -> Namespace:
+    """Returns what must agree for bytes to mean the same: two engines with another answer here never share a block."""
+    return Namespace(
+        model="toy",
+        revision=weights,  # of a real model: a digest of the weights, or a revision that never moves
+        dtype="uint8",
+        layout="token,byte",
+        hash_scheme=f"blake2b:{BLOCK_TOKENS}",
+        groups=(Group(part_bytes=BLOCK_TOKENS * TOKEN_BYTES, block_tokens=BLOCK_TOKENS),),
+    )
+
+
+def keys_of(tokens: Sequence[int]) -> list[bytes]:
+    """Returns the keys of the full blocks: each hash covers all tokens before it, for so does the KV."""
+    keys, digest = [], b""
+    for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
+        block = np.asarray(tokens[end - BLOCK_TOKENS : end], "<u8").tobytes()
+        digest = hashlib.blake2b(digest + block, digest_size=16).digest()
+        keys.append(make_key(digest))
+    return keys
+
+
+class CachedEngine:
+    """The engine, with a cache that outlives it. Whatever is wrong with the cache, it answers as the bare engine does."""
+
+    def __init__(self, engine: ToyEngine, client: Client) -> None:
+        self._engine = engine
+        self._client = client
+        self._complained = False
+
+    def generate(self, tokens: Sequence[int], request_id: str = "") -> int:
+        """Returns the next token."""
+        known = self._load(tokens, request_id)
+        kv = self._engine.prefill(tokens, known)
+        self._store(tokens, kv, request_id)
+        return self._engine.decode(kv)
+
+    def _load(self, tokens: Sequence[int], request_id: str) -> Kv:
+        # At least one token is computed: a real engine has no logits otherwise.
+        keys = keys_of(tokens[:-1])
+        buffers = np.empty((len(keys), BLOCK_TOKENS * TOKEN_BYTES), np.uint8)
+        hits = 0
+        if keys:
+            try:
+                hits = self._client.load(keys, list(buffers), request_id=request_id, wait=WAIT_SECONDS)
+            except KVTierError as error:  # the buffers may hold anything now: none of it is used
+                self._complain("not loaded, computing instead", error)
+        return buffers[:hits].reshape(-1, TOKEN_BYTES)
+
+    def _store(self, tokens: Sequence[int], kv: Kv, request_id: str) -> None:
+        keys = keys_of(tokens)
+        if not keys:
+            return
+        blocks = kv[: len(keys) * BLOCK_TOKENS].reshape(len(keys), -1)
+        try:
+            self._client.store(keys, list(blocks), request_id=request_id)
+        except KVTierError as error:  # a store that failed is a miss later on, no more
+            self._complain("not stored", error)
+
+    def _complain(self, what: str, error: KVTierError) -> None:
+        _log.log(logging.DEBUG if self._complained else logging.WARNING, "kvtier: %s: %s", what, error)
+        self._complained = True
+
+    def close(self) -> None:
+        """Ends the session."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def main() -> int:
+    """Answers one prompt, and says how much of it had to be computed."""
+    prompt = list(range(200))
+    engine = ToyEngine()
+    client = Client(namespace=namespace_of("toy"), name="toy")
+    client.wait_until_connected(5.0)
+    with CachedEngine(engine, client) as cached:
+        answer = cached.generate(prompt, request_id="toy-1")
+    print(f"answer {answer}: {engine.computed} of {len(prompt)} tokens computed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""A toy of an engine: no neural network, but a KV cache that means what a real one's means.
+
+The KV of a token depends on every token before it, and the output on all KV. So whoever is given one wrong byte of KV answers
+something else, and tests notice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["TOKEN_BYTES", "Kv", "ToyEngine"]
+
+TOKEN_BYTES = 64
+
+Kv = npt.NDArray[np.uint8]
+"""KV of a run of tokens: [tokens, TOKEN_BYTES]."""
+
+
+class ToyEngine:
+    """Computes KV, one token after the other, and answers with a token that depends on all of it."""
+
+    def __init__(self, weights: str = "toy") -> None:
+        self._weights = weights
+        self.computed = 0
+        """Tokens whose KV was computed so far: the work that a cache saves."""
+
+    def prefill(self, tokens: Sequence[int], known: Kv) -> Kv:
+        """Returns the KV of all tokens, of which that of the first `len(known)` is there already."""
+        kv = np.zeros((len(tokens), TOKEN_BYTES), np.uint8)
+        kv[: len(known)] = known
+        for position in range(len(known), len(tokens)):
+            before = kv[position - 1].tobytes() if position else self._weights.encode()
+            kv[position] = np.frombuffer(
+                hashlib.blake2b(before + tokens[position].to_bytes(8, "little")).digest(), np.uint8
+            )
+            self.computed += 1
+        return kv
+
+    def decode(self, kv: Kv) -> int:
+        """Returns the next token."""
+        return int.from_bytes(hashlib.blake2b(kv.tobytes(), digest_size=4).digest(), "little")

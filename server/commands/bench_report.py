@@ -1,0 +1,164 @@
+"""How `kvtier bench --break-even` shows what was measured, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..units import human_size
+from .inquiry import plain_console
+
+if TYPE_CHECKING:
+    from ...client.breakeven import Computed, Proposal, Report, Samples, Transferred
+
+__all__ = ["show", "to_json"]
+
+_NOT_INCLUDED = (
+    "other engines that move or compute at the same time",
+    "waiting in the queue of either engine, and the steps until a scheduler sees that its blocks are there",
+    "the copy between host memory and a device",
+)
+
+
+def to_json(report: Report) -> str:
+    """Returns the report as JSON; durations in seconds. A threshold of null means that a transfer is never worth it."""
+    return json.dumps(
+        {
+            "kv_recompute_threshold": report.proposal.threshold,
+            "verdict": _verdict(report.proposal),
+            "interval": {"low": report.proposal.low, "high": report.proposal.high, "share": 0.9},
+            "longest_tokens": report.longest,
+            "transfer": _transfer_values(report.transferred),
+            "compute": _compute_values(report.computed),
+            "not_included": _NOT_INCLUDED,
+        },
+        indent=2,
+    )
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Prints the report for people."""
+    console = console or plain_console()
+    console.print(_samples_table(report))
+    for line in (*_transfer_lines(report.transferred), *_compute_lines(report.computed), "", *_answer_lines(report)):
+        console.print(line, markup=False)
+    console.print(f"not in these figures: {'; '.join(_NOT_INCLUDED)}", markup=False)
+
+
+def _verdict(proposal: Proposal) -> str:
+    if proposal.threshold is None:
+        return "never"
+    return "from" if proposal.threshold else "always"
+
+
+def _transfer_values(transferred: Transferred) -> dict[str, Any]:
+    rate, geometry = transferred.bytes_per_second, transferred.geometry
+    return {
+        "transport": transferred.transport,
+        "model": geometry.model or None,
+        "kv_bytes_per_token": geometry.bytes_per_token,
+        "block_tokens": geometry.step_tokens,
+        "world_size": geometry.world_size,
+        "fixed_seconds": transferred.line.fixed,
+        "seconds_per_token": transferred.line.per_token,
+        "tokens_per_second": _inverse(transferred.line.per_token),
+        "bytes_per_second": rate,
+        "memcpy_bytes_per_second": transferred.memcpy,
+        "of_memcpy": None if rate is None else rate / transferred.memcpy,
+        "worst_miss": transferred.miss,
+        "samples": _sample_values(transferred.samples),
+    }
+
+
+def _compute_values(computed: Computed) -> dict[str, Any]:
+    return {
+        "measured": bool(computed.samples),
+        "fixed_seconds": computed.line.fixed,
+        "seconds_per_token": computed.line.per_token,
+        "tokens_per_second": _inverse(computed.line.per_token),
+        "worst_miss": computed.miss,
+        "samples": _sample_values(computed.samples),
+    }
+
+
+def _sample_values(samples: Samples) -> list[dict[str, Any]]:
+    return [{"tokens": tokens, "seconds": list(seconds)} for tokens, seconds in sorted(samples.items())]
+
+
+def _inverse(seconds: float) -> float | None:
+    return 1 / seconds if seconds > 0 else None
+
+
+def _samples_table(report: Report) -> Table:
+    table = Table("tokens", box=None, pad_edge=False, header_style="bold")
+    for column in ("transfer", "fastest-slowest", "compute", "fastest-slowest"):
+        table.add_column(column, justify="right")
+    parts = (report.transferred.samples, report.computed.samples)
+    for tokens in sorted(set(parts[0]) | set(parts[1])):
+        table.add_row(f"{tokens:,}", *(cell for samples in parts for cell in _cells(samples.get(tokens, ()))))
+    return table
+
+
+def _cells(seconds: Any) -> tuple[str, str]:
+    if not seconds:
+        return "-", ""
+    return f"{_ms(statistics.median(seconds))} ms", f"{_ms(min(seconds))}-{_ms(max(seconds))}"
+
+
+def _transfer_lines(transferred: Transferred) -> Iterator[str]:
+    geometry, rate, line = transferred.geometry, transferred.bytes_per_second, transferred.line
+    whose = f"of {geometry.model}" if geometry.model else "as given"
+    ranks = f", for each of {geometry.world_size} ranks" if geometry.world_size > 1 else ""
+    yield f"KV {whose}: {human_size(geometry.bytes_per_token)} per token, {geometry.step_tokens} tokens per block{ranks}"
+    if rate is None:
+        speed = "no measurable time per token"
+    else:
+        part = rate / transferred.memcpy
+        speed = f"{1 / line.per_token:,.0f} tokens/s, {rate / 1e9:.3g} GB/s ({part:.2f} of a copy in memory)"
+    yield f"transfer over {transferred.transport}: {_ms(line.fixed)} ms and {speed}{_missed(transferred.miss)}"
+
+
+def _compute_lines(computed: Computed) -> Iterator[str]:
+    speed = f"{1 / computed.line.per_token:,.0f} tokens/s"
+    if not computed.samples:
+        yield f"compute: {speed}, as given"
+        return
+    fixed = f"{_ms(computed.line.fixed)} ms, which a request costs in either case,"
+    yield f"compute: {fixed} and {speed}{_missed(computed.miss)}"
+
+
+def _missed(miss: float) -> str:
+    return f"; the line is up to {miss:.0%} off what was measured"
+
+
+def _answer_lines(report: Report) -> Iterator[str]:
+    proposal = report.proposal
+    match _verdict(proposal):
+        case "never":
+            yield "never worth it: computing a token takes less time than having it transferred"
+            yield "leave bidirectional_kv_xfer off"
+        case "always":
+            yield "always worth it: kv_recompute_threshold = 0"
+        case _:
+            yield f"worth it from {proposal.threshold:,} tokens on: kv_recompute_threshold = {proposal.threshold}"
+    yield f"nine of ten times, timings that vary like these give {_tokens(proposal.low)} to {_tokens(proposal.high)}"
+    beyond = [limit for limit in (proposal.threshold, proposal.low, proposal.high) if (limit or 0) > report.longest]
+    if beyond:
+        yield f"beyond {report.longest:,} tokens nothing was measured: what is said of more follows from straight lines"
+
+
+def _tokens(limit: int | None) -> str:
+    return "never" if limit is None else f"{limit:,}"
+
+
+def _ms(seconds: float) -> str:
+    """Returns milliseconds with three digits."""
+    milliseconds = seconds * 1e3
+    digits = 2 if milliseconds == 0 else max(0, 2 - math.floor(math.log10(abs(milliseconds))))
+    return f"{milliseconds:,.{min(digits, 4)}f}"

@@ -1,0 +1,20 @@
+"""`kvtier completion`: what makes a shell complete commands and flags, made by shtab of the parser."""
+
+from __future__ import annotations
+
+import argparse
+
+from .console import EXIT_FAILURE, refuse, say
+from .parser import new_parser
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints it; returns the exit code."""
+    try:
+        import shtab
+    except ImportError:
+        return refuse(["shtab is missing: pip install 'kvtier[server]'"], EXIT_FAILURE)
+    say(shtab.complete(new_parser(), shell=options.shell).rstrip())
+    return 0

@@ -1,0 +1,26 @@
+"""`kvtier config`: the effective configuration, and the reference of all settings."""
+
+from __future__ import annotations
+
+import argparse
+
+from .. import render
+from ..config import ConfigError
+from .console import EXIT_CONFIG, complain, refuse, say
+from .settings import load
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints it; returns the exit code."""
+    if options.reference:
+        say(render.reference().rstrip())
+        return 0
+    try:
+        loaded = load(options)
+    except ConfigError as error:
+        return refuse(error.problems, EXIT_CONFIG)
+    say(render.to_json(loaded) if options.json else render.to_toml(loaded).rstrip())
+    complain(f"warning: {warning}" for warning in loaded.warnings)
+    return 0

@@ -1,0 +1,143 @@
+"""`kvtier doctor`: looks for what is wrong, and says of each check what was seen, why it matters and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+import grpc
+from rich.console import Console
+from rich.text import Text
+
+from ...protos.endpoint import ENDPOINT_VARIABLE, Endpoint, EndpointError, client_endpoint
+from ...protos.v1.session_pb2 import CapabilitiesRequest, CapabilitiesResponse
+from ...protos.v1.session_pb2_grpc import SessionServiceStub
+from ..config import Config, ConfigError
+from ..doctor import disk_checks, engine_checks, memory_checks, process_checks, server_checks
+from ..doctor.finding import Check, Finding, Scene, Verdict, fail
+from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
+from .inquiry import InquiryError, ask_status, channel_to, explain, plain_console
+from .settings import load
+
+__all__ = ["CHECKS", "run"]
+
+CHECKS: dict[str, Check] = {
+    "configuration": server_checks.configuration,
+    "socket": server_checks.socket_file,
+    "server": server_checks.server,
+    "versions": server_checks.versions,
+    "ports": server_checks.ports,
+    "shared_memory": memory_checks.shared_memory,
+    "huge_pages": memory_checks.huge_pages,
+    "memlock": memory_checks.memlock,
+    "container": memory_checks.container,
+    "descriptors": process_checks.descriptors,
+    "disks": disk_checks.disks,
+    "clock": process_checks.clock,
+    "hashes": engine_checks.hashes,
+    "cuda_ipc": engine_checks.cuda_ipc,
+}
+"""Every check, by the name that `--only` and the JSON know it by."""
+
+_STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Checks; returns the exit code."""
+    unknown = [name for name in options.only if name not in CHECKS]
+    if unknown:
+        return refuse([f"--only {unknown[0]}: there are {', '.join(CHECKS)}"], EXIT_USAGE)
+    try:
+        scene = _scene(options)
+    except EndpointError as error:
+        return refuse([f"{error}"], EXIT_USAGE)
+    console, shown, failed = plain_console(), [], False
+    for name, check in CHECKS.items():
+        if options.only and name not in options.only:
+            continue
+        for finding in _findings(check, scene):
+            failed = failed or finding.verdict is Verdict.FAIL
+            shown.append({"check": name, **_values(finding)})
+            if not options.json:
+                _show(console, name, finding)
+    if options.json:
+        say(json.dumps({"ok": not failed, "findings": shown}, indent=2))
+    return EXIT_FAILURE if failed else 0
+
+
+def _findings(check: Check, scene: Scene) -> list[Finding]:
+    try:
+        return list(check(scene))
+    except Exception as error:  # noqa: BLE001 - one check that breaks must not hide what the others see
+        return [
+            fail(
+                f"the check itself broke: {type(error).__name__}: {error}",
+                "its verdict is missing",
+                "tell who wrote it",
+            )
+        ]
+
+
+def _scene(options: argparse.Namespace) -> Scene:
+    """Looks at the configuration, and asks the server. Raises `EndpointError`."""
+    config, problems, warnings = None, list[str](), list[str]()
+    try:
+        loaded = load(options)
+        config, warnings = loaded.config, list(loaded.warnings)
+    except ConfigError as error:
+        problems = list(error.problems)
+    endpoint = _endpoint(options, config)
+    status, silence, reason, capabilities = None, "", "", None
+    try:
+        capabilities = _capabilities(endpoint, options.timeout)
+        status = ask_status(endpoint, options.timeout)
+    except InquiryError as error:
+        silence, reason = f"{error}", error.reason
+    return Scene(
+        config=config,
+        problems=tuple(problems),
+        warnings=tuple(warnings),
+        endpoint=endpoint,
+        timeout=options.timeout,
+        status=status,
+        silence=silence,
+        reason=reason,
+        protocol_versions=tuple(capabilities.protocol_versions) if capabilities else (),
+        server_version=capabilities.server_version if capabilities else "",
+        environ=os.environ,
+        hash_algo=options.hash_algo,
+        measure_disks=not options.no_disk_test,
+    )
+
+
+def _endpoint(options: argparse.Namespace, config: Config | None) -> Endpoint:
+    """Returns where the server is: as said, else where one with this configuration listens. Raises `EndpointError`."""
+    if config is None or options.endpoint or os.environ.get(ENDPOINT_VARIABLE):
+        return client_endpoint(options.endpoint)
+    return next((endpoint for endpoint in config.endpoints if endpoint.is_unix), config.endpoints[0])
+
+
+def _capabilities(endpoint: Endpoint, timeout: float) -> CapabilitiesResponse:
+    """Asks a server, of whatever version, which protocol it speaks. Raises `InquiryError`."""
+    with channel_to(endpoint) as channel:
+        try:
+            answer: CapabilitiesResponse = SessionServiceStub(channel).Capabilities(
+                CapabilitiesRequest(), timeout=timeout
+            )
+        except grpc.RpcError as error:
+            raise explain(error, endpoint, timeout) from None
+    return answer
+
+
+def _values(finding: Finding) -> dict[str, str]:
+    return {"verdict": finding.verdict.value, "seen": finding.seen, "why": finding.why, "do": finding.do}
+
+
+def _show(console: Console, name: str, finding: Finding) -> None:
+    line = Text(f"{finding.verdict.value:<4} ", style=_STYLES[finding.verdict])
+    line.append(f"{name}: {finding.seen}", style="default")
+    console.print(line, soft_wrap=True)
+    if finding.why:
+        console.print(Text(f"     why: {finding.why}"), soft_wrap=True)
+        console.print(Text(f"     do:  {finding.do}"), soft_wrap=True)

@@ -1,0 +1,97 @@
+"""`kvtier drain`: has a server end in order, or take no new work."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+
+from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
+from ...protos.v1.admin_pb2 import DrainMode, DrainRequest, DrainResponse
+from .console import EXIT_FAILURE, refuse, say
+from .inquiry import InquiryError, UnreachableError, ask_status, follow, refuse_inquiry
+from .progress import progress_bar
+
+__all__ = ["FIGURES", "run"]
+
+_END_SECONDS = 60.0
+_LOOK_SECONDS = 0.1
+FIGURES = ("stores", "jobs", "queued_bytes", "sessions", "done", "complete")
+"""What is printed of each answer, besides: stable names."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Drains; returns the exit code."""
+    mode = DrainMode.DRAIN_MODE_END
+    if options.stay or options.undo:
+        mode = DrainMode.DRAIN_MODE_STAY if options.stay else DrainMode.DRAIN_MODE_UNDO
+    try:
+        endpoint = client_endpoint(options.endpoint)
+        epoch = ask_status(endpoint, options.timeout).epoch
+        last = _drain(endpoint, DrainRequest(mode=mode), options)
+        ended = options.wait and mode == DrainMode.DRAIN_MODE_END and _wait_for_end(endpoint, epoch)
+    except (EndpointError, InquiryError) as error:
+        return refuse_inquiry(error)
+    except KeyboardInterrupt:
+        return refuse(["interrupted; the drain goes on"], EXIT_FAILURE)
+    if options.json:
+        figures = {name: getattr(last, name) for name in FIGURES}
+        say(json.dumps({"mode": _word(options)} | figures | {"ended": ended}, indent=2))
+    else:
+        say(_text(options, last, ended=ended))
+    if not options.wait:
+        return 0
+    return 0 if last.complete and (ended or mode != DrainMode.DRAIN_MODE_END) else EXIT_FAILURE
+
+
+def _drain(endpoint: Endpoint, request: DrainRequest, options: argparse.Namespace) -> DrainResponse:
+    """Returns the last that the server said; the first, where nobody waits."""
+    last = DrainResponse()
+    most = 0
+    steps = follow(endpoint, "Drain", request, options.timeout)
+    with progress_bar("drain") as progress, contextlib.closing(steps):
+        try:
+            for last in steps:
+                if not options.wait:
+                    break
+                left = last.stores + last.jobs
+                most = max(most, left)
+                if progress:
+                    progress(most - left, most)
+        except UnreachableError:
+            if request.mode != DrainMode.DRAIN_MODE_END:
+                raise
+    return last
+
+
+def _wait_for_end(endpoint: Endpoint, epoch: int) -> bool:
+    """Waits until the server that had this epoch is gone; returns whether it is."""
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if ask_status(endpoint, 1.0).epoch != epoch:
+                return True
+        except UnreachableError:
+            return True
+        except InquiryError:
+            pass
+        time.sleep(_LOOK_SECONDS)
+    return False
+
+
+def _word(options: argparse.Namespace) -> str:
+    return "stay" if options.stay else "undo" if options.undo else "end"
+
+
+def _text(options: argparse.Namespace, last: DrainResponse, *, ended: bool) -> str:
+    if options.undo:
+        return "it takes new work again"
+    left = "" if last.complete else "; not all that was under way came to its end in time"
+    if ended:
+        return f"it was drained and has ended{left}"
+    if options.stay and last.done:
+        return f"it is drained, and stays so until --undo{left}"
+    if options.wait:
+        return f"it does not end{left}"
+    return f"it takes no new work: {last.stores} stores and {last.jobs} jobs are under way"

@@ -1,0 +1,100 @@
+"""`kvtier evict`: has a running server part with blocks, and says how much that was."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ...protos.endpoint import EndpointError, client_endpoint
+from ...protos.v1.admin_pb2 import EvictRequest, EvictResponse
+from ..units import human_size, parse_duration, parse_size
+from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
+from .inquiry import InquiryError, follow, plain_console, refuse_inquiry
+from .progress import progress_bar
+
+__all__ = ["FIGURES", "run"]
+
+_CONDITIONS = ("tier", "tenant", "namespace", "older_than", "bytes")
+FIGURES = ("tier", "blocks", "bytes", "kept_blocks", "kept_bytes")
+"""What is printed of each answer, besides: stable names."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Evicts; returns the exit code."""
+    conditions = [name for name in _CONDITIONS if getattr(options, name) not in (None, [])]
+    if bool(conditions) == options.all:
+        return refuse(["say what is to go: one of the conditions, or --all"], EXIT_USAGE)
+    try:
+        request = _request(options)
+    except ValueError as error:
+        return refuse([f"{error}"], EXIT_USAGE)
+    try:
+        result = _evict(options, request)
+    except (EndpointError, InquiryError) as error:
+        return refuse_inquiry(error)
+    if result is None:
+        return EXIT_FAILURE
+    if options.json:
+        tiers = [{name: getattr(tier, name) for name in FIGURES} for tier in result.tiers]
+        say(json.dumps({"dry_run": options.dry_run, "done": result.done, "tiers": tiers}, indent=2))
+    else:
+        plain_console().print(_table(result, dry_run=options.dry_run))
+    return 0 if result.done else refuse(["interrupted: it was left at what has gone"], EXIT_FAILURE)
+
+
+def _evict(options: argparse.Namespace, request: EvictRequest) -> EvictResponse | None:
+    """Returns the last that the server said; not done where it was interrupted."""
+    result = None
+    steps = follow(client_endpoint(options.endpoint), "Evict", request, options.timeout)
+    with progress_bar("evict") as progress, contextlib.closing(steps), contextlib.suppress(KeyboardInterrupt):
+        for result in steps:
+            if progress:
+                progress(sum(tier.looked_at for tier in result.tiers), sum(tier.total for tier in result.tiers))
+    return result
+
+
+def _request(options: argparse.Namespace) -> EvictRequest:
+    """Returns the question that the flags are. Raises `ValueError`."""
+    request = EvictRequest(
+        tiers=options.tier, tenant=options.tenant, include_retained=options.retained, dry_run=options.dry_run
+    )
+    if options.namespace is not None:
+        try:
+            request.namespace_id = bytes.fromhex(options.namespace)
+        except ValueError:
+            raise ValueError(f"--namespace {options.namespace}: an id is 32 hexadecimal digits") from None
+    if options.older_than is not None:
+        request.unused_for.FromNanoseconds(int(_read("--older-than", options.older_than, parse_duration) * 1e9))
+    if options.bytes is not None:
+        request.max_bytes = _read("--bytes", options.bytes, parse_size)
+        if not request.max_bytes:
+            raise ValueError(f"--bytes {options.bytes}: must be more than 0")
+    return request
+
+
+def _read(flag: str, text: str, read: Any) -> Any:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise ValueError(f"{flag} {text}: {error}") from None
+
+
+def _table(result: EvictResponse, *, dry_run: bool) -> Table:
+    title = "would go" if dry_run else "gone"
+    table = Table("tier")
+    for column in (title, "size", "stays (pinned, at work, retained)", "size"):
+        table.add_column(column, justify="right")
+    for tier in result.tiers:
+        table.add_row(
+            Text(tier.tier),
+            f"{tier.blocks:,} blocks",
+            human_size(tier.bytes),
+            f"{tier.kept_blocks:,} blocks",
+            human_size(tier.kept_bytes),
+        )
+    return table

@@ -1,0 +1,98 @@
+"""`kvtier fsck`, with a running server and without."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from ...protos.endpoint import EndpointError, client_endpoint
+from .. import fsck
+from ..config import ConfigError, TierConfig
+from ..units import parse_size
+from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, refuse, say
+from .progress import progress_bar
+from .settings import load
+
+__all__ = ["run"]
+
+_ONLY_OFFLINE = ("config", "data_dir")
+_ONLY_ONLINE = ("endpoint", "rate")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Checks tiers; returns the exit code."""
+    for name in _ONLY_OFFLINE if options.online else _ONLY_ONLINE:
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            return refuse([f"{flag} does not go with{'' if options.online else 'out'} --online"], EXIT_USAGE)
+    if options.online:
+        return _online(options)
+    try:
+        loaded = load(options)
+    except ConfigError as error:
+        return refuse(error.problems, EXIT_CONFIG)
+    complain(f"warning: {warning}" for warning in loaded.warnings)
+    return _offline(loaded.config.tiers, options)
+
+
+def _offline(tiers: Sequence[TierConfig], options: argparse.Namespace) -> int:
+    """Checks these tiers, or those of them that were asked for; returns the exit code."""
+    names = [tier.name for tier in tiers]
+    unknown = [name for name in options.tier if name not in names]
+    if unknown:
+        return refuse([f"there is no tier {name!r}; there are {', '.join(names)}" for name in unknown], EXIT_USAGE)
+    reports = []
+    for tier in tiers:
+        if options.tier and tier.name not in options.tier:
+            continue
+        with progress_bar(tier.name) as progress:
+            reports.append(fsck.check_offline(tier, repair=options.repair, progress=progress))
+        if not options.json:
+            _say_all(fsck.lines(reports[-1]))
+    if options.json:
+        say(fsck.to_json(reports))
+    return fsck.exit_code(reports)
+
+
+def _online(options: argparse.Namespace) -> int:
+    """Lets a running server check its tiers; returns the exit code."""
+    from .inquiry import InquiryError, UnreachableError
+
+    reports: dict[str, fsck.TierReport] = {}
+    try:
+        _follow(options, reports)
+    except (EndpointError, ValueError) as error:
+        return refuse([f"{error}"], EXIT_USAGE)
+    except UnreachableError as error:
+        return refuse([f"{error}"], EXIT_UNREACHABLE)
+    except InquiryError as error:
+        return refuse([f"{error}"], fsck.EXIT_UNCHECKED)
+    if options.json:
+        say(fsck.to_json(list(reports.values())))
+    elif not reports:
+        say("nothing to check: there is no tier below the CPU tier")
+    else:
+        for report in reports.values():
+            _say_all(fsck.summary_lines(report))
+    return fsck.exit_code(list(reports.values()))
+
+
+def _follow(options: argparse.Namespace, reports: dict[str, fsck.TierReport]) -> None:
+    """Takes in the steps of a check as they come, and names what they find."""
+    from .fsck_client import check_by_server
+
+    endpoint = client_endpoint(options.endpoint)
+    rate = parse_size(options.rate or 0)
+    steps = check_by_server(endpoint, options.tier, repair=options.repair, rate=rate, timeout=options.timeout)
+    with progress_bar("fsck") as progress:
+        for report, total, found in steps:
+            reports[report.name] = report
+            if progress:
+                progress(report.blocks, total)
+            if not options.json:
+                _say_all(fsck.finding_lines(report.name, found))
+
+
+def _say_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)

@@ -1,0 +1,116 @@
+"""`kvtier handoffs`: which requests are held, and what has become of the others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...protos.endpoint import Endpoint
+from ...protos.v1.admin_pb2 import HandoffStatus, HandoffTotals, ListHandoffsRequest, ListHandoffsResponse
+from ...protos.v1.handoff_pb2 import HandoffDirection
+from ..units import human_age, human_size, seconds_of
+from .console import EXIT_USAGE, refuse, say
+from .inquiry import ask, inquire, plain_console
+
+__all__ = ["DIRECTIONS", "run", "show", "to_json"]
+
+DIRECTIONS = {
+    HandoffDirection.HANDOFF_DIRECTION_PREFILL_TO_DECODE: "prefill to decode",
+    HandoffDirection.HANDOFF_DIRECTION_DECODE_TO_PREFILL: "decode to prefill",
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Lists them; returns the exit code."""
+    if not 0 <= options.most < 1 << 32:
+        return refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
+
+    def fetch(endpoint: Endpoint, timeout: float) -> Any:
+        return ask(endpoint, "ListHandoffs", ListHandoffsRequest(max_handoffs=options.most), timeout)
+
+    def display(answer: Any, _: Endpoint) -> None:
+        say(to_json(answer)) if options.json else show(answer)
+
+    return inquire(options, fetch, display)
+
+
+def to_json(answer: ListHandoffsResponse) -> str:
+    """Returns the holds as JSON: fields as in `kvtier/v1/admin.proto`, durations in seconds."""
+    values = {
+        "total": answer.total,
+        "held_bytes": answer.held_bytes,
+        "handoffs": [_values(hold) for hold in answer.handoffs],
+        "totals": [_values(totals) for totals in answer.totals],
+    }
+    return json.dumps(values, indent=2)
+
+
+def show(answer: ListHandoffsResponse, console: Console | None = None) -> None:
+    """Prints the holds for people."""
+    console = console or plain_console()
+    if answer.handoffs:
+        console.print(_holds(answer))
+    else:
+        console.print("no request is held")
+    if answer.total > len(answer.handoffs):
+        console.print(f"the oldest {len(answer.handoffs):,} of {answer.total:,}")
+    if any(totals.published or totals.declined for totals in answer.totals):
+        console.print(_totals(answer))
+        console.print(f"{human_size(answer.held_bytes)} are held")
+
+
+def _holds(answer: ListHandoffsResponse) -> Table:
+    table = Table("engine", "request", "direction", "tenant")
+    for column in ("tokens", "blocks", "size", "on their way", "claims", "age", "ends in"):
+        table.add_column(column, justify="right")
+    for hold in answer.handoffs:
+        table.add_row(
+            Text(hold.engine_id),
+            Text(hold.request_id),
+            DIRECTIONS.get(hold.direction, "?"),
+            Text(hold.tenant or "-"),
+            f"{hold.num_tokens:,}",
+            f"{hold.blocks:,}",
+            human_size(hold.bytes),
+            f"{hold.pending_blocks:,}",
+            f"{hold.claims:,}",
+            human_age(seconds_of(hold.age)),
+            human_age(seconds_of(hold.remaining)),
+        )
+    return table
+
+
+def _totals(answer: ListHandoffsResponse) -> Table:
+    table = Table("since start")
+    for column in ("held", "declined", "claims", "bytes claimed", "released", "expired", "dropped"):
+        table.add_column(column, justify="right")
+    for totals in answer.totals:
+        table.add_row(
+            DIRECTIONS.get(totals.direction, "?"),
+            f"{totals.published:,}",
+            f"{totals.declined:,}",
+            f"{totals.claimed:,}",
+            human_size(totals.claimed_bytes),
+            f"{totals.released:,}",
+            f"{totals.expired:,}",
+            f"{totals.dropped:,}",
+        )
+    return table
+
+
+def _values(message: HandoffStatus | HandoffTotals) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.name == "direction":
+            values[field.name] = DIRECTIONS.get(value, "unknown")
+        elif field.message_type is not None:
+            values[f"{field.name}_seconds"] = seconds_of(value)
+        else:
+            values[field.name] = value
+    return values

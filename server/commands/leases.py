@@ -1,0 +1,81 @@
+"""`kvtier leases`: who pins what, and for how long."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...protos.endpoint import Endpoint
+from ...protos.v1.admin_pb2 import LeaseKind, LeaseStatus, ListLeasesRequest, ListLeasesResponse
+from ..units import human_age, human_size, seconds_of
+from .console import EXIT_USAGE, refuse, say
+from .inquiry import ask, inquire, plain_console
+
+__all__ = ["run", "show", "to_json"]
+
+_KINDS = {LeaseKind.LEASE_KIND_READ: "read", LeaseKind.LEASE_KIND_WRITE: "write"}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Lists them; returns the exit code."""
+    if not 0 <= options.most < 1 << 32:
+        return refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
+
+    def fetch(endpoint: Endpoint, timeout: float) -> Any:
+        return ask(endpoint, "ListLeases", ListLeasesRequest(max_leases=options.most), timeout)
+
+    def display(answer: Any, _: Endpoint) -> None:
+        say(to_json(answer)) if options.json else show(answer)
+
+    return inquire(options, fetch, display)
+
+
+def to_json(answer: ListLeasesResponse) -> str:
+    """Returns the leases as JSON: fields as in `kvtier/v1/admin.proto`, durations in seconds."""
+    return json.dumps({"total": answer.total, "leases": [_values(lease) for lease in answer.leases]}, indent=2)
+
+
+def show(answer: ListLeasesResponse, console: Console | None = None) -> None:
+    """Prints the leases for people."""
+    console = console or plain_console()
+    if not answer.leases:
+        console.print("no leases")
+        return
+    table = Table("lease", "for", "engine", "client", "pid", "request")
+    for column in ("age", "ends in", "blocks", "size", "on their way"):
+        table.add_column(column, justify="right")
+    for lease in answer.leases:
+        table.add_row(
+            str(lease.lease_id),
+            _KINDS.get(lease.kind, "?"),
+            Text(lease.engine_id),
+            Text(lease.client_name),
+            str(lease.pid),
+            Text(lease.request_id or "-"),
+            human_age(seconds_of(lease.age)),
+            human_age(seconds_of(lease.remaining)),
+            f"{lease.blocks:,}",
+            human_size(lease.bytes),
+            f"{lease.pending_blocks:,}",
+        )
+    console.print(table)
+    if answer.total > len(answer.leases):
+        console.print(f"the oldest {len(answer.leases):,} of {answer.total:,}")
+
+
+def _values(lease: LeaseStatus) -> dict[str, Any]:
+    values = {
+        field.name: getattr(lease, field.name)
+        for field in lease.DESCRIPTOR.fields
+        if field.name not in ("age", "remaining", "kind")
+    }
+    return values | {
+        "kind": _KINDS.get(lease.kind, "unknown"),
+        "age_seconds": seconds_of(lease.age),
+        "remaining_seconds": seconds_of(lease.remaining),
+    }

@@ -1,0 +1,33 @@
+"""`kvtier serve`: runs the server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from .. import logs
+from ..config import ConfigError
+from .console import EXIT_CONFIG, refuse
+from .settings import load
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs a server until it is told to end; returns the exit code."""
+    try:
+        loaded = load(options)
+    except ConfigError as error:
+        return refuse(error.problems, EXIT_CONFIG)
+    logs.configure(loaded.config.log)
+    for warning in loaded.warnings:
+        logs.get_logger(__name__).warning(warning)
+    from ..app import EXIT_LEFT_BEHIND, serve
+
+    try:
+        code = serve(loaded.config)
+    finally:
+        logs.flush()
+    if code == EXIT_LEFT_BEHIND:
+        os._exit(code)  # an orderly end would unmap what a thread may be writing to
+    return code

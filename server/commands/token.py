@@ -1,0 +1,52 @@
+"""`kvtier token new`: makes a token, and what the file of tokens says of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from ..tokens import TokensError, entry_text, hash_of, new_token, read_directory
+from .console import EXIT_FAILURE, EXIT_USAGE, complain, refuse, say
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints a new token on standard output; its entry too, or appends it to the file that the options name."""
+    if options.tenant is None and {"engine", "reader"} & set(options.role):
+        return refuse(['--tenant is missing: engines and readers have one ("*" for any)'], EXIT_USAGE)
+    token = new_token()
+    name = options.name or "-".join(filter(None, [options.tenant, *options.role]))
+    entry = entry_text(
+        name, hash_of(token), options.tenant, list(dict.fromkeys(options.role)), shared_memory=options.shared_memory
+    )
+    if options.file is None:
+        complain(["the token is on standard output, and nowhere else; this goes into the file of tokens:"])
+        sys.stderr.write(f"\n{entry}\n")
+    else:
+        try:
+            _append(Path(options.file), entry)
+        except (OSError, TokensError) as error:
+            return refuse([f"{error}"], EXIT_FAILURE)
+        complain([f"{name}: its hash is in {options.file}; the token is on standard output, and nowhere else"])
+    say(token)
+    return 0
+
+
+def _append(path: Path, entry: str) -> None:
+    """Adds an entry to a file, which is its owner's alone if it is new. One that cannot be read is left as it is."""
+    if path.exists():
+        read_directory(path)
+    # Written beside and moved: a server that looks meanwhile sees the old file or the new one.
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(f"{text.rstrip()}\n\n{entry}" if text.strip() else entry)
+    try:
+        read_directory(beside)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink()
+        raise

@@ -1,0 +1,164 @@
+"""`kvtier top`: what a server does, in rates between two looks at it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
+from .. import status
+from ..units import human_age, human_size
+from .console import EXIT_USAGE, refuse, say
+from .inquiry import InquiryError, UnreachableError, ask_status, plain_console, refuse_inquiry
+from .rates import rates
+
+__all__ = ["run"]
+
+_MOST_SESSIONS = 20
+
+
+def run(options: argparse.Namespace) -> int:
+    """Watches; returns the exit code."""
+    if not 0 < options.interval <= 3600 or options.count < 0:
+        return refuse(["--interval is between 0 and 3600 seconds, --count 0 or more"], EXIT_USAGE)
+    count = 1 if options.once else options.count
+    console = plain_console()
+    is_live = console.is_terminal and not options.json and count != 1
+    try:
+        endpoint = client_endpoint(options.endpoint)
+        looks = _looks(endpoint, options, count, keep_on=is_live)
+        with contextlib.suppress(KeyboardInterrupt):
+            if is_live:
+                with Live(console=console, screen=True, auto_refresh=False) as live:
+                    for look in looks:
+                        live.update(_view(look, endpoint), refresh=True)
+            else:
+                for look in looks:
+                    say(json.dumps(look)) if options.json else console.print(_view(look, endpoint))
+    except (EndpointError, InquiryError) as error:
+        return refuse_inquiry(error)
+    return 0
+
+
+def _looks(
+    endpoint: Endpoint, options: argparse.Namespace, count: int, *, keep_on: bool
+) -> Iterator[dict[str, Any] | str]:
+    """Yields the rates of each interval; with `keep_on` why there are none, while no server answers."""
+    before, at, shown = None, 0.0, 0
+    while not count or shown < count:
+        try:
+            now, answer = time.monotonic(), status.values(ask_status(endpoint, options.timeout))
+        except UnreachableError as error:
+            if not keep_on:
+                raise
+            yield f"{error}"
+            before = None
+        else:
+            if before is not None and before["epoch"] == answer["epoch"]:
+                shown += 1
+                yield rates(before, answer, now - at)
+            before, at = answer, now
+        if not count or shown < count:
+            time.sleep(options.interval)
+
+
+def _view(look: dict[str, Any] | str, endpoint: Endpoint) -> Group | Text:
+    if isinstance(look, str):
+        return Text(look, style="red")
+    state = "draining" if look["draining"] else f"up {human_age(look['uptime_seconds'])}"
+    head = (
+        f"kvtier {look['server_version']} at {endpoint}, {state}; {look['lookup_keys_per_s']:,.0f} keys/s looked up, "
+        f"{_part(look['hit_ratio'])} hits; the loop is {look['loop_lag_seconds'] * 1e3:.1f} ms late at most; "
+        f"{look['leases']} leases, {look['stores']} stores in flight"
+    )
+    pieces: list[Any] = [Text(head), _tiers(look), _tenants(look)]
+    if look["sessions"]:
+        pieces.append(_sessions(look))
+    return Group(*pieces)
+
+
+def _tiers(look: dict[str, Any]) -> Table:
+    table = Table("tier", title="tiers, per second", title_justify="left")
+    for column in (
+        "used",
+        "fill",
+        "change",
+        "hits",
+        "misses",
+        "hit ratio",
+        "evicted",
+        "expired",
+        "dropped",
+        "jobs",
+        "queued",
+    ):
+        table.add_column(column, justify="right")
+    table.add_column("health")
+    for tier in look["tiers"]:
+        rows = [f"{tier[f'{name}_per_s']:,.0f}" for name in ("evictions", "expired", "dropped_blocks")]
+        table.add_row(
+            Text(tier["name"]),
+            human_size(tier["used_bytes"]),
+            f"{tier['fill']:.1%}",
+            _change(tier["used_bytes_per_s"]),
+            f"{tier['hits_per_s']:,.0f}",
+            f"{tier['misses_per_s']:,.0f}",
+            _part(tier["hit_ratio"]),
+            *rows,
+            f"{tier['jobs']:,}",
+            human_size(tier["queued_bytes"]),
+            Text("ok") if tier["healthy"] else Text(tier["trouble"] or "trouble", style="red"),
+        )
+    return table
+
+
+def _tenants(look: dict[str, Any]) -> Table:
+    table = Table("tenant", "tier", title="tenants", title_justify="left")
+    for column in ("used", "change", "retained"):
+        table.add_column(column, justify="right")
+    for share in look["tenants"]:
+        table.add_row(
+            Text(share["tenant"] or "(the rest)"),
+            Text(share["tier"]),
+            human_size(share["used_bytes"]),
+            _change(share["used_bytes_per_s"]),
+            human_size(share["retained_bytes"]),
+        )
+    return table
+
+
+def _sessions(look: dict[str, Any]) -> Table:
+    table = Table("client", "engine", "rank", "transport", title="sessions, the busiest first", title_justify="left")
+    for column in ("calls/s", "leases", "pinned", "stores", "writing", "last heard"):
+        table.add_column(column, justify="right")
+    for session in look["sessions"][:_MOST_SESSIONS]:
+        table.add_row(
+            Text(session["client_name"]),
+            Text(session["engine_id"]),
+            "scheduler" if session["rank"] is None else str(session["rank"]),
+            Text(session["transport"]),
+            f"{session['calls_per_s']:,.1f}",
+            f"{session['leases']:,}",
+            f"{session['leased_blocks']:,} blocks",
+            f"{session['stores']:,}",
+            human_size(session["storing_bytes"]),
+            human_age(session["idle_seconds"]),
+        )
+    return table
+
+
+def _part(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.1%}"
+
+
+def _change(nbytes: float) -> str:
+    return f"{'-' if nbytes < 0 else '+'}{human_size(abs(nbytes))}/s"

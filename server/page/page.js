@@ -1,0 +1,178 @@
+// Asks for the figures every two seconds, and shows them; says so when there is no answer.
+
+import { byId, setAttribute, setText, show } from "./dom.js";
+import { age, count, percent, rate, size } from "./format.js";
+import { CurvePlot, spark, split } from "./plot.js";
+import { Tables } from "./tables.js";
+
+const EVERY_MS = 2000;
+const HIDDEN_MS = 30000;
+const PATIENCE_MS = 5000;
+const RECENT_MS = 60000;
+const KEPT_MS = 300000;
+
+const tables = new Tables();
+const curve = new CurvePlot(byId("plot"), byId("curve-table"));
+let token = "";
+let paused = false;
+let timer = 0;
+let epoch = "";
+let lastAnswer = null;
+let since = null;
+let past = [];
+let news = "";
+
+const clock = (date) => date.toLocaleTimeString([], { hourCycle: "h23" });
+const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+const tell = (text, kind) => {
+  const notice = byId("notice");
+  setText(notice, text);
+  setAttribute(notice, "data-kind", kind);
+  show(notice, text !== "");
+};
+
+const state = (text, kind) => {
+  setText(byId("state"), text);
+  setAttribute(byId("state"), "data-state", kind);
+};
+
+// What happened between two samples, per second.
+const between = (one, other) => {
+  const seconds = (other.at - one.at) / 1000;
+  const keys = other.keys - one.keys;
+  return { keys: keys / seconds, ratio: keys ? (other.hits - one.hits) / keys : null };
+};
+
+const showRates = (status) => {
+  const now = { at: performance.now(), leases: status.leases, keys: status.lookup_keys, hits: sum(status.tiers.map((tier) => tier.hits)) };
+  past = [...past.filter((sample) => now.at - sample.at <= KEPT_MS), now];
+  const recent = past.filter((sample) => now.at - sample.at <= RECENT_MS);
+  const span = recent.length > 1 ? between(recent[0], now) : null;
+  const seconds = Math.round((now.at - recent[0].at) / 1000);
+  setText(byId("recent-rate"), percent(span?.ratio));
+  setText(byId("recent-sub"), seconds >= 55 || !span ? "of the keys looked up" : `of the keys looked up in ${seconds} s`);
+  setText(byId("key-rate"), span ? rate(span.keys) : "–");
+  setText(byId("key-sub"), now.keys ? `${count(now.keys)} since start` : "none since start");
+  const steps = past.slice(1).map((sample, number) => between(past[number], sample));
+  spark(byId("rate-line"), steps.filter((step) => step.ratio !== null).map((step) => step.ratio), 1);
+  spark(byId("keys-line"), steps.map((step) => step.keys), Math.max(...steps.map((step) => step.keys), 1));
+  spark(byId("leases-line"), past.map((sample) => sample.leases), Math.max(...past.map((sample) => sample.leases), 1));
+  setText(byId("total-rate"), percent(now.keys ? now.hits / now.keys : null));
+  setAttribute(byId("total-rate"), "data-value", String(now.keys ? now.hits / now.keys : 0));
+  setText(byId("total-sub"), now.keys ? status.tiers.map((tier) => `${tier.name} ${percent(tier.hits / now.keys)}`).join(", ") : "of no keys");
+  split(byId("share-line"), now.keys ? status.tiers.map((tier) => tier.hits / now.keys) : []);
+};
+
+const showCurve = (status) => {
+  const known = status.tiers.map((tier, number) => ({ ...tier, number })).filter((tier) => tier.estimates.length > 0);
+  show(byId("curve"), known.length > 0);
+  show(byId("curve-none"), known.length === 0);
+  if (known.length) curve.update(known);
+};
+
+const showState = (status) => {
+  const troubled = status.tiers.filter((tier) => !tier.healthy).map((tier) => tier.name);
+  if (status.draining) {
+    state("draining", "warn");
+    tell("This server is draining: it takes no new work, and ends when what is under way is done.", "warn");
+  } else if (troubled.length) {
+    state("degraded", "bad");
+    tell(`Tier ${troubled.join(", ")} is degraded; why is said below. The server goes on without it.`, "warn");
+  } else {
+    state("serving", "ok");
+    tell(news, "info");
+  }
+};
+
+const render = (status) => {
+  if (epoch && epoch !== status.epoch) {
+    news = `The server was started anew at about ${clock(new Date(Date.now() - status.uptime_seconds * 1000))}: its counts began again.`;
+    past = [];
+    setTimeout(() => { news = ""; }, 30000);
+  }
+  epoch = status.epoch;
+  lastAnswer = new Date();
+  since = null;
+  document.body.classList.remove("stale");
+  show(byId("figures"), true);
+  setText(byId("version"), status.server_version);
+  setText(byId("epoch"), status.epoch);
+  setText(byId("uptime"), age(status.uptime_seconds));
+  setText(byId("asof"), clock(lastAnswer));
+  setText(byId("leases"), count(status.leases));
+  setText(byId("stores"), count(status.stores));
+  setText(byId("holds"), status.held_bytes ? `${count(status.holds)} (${size(status.held_bytes)})` : count(status.holds));
+  setText(byId("quarantine"), `${size(status.quarantined_bytes)} in quarantine`);
+  show(byId("quarantine"), status.quarantined_bytes > 0);
+  showRates(status);
+  tables.update(status);
+  showCurve(status);
+  showState(status);
+  show(byId("token"), false);
+};
+
+const gone = (why) => {
+  since ??= new Date();
+  document.body.classList.add("stale");
+  state("no answer", "bad");
+  const kept = lastAnswer ? ` What is below is of ${clock(lastAnswer)}.` : "";
+  tell(`${why} since ${clock(since)}.${kept} The page goes on asking.`, "gone");
+};
+
+const refused = () => {
+  state("locked", "warn");
+  tell(token ? "That token is not enough to see the figures." : "", "warn");
+  token = "";
+  const form = byId("token");
+  if (form.hidden) {
+    show(form, true);
+    byId("token-text").focus();
+  }
+};
+
+const ask = async () => {
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  try {
+    const answer = await fetch("status.json", { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    if (answer.status === 401) return refused();
+    const body = await answer.json();
+    if (!answer.ok) return gone(`The server does not come to answer (${body.error ?? answer.status})`);
+    return render(body);
+  } catch (error) {
+    return gone(error.name === "TimeoutError" ? "The server does not come to answer" : "No answer from the server");
+  }
+};
+
+const locked = () => !byId("token").hidden;
+
+const turn = async () => {
+  clearTimeout(timer);
+  if (!locked()) await ask();
+  clearTimeout(timer);
+  if (!paused && !locked()) timer = setTimeout(turn, document.hidden ? HIDDEN_MS : EVERY_MS);
+};
+
+byId("pause").addEventListener("click", () => {
+  paused = !paused;
+  setAttribute(byId("pause"), "aria-pressed", String(paused));
+  setText(byId("pause"), paused ? "Go on" : "Pause");
+  if (paused) clearTimeout(timer);
+  else turn();
+});
+
+byId("token").addEventListener("submit", (event) => {
+  event.preventDefault();
+  token = byId("token-text").value;
+  byId("token-text").value = "";
+  show(byId("token"), false);
+  turn();
+});
+
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden && !paused) turn();
+});
+
+setText(byId("host"), location.host);
+document.title = `kvtier ${location.host}`;
+turn();

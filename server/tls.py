@@ -1,0 +1,97 @@
+"""The server's certificate, from files that may be replaced while it runs.
+
+Each handshake looks at the files, so that a new certificate is in use from the next connection on. What does not fit
+together (a new key and the old certificate, half a file) leaves the one that was in use. Server and bulk process both have this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+__all__ = ["TlsError", "server_credentials"]
+
+_log = logging.getLogger(__name__)
+
+
+class TlsError(Exception):
+    """The certificate cannot be used; one line."""
+
+
+def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.ServerCredentials:
+    """Returns credentials that follow the files (PEM). With `client_ca` clients must show a certificate that it vouches for.
+
+    Raises:
+        TlsError: the files are not there, or do not belong together.
+    """
+    files = _Files(cert, key, client_ca)
+    changed: Any = files.changed  # None means that nothing has, which grpc's types do not know
+    return grpc.dynamic_ssl_server_credentials(
+        files.load(), changed, require_client_authentication=client_ca is not None
+    )
+
+
+class _Files:
+    """The files, and which of their versions is in use. gRPC asks on threads of its own."""
+
+    def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
+        self._cert = cert
+        self._key = key
+        self._client_ca = client_ca
+        self._lock = threading.Lock()
+        self._seen: Sequence[tuple[int, ...]] = ()
+
+    def load(self) -> grpc.ServerCertificateConfiguration:
+        """Reads the files. Raises TlsError."""
+        try:
+            self._seen = self._look()
+            # What OpenSSL takes, gRPC takes: it says nothing itself until a client comes.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self._cert, self._key, password=_no_password)
+            if self._client_ca is not None:
+                context.load_verify_locations(self._client_ca)
+            with open(self._cert, "rb") as cert, open(self._key, "rb") as key:  # noqa: PTH123
+                pair = (key.read(), cert.read())
+            roots = None
+            if self._client_ca is not None:
+                with open(self._client_ca, "rb") as file:  # noqa: PTH123
+                    roots = file.read()
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise TlsError(f"TLS with {self._cert} and {self._key}: {_said(error)}") from None
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Returns the new files' contents if there are new ones, and they are sound."""
+        with self._lock:
+            try:
+                if self._look() == self._seen:
+                    return None
+                loaded = self.load()
+            except (OSError, TlsError) as error:
+                _log.warning("a new certificate cannot be used, the old one stays: %s", error)
+                return None
+            _log.info("a new certificate is in use: %s", self._cert)
+            return loaded
+
+    def _look(self) -> Sequence[tuple[int, ...]]:
+        files = (self._cert, self._key, *filter(None, [self._client_ca]))
+        # The time of the last change of owner or mode as well: one that could not be read may be readable now.
+        return [(s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for s in map(os.stat, files)]
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return error.reason or str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -1,0 +1,47 @@
+"""`python -m fuzz --seconds N`: all targets, one after the other; ends with 1 if one of them finds something."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PARTS = {"calls": 0.6, "disks": 0.25, "parsers": 0.15}
+_LATE_SECONDS = 180.0
+
+
+def main() -> int:
+    """Runs the targets; what they find stays in a directory that is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300.0, help="how long in all (300)")
+    parser.add_argument("--target", choices=PARTS, help="only this one")
+    parser.add_argument("inputs", nargs="*", help="only run these inputs, of --target")
+    options = parser.parse_args()
+    found = []
+    for name, part in PARTS.items():
+        if options.target not in (None, name):
+            continue
+        seconds = options.seconds * (1.0 if options.target else part)
+        # Short: there is the path of a socket in it.
+        directory = Path(tempfile.mkdtemp(prefix=f"kvf-{name}-"))
+        command = [sys.executable, "-m", "fuzz.target", name, str(seconds), str(directory), *options.inputs]
+        try:
+            code = subprocess.run(command, check=False, timeout=seconds + _LATE_SECONDS).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+        if code:
+            kept = [str(path) for path in directory.iterdir() if path.is_file()]
+            print(f"fuzz {name}: FOUND something (code {code}): {', '.join(kept) or directory}", flush=True)
+            found.append(name)
+        else:
+            shutil.rmtree(directory)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(main())

@@ -1,0 +1,413 @@
+"""Sequences of calls, of every RPC and by every door, to a server in this process: gRPC, local calls, plain sockets, bulk, HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.message import DecodeError, Message
+
+from kvtier.client.wire import CHANNEL_OPTIONS
+from kvtier.protos import plain
+from kvtier.protos.attach import REPLY_BYTES, Purpose, pack_request
+from kvtier.protos.local_calls import LENGTH_BYTES, pack_call, unpack_answer, unpack_length
+from kvtier.protos.v1 import (
+    admin_pb2,
+    cache_pb2,
+    common_pb2,
+    handoff_pb2,
+    session_pb2,
+    session_pb2_grpc,
+    transfer_pb2,
+)
+from kvtier.server import logs
+from kvtier.server.app import Server
+from kvtier.server.config import LogConfig
+from kvtier.server.sources import load
+
+from .tape import Tape, byte, piece
+
+__all__ = ["METHODS", "Calls", "seeds"]
+
+_TIMEOUT = 5.0
+_MODULES = (admin_pb2, cache_pb2, handoff_pb2, session_pb2, transfer_pb2)
+METHODS = [
+    method
+    for module in _MODULES
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
+_UNCLEAN = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED}
+_SESSION, _IDS, _LOCAL, _BULK = 1, 2, 4, 8
+"""Of the flags of a call: fill in our session; leases and stores that we have; by the local socket; to the bulk process."""
+_PART = 4096
+_CONFIG = """
+insecure = true
+metrics = "127.0.0.1:0"
+region_size = "8MiB"
+listen = ["unix:{0}/s", "127.0.0.1:0"]
+data_dir = "{0}/data"
+[limits]
+max_wait = "50ms"
+max_keys = 4096
+max_message_bytes = "2MiB"
+max_frame_bytes = "64KiB"
+[leases]
+default = "1s"
+max = "1s"
+[handoff]
+default = "6s"
+max = "6s"
+[retention]
+max = "1s"
+[sessions]
+heartbeat_interval = "100ms"
+[auth]
+tokens = "{0}/tokens.toml"
+[[tiers]]
+type = "lmdb"
+size = "16MiB"
+[[tiers]]
+type = "disk"
+size = "16MiB"
+"""
+
+
+class Broken(Exception):
+    """The server did not do what it must, whatever came."""
+
+
+class _Errors(logging.Handler):
+    """Remembers what was logged as an error: a defect that was answered is one all the same."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(logging.Formatter().format(record))
+
+
+class Calls:
+    """The target: `run` with each input, `settle` now and then."""
+
+    def __init__(self, directory: Path) -> None:
+        (directory / "tokens.toml").write_text(
+            f'[[tokens]]\nname = "t"\nhash = "sha256:{"0" * 64}"\ntenant = "acme"\nroles = ["engine"]\n'
+        )
+        config = directory / "kvtier.toml"
+        config.write_text(_CONFIG.format(directory))
+        self._errors = _Errors()
+        logs.configure(LogConfig(level="error"), stream=(directory / "log").open("w"))
+        logging.getLogger().addHandler(self._errors)
+        self._server = Server(load(file=config, environ={}).config)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._on_loop(self._server.start())
+        self._path = f"{directory}/s"
+        options = [*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", 4 << 20)]
+        self._channel = grpc.insecure_channel(f"unix:{self._path}", options)
+        self._far = grpc.insecure_channel(f"127.0.0.1:{self._server.ports[0]}", options)
+        self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)
+        self._namespace = common_pb2.Namespace(
+            model="fuzz", dtype="uint8", world_size=1, groups=[common_pb2.Group(block_tokens=16, part_bytes=_PART)]
+        )
+        self._open()
+        self._bulk_port = self._plain_port = 0
+        self._local: socket.socket | None = None
+        self._leases: list[int] = [1]
+        self._stores: list[int] = [1]
+        self._baseline: tuple[int, int] | None = None
+        self._drained = False
+        self._find_bulk()
+
+    def run(self, data: bytes) -> None:
+        """Makes the calls of an input. Raises Broken."""
+        tape = Tape(data)
+        try:
+            for _ in range(16):
+                if not tape:
+                    break
+                self._step(tape)
+            self._undo_a_drain()
+        finally:  # what the server's log says of it is the better half
+            if self._errors.seen:
+                raise Broken("\n".join(self._errors.seen))
+
+    def settle(self) -> str:
+        """Ends our session and everything of it; raises Broken if something stays. Returns the figures."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+        self._stream.cancel()
+        deadline = time.monotonic() + 20
+        while left := self._left():
+            if time.monotonic() > deadline:
+                raise Broken(f"left behind: {left}")
+            time.sleep(0.05)
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        self._open()
+        if self._baseline is None:
+            self._baseline = resident, descriptors
+        if descriptors > self._baseline[1] + 32:
+            raise Broken(f"{descriptors} descriptors, {self._baseline[1]} at first")
+        if resident > self._baseline[0] + (256 << 20):
+            raise Broken(f"{resident >> 20} MiB of memory, {self._baseline[0] >> 20} at first")
+        return (
+            f"{resident >> 20} MiB, {descriptors} descriptors (at first {self._baseline[0] >> 20}, {self._baseline[1]})"
+        )
+
+    def close(self) -> None:
+        """Ends the server in order."""
+        self._channel.close()
+        self._far.close()
+        self._on_loop(self._server.stop(), 60)
+        if self._errors.seen:
+            raise Broken("\n".join(self._errors.seen))
+
+    # ---- what there is besides calls
+
+    def _left(self) -> dict[str, int]:
+        with grpc.insecure_channel(f"unix:{self._path}") as channel:
+            status = channel.unary_unary(
+                "/kvtier.v1.AdminService/GetStatus", None, admin_pb2.GetStatusResponse.FromString
+            )(b"", timeout=_TIMEOUT)
+        counts = {name: getattr(status, name) for name in ("leases", "stores", "holds", "quarantined_bytes")}
+        counts["sessions"] = len(status.sessions)
+        return {name: count for name, count in counts.items() if count}
+
+    def _open(self) -> None:
+        self._request = session_pb2.OpenRequest(
+            protocol_version=1, client_name="fuzz", engine_id="fuzz", rank=0, namespace=self._namespace
+        )
+        self._stream = self._sessions.Open(self._request)
+        self._ref: common_pb2.SessionRef = next(self._stream).session
+
+    def _find_bulk(self) -> None:
+        locate = self._channel.unary_unary(
+            "/kvtier.v1.TransferService/Locate",
+            transfer_pb2.LocateRequest.SerializeToString,
+            transfer_pb2.LocateResponse.FromString,
+        )
+        deadline = time.monotonic() + 30
+        while not self._bulk_port:
+            answer = locate(transfer_pb2.LocateRequest(session=self._ref), timeout=_TIMEOUT)
+            self._bulk_port, self._plain_port = answer.port, answer.plain_port
+            if time.monotonic() > deadline:
+                raise Broken("there is no bulk process")
+            time.sleep(0.05)
+        self._bulk = grpc.insecure_channel(f"127.0.0.1:{self._bulk_port}", CHANNEL_OPTIONS)
+
+    def _on_loop(self, work: Any, seconds: float = 60.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    # ---- one step of an input
+
+    def _step(self, tape: Tape) -> None:
+        kind = tape.byte()
+        doors: dict[int, Callable[[bytes], None]] = {
+            249: self._stranger,
+            250: lambda said: self._say(socket.AF_UNIX, f"{self._path}.shm", said),
+            251: lambda said: self._say(socket.AF_INET, ("127.0.0.1", self._plain_port), said),
+            252: lambda said: self._say(socket.AF_INET, ("127.0.0.1", self._server.metrics_port), said),
+            253: self._say_locally,
+            254: lambda said: self._say(socket.AF_INET, ("127.0.0.1", self._server.ports[0]), said),
+            255: self._push_plainly,
+        }
+        if kind in doors:
+            doors[kind](tape.piece())
+        else:
+            method, flags = METHODS[kind % len(METHODS)], tape.byte()
+            self._call(method, flags, self._message(method, flags, tape.piece()))
+
+    def _message(self, method: Any, flags: int, raw: bytes) -> bytes:
+        """Returns a message to send: as it is, or with our session, leases and stores in it."""
+        if not flags & (_SESSION | _IDS):
+            return raw
+        message = message_factory.GetMessageClass(method.input_type)()
+        with contextlib.suppress(DecodeError):
+            message.MergeFromString(raw)
+        names = message.DESCRIPTOR.fields_by_name
+        if flags & _SESSION and "session" in names:
+            message.session.CopyFrom(self._ref)  # type: ignore[attr-defined]
+        if flags & _IDS:
+            for name, known in (("lease_id", self._leases), ("store_id", self._stores)):
+                if name in names:
+                    setattr(message, name, known[-1])
+            if "lease_ids" in names:
+                message.lease_ids.extend(self._leases[-2:])  # type: ignore[attr-defined]
+        return message.SerializeToString()
+
+    def _call(self, method: Any, flags: int, message: bytes) -> None:
+        path = f"/{method.containing_service.full_name}/{method.name}"
+        if method.name == "Drain":
+            message, self._drained = _staying(message), True
+        if flags & _LOCAL and not (method.client_streaming or method.server_streaming):
+            self._call_locally(f"{method.containing_service.name}/{method.name}".encode(), message)
+            return
+        channel = self._bulk if flags & _BULK and method.name in ("Push", "Pull") else self._channel
+        try:
+            if method.client_streaming:
+                answer = channel.stream_unary(path)(iter([message, message]), timeout=_TIMEOUT)
+            elif method.server_streaming:
+                stream = channel.unary_stream(path)(message, timeout=_TIMEOUT)
+                try:
+                    # A session's stream does not end by itself, and a drain may wait for stores in flight.
+                    for _ in itertools.islice(stream, 2 if method.name in ("Open", "Drain") else 64):
+                        pass
+                finally:
+                    stream.cancel()
+                return
+            else:
+                answer = channel.unary_unary(path)(message, timeout=_TIMEOUT)
+        except grpc.RpcError as error:
+            self._check(path, error.code(), error.details())
+            return
+        self._learn(method, answer)
+
+    def _undo_a_drain(self) -> None:
+        """Has the server take new work again: else whatever comes after a drain is only refused."""
+        if not self._drained:
+            return
+        drain = self._channel.unary_stream(
+            "/kvtier.v1.AdminService/Drain",
+            admin_pb2.DrainRequest.SerializeToString,
+            admin_pb2.DrainResponse.FromString,
+        )
+        list(drain(admin_pb2.DrainRequest(mode=admin_pb2.DRAIN_MODE_UNDO), timeout=_TIMEOUT))
+        self._drained = False
+
+    @staticmethod
+    def _check(path: str, code: grpc.StatusCode, details: str) -> None:
+        if code in _UNCLEAN:
+            raise Broken(f"{path}: {code.name}: {details}")
+
+    def _learn(self, method: Any, answer: bytes) -> None:
+        message: Message = message_factory.GetMessageClass(method.output_type).FromString(answer)
+        for name, known in (("lease_id", self._leases), ("store_id", self._stores)):
+            if number := getattr(message, name, 0):
+                known.append(number)
+                del known[:-8]
+
+    def _stranger(self, said: bytes) -> None:
+        """Calls over TCP with something for a token."""
+        token = said.decode("latin-1")
+        metadata = [("authorization", f"Bearer {token}")] if token.isascii() and token.isprintable() else []
+        try:
+            self._far.unary_unary("/kvtier.v1.CacheService/Lookup")(said, timeout=_TIMEOUT, metadata=metadata)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                raise Broken(f"a stranger gets {error.code()}: {error.details()}") from None
+        else:
+            raise Broken("a stranger was let in")
+
+    @staticmethod
+    def _say(family: int, address: Any, said: bytes) -> None:
+        """Says something that may be nonsense; a clean end, an answer, or nothing is fine."""
+        with socket.socket(family, socket.SOCK_STREAM) as connection, contextlib.suppress(OSError):
+            connection.settimeout(0.005)
+            connection.connect(address)
+            connection.sendall(said)
+            connection.recv(4096)
+
+    def _line(self) -> socket.socket:
+        if self._local is None:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(_TIMEOUT)
+            connection.connect(f"{self._path}.shm")
+            connection.sendall(pack_request(self._ref.session_id, self._ref.epoch, Purpose.CALLS))
+            if len(connection.recv(REPLY_BYTES)) != REPLY_BYTES:
+                connection.close()
+                raise Broken("no connection for local calls")
+            self._local = connection
+        return self._local
+
+    def _say_locally(self, said: bytes) -> None:
+        with contextlib.suppress(OSError):
+            line = self._line()
+            line.sendall(said)
+            line.settimeout(0.005)
+            line.recv(4096)
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
+    def _call_locally(self, name: bytes, message: bytes) -> None:
+        line = self._line()
+        line.sendall(pack_call(name, message))
+        data = b""
+        try:
+            while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + unpack_length(data):
+                got = line.recv(1 << 16)
+                if not got:
+                    raise Broken(f"{name!r}: hung up on in the middle of a call")
+                data += got
+        except TimeoutError:
+            raise Broken(f"{name!r}: no answer") from None
+        code, _ = unpack_answer(data[LENGTH_BYTES:])
+        self._check(name.decode(), next(c for c in grpc.StatusCode if c.value[0] == code), "by the local socket")
+
+    def _push_plainly(self, said: bytes) -> None:
+        """A push on a plain socket that is sound up to its frames."""
+        request = transfer_pb2.PushRequest(session=self._ref, store_id=self._stores[-1])
+        head = plain.pack_request(plain.Method.PUSH, request.SerializeToString())
+        frame = plain.pack_frame_head(0, min(len(said), _PART), 0)
+        self._say(socket.AF_INET, ("127.0.0.1", self._plain_port), head + frame + said)
+
+
+def _staying(message: bytes) -> bytes:
+    """Returns a request to drain that does not end the server, which would be the end of all that follows."""
+    try:
+        request = admin_pb2.DrainRequest.FromString(message)
+    except DecodeError:
+        return message
+    if request.mode in (admin_pb2.DRAIN_MODE_UNSPECIFIED, admin_pb2.DRAIN_MODE_END):
+        request.mode = admin_pb2.DRAIN_MODE_STAY
+    return request.SerializeToString()
+
+
+def seeds() -> Iterator[bytes]:
+    """Yields inputs to begin with: the life of a block, each call by itself, and a word at each door."""
+    number = {method.name: index for index, method in enumerate(METHODS)}
+    key = bytes(16) + bytes(4)
+
+    def call(name: str, message: Message, flags: int = _SESSION | _IDS) -> bytes:
+        return byte(number[name]) + byte(flags) + piece(message.SerializeToString())
+
+    store = call("PrepareStore", cache_pb2.PrepareStoreRequest(keys=[key], request_id="r"))
+    frame = call("Push", transfer_pb2.PushRequest(payload=bytes(64)))
+    ended = call("CompleteStore", cache_pb2.CompleteStoreRequest())
+    lookup = call("Lookup", cache_pb2.LookupRequest(keys=[key], request_id="r"))
+    pull = call("Pull", transfer_pb2.PullRequest(items=[0]))
+    release = call("ReleaseLease", cache_pb2.ReleaseLeaseRequest())
+    yield store + frame + ended + lookup + pull + release
+    yield store + call("Push", transfer_pb2.PushRequest(payload=bytes(64)), _SESSION | _IDS | _BULK) + lookup
+    hold = handoff_pb2.PublishHoldRequest(request_id="r", keys=[key], positions=[0], num_tokens=16)
+    yield store + ended + call("PublishHold", hold) + call("ClaimHold", handoff_pb2.ClaimHoldRequest())
+    yield store + byte(255) + piece(bytes(64)) + ended
+    for method in METHODS:
+        message = message_factory.GetMessageClass(method.input_type)()
+        for flags in (0, _SESSION | _IDS, _SESSION | _IDS | _LOCAL):
+            yield call(method.name, message, flags)
+    yield byte(249) + piece(b"kvt_abc")
+    for purpose in Purpose:
+        yield byte(250) + piece(pack_request(bytes(16), 1, purpose))
+    for method in plain.Method:
+        yield byte(251) + piece(plain.pack_request(method, b""))
+    yield byte(252) + piece(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    yield byte(253) + piece(pack_call(b"CacheService/Lookup", b""))
+    yield byte(254) + piece(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")

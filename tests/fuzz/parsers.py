@@ -1,0 +1,124 @@
+"""What reads bytes without a server around it: frames, heads, the children's messages, the files of configuration and tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from kvtier.protos import attach, frames, local_calls, packed, plain
+from kvtier.protos.v1 import transfer_pb2
+from kvtier.server import child_main, tokens
+from kvtier.server.bulk import messages
+from kvtier.server.config import ConfigError
+from kvtier.server.sources import load
+from kvtier.tiers import disk_format, lmdb_format
+
+from .tape import Tape, byte
+
+__all__ = ["Parsers", "seeds"]
+
+_BAD = (ValueError, msgspec.MsgspecError)
+
+
+class Parsers:
+    """The target: what a parser does not take it refuses, by the exceptions that it documents and no others."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "file.toml"
+        self._parsers: list[tuple[Callable[[bytes], object], tuple[type[Exception], ...]]] = [
+            (frames.decode_push_frame, _BAD),
+            (frames.decode_pull_frame, _BAD),
+            (local_calls.unpack_call, _BAD),
+            (local_calls.unpack_answer, _BAD),
+            (attach.unpack_request, _BAD),
+            (attach.unpack_reply, _BAD),
+            (self._plain_request, _BAD),
+            (self._plain_frame, _BAD),
+            (plain.unpack_refusal, _BAD),
+            (packed.unpack_offsets, _BAD),
+            (self._child, _BAD),
+            (messages.decode_to_child, _BAD),
+            (messages.decode_from_child, _BAD),
+            (self._tokens, (tokens.TokensError,)),
+            (self._config, (ConfigError,)),
+            (lambda data: lmdb_format.Record.unpack(b"name", _checked(data)), (lmdb_format.DamagedRecordError,)),
+            (lambda data: disk_format.Record.unpack(b"name", _checked(data)), (disk_format.DamagedRecordError,)),
+            (lmdb_format.Record.read, (lmdb_format.DamagedRecordError,)),
+        ]
+
+    def run(self, data: bytes) -> None:
+        """Parses an input by the parser that its first byte names."""
+        tape = Tape(data)
+        parse, expected = self._parsers[tape.byte() % len(self._parsers)]
+        with contextlib.suppress(*expected):
+            parse(data[1:])
+
+    def settle(self) -> str:
+        """Nothing is kept."""
+        return "nothing kept"
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    @staticmethod
+    def _plain_request(data: bytes) -> None:
+        if len(data) >= plain.REQUEST_BYTES:
+            plain.unpack_request(data[: plain.REQUEST_BYTES])
+
+    @staticmethod
+    def _plain_frame(data: bytes) -> None:
+        if len(data) >= plain.FRAME_HEAD_BYTES:
+            plain.unpack_frame_head(data[: plain.FRAME_HEAD_BYTES])
+
+    @staticmethod
+    def _child(data: bytes) -> None:
+        if len(data) >= child_main.SIZES_BYTES:
+            header, _ = child_main.read_sizes(data[: child_main.SIZES_BYTES])
+            child_main.unpack(data[child_main.SIZES_BYTES :], header)
+
+    def _tokens(self, data: bytes) -> Any:
+        self._file.write_bytes(data)
+        return tokens.read_directory(self._file)
+
+    def _config(self, data: bytes) -> Any:
+        self._file.write_bytes(data)
+        return load(file=self._file, environ={})
+
+
+def _checked(data: bytes) -> bytes:
+    """Returns the value of an index with its checksum, without which no reader would look any further."""
+    return data + xxhash.xxh3_64_intdigest(b"name" + data).to_bytes(8, "little")
+
+
+def seeds() -> Iterator[bytes]:
+    """Yields something sound for each parser that takes something sound."""
+    push = transfer_pb2.PushRequest(store_id=1, offset_bytes=2, payload=b"abc").SerializeToString()
+    entry = tokens.entry_text("n", tokens.hash_of("t"), "acme", ["engine", "reader"], shared_memory=True)
+    config = 'region_size = "8MiB"\n[limits]\nmax_keys = 7\n[[tiers]]\ntype = "lmdb"\nsize = "1MiB"\n[tenants.a]\nquota = "5%"\n'
+    sound: list[bytes] = [
+        push,
+        push,
+        local_calls.pack_call(b"a/b", b"c")[4:],
+        local_calls.pack_answer(0, b"c")[4:],
+        attach.pack_request(bytes(16), 1),
+        attach.pack_reply(1, granted=True),
+        plain.pack_request(plain.Method.PUSH, b""),
+        plain.pack_frame_head(1, 2, 3),
+        plain.pack_refusal("INTERNAL", "x")[plain.ANSWER_BYTES :],
+        packed.pack_offsets([1, 2]),
+        child_main.pack({"a": 1}, b"x"),
+        messages.encode(messages.Granted(1, [0], [1])),
+        messages.encode(messages.Begin(1, True, bytes(16), 1, 2, "tcp")),
+        entry.encode(),
+        config.encode(),
+        bytes(64),
+        bytes(64),
+        lmdb_format.Record(1, 2, (3, 4)).pack(b"name"),
+    ]
+    for number, data in enumerate(sound):
+        yield byte(number) + data

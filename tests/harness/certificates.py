@@ -1,0 +1,79 @@
+"""Certificate authorities, and certificates of theirs, made when a test runs and for as long as it asks."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+__all__ = ["Authority", "Pair"]
+
+
+class Pair:
+    """A certificate and its key, in files."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.cert = str(directory / f"{name}.pem")
+        self.key = str(directory / f"{name}.key")
+
+    def write(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        """Writes both, the key first."""
+        pem = serialization.Encoding.PEM
+        no_password = serialization.NoEncryption()
+        Path(self.key).write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
+        Path(self.cert).write_bytes(certificate.public_bytes(pem))
+
+
+class Authority:
+    """Somebody who vouches for others; `ca` is the file to hand out."""
+
+    def __init__(self, directory: Path, name: str = "ca") -> None:
+        self._directory = directory
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"test {name}")])
+        certificate = (
+            _builder(self._name, self._name, self._key, (-1, 1))
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
+        self.ca = str(directory / f"{name}.pem")
+        Path(self.ca).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, name: str, *, days: tuple[float, float] = (-1, 1), alternative: str | None = None) -> Pair:
+        """Writes a certificate for 127.0.0.1 with this common name, valid between these days from now; returns where it is."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        if alternative is not None:
+            names.append(x509.UniformResourceIdentifier(alternative))
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        certificate = (
+            _builder(subject, self._name, key, days)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        pair = Pair(self._directory, name)
+        pair.write(certificate, key)
+        return pair
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: tuple[float, float]
+) -> x509.CertificateBuilder:
+    now = dt.datetime.now(dt.UTC)
+    begin, end = (now + dt.timedelta(days=day) for day in days)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(end)
+    )

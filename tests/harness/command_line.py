@@ -1,0 +1,40 @@
+"""`kvtier` as a user runs it: a process, what it prints, how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["answer_of", "kvtier"]
+
+
+def kvtier(
+    *arguments: str,
+    code: int = 0,
+    environment: Mapping[str, str] | None = None,
+    interpreter: Sequence[str] = (sys.executable,),
+    **more: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command, which must exit with this code, without a traceback; `interpreter` is what runs Python."""
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("KVTIER_")}
+    done = subprocess.run(
+        [*interpreter, "-m", "kvtier.server", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=clean | dict(environment or {}),
+        **more,
+    )
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def answer_of(*arguments: str, code: int = 0, **more: Any) -> Any:
+    """Returns what a command says in JSON."""
+    return json.loads(kvtier(*arguments, "--json", code=code, **more).stdout)

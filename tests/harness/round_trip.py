@@ -1,0 +1,53 @@
+"""`python round_trip.py [ENDPOINT]`: stores, flushes and reads blocks back, over each way there is; prints what came of it as JSON.
+
+Run where a server was installed some other way than for the tests: by a service manager, from a wheel, from an image.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import numpy as np
+
+from kvtier.client import Client, DurableStatus, Group, Namespace, make_key
+
+PART_BYTES = 64 << 10
+COUNT = 8
+WAIT_SECONDS = 20.0
+
+
+def main() -> int:
+    """Returns 0 where all that was stored is durable and reads back bit-identical, over shared memory and without."""
+    endpoint = sys.argv[1] if len(sys.argv) > 1 else "unix:/run/kvtier/kvtier.sock"
+    namespace = Namespace("round-trip", "uint8", (Group(PART_BYTES, 16, "group"),), "bytes", "test", world_size=1)
+    keys = [make_key(number.to_bytes(16, "big"), 0) for number in range(COUNT)]
+    blocks = [np.full(PART_BYTES, number + 1, np.uint8) for number in range(COUNT)]
+    report: dict[str, object] = {}
+    for transport in ("shm", "grpc"):
+        with Client(endpoint, namespace=namespace, transport=transport) as client:
+            _wait_connected(client)
+            if transport == "shm":
+                client.store(keys, blocks)
+                report["durable"] = set(client.flush(keys, wait=10)) == {DurableStatus.DURABLE}
+            found = [np.zeros(PART_BYTES, np.uint8) for _ in keys]
+            hits = client.load(keys, found, wait=5)
+            same = all(np.array_equal(one, other) for one, other in zip(found, blocks, strict=True))
+            report[transport] = (
+                "sound" if (hits, same, client.transport) == (COUNT, True, transport) else f"{hits} hits"
+            )
+    print(json.dumps(report, sort_keys=True))
+    return 0 if report == {"durable": True, "grpc": "sound", "shm": "sound"} else 1
+
+
+def _wait_connected(client: Client) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not client.connected:
+        if time.monotonic() > deadline:
+            raise SystemExit("the client does not find the server")
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

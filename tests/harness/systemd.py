@@ -1,0 +1,106 @@
+"""A systemd of its own for a test: the first process of a namespace, with nothing to run but the units of one directory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from harness import namespace
+from harness.namespace import OwnNamespace
+
+__all__ = ["Systemd", "why_not"]
+
+MANAGER = Path("/lib/systemd/systemd")
+CGROUPS = Path("/sys/fs/cgroup")
+
+_BOOT = """
+mkdir -p /run/systemd/system
+exec env -i container=other PATH="$PATH" SYSTEMD_UNIT_PATH={units} SYSTEMD_LOG_TARGET=console \\
+  {manager} --system --unit=nothing.target --show-status=no
+"""
+
+
+def why_not() -> str | None:
+    """Returns why there can be no systemd here; None where there can."""
+    return namespace.why_not() if MANAGER.exists() else "no systemd"
+
+
+class Systemd(OwnNamespace):
+    """Runs from `__enter__` to `__exit__`; `units` is a directory with all the units that there are."""
+
+    def __init__(self, units: Path, log: Path) -> None:
+        super().__init__(log, _BOOT.format(units=units, manager=MANAGER))
+        self._units = units
+        self._cgroups: set[Path] = set()
+        self._folders: set[Path] = set()
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        # Two at a time would share the folders in which the kernel counts their units. Of no process of another checkout either.
+        self._lock = os.open(CGROUPS, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        (self._units / "nothing.target").write_text("[Unit]\nDefaultDependencies=no\n")
+        self._cgroups, self._folders = _cgroups(), self._private()
+        try:
+            return super().__enter__()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        # What it has made for its units outlives it. A folder of the kernel's can go when nobody is in it.
+        deadline = time.monotonic() + 5.0
+        while (left := _cgroups() - self._cgroups) and time.monotonic() < deadline:
+            for folder in sorted(left, reverse=True):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            time.sleep(0.05)
+        for folder in (
+            self._private() - self._folders
+        ):  # of PrivateTmp: units that are killed with their namespace leave it behind
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def _private(self) -> set[Path]:
+        """Returns the folders that stand for /tmp in units of these names."""
+        names = [path.name for path in self._units.iterdir()]
+        return {
+            path
+            for base in ("/tmp", "/var/tmp")
+            for name in names
+            for path in Path(base).glob(f"systemd-private-*-{name}-*")
+        }
+
+    def booted(self) -> bool:
+        """Whether it answers."""
+        return self.run("systemctl", "is-active", "nothing.target").stdout.strip() == "active"
+
+    def show(self, unit: str, name: str) -> str:
+        """Returns a property of a unit, as `systemctl show` prints it."""
+        return self.run("systemctl", "show", "--value", "--property", name, unit).stdout.strip()
+
+    def wait_for(self, unit: str, name: str, value: str, seconds: float = 30.0) -> None:
+        """Waits until a property of a unit has this value."""
+        deadline = time.monotonic() + seconds
+        while (found := self.show(unit, name)) != value:
+            assert time.monotonic() < deadline, f"{name} of {unit} is {found}, not {value}:\n{self.log[-3000:]}"
+            time.sleep(0.1)
+
+
+def _cgroups() -> set[Path]:
+    """Returns the folders in which a systemd keeps its units, in every hierarchy."""
+    found: set[Path] = set()
+    for base in (CGROUPS, *CGROUPS.glob("*")):
+        for name in ("init.scope", "system.slice"):
+            found.update(base.glob(name))
+            found.update(path for path in base.glob(f"{name}/**/") if path.is_dir())
+    return found

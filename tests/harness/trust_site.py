@@ -1,0 +1,120 @@
+"""A server with a certificate and a file of tokens, and clients of all kinds that have credentials, or none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtier.client import Client, Credentials, KVTierError, Timeouts
+from kvtier.server.tokens import entry_text, hash_of, new_token
+
+from .certificates import Authority
+from .payloads import key_of, namespace_of
+from .server_process import MIB, ServerProcess
+
+__all__ = ["KEYS", "PART", "TIMEOUTS", "Site", "Tokens", "error_of", "make_site", "status_of", "wait_for"]
+
+PART = 16 << 10
+KEYS = [key_of(number) for number in range(8)]
+TIMEOUTS = Timeouts(connect=10.0, call=10.0, transfer=30.0)
+
+
+@dataclass
+class Tokens:
+    """A file of tokens, and the tokens themselves."""
+
+    path: Path
+    token: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, tenant: str | None, *roles: str, shared_memory: bool = False, more: str = "") -> str:
+        """Adds one; returns it."""
+        token = self.token[name] = new_token()
+        entry = entry_text(name, hash_of(token), tenant, roles, shared_memory=shared_memory) + more
+        self.path.write_text((self.path.read_text() if self.path.exists() else "") + entry + "\n")
+        return token
+
+    def remove(self, name: str) -> None:
+        """Removes one."""
+        entries = self.path.read_text().split("\n\n")
+        kept = [entry for entry in entries if f'name = "{name}"' not in entry]
+        beside = self.path.with_suffix(".new")
+        beside.write_text("\n\n".join(kept))
+        beside.replace(self.path)
+
+
+@dataclass
+class Site:
+    """A running server, its files, and what leads to it."""
+
+    server: ServerProcess
+    authority: Authority
+    tokens: Tokens
+
+    def credentials(self, name: str | None = None, **more: Any) -> Credentials:
+        """Returns what the holder of a token shows, over TLS."""
+        token = self.tokens.token[name] if name is not None else None
+        return Credentials(ca=self.authority.ca, token=token, **more)
+
+    def client(self, name: str | None, *, tenant: str = "", unix: bool = False, **more: Any) -> Client:
+        """Returns a client that has a token."""
+        return Client(
+            self.server.endpoint if unix else self.server.tcp,
+            namespace=namespace_of(PART, tenant=tenant),
+            credentials=self.credentials(name),
+            timeouts=TIMEOUTS,
+            **more,
+        )
+
+    def audits(self) -> list[str]:
+        """Returns the lines of the audit log."""
+        return [line for line in self.server.log.splitlines() if '"event": "audit"' in line]
+
+
+def make_site(directory: Path, *, config: str = "", tls: str = "", auth: str = "") -> Site:
+    """Returns a server that listens on TLS, not started; `tls` and `auth` are more of their tables."""
+    authority = Authority(directory)
+    pair = authority.issue("server")
+    tokens = Tokens(directory / "tokens.toml")
+    tokens.add("acme-engine", "acme", "engine", shared_memory=True)
+    tokens.add("acme-far", "acme", "engine")
+    tokens.add("acme-reader", "acme", "reader", shared_memory=True)
+    tokens.add("zeta-engine", "zeta", "engine", shared_memory=True)
+    tokens.add("any-engine", "*", "engine")
+    tokens.add("boss", None, "admin")
+    tokens.add("prometheus", None, "metrics")
+    tokens.add("old", "acme", "engine", more="expires = 2020-01-01T00:00:00Z\n")
+    text = (
+        f'{config}\n[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n{tls}\n'
+        f'[auth]\ntokens = "{tokens.path}"\n{auth}\n[sessions]\nheartbeat_interval = 0.2'
+    )
+    server = ServerProcess(directory, region=16 * MIB, lmdb=32 * MIB, config=text, tcp=True, insecure=False)
+    return Site(server, authority, tokens)
+
+
+def status_of(call: Callable[[], object]) -> str:
+    """Returns the status that a call is refused with."""
+    with pytest.raises(grpc.RpcError) as refused:
+        call()
+    return str(refused.value.code().name)
+
+
+def error_of(client: Client, seconds: float = 3.0) -> KVTierError:
+    """Returns why a client finds no server."""
+    with pytest.raises(KVTierError) as error:
+        client.wait_until_connected(seconds)
+    return error.value
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Waits until something is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it has not come about"
+        time.sleep(0.02)
+    return found

@@ -1,0 +1,179 @@
+"""Evict and Drain as calls: who is refused, and what becomes of a call that is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from harness.payloads import key_of, namespace_of, payload
+from harness.server_process import ServerProcess
+
+from kvtier.client import Client
+from kvtier.protos.reasons import reason_of
+from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
+from kvtier.server.drainage import Drainage
+from kvtier.server.errors import Refused
+from kvtier.server.services.admin import _MOST_EVICTIONS
+
+PART = 4096
+BLOCKS = 4096
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with some thousand small blocks."""
+    with ServerProcess(tmp_path_factory.mktemp("s")).start() as server:
+        keys = [key_of(number) for number in range(BLOCKS)]
+        with Client(server.endpoint, namespace=namespace_of(PART), engine_id="e") as client:
+            client.wait_until_connected(10)
+            client.store(keys, [payload(key, PART) for key in keys])
+            client.flush(keys)
+        yield server
+
+
+@pytest.fixture
+def stub(server: ServerProcess) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
+    """Its AdminService."""
+    with grpc.insecure_channel(server.endpoint) as channel:
+        yield admin_pb2_grpc.AdminServiceStub(channel)
+
+
+def blocks(stub: admin_pb2_grpc.AdminServiceStub) -> int:
+    """Returns the blocks of the CPU tier."""
+    answer = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=5)
+    return int(answer.tiers[0].blocks)
+
+
+def test_the_stream_says_how_far_it_has_come(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    """It ends with the result, and only that is done; without tiers it is about all of them."""
+    steps = list(stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=30))
+    assert [step.done for step in steps] == [False] * (len(steps) - 1) + [True]
+    last = steps[-1]
+    assert [tier.tier for tier in last.tiers] == ["cpu", "lmdb"]
+    assert [tier.blocks for tier in last.tiers] == [BLOCKS, BLOCKS]
+    assert all(tier.looked_at == tier.total == BLOCKS for tier in last.tiers)
+
+
+def test_what_is_asked_for_wrongly(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    """No such tier, an id that is none, a negative time: refused, with the reason; nothing goes."""
+    negative = admin_pb2.EvictRequest()
+    negative.unused_for.FromSeconds(-1)
+    for request in (
+        admin_pb2.EvictRequest(tiers=["tape"]),
+        admin_pb2.EvictRequest(namespace_id=b"short"),
+        negative,
+    ):
+        with pytest.raises(grpc.RpcError) as refused:
+            list(stub.Evict(request, timeout=5))
+        assert reason_of(refused.value.trailing_metadata()) == "INVALID_ARGUMENT"
+    assert blocks(stub) == BLOCKS
+
+
+def test_a_mode_of_a_drain_that_is_not_known(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    """Is refused: a newer client that means something else by it must not end this server."""
+    request = admin_pb2.DrainRequest.FromString(bytes((1 << 3, 99)))
+    with pytest.raises(grpc.RpcError) as refused:
+        list(stub.Drain(request, timeout=5))
+    assert reason_of(refused.value.trailing_metadata()) == "INVALID_ARGUMENT"
+    assert blocks(stub) == BLOCKS
+
+
+def test_too_many_at_once(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    """Some wait for each other, more are refused; afterwards there is room again."""
+    calls = [stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=30) for _ in range(4 * _MOST_EVICTIONS)]
+    reasons = []
+    for call in calls:
+        try:
+            assert list(call)[-1].done
+        except grpc.RpcError as error:
+            reasons.append(reason_of(error.trailing_metadata()))
+    assert set(reasons) == {"LIMIT_EXCEEDED"}
+    assert len(reasons) <= 3 * _MOST_EVICTIONS
+    assert list(stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=30))[-1].done
+
+
+def test_who_hangs_up_leaves_it_at_what_has_gone(server: ServerProcess, stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    """The server says in its log what that was, and takes the next wish."""
+    before = server.log.count("evicted on demand")
+    call = stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=30)
+    next(call)
+    call.cancel()
+    server.wait_for(lambda _: server.log.count("evicted on demand") > before)
+    assert list(stub.Evict(admin_pb2.EvictRequest(tiers=["cpu"]), timeout=30))[-1].tiers[0].blocks == BLOCKS
+    assert blocks(stub) == 0
+
+
+class _Sessions(SimpleNamespace):
+    @property
+    def draining(self) -> bool:
+        return bool(self.drain_began.is_set())
+
+
+def _drainage(*, complete: bool = True) -> tuple[Drainage, Any, list[str]]:
+    async def drain(_: float) -> bool:
+        await asyncio.sleep(0.01)
+        return complete
+
+    ended: list[str] = []
+    sessions: Any = _Sessions(drain_began=asyncio.Event(), ended=asyncio.Event())
+    runtime: Any = SimpleNamespace(drain=drain)
+    return Drainage(runtime, sessions, lambda: ended.append("end")), sessions, ended
+
+
+async def test_a_server_that_ends_cannot_be_kept() -> None:
+    """Undoing and staying come too late; it is done when the sessions have ended."""
+    drainage, sessions, ended = _drainage()
+    drainage.end()
+    assert (ended, sessions.draining, drainage.done) == (["end"], True, False)
+    with pytest.raises(Refused):
+        drainage.undo()
+    drainage.stay()
+    await drainage.finish()
+    assert (drainage.done, drainage.complete, sessions.ended.is_set()) == (True, True, True)
+
+
+async def test_staying_and_undoing() -> None:
+    """Drained once what is under way has ended; undone at any time, and as often as one likes."""
+    drainage, sessions, ended = _drainage(complete=False)
+    drainage.stay()
+    assert (sessions.draining, drainage.done) == (True, False)
+    drainage.undo()
+    assert (sessions.draining, drainage.done) == (False, True)
+    drainage.undo()
+    drainage.stay()
+    while not drainage.done:  # noqa: ASYNC110 - it has no event to wait for
+        await asyncio.sleep(0.005)
+    assert (sessions.draining, drainage.complete, ended) == (True, False, [])
+    drainage.undo()
+    assert (sessions.draining, drainage.complete) == (False, True)
+
+
+async def test_a_signal_ends_a_server_that_stays() -> None:
+    """What was drained is drained again, and then its sessions end."""
+    drainage, sessions, _ = _drainage()
+    drainage.stay()
+    await drainage.finish()
+    assert (drainage.ending, drainage.done, sessions.ended.is_set()) == (True, True, True)
+
+
+async def test_a_server_that_ends_waits_for_what_is_under_way() -> None:
+    """Sessions end after the drain, not before, and whether it came to its end in time is known."""
+    drainage, sessions, _ = _drainage(complete=False)
+    await drainage.finish()
+    assert (drainage.complete, sessions.ended.is_set()) == (False, True)
+
+
+def test_it_cannot_be_undone_once_it_ends(tmp_path: Path) -> None:
+    """Of a real server: the call is refused, or finds nobody any more."""
+    with ServerProcess(tmp_path).start() as server, grpc.insecure_channel(server.endpoint) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        next(stub.Drain(admin_pb2.DrainRequest(mode=admin_pb2.DRAIN_MODE_END), timeout=30))
+        with pytest.raises(grpc.RpcError) as refused:
+            list(stub.Drain(admin_pb2.DrainRequest(mode=admin_pb2.DRAIN_MODE_UNDO), timeout=30))
+        assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert server.wait() == 0

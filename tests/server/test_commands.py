@@ -1,0 +1,341 @@
+"""The commands that look at a real server, or have it do something: what they print, in JSON too, and how they exit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.command_line import answer_of, kvtier
+from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import Client, KVTierError, StoreStatus
+from kvtier.protos.v1 import admin_pb2
+from kvtier.server import cli, status
+from kvtier.server.commands.rates import rates
+
+PART = 64 << 10
+ASK = ("status", "top", "tiers", "sessions", "leases", "handoffs", "explain r", "evict --all", "drain", "fsck --online")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of which nothing is taken away, with a tier on disk."""
+    with ServerProcess(tmp_path_factory.mktemp("s")).start() as server:
+        yield server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server of one test's own."""
+    with ServerProcess(tmp_path).start() as server:
+        yield server
+
+
+def client_of(server: ServerProcess, tenant: str = "", name: str = "unit") -> Client:
+    """Returns a client that is connected."""
+    client = Client(server.endpoint, namespace=namespace_of(PART, tenant=tenant), name=name, engine_id=f"e-{name}")
+    client.wait_until_connected(10)
+    return client
+
+
+def store(client: Client, *numbers: int) -> list[bytes]:
+    """Stores blocks, in all tiers; returns their keys."""
+    keys = [key_of(number) for number in numbers]
+    assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
+    client.flush(keys)
+    return keys
+
+
+def ask(server: ServerProcess, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a command against a server."""
+    return kvtier(*arguments, "--endpoint", server.endpoint, code=code)
+
+
+@pytest.mark.parametrize("command", ASK)
+def test_without_a_server_a_command_says_so(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and one line, also where the address is none."""
+    for endpoint, words in ((f"unix:{tmp_path}/none", "no server answers at"), ("nonsense", "neither unix:PATH nor")):
+        assert cli.main([*command.split(), "--endpoint", endpoint, "--timeout", "2"]) == cli.EXIT_UNREACHABLE
+        said = capsys.readouterr()
+        assert words in said.err
+        assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+def test_tiers(shared: ServerProcess) -> None:
+    """Fill, hits, queues, shares, and where the memory is."""
+    answer = answer_of("tiers", "--endpoint", shared.endpoint)
+    assert [tier["name"] for tier in answer["tiers"]] == ["cpu", "lmdb"]
+    assert {"queued_bytes", "dropped_blocks", "declined", "hit_rate", "shares"} <= set(answer["tiers"][1])
+    region = answer["region"]
+    assert region["size_bytes"] == region["backed_bytes"] == 64 * MIB
+    assert 0 <= region["huge_bytes"] <= 64 * MIB
+    text = ask(shared, "tiers").stdout
+    for piece in ("cpu", "lmdb", "queued", "(the rest)", "64.0 MiB of 64.0 MiB backed"):
+        assert piece in text
+
+
+def test_sessions(shared: ServerProcess) -> None:
+    """Who is there, for how long, with which process and transport; what it holds, and when it was heard of last."""
+    with client_of(shared, tenant="acme", name="sess") as client:
+        keys = store(client, *range(100, 103))
+        with client.lookup(keys), client.write([key_of(110), key_of(111)]):
+            [session] = answer_of("sessions", "--endpoint", shared.endpoint)["sessions"]
+            text = ask(shared, "sessions").stdout
+    assert (session["client_name"], session["engine_id"], session["pid"]) == ("sess", "e-sess", os.getpid())
+    assert (session["tenant"], session["transport"], session["attached"]) == ("acme", "shm", True)
+    assert (session["leases"], session["leased_blocks"]) == (1, 3)
+    assert (session["stores"], session["storing_bytes"]) == (1, 2 * PART)
+    assert 0 <= session["idle_seconds"] <= session["age_seconds"] < 60
+    assert session["calls"] >= 3
+    assert len(bytes.fromhex(session["namespace_id"])) == 16
+    for piece in ("sess", "e-sess", str(os.getpid()), "shm", "acme", "3 blocks"):
+        assert piece in text
+    assert ask(shared, "sessions").stdout == "no sessions\n"
+
+
+def test_the_status_says_who_serves(shared: ServerProcess) -> None:
+    """Process, protocol, region and how late the loop is."""
+    answer = answer_of("status", "--endpoint", shared.endpoint)
+    assert (answer["pid"], answer["protocol_versions"]) == (shared.pid, [1])
+    assert 0 <= answer["loop_lag_seconds"] < 30
+    assert answer["region"]["size_bytes"] == 64 * MIB
+
+
+class TestTop:
+    def test_rates_of_an_interval(self, shared: ServerProcess) -> None:
+        """What happened between two looks, per second; a ratio of the interval, and none where nothing was asked."""
+        command = [sys.executable, "-m", "kvtier.server", "top", "--json", "--interval", "2", "--count", "1"]
+        with client_of(shared, name="top") as client:
+            keys = store(client, 200)
+            before = _status(shared)
+            client.lookup([*keys, key_of(201)], prefix=False).release()
+            look = rates(before, _status(shared), 0.5)
+            idle = answer_of("top", "--once", "--interval", "0.2", "--endpoint", shared.endpoint)
+        assert (look["lookup_keys_per_s"], look["hit_ratio"]) == (4, 0.5)
+        cpu, lmdb = look["tiers"]
+        assert (cpu["hits_per_s"], cpu["misses_per_s"], cpu["hit_ratio"]) == (2, 2, 0.5)
+        assert (lmdb["hits_per_s"], lmdb["misses_per_s"], lmdb["hit_ratio"]) == (0, 2, 0)
+        [session] = look["sessions"]
+        assert (session["engine_id"], session["calls_per_s"] >= 4) == ("e-top", True)
+        assert {share["tenant"] for share in look["tenants"]} == {""}
+        assert (idle["lookup_keys_per_s"], idle["hit_ratio"]) == (0, None)
+        done = subprocess.run(
+            [*command, "--endpoint", shared.endpoint], capture_output=True, text=True, check=True, timeout=30
+        )
+        [line] = done.stdout.splitlines()
+        assert json.loads(line)["interval_seconds"] == pytest.approx(2, abs=1)
+
+    def test_for_people(self, shared: ServerProcess) -> None:
+        """Where it is no terminal, tables one after another."""
+        with client_of(shared, name="eye"):
+            text = ask(shared, "top", "--interval", "0.1", "--count", "2").stdout
+        assert text.count("tiers, per second") == 2
+        for piece in ("keys/s looked up", "ms late at most", "(the rest)", "e-eye", "calls/s"):
+            assert piece in text
+
+    def test_on_a_terminal_it_goes_on_until_it_is_interrupted(self, shared: ServerProcess) -> None:
+        """The screen is redrawn; Ctrl-C ends it with 0, and the screen is given back."""
+        command = ["env", "--default-signal=INT", sys.executable, "-m", "kvtier.server", "top", "--interval", "0.2"]
+        command += ["--endpoint", shared.endpoint]
+        leader, follower = pty.openpty()
+        process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
+        os.close(follower)
+        shown, deadline = b"", time.monotonic() + 30
+        try:
+            while shown.count(b"keys/s") < 3:
+                assert time.monotonic() < deadline, shown
+                shown += _read(leader)
+            process.send_signal(signal.SIGINT)
+            while process.poll() is None:
+                assert time.monotonic() < deadline, shown
+                shown += _read(leader)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(leader)
+        assert process.returncode == 0
+        assert b"Traceback" not in shown
+        assert b"\x1b[?1049h" in shown
+
+    def test_wrong_usage(self, shared: ServerProcess) -> None:
+        """No interval is none."""
+        assert "--interval" in ask(shared, "top", "--interval", "0", code=2).stderr
+
+
+class TestEvict:
+    def test_says_how_much_and_spares_what_is_pinned(self, server: ServerProcess) -> None:
+        """A dry run changes nothing; then all of a tier goes but what a lease pins; what the tier below has is served."""
+        arguments = ("evict", "--tier", "cpu", "--all", "--endpoint", server.endpoint)
+        kvtier(*arguments, code=2)  # --all beside a condition is a contradiction
+        arguments = ("evict", "--tier", "cpu", "--endpoint", server.endpoint)
+        with client_of(server) as client:
+            keys = store(client, *range(10))
+            with client.lookup(keys[:2]):
+                dry = answer_of(*arguments, "--dry-run")
+                assert answer_of("tiers", "--endpoint", server.endpoint)["tiers"][0]["blocks"] == 10
+                wet = answer_of(*arguments)
+            tier = {"tier": "cpu", "blocks": 8, "bytes": 8 * PART, "kept_blocks": 2, "kept_bytes": 2 * PART}
+            assert dry == {"dry_run": True, "done": True, "tiers": [tier]}
+            assert wet == {"dry_run": False, "done": True, "tiers": [tier]}
+            cpu, lmdb = answer_of("tiers", "--endpoint", server.endpoint)["tiers"]
+            assert (cpu["blocks"], cpu["evictions"], lmdb["blocks"]) == (2, 8, 10)
+            assert_serves(client, keys)
+        text = ask(server, "evict", "--all").stdout
+        for piece in ("gone", "stays", "cpu", "lmdb", "10 blocks", "640.0 KiB"):
+            assert piece in text
+        assert [tier["blocks"] for tier in answer_of("tiers", "--endpoint", server.endpoint)["tiers"]] == [0, 0]
+
+    def test_of_a_tenant_a_namespace_an_age_and_so_many_bytes(self, server: ServerProcess) -> None:
+        """Each condition spares what it does not mean; what is gone from every tier is a miss."""
+
+        def gone(*conditions: str) -> list[int]:
+            answer = answer_of("evict", *conditions, "--endpoint", server.endpoint)
+            return [tier["blocks"] for tier in answer["tiers"]]
+
+        with client_of(server, "alice", "alice") as alice, client_of(server, "bob", "bob") as bob:
+            keys, others = store(alice, *range(6)), store(bob, *range(4))
+            sessions = answer_of("sessions", "--endpoint", server.endpoint)["sessions"]
+            [namespace] = [each["namespace_id"] for each in sessions if each["tenant"] == "bob"]
+            assert gone("--older-than", "1h") == [0, 0]
+            assert gone("--tenant", "nobody") == [0, 0]
+            assert gone("--namespace", namespace, "--tier", "lmdb") == [4]
+            assert gone("--tenant", "alice", "--bytes", f"{2 * PART}") == [2, 2]
+            time.sleep(1.1)
+            assert gone("--older-than", "1s", "--tenant", "alice") == [4, 4]
+            assert alice.lookup(keys, prefix=False).id == 0
+            assert_serves(bob, others)
+
+    def test_what_is_retained_stays_unless_it_is_overruled(self, server: ServerProcess) -> None:
+        """A request's wish holds against an operator's, without --retained."""
+        with client_of(server) as client:
+            keys = [key_of(1)]
+            client.store(keys, [payload(keys[0], PART)], retain_for=600)
+            client.flush(keys)
+            for flags, blocks in (((), 0), (("--retained",), 1)):
+                answer = answer_of("evict", "--tier", "cpu", *flags, "--endpoint", server.endpoint)
+                assert answer["tiers"][0]["blocks"] == blocks
+
+    def test_a_bar_is_drawn_on_terminals_only(self, shared: ServerProcess) -> None:
+        """On standard error, beside an answer that stays one JSON document."""
+        command = [sys.executable, "-m", "kvtier.server", "evict", "--all", "--dry-run", "--json"]
+        leader, follower = pty.openpty()
+        try:
+            done = subprocess.run(
+                [*command, "--endpoint", shared.endpoint],
+                stdout=subprocess.PIPE,
+                stderr=follower,
+                check=True,
+                timeout=30,
+            )
+            drawn = _read(leader)
+        finally:
+            os.close(follower)
+            os.close(leader)
+        assert json.loads(done.stdout)["done"]
+        assert b"evict" in drawn
+        assert ask(shared, "evict", "--all", "--dry-run").stderr == ""
+
+    @pytest.mark.parametrize(
+        ("flags", "code", "words"),
+        [
+            ((), 2, "or --all"),
+            (("--tier", "tape"), 1, "there is no tier 'tape'; there are cpu, lmdb"),
+            (("--namespace", "xyz"), 2, "32 hexadecimal digits"),
+            (("--namespace", "abcd"), 1, "the id of a namespace has 16 bytes"),
+            (("--older-than", "soon"), 2, "not a duration"),
+            (("--bytes", "lots"), 2, "not a size"),
+            (("--bytes", "0"), 2, "must be more than 0"),
+        ],
+    )
+    def test_refusals(self, shared: ServerProcess, flags: tuple[str, ...], code: int, words: str) -> None:
+        """What is no condition is refused, in a line."""
+        assert words in ask(shared, "evict", *flags, code=code).stderr
+
+
+class TestDrain:
+    def test_it_ends_as_by_a_signal(self, server: ServerProcess) -> None:
+        """What fits is durable, the process has ended with 0 when the command has, and the next one serves it."""
+        with client_of(server) as client:
+            keys = [key_of(number) for number in range(20)]
+            client.store(keys, [payload(key, PART) for key in keys])
+            answer = answer_of("drain", "--wait", "--endpoint", server.endpoint)
+        assert (answer["mode"], answer["complete"], answer["ended"]) == ("end", True, True)
+        assert server.wait() == 0
+        server.start()
+        with client_of(server) as client:
+            assert_serves(client, keys)
+
+    def test_without_wait_it_returns_at_once_and_the_server_ends(self, server: ServerProcess) -> None:
+        """The drain goes on when nobody looks."""
+        assert "it takes no new work" in ask(server, "drain").stdout
+        assert server.wait() == 0
+
+    def test_it_stays_and_is_undone(self, server: ServerProcess) -> None:
+        """Drained, it refuses stores and sessions and serves lookups; undone, it takes them."""
+        with client_of(server) as client:
+            keys = store(client, 0, 1)
+            answer = answer_of("drain", "--stay", "--wait", "--endpoint", server.endpoint)
+            assert (answer["mode"], answer["done"], answer["complete"], answer["ended"]) == ("stay", True, True, False)
+            assert answer_of("status", "--endpoint", server.endpoint)["draining"]
+            with pytest.raises(KVTierError), client.write([key_of(9)]):
+                pass
+            assert_serves(client, keys)
+            assert "is drained" in ask(server, "drain", "--stay", "--wait").stdout, "twice is once"
+            assert ask(server, "drain", "--undo").stdout == "it takes new work again\n"
+            assert not answer_of("status", "--endpoint", server.endpoint)["draining"]
+            client.wait_until_connected(10)
+            store(client, 9)
+        assert server.terminate() == 0
+
+    def test_stay_and_undo_exclude_each_other(self) -> None:
+        """Both at once are wrong usage."""
+        assert "not allowed with" in kvtier("drain", "--stay", "--undo", code=2).stderr
+
+
+class TestCompletion:
+    @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+    def test_every_command_is_completed(self, shell: str) -> None:
+        """The script names all commands and their flags."""
+        script = kvtier("completion", shell).stdout
+        for word in ("evict", "doctor", "drain", "sessions", "older-than"):
+            assert word in script
+
+    def test_bash_completes(self, tmp_path: Path) -> None:
+        """A real bash proposes commands, and flags of a command."""
+        (tmp_path / "kvtier.bash").write_text(kvtier("completion", "bash").stdout)
+        script = (
+            f"source {tmp_path}/kvtier.bash\n"
+            'complete_() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); '
+            '$(complete -p kvtier | sed \'s/.*-F \\([^ ]*\\).*/\\1/\') kvtier "${@: -1}" "${@: -2:1}"; echo "${COMPREPLY[@]}"; }\n'
+            "complete_ kvtier do\ncomplete_ kvtier evict --dry\n"
+        )
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=30)
+        assert done.stdout.split() == ["doctor", "--dry-run"], done
+
+    def test_an_unknown_shell(self) -> None:
+        """Wrong usage."""
+        kvtier("completion", "tcl", code=2)
+
+
+def _status(server: ServerProcess) -> dict[str, object]:
+    answer = server.status()
+    assert isinstance(answer, admin_pb2.GetStatusResponse)
+    return status.values(answer)
+
+
+def _read(descriptor: int) -> bytes:
+    """Returns what a terminal shows, as far as there is something; nothing once its other end is closed."""
+    with contextlib.suppress(OSError):
+        return os.read(descriptor, 1 << 16) if select.select([descriptor], [], [], 0.1)[0] else b""
+    return b""

@@ -1,0 +1,177 @@
+"""The status page as HTTP sees it: what is served to whom, and how little a browser is allowed to do with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection, HTTPMessage
+from pathlib import Path
+
+import pytest
+from harness.launch import launch
+from prometheus_client import CollectorRegistry
+
+from kvtier.protos.v1.admin_pb2 import GetStatusResponse, MissCount, MissReason, TierStatus
+from kvtier.server import status_page
+from kvtier.server.metrics_http import MetricsServer
+from kvtier.server.status_page import SECURITY_HEADERS, StatusPage
+
+FOLDER = Path(status_page.__file__).parent / "page"
+FILES = sorted(FOLDER.iterdir())
+STATUS = GetStatusResponse(
+    server_version="1",
+    epoch=0xABC,
+    tiers=[TierStatus(name="cpu", hits=3, misses=1, capacity_bytes=8, used_bytes=2)],
+    lookup_keys=4,
+    misses=[MissCount(reason=MissReason.MISS_REASON_EVICTED, keys=1)],
+)
+
+
+def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, HTTPMessage, bytes]:
+    """Returns status, headers and body."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+    finally:
+        connection.close()
+
+
+Start = Callable[..., MetricsServer]
+
+
+@pytest.fixture
+def start(no_leaks: None) -> Iterator[Start]:  # noqa: ARG001 - is to watch
+    """Starts endpoints, and ends them."""
+    servers: list[MetricsServer] = []
+
+    def make(status: Callable[[], GetStatusResponse] = lambda: STATUS, **more: Callable[..., object]) -> MetricsServer:
+        servers.append(MetricsServer("127.0.0.1:0", CollectorRegistry(), page=StatusPage(status), **more))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+class TestServing:
+    def test_page(self, start: Start) -> None:
+        """At `/` is the page, and all that it names is beside it, with its type."""
+        port = start().port
+        status, headers, body = get(port, "/")
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        named = set(re.findall(r'(?:src|href)="([^"#]+)"', body.decode()))
+        assert {"page.js", "page.css", "icon.svg", "status.json"} <= named
+        for name in named:
+            assert get(port, f"/{name}")[0] == 200, name
+        assert get(port, "/page.js")[1]["Content-Type"] == "text/javascript; charset=utf-8"
+        assert get(port, "/page.css")[1]["Content-Type"] == "text/css; charset=utf-8"
+        assert get(port, "/", "HEAD")[2] == b""
+
+    def test_modules_that_scripts_import_are_there(self, start: Start) -> None:
+        """Every file that a script imports is served."""
+        port = start().port
+        scripts = [file.read_text() for file in FILES if file.suffix == ".js"]
+        imported = {name for text in scripts for name in re.findall(r'from "\./([^"]+)"', text)}
+        assert len(imported) >= 4
+        for name in imported:
+            assert get(port, f"/{name}")[0] == 200, name
+
+    def test_figures(self, start: Start) -> None:
+        """The figures are those of the status, as JSON."""
+        status, headers, body = get(start().port, "/status.json")
+        values = json.loads(body)
+        assert (status, headers["Content-Type"], headers["Cache-Control"]) == (200, "application/json", "no-store")
+        assert (values["epoch"], values["lookup_keys"]) == ("0000000000000abc", 4)
+        assert values["misses"] == [{"reason": "evicted", "keys": 1}]
+        assert (values["tiers"][0]["hit_rate"], values["tiers"][0]["fill"]) == (0.75, 0.25)
+
+    def test_server_that_does_not_answer(self, start: Start) -> None:
+        """Where the figures cannot be read the answer is 503, and says why; the page itself is there."""
+
+        def fail() -> GetStatusResponse:
+            raise TimeoutError
+
+        port = start(fail).port
+        status, _, body = get(port, "/status.json")
+        assert (status, json.loads(body)) == (503, {"error": "no answer from the server: TimeoutError"})
+        assert get(port, "/")[0] == 200
+
+    def test_nothing_else(self, start: Start) -> None:
+        """No other file is served, by whatever path, and nothing can be changed."""
+        port = start().port
+        for path in ("/index.html", "/status_page.py", "/../status_page.py", "/%2e%2e/status_page.py", "/page"):
+            assert get(port, path)[0] == 404, path
+        for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+            assert get(port, "/status.json", method)[0] == 501, method
+
+    def test_who_may_see(self, start: Start) -> None:
+        """Figures are for those that are admitted; the page that asks for a token, and health, are for everybody."""
+        asked: list[str | None] = []
+
+        def admits(authorization: str | None) -> bool:
+            asked.append(authorization)
+            return authorization == "Bearer secret"
+
+        port = start(admits=admits).port
+        for path in ("/status.json", "/metrics", "/nothing"):
+            status, headers, body = get(port, path)
+            assert (status, headers["WWW-Authenticate"]) == (401, "Bearer"), path
+            assert b"cpu" not in body
+            assert get(port, path, Authorization="Bearer wrong")[0] == 401, path
+        assert get(port, "/status.json", Authorization="Bearer secret")[0] == 200
+        assert get(port, "/metrics", Authorization="Bearer secret")[0] == 200
+        assert len(asked) == 8
+        for path in ("/", "/page.js", "/page.css", "/healthz"):
+            assert get(port, path)[0] == 200, path
+        assert len(asked) == 8
+
+
+class TestTrust:
+    def test_every_answer_says_what_a_browser_may_do(self, start: Start) -> None:
+        """Nothing but the page's own files, whatever is asked for."""
+        port = start().port
+        for path in ("/", "/page.js", "/status.json", "/metrics", "/nothing"):
+            headers = get(port, path)[1]
+            for name, value in SECURITY_HEADERS.items():
+                assert headers[name] == value, (path, name)
+            assert headers["Server"] == "kvtier"
+        policy = SECURITY_HEADERS["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; ")
+        for weakness in ("unsafe", "*", "data:", "http"):
+            assert weakness not in policy
+
+    @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+    def test_files(self, file: Path) -> None:
+        """They load nothing from elsewhere, have no script or style inline, and never make markup of text."""
+        text = file.read_text()
+        addresses = set(re.findall(r"https?://[^\s\"')]+", text))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of SVG, which is never fetched"
+        for forbidden in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacent",
+            "document.write",
+            "eval(",
+            "new Function",
+            "DOMParser",
+        ):
+            assert forbidden not in text
+        if file.suffix == ".html":
+            assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=|javascript:", text)
+
+
+def test_same_as_the_command(tmp_path: Path) -> None:
+    """A real server's page has the figures of `kvtier status --json`."""
+    with launch(tmp_path, "--metrics", "127.0.0.1:0") as server:
+        port = server.wait_ready()["metrics_port"]
+        command = [sys.executable, "-m", "kvtier.server", "status", "--json", "--endpoint", f"unix:{tmp_path}/s"]
+        told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=30).stdout)
+        page = json.loads(get(port, "/status.json")[2])
+        assert page.pop("uptime_seconds") >= told.pop("uptime_seconds") > 0
+        assert page == told
+        assert server.end() == 0

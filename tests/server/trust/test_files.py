@@ -1,0 +1,147 @@
+"""The file of tokens, and the lines of the audit log, without a server."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.server import audit as audit_module
+from kvtier.server import authority
+from kvtier.server.audit import Audit
+from kvtier.server.authority import Authority
+from kvtier.server.config import AuthConfig, Config
+from kvtier.server.errors import Refused
+from kvtier.server.identity import CALLER, OWNER, Identity, Role
+from kvtier.server.tokens import Directory, TokensError, entry_text, hash_of, new_token, read_directory
+
+
+def read(path: Path, text: str) -> Directory:
+    """Reads a file with this text."""
+    file = path / "tokens.toml"
+    file.write_text(text, encoding="utf-8")
+    return read_directory(file)
+
+
+def test_an_entry_is_found_by_its_token_until_it_expires(tmp_path: Path) -> None:
+    """And by nothing that is like it."""
+    token = new_token()
+    entry = entry_text('a "name"', hash_of(token), "acme", ["engine", "admin"], shared_memory=True)
+    directory = read(tmp_path, f"{entry}expires = 1970-01-01T00:16:40Z\n")
+    found = directory.of_token(token, 999.0)
+    assert found is not None
+    assert (found.name, found.tenant, found.shared_memory) == ('a "name"', "acme", True)
+    assert found.roles == {Role.ENGINE, Role.ADMIN}
+    assert directory.still(found, 999.0)
+    assert not directory.still(found, 1000.0)
+    for other, now in ((token, 1000.0), (token[:-1], 0.0), (f"{token} ", 0.0), ("", 0.0), (hash_of(token), 0.0)):
+        assert directory.of_token(other, now) is None
+    assert directory.still(OWNER, 0.0)
+
+
+def test_who_has_changed_is_not_who_he_was(tmp_path: Path) -> None:
+    """A session of an entry that has another tenant, or other roles, now is not that entry's any more."""
+    token = new_token()
+    before = read(tmp_path, entry_text("n", hash_of(token), "acme", ["engine"], shared_memory=False))
+    after = read(tmp_path, entry_text("n", hash_of(token), "zeta", ["engine"], shared_memory=False))
+    identity = before.of_token(token, 0.0)
+    assert identity is not None
+    assert not after.still(identity, 0.0)
+
+
+SOUND = f'name = "n"\nhash = "{hash_of("t")}"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f'[[tokens]]\n{SOUND}roles = ["engine"]', "an engine or reader has a tenant"),
+        (f'[[tokens]]\n{SOUND}roles = []\ntenant = "a"', "roles"),
+        (f'[[tokens]]\n{SOUND}roles = ["root"]\ntenant = "a"', "Invalid enum value 'root'"),
+        (f'[[tokens]]\n{SOUND}roles = ["admin"]\ntennant = "a"', "unknown field `tennant`"),
+        ('[[tokens]]\nname = "n"\nhash = "secret"\nroles = ["admin"]', "matching regex"),
+        (f'[[tokens]]\n{SOUND}roles = ["admin"]\n[[tokens]]\n{SOUND}roles = ["admin"]', "there twice"),
+        ("tokens = 3", "Expected `array`"),
+        ("\x00", "toml"),
+        ("tokens = " + "9" * 5000, "4300 digits"),
+        ("[[certificates]]\n" * 2, "missing required field"),
+    ],
+)
+def test_a_file_that_makes_no_sense(tmp_path: Path, text: str, message: str) -> None:
+    """One line, which names the file and never a token."""
+    with pytest.raises(TokensError, match=message) as error:
+        read(tmp_path, text)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_or_much_too_large(tmp_path: Path) -> None:
+    """Both are said."""
+    with pytest.raises(TokensError, match="cannot be read: No such file"):
+        read_directory(tmp_path / "none")
+    with pytest.raises(TokensError, match="is larger than"):
+        read(tmp_path, "#" * (5 << 20))
+
+
+def test_a_flood_of_refusals_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With how many were left out; others' lines are not held back; and addresses that are ever new fill no memory."""
+    lines: list[dict[str, Any]] = []
+
+    class Log:
+        def info(self, _: str, **fields: Any) -> None:
+            lines.append(fields)
+
+    monkeypatch.setattr(audit_module, "_log", Log())
+    now = [100.0]
+    audit = Audit(looks=False, clock=lambda: now[0])
+
+    class Context:
+        address = "ipv4:10.0.0.1:4711"
+
+        def peer(self) -> str:
+            return self.address
+
+    context = Context()
+    for _ in range(1000):
+        audit.refused("/kvtier.v1.CacheService/Lookup", context, "UNAUTHENTICATED")
+    assert [line["who"] for line in lines] == ["ipv4:10.0.0.1"]
+    now[0] += 11
+    audit.refused("/kvtier.v1.CacheService/Lookup", context, "UNAUTHENTICATED")
+    assert lines[1]["left_out"] == 999
+    eve = CALLER.set(Identity("eve", "acme", frozenset({Role.ENGINE}), shared_memory=False))
+    audit.refused("/kvtier.v1.AdminService/Fsck", context, "PERMISSION_DENIED")
+    CALLER.reset(eve)
+    assert lines[2] == {"who": "eve", "what": "/kvtier.v1.AdminService/Fsck", "outcome": "refused: PERMISSION_DENIED"}
+    audit.refused("/kvtier.v1.CacheService/Lookup", context, "INVALID_KEY")
+    audit.called("/kvtier.v1.AdminService/GetStatus", "OK")
+    audit.called("/kvtier.v1.CacheService/Lookup", "OK")
+    audit.called("/kvtier.v1.AdminService/Fsck", "UNAUTHENTICATED")
+    assert len(lines) == 3
+    audit.called("/kvtier.v1.AdminService/Fsck", "OK")
+    assert lines[3]["outcome"] == "OK"
+    for number in range(5000):
+        context.address = f"ipv4:10.{number >> 8}.{number & 255}.1:1"
+        audit.refused("/kvtier.v1.CacheService/Lookup", context, "UNAUTHENTICATED")
+    assert len(audit._last) <= 1024
+
+
+def test_a_file_that_could_not_be_read_is_read_when_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner or mode was wrong, and is mended: its contents have not changed by that, and count now."""
+    path, token = tmp_path / "tokens.toml", new_token()
+    path.write_text("")
+    who = Authority(Config(listen=(), region_size=0, data_dir=tmp_path, tiers=(), auth=AuthConfig(tokens=path)))
+    path.write_text(entry_text("late", hash_of(token), "acme", ["engine"], shared_memory=False))
+    with monkeypatch.context() as patched:
+
+        def unreadable(_: Path) -> Directory:
+            raise TokensError("cannot be read")
+
+        patched.setattr(authority, "read_directory", unreadable)
+        who.refresh()
+    with pytest.raises(Refused):
+        who.identify(token, [], is_local=False)
+    time.sleep(0.05)  # the clock of files is a coarse one
+    path.chmod(0o640)
+    who.refresh()
+    assert who.identify(token, [], is_local=False).name == "late"

@@ -1,0 +1,90 @@
+"""Every command in docs/security.md runs as it stands, one after the other, in an empty directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.server.sources import load
+from kvtier.server.tokens import hash_of, read_directory
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
+TEXT = DOCUMENT.read_text(encoding="utf-8")
+COMMANDS = [
+    line.removeprefix("$ ")
+    for block in re.findall(r"^```console\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    for line in block.splitlines()
+]
+TABLES = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.timeout(180)
+def test_its_commands_run(tmp_path: Path) -> None:
+    """A refused start, an authority, a certificate, tokens, a server with them, and a status of it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    kvtier = programs / "kvtier"
+    kvtier.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvtier.server "$@"\n')
+    kvtier.chmod(0o755)
+    (tmp_path / "secure.toml").write_text(f'region_size = "16MiB"\ntiers = []\n{TABLES[1]}')
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    environment["PATH"] = f"{programs}:{environment['PATH']}"
+    environment["XDG_RUNTIME_DIR"] = environment["XDG_DATA_HOME"] = str(tmp_path)
+    servers = []
+    try:
+        for command in COMMANDS:
+            line = command.replace(":7070", f":{port}")
+            if line.endswith("&"):
+                words = line.removesuffix("&").split()
+                with (tmp_path / "log").open("w") as log:
+                    servers.append(subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=log))
+                continue
+            deadline = time.monotonic() + 30
+            while True:
+                done = subprocess.run(
+                    ["sh", "-c", line],
+                    cwd=tmp_path,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=60,
+                )
+                wanted = 78 if "exit code 78" in line else 0
+                if done.returncode == wanted:
+                    break
+                assert servers, f"{line}: {done.stderr}"  # one that was just started may not be up yet
+                assert time.monotonic() < deadline, f"{line}: {done.returncode}\n{done.stdout}{done.stderr}"
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait(45)
+    assert len(servers) == 1
+    known = read_directory(tmp_path / "tokens.toml")
+    assert len(known.tokens) == 3
+    token = (tmp_path / "acme.token").read_text().strip()
+    assert hash_of(token) in (tmp_path / "tokens.toml").read_text()
+    assert not stat.S_IMODE((tmp_path / "tokens.toml").stat().st_mode) & 0o077
+
+
+def test_its_tables_can_be_read(tmp_path: Path) -> None:
+    """What it shows of the files is what the server takes."""
+    tokens, _, bounds = TABLES
+    (tmp_path / "tokens.toml").write_text(
+        tokens.replace("sha256:…", hash_of("x")).replace("# shared", "shared").replace("# exp", "exp")
+    )
+    known = read_directory(tmp_path / "tokens.toml")
+    assert (len(known.tokens), len(known.certificates)) == (1, 1)
+    (tmp_path / "c.toml").write_text(f'region_size = "64MiB"\n{bounds}')
+    [tenant] = load(file=tmp_path / "c.toml", environ={}).config.tenants
+    assert (tenant.rates.calls, tenant.rates.bytes, tenant.rates.sessions) == (500, 500 << 20, 16)

@@ -1,0 +1,80 @@
+"""The fuzz targets without a fuzzer: their seeds pass, and a defect that is planted is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# In a process of its own: the server in it has the process' logging and its memory to itself.
+RUN = """
+import shutil, tempfile, traceback
+from pathlib import Path
+from fuzz import {name} as module
+{plant}
+directory = Path(tempfile.mkdtemp(dir="/tmp", prefix="kvf-"))
+try:
+    target = module.{target}(directory)
+    for seed in module.seeds():
+        target.run(seed)
+    print(target.settle())
+    target.close()
+except Exception:
+    traceback.print_exc()  # the server in there has a log of its own for what nobody catches
+    raise
+finally:
+    shutil.rmtree(directory)
+"""
+
+CALLS = """
+from kvtier.server.services.cache import CacheService
+async def lookup(*_):
+    raise ZeroDivisionError("planted")
+CacheService.Lookup = lookup
+"""
+PARSERS = """
+from kvtier.protos import attach
+attach.unpack_request = lambda data: data[99]
+"""
+DISKS = """
+from kvtier.tiers.disk import DiskTier
+load = DiskTier.load
+def damaging(self, blocks):
+    outcomes = load(self, blocks)
+    blocks[0].parts[0][0] ^= 1
+    return outcomes
+DiskTier.load = damaging
+"""
+PLANTS = {
+    "calls": (CALLS, "planted"),
+    "parsers": (PARSERS, "IndexError"),
+    "disks": (DISKS, "other bytes than were stored"),
+}
+
+
+def run(name: str, plant: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs all seeds of a target."""
+    code = RUN.format(name=name, target=name.capitalize(), plant=plant)
+    root = Path(__file__).resolve().parents[1]
+    environment = {"PYTHONPATH": f"{root / 'src'}:{root / 'tests'}", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, timeout=100
+    )
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_seeds_pass(name: str) -> None:
+    """What is sound is answered, and nothing of it stays."""
+    done = run(name)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_defect_is_found(name: str) -> None:
+    """The targets can fail."""
+    plant, wanted = PLANTS[name]
+    done = run(name, plant)
+    assert done.returncode != 0
+    assert wanted in done.stderr

@@ -1,0 +1,239 @@
+"""The status page in a browser, beside a real server under load (`make test-web`); its pictures are in build/web."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.payloads import key_of, namespace_of
+from harness.server_process import MIB, ServerProcess
+from web.browser import Browser
+from web.load import PART, engines_at_work
+
+from kvtier.client import Client
+
+pytestmark = pytest.mark.web
+
+REFUSED = "net::ERR_CONNECTION_REFUSED"
+ENOUGH_KEYS = 15_000
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server with a CPU tier that is soon full, and the page on a port that stays the same over its lives."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    config = f'metrics = "127.0.0.1:{port}"'
+    with ServerProcess(tmp_path, region=16 * MIB, lmdb=64 * MIB, config=config) as process:
+        process.url = f"http://127.0.0.1:{port}/"  # type: ignore[attr-defined]
+        yield process.start()
+
+
+def open_page(browser: Browser, server: ServerProcess) -> None:
+    """Opens the page of a server, and waits for its figures."""
+    browser.open(server.url)  # type: ignore[attr-defined]
+    browser.wait(lambda: browser.text("#state") == "serving", "the page has no figures")
+
+
+def told(server: ServerProcess) -> dict[str, Any]:
+    """Returns what `kvtier status --json` says."""
+    command = [sys.executable, "-m", "kvtier.server", "status", "--json", "--endpoint", server.endpoint]
+    values: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=30).stdout)
+    return values
+
+
+SHOWN = """
+const rows = (place) => Object.fromEntries([...document.querySelectorAll(`#${place} tbody tr`)].map((line) => [
+  line.dataset.key,
+  Object.fromEntries([...line.children].map((cell) =>
+    [cell.dataset.name ?? cell.dataset.scale, cell.dataset.value ?? cell.innerText])),
+]));
+const text = (id) => document.getElementById(id).innerText;
+return {
+  version: text("version"), epoch: text("epoch"), leases: text("leases"), stores: text("stores"), holds: text("holds"),
+  keys: text("key-sub"), rate: Number(document.getElementById("total-rate").dataset.value),
+  tiers: rows("tiers"), misses: rows("misses"), sessions: rows("sessions"), handoffs: rows("handoffs"), curve: rows("curve-table"),
+};
+"""
+
+
+def expected(status: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the page is to show of a status, in the form of `SHOWN`; ages and bars are looked at elsewhere."""
+    hits = sum(tier["hits"] for tier in status["tiers"])
+    tier_names = {"fill": "used_bytes", "damaged": "damaged_blocks", "health": "healthy"}
+    tier_columns = ("fill", "blocks", "hit_rate", "hits", "evictions", "damaged", "jobs", "health")
+    counts = ("open", "published", "declined", "claimed", "claimed_bytes", "released", "expired", "dropped")
+    return {
+        "version": status["server_version"],
+        "epoch": status["epoch"],
+        "leases": f"{status['leases']:,}",
+        "stores": f"{status['stores']:,}",
+        "holds": f"{status['holds']:,}",
+        "keys": f"{status['lookup_keys']:,} since start",
+        "rate": hits / status["lookup_keys"],
+        "tiers": {
+            tier["name"]: {"tier": tier["name"]}
+            | {column: json.dumps(tier[tier_names.get(column, column)]) for column in tier_columns}
+            for tier in status["tiers"]
+        },
+        "misses": {miss["reason"]: json.dumps(miss["keys"]) for miss in status["misses"]},
+        "sessions": {
+            (it["engine_id"], it["client_name"], it["transport"], it["model"], f"{it['leases']}")
+            for it in status["sessions"]
+        },
+        "handoffs": {
+            it["direction"]: {name: f"{it[name]}" for name in counts}
+            for it in status["handoffs"]
+            if it["published"] or it["declined"]
+        },
+        "curve": {
+            tier["name"]: {f"{it['scale']:g}": it["hit_ratio"] for it in tier["estimates"]} for tier in status["tiers"]
+        },
+    }
+
+
+def shown(browser: Browser) -> dict[str, Any]:
+    """Returns what the page shows, in the form of `expected`."""
+    values: dict[str, Any] = browser.run(SHOWN)
+    values["tiers"] = {key: {name: text.strip() for name, text in row.items()} for key, row in values["tiers"].items()}
+    values["misses"] = {reason: row["keys"] for reason, row in values["misses"].items()}
+    values["sessions"] = {
+        (*row["engine"].split("\n"), row["transport"], row["model"], row["leases"])
+        for row in values["sessions"].values()
+    }
+    for row in values["handoffs"].values():
+        del row["direction"]
+    values["curve"] = {
+        tier: {scale: float(value) for scale, value in row.items() if scale != "undefined"}
+        for tier, row in values["curve"].items()
+    }
+    return values
+
+
+def test_true_figures(server: ServerProcess, browser: Browser) -> None:
+    """Every section shows the figures of `kvtier status --json`, during the load and when it has come to rest."""
+    with engines_at_work(server.endpoint) as stop:
+        open_page(browser, server)
+        before = server.wait_for(lambda status: status.lookup_keys > ENOUGH_KEYS and status.tiers[0].evictions, 60)
+        seen = browser.run("return Number(document.querySelector('[data-key=cpu] [data-name=hits]').dataset.value)")
+        assert seen > 0
+        for scheme in ("light", "dark"):
+            for width in (1280, 390):
+                browser.look(scheme=scheme, width=width)
+                browser.wait(lambda: browser.visible("#plot path"), "no curve")
+                assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
+                browser.screenshot(f"{scheme}-{width}")
+        stop.set()
+        server.wait_for(lambda status: status.holds == 0 and status.stores == 0 and status.leases == 0, 20)
+        status: dict[str, Any] = {}
+
+        def agrees() -> bool:
+            nonlocal status
+            status = told(server)
+            return shown(browser) == expected(status)
+
+        try:
+            browser.wait(agrees, "the page shows other figures")
+        except AssertionError:
+            assert shown(browser) == expected(status)
+            raise
+        assert status["lookup_keys"] >= before.lookup_keys
+        assert len(status["sessions"]) == 2
+        assert {miss["reason"] for miss in status["misses"]} >= {"evicted", "never_stored"}
+        assert all(len(tier["estimates"]) == 5 for tier in status["tiers"])
+        paths = browser.run("return [...document.querySelectorAll('#plot path')].map((path) => path.dataset.tier)")
+        assert paths == ["cpu", "lmdb"]
+        fills = browser.run(
+            "return [...document.querySelectorAll('#tiers .bar > span')].map((fill) => fill.style.width)"
+        )
+        assert [float(fill.rstrip("%")) / 100 for fill in fills] == pytest.approx(
+            [tier["fill"] for tier in status["tiers"]], abs=1e-4
+        )
+        assert "16.0 MiB" in browser.text("[data-key=cpu] [data-name=fill]")
+        assert browser.text("#sessions [data-name=age]").endswith((" s", "min"))
+    assert browser.complaints() == []
+
+
+def test_updates_in_place(server: ServerProcess, browser: Browser) -> None:
+    """Figures change by themselves where they stand: rows stay the same nodes, focus stays where it was."""
+    with engines_at_work(server.endpoint, 1):
+        open_page(browser, server)
+        browser.wait(lambda: browser.visible("#sessions tbody tr"), "no session")
+        browser.run("document.querySelector('[data-key=cpu]').mark = 1; document.getElementById('pause').focus()")
+        hits = "[data-key=cpu] [data-name=hits]"
+        seen: list[str] = []
+        for _ in range(3):
+            seen.append(browser.value(hits))
+            browser.wait(lambda: browser.value(hits) not in seen, "figures stand still")
+        assert browser.run("return document.querySelector('[data-key=cpu]').mark") == 1
+        assert browser.run("return document.activeElement.id") == "pause"
+    browser.wait(lambda: browser.text("#session-count") == "0", "the session that ended stays")
+    assert browser.visible("#sessions-none")
+    assert browser.complaints() == []
+
+
+def test_pause(server: ServerProcess, browser: Browser) -> None:
+    """Whoever wants to read in peace stops it, with the keyboard too, and lets it go on."""
+    open_page(browser, server)
+    asked = "return performance.getEntriesByName(`${location}status.json`).length"
+    browser.wait(lambda: browser.run(asked) > 1, "it does not ask")
+    browser.press("Tab", "Tab", "Enter")
+    assert browser.run("return document.activeElement.id") == "pause"
+    assert browser.run("return document.activeElement.getAttribute('aria-pressed')") == "true"
+    stopped = browser.run(asked)
+    browser.run("return new Promise((done) => setTimeout(done, 3000))")
+    assert browser.run(asked) <= stopped + 1, "one question may have been under way"
+    browser.press("Enter")
+    browser.wait(lambda: browser.run(asked) > stopped + 2, "it does not go on")
+
+
+def test_end_and_return(server: ServerProcess, browser: Browser) -> None:
+    """It says that the server is gone, keeps what it last said, and takes up with the next life by itself."""
+    open_page(browser, server)
+    first = browser.text("#epoch")
+    server.kill()
+    browser.wait(lambda: browser.text("#state") == "no answer", "it does not notice")
+    assert browser.text("#notice").startswith("No answer from the server since ")
+    assert browser.text("#epoch") == first
+    assert browser.run("return document.body.classList.contains('stale')")
+    browser.screenshot("gone")
+    server.start()
+    browser.wait(lambda: browser.text("#state") == "serving", "it does not come back")
+    assert browser.text("#epoch") != first
+    assert browser.text("#notice").startswith("The server was started anew")
+    assert not browser.run("return document.body.classList.contains('stale')")
+    assert all(REFUSED in complaint for complaint in browser.complaints())
+
+
+def test_hanging_server(server: ServerProcess, browser: Browser) -> None:
+    """A server that is there and does not answer is told from one that is gone."""
+    open_page(browser, server)
+    server.suspend()
+    try:
+        browser.wait(lambda: browser.text("#state") == "no answer", "it does not notice", 30)
+        assert browser.text("#notice").startswith("The server does not come to answer")
+    finally:
+        server.resume()
+    browser.wait(lambda: browser.text("#state") == "serving", "it does not come back")
+
+
+def test_draining(server: ServerProcess, browser: Browser) -> None:
+    """A server that ends says so while it waits for what is under way."""
+    with Client(server.endpoint, namespace=namespace_of(PART), rank=0) as client:
+        client.wait_until_connected(10)
+        open_page(browser, server)
+        with client.write([key_of(1)]):
+            browser.wait(lambda: browser.text("#stores") == "1", "the store is not shown")
+            os.kill(server.pid, signal.SIGTERM)
+            browser.wait(lambda: browser.text("#state") == "draining", "it does not notice")
+            assert "takes no new work" in browser.text("#notice")
+            browser.screenshot("draining")
+    browser.wait(lambda: browser.text("#state") == "no answer", "the server does not end", 30)

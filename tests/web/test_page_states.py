@@ -1,0 +1,256 @@
+"""The status page in a browser, of servers that are made up: what is rare, what is hostile, and whether everybody can read it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from prometheus_client import CollectorRegistry
+from web.browser import Browser
+
+from kvtier.protos.v1.admin_pb2 import (
+    GetStatusResponse,
+    HandoffTotals,
+    HitRatioEstimate,
+    MissCount,
+    SessionStatus,
+    ShareStatus,
+    TierStatus,
+)
+from kvtier.server.metrics_http import MetricsServer
+from kvtier.server.status_page import StatusPage
+
+pytestmark = pytest.mark.web
+
+HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+
+def curve(low: float, high: float) -> list[HitRatioEstimate]:
+    """Returns estimates that rise from one ratio to another."""
+    return [HitRatioEstimate(scale=2.0**step, hit_ratio=low + (high - low) * (step + 1) / 4) for step in range(-1, 4)]
+
+
+def busy() -> GetStatusResponse:
+    """Returns a status with something in every section."""
+    return GetStatusResponse(
+        server_version="1.2.3",
+        epoch=0xFEDCBA9876543210,
+        uptime=Duration(seconds=93_784),
+        leases=1234,
+        stores=5,
+        quarantined_bytes=3 << 20,
+        namespaces=4,
+        holds=7,
+        held_bytes=5 << 30,
+        lookup_keys=1_000_000,
+        misses=[MissCount(reason=reason, keys=50_000 // (reason * reason)) for reason in range(1, 12)],  # type: ignore[arg-type]
+        handoffs=[
+            HandoffTotals(direction=way, open=3, published=1000, claimed=900, claimed_bytes=9 << 40)  # type: ignore[arg-type]
+            for way in (1, 2)
+        ],
+        tiers=[
+            TierStatus(
+                name="cpu", type="cpu", capacity_bytes=512 << 30, available_bytes=256 << 30, used_bytes=250 << 30,
+                blocks=131_072, hits=600_000, misses=400_000, evictions=70_000, healthy=True, estimates=curve(0.3, 0.7),
+                shares=[
+                    ShareStatus(tenant="", used_bytes=1 << 30),
+                    ShareStatus(tenant="acme", quota_bytes=1 << 35, limit_bytes=1 << 38),
+                ],
+            ),
+            TierStatus(
+                name="disk-of-the-second-shelf", type="disk", capacity_bytes=8 << 40, available_bytes=8 << 40,
+                used_bytes=3 << 40, blocks=999_999, hits=250_000, misses=150_000, jobs=42, queued_bytes=7 << 30,
+                trouble="no space left on /var/lib/kvtier: 3 stores failed", estimates=curve(0.6, 0.71), damaged_blocks=2,
+            ),
+        ],
+        sessions=[
+            SessionStatus(
+                client_name=f"worker {number}", engine_id=f"prefill-{number // 2}", rank=number % 2, world_size=2,
+                transport=("shm", "grpc", "cuda_ipc")[number % 3], model="meta-llama/Llama-3.1-70B-Instruct",
+                attached=number % 3 != 1, age=Duration(seconds=17 ** number % 200_000), leases=number, pid=number,
+            )
+            for number in range(6)
+        ],
+    )  # fmt: skip
+
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Serves the page of made-up servers; returns its address."""
+    servers: list[MetricsServer] = []
+
+    def start(status: Callable[[], GetStatusResponse] = busy, **more: Callable[..., object]) -> str:
+        servers.append(MetricsServer("127.0.0.1:0", CollectorRegistry(), page=StatusPage(status), **more))
+        return f"http://127.0.0.1:{servers[-1].port}/"
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def open_page(browser: Browser, url: str, state: str = "degraded") -> None:
+    """Opens a page, and waits for what it says of the server."""
+    browser.open(url)
+    browser.wait(lambda: browser.text("#state") == state, "the page does not say what is so")
+
+
+def findings(browser: Browser) -> list[str]:
+    """Returns what axe finds fault with: contrast, names, roles, order."""
+    package = importlib.util.find_spec("axe_playwright_python")
+    assert package is not None
+    assert package.submodule_search_locations
+    script = Path(package.submodule_search_locations[0]) / "axe.min.js"
+    browser.run(script.read_text())
+    violations = browser.run("return axe.run().then((results) => results.violations)")
+    return [
+        f"{found['id']}: {node['html'][:120]}: {node['failureSummary'][:200]}"
+        for found in violations
+        for node in found["nodes"]
+    ]
+
+
+def test_degraded_tier(serve: Serve, browser: Browser) -> None:
+    """A tier in trouble is named at the top, and why is said in its row."""
+    open_page(browser, serve())
+    assert browser.text("#notice").startswith("Tier disk-of-the-second-shelf is degraded")
+    row = "[data-key=disk-of-the-second-shelf]"
+    assert "no space left on /var/lib/kvtier" in browser.text(f"{row} [data-name=health]")
+    assert browser.text(f"{row} [data-name=jobs]") == "42 (7.0 GiB)"
+    assert "(256.0 GiB ready)" in browser.text("[data-key=cpu] [data-name=fill]")
+    assert browser.text("#uptime") == "1 d 2 h"
+    assert browser.text("#quarantine") == "3.0 MiB in quarantine"
+    assert "acme" in browser.text("#tenants")
+    assert browser.complaints() == []
+
+
+def test_text_is_never_markup(serve: Serve, browser: Browser) -> None:
+    """Whatever engines and tiers are called, it is shown as it is written, and nothing of it runs."""
+
+    def hostile() -> GetStatusResponse:
+        session = SessionStatus(client_name=HOSTILE, engine_id=HOSTILE, transport=HOSTILE, model=HOSTILE)
+        tier = TierStatus(name=HOSTILE, type=HOSTILE, trouble=HOSTILE, estimates=curve(0, 1))
+        return GetStatusResponse(server_version=HOSTILE, tiers=[tier], sessions=[session], lookup_keys=1)
+
+    open_page(browser, serve(hostile))
+    assert browser.run("return document.title").startswith("kvtier 127.0.0.1:")
+    assert browser.run("return document.querySelectorAll('img').length") == 1, "its own sign"
+    assert HOSTILE in browser.text("#sessions [data-name=model]")
+    assert HOSTILE in browser.text("#tiers [data-name=health]")
+    assert browser.complaints() == []
+
+
+def test_policy_is_enforced(serve: Serve, browser: Browser) -> None:
+    """Were there a hole, what came through it could not run, nor call elsewhere."""
+    open_page(browser, serve())
+    done = browser.run(
+        """
+        const broken = [];
+        document.addEventListener("securitypolicyviolation", (event) => broken.push(event.effectiveDirective));
+        const script = document.createElement("script");
+        try { script.text = "document.title = 'taken'"; } catch (error) { broken.push(error.name); }
+        document.body.append(script);
+        const pause = () => new Promise((done) => setTimeout(done, 200));
+        return fetch("http://127.0.0.2:1/").catch(() => 0).then(pause).then(() => broken);
+        """
+    )
+    assert "connect-src" in done
+    assert {"TypeError", "script-src-elem"} & set(done)
+    assert browser.run("return document.title") != "taken"
+    browser.complaints()
+
+
+def test_token(serve: Serve, browser: Browser) -> None:
+    """Where a token is wanted the page asks for it, takes no wrong one, and shows nothing before."""
+    open_page(browser, serve(admits=lambda said: said == "Bearer secret"), "locked")
+    assert browser.visible("#token-text")
+    assert browser.run("return document.activeElement.id") == "token-text"
+    assert not browser.visible("#figures")
+    assert findings(browser) == []
+    browser.press(*"wrong", "Enter")
+    browser.wait(lambda: "not enough" in browser.text("#notice"), "a wrong token is not refused")
+    browser.press(*"secret", "Enter")
+    browser.wait(lambda: browser.text("#state") == "degraded", "the right one is")
+    assert not browser.visible("#token-text")
+    assert all("401" in complaint for complaint in browser.complaints())
+
+
+def test_server_that_cannot_say(serve: Serve, browser: Browser) -> None:
+    """An endpoint that answers for a server that does not is told from one that is gone."""
+
+    def fail() -> GetStatusResponse:
+        raise TimeoutError
+
+    open_page(browser, serve(fail), "no answer")
+    assert browser.text("#notice").startswith(
+        "The server does not come to answer (no answer from the server: TimeoutError)"
+    )
+
+
+def test_nothing_yet(serve: Serve, browser: Browser) -> None:
+    """A server that has just begun says so in every section, in words."""
+    tier = TierStatus(name="cpu", type="cpu", capacity_bytes=1 << 30, available_bytes=1 << 30, healthy=True)
+    open_page(browser, serve(lambda: GetStatusResponse(server_version="1", tiers=[tier])), "serving")
+    for name in ("curve-none", "misses-none", "sessions-none", "handoffs-none"):
+        assert browser.visible(f"#{name}"), name
+    assert not browser.visible("#tenants-panel")
+    assert "NaN" not in browser.text("body")
+    assert "undefined" not in browser.text("body")
+    browser.screenshot("empty")
+
+
+def test_many_sessions(serve: Serve, browser: Browser) -> None:
+    """A thousand sessions are a long table, not a page that hangs."""
+
+    def many() -> GetStatusResponse:
+        sessions = [SessionStatus(client_name="same", engine_id=f"e{number % 9}") for number in range(1000)]
+        return GetStatusResponse(tiers=[TierStatus(name="cpu", healthy=True)], sessions=sessions)
+
+    open_page(browser, serve(many), "serving")
+    assert browser.run("return document.querySelectorAll('#sessions tbody tr').length") == 1000
+    assert browser.text("#session-count") == "1,000"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_everybody_can_read_it(serve: Serve, browser: Browser, scheme: str, width: int) -> None:
+    """The checks of axe find nothing in either colour scheme, wide or narrow, and nothing scrolls sideways."""
+    browser.look(scheme=scheme, width=width)
+    open_page(browser, serve())
+    browser.wait(lambda: browser.visible("#plot path"), "no curve")
+    browser.screenshot(f"busy-{scheme}-{width}")
+    assert findings(browser) == []
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_gone_can_be_read_too(serve: Serve, browser: Browser, scheme: str) -> None:
+    """What is kept of a server that is gone is still readable."""
+    alive = True
+
+    def status() -> GetStatusResponse:
+        if alive:
+            return busy()
+        raise TimeoutError
+
+    browser.look(scheme=scheme)
+    open_page(browser, serve(status))
+    alive = False
+    browser.wait(lambda: browser.text("#state") == "no answer", "it does not notice")
+    browser.screenshot(f"gone-{scheme}")
+    assert findings(browser) == []
+
+
+def test_keyboard(serve: Serve, browser: Browser) -> None:
+    """Every control is reached in the order in which it is read, the first being a way past the head."""
+    open_page(browser, serve())
+    reached = []
+    for _ in range(5):
+        browser.press("Tab")
+        reached.append(browser.run("return document.activeElement.id || document.activeElement.getAttribute('href')"))
+    assert reached == ["#figures", "pause", "metrics", "status.json", "healthz"]

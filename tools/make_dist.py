@@ -1,0 +1,295 @@
+"""`make dist`: builds the wheel and the sdist, looks at what is in them, and installs the wheel as users do.
+
+    python tools/make_dist.py --output dist --work build/dist [--resolve]
+
+Each extra goes into an empty environment of its own; of those that bring engines and torch, which are gigabytes, it is only
+resolved what would be installed (`--resolve`). Ends with 1, and says what is wrong, when the wheel is not what it is to be: a file
+of the rooms missing or doubled, a client that brings the server's packages, metadata that an index would refuse, a server and
+a client of two environments that do not understand each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("client", "cuda", "protos", "server", "tiers")
+NOT_SHIPPED = frozenset({"protos/baseline.binpb"})
+"""Files of the rooms that only whoever builds kvtier needs."""
+
+INSTALLED = ("", "server", "proxy", "server,proxy")
+"""Extras that are installed, each combination in an environment of its own; "" is the client alone."""
+
+RESOLVED = ("torch", "transformers", "cuda", "vllm")
+"""Extras that are only resolved."""
+
+MAX_SECONDS = 600
+ROUND_TRIP = ROOT / "tests" / "harness" / "round_trip.py"
+
+
+class Wrong(Exception):
+    """What was built is not what it is to be; one line for people."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one environment came to."""
+
+    extra: str
+    packages: int
+    megabytes: float
+    import_ms: float | None
+    help_ms: float | None
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="where the wheel and the sdist go")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "dist", help="where the environments go")
+    parser.add_argument("--resolve", action="store_true", help="resolve the extras that are not installed, too")
+    options = parser.parse_args()
+    try:
+        _make(options.output.absolute(), options.work.absolute(), resolve=options.resolve)
+    except (Wrong, subprocess.TimeoutExpired) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _make(output: Path, work: Path, *, resolve: bool) -> None:
+    for directory in (output, work / "environments"):
+        shutil.rmtree(directory, ignore_errors=True)
+    (work / "environments").mkdir(parents=True)
+    wheel = build(output)
+    check_contents(wheel, shipped_files())
+    check_metadata(wheel)
+    print(f"built {wheel.name} ({wheel.stat().st_size >> 10} KiB) and {next(output.glob('*.tar.gz')).name}")
+    environments = {extra: install(wheel, extra, work / "environments") for extra in INSTALLED}
+    check_client_is_lean(environments[""])
+    _print([measure(extra, environment) for extra, environment in environments.items()])
+    round_trip(server=environments["server"], client=environments[""])
+    print("a server of one environment has served a client of the other: shared memory, streams, durable blocks")
+    for interpreter in other_interpreters():
+        installed = install(wheel, "server", work / "environments", interpreter)
+        round_trip(server=installed, client=installed)
+        print(f"the same under {interpreter}")
+    if resolve:
+        for extra in RESOLVED:
+            print(f"[{extra}] resolves to {_resolved(wheel, extra, environments[''])} packages (not installed)")
+
+
+def build(output: Path) -> Path:
+    """Builds the sdist, and the wheel from it; returns the wheel."""
+    _run([sys.executable, "-m", "build", "--outdir", str(output), str(ROOT)])
+    [wheel] = output.glob("*.whl")
+    [sdist] = output.glob("*.tar.gz")
+    _run([sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)])
+    _run([sys.executable, "-m", "check_wheel_contents", str(wheel)])
+    return wheel
+
+
+def shipped_files() -> set[str]:
+    """Returns the files that a wheel is to have under `kvtier/`: all of the rooms that are under version control."""
+    listed = _run(["git", "-C", str(ROOT), "ls-files", "--", *ROOMS]).splitlines()
+    own = _run(["git", "-C", str(ROOT / "src" / "kvtier"), "ls-files", "--", "*.py", "py.typed"]).splitlines()
+    return {f"kvtier/{name}" for name in [*listed, *own] if name not in NOT_SHIPPED}
+
+
+def check_contents(wheel: Path, expected: set[str]) -> None:
+    """Raises `Wrong` unless the wheel has just these files, once each, and its own account of itself."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    account = f"{wheel.name.rsplit('-', 3)[0]}.dist-info/"
+    found = [name for name in names if not name.startswith(account)]
+    if missing := sorted(expected - set(found)):
+        raise Wrong(f"the wheel lacks {', '.join(missing)}: are they in package-data?")
+    if doubled := sorted(name for name in set(found) if found.count(name) > 1 or name not in expected):
+        raise Wrong(f"the wheel has what it should not have: {', '.join(doubled)}")
+    if not any(name.startswith(f"{account}licenses/") for name in names):
+        raise Wrong("the wheel has no licence")
+
+
+def check_metadata(wheel: Path) -> None:
+    """Raises `Wrong` where versions disagree, or the metadata lacks what people look for."""
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "src/kvtier/__init__.py").read_text(), re.MULTILINE)
+    if version is None or wheel.name.split("-")[1] != version[1]:
+        raise Wrong(f"{wheel.name} is not of version {version and version[1]}")
+    told = metadata.PathDistribution(zipfile.Path(wheel, f"{wheel.name.rsplit('-', 3)[0]}.dist-info/")).metadata
+    wanted = ("Summary", "License-Expression", "Requires-Python", "Description-Content-Type", "Classifier", "Keywords")
+    if missing := [field for field in wanted if told[field] is None]:
+        raise Wrong(f"the metadata lacks {', '.join(missing)}")
+
+
+def install(wheel: Path, extra: str, directory: Path, interpreter: str = sys.executable) -> Path:
+    """Installs the wheel with an extra into an empty environment; returns that environment's interpreter."""
+    place = directory / f"{extra.replace(',', '-') or 'client'}-{Path(interpreter).name}"
+    if interpreter == sys.executable:
+        venv.create(place, with_pip=True, clear=True)
+    else:
+        _run([interpreter, "-m", "venv", "--clear", str(place)])
+    python = place / "bin" / "python"
+    _run([str(python), *_PIP, "install", "--quiet", f"{wheel}[{extra}]" if extra else str(wheel)])
+    _run([str(python), *_PIP, "check"])
+    return python
+
+
+def check_client_is_lean(client: Path) -> None:
+    """Raises `Wrong` where the client alone has brought a package that only an extra asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = {_name(text) for text in project["dependencies"]}
+    extras = {_name(text) for texts in project["optional-dependencies"].values() for text in texts} - own - {"kvtier"}
+    if brought := sorted(extras & set(_packages(client))):
+        raise Wrong(f"the client alone has brought {', '.join(brought)}")
+    served = subprocess.run(
+        [str(client.with_name("kvtier")), "serve"],
+        env=_clean(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if served.returncode != 1 or served.stderr.count("\n") != 1 or "kvtier[server]" not in served.stderr:
+        raise Wrong(f"without the server's packages, kvtier serve does not say what to do: {served.stderr}")
+
+
+def measure(extra: str, python: Path) -> Row:
+    """Returns what an environment weighs, and how soon it answers: the best of five, less the interpreter's own start."""
+    packages = [name for name in _packages(python) if name not in ("pip", "setuptools")]
+    size = sum(file.stat().st_size for file in _files(python) if not file.is_symlink() and "/pip" not in str(file))
+    empty = _milliseconds([str(python), "-c", "pass"])
+    imported = _milliseconds([str(python), "-c", "import kvtier.client"]) - empty
+    helped = _milliseconds([str(python.with_name("kvtier")), "--help"])
+    return Row(extra, len(packages), size / 1e6, imported, helped)
+
+
+def round_trip(*, server: Path, client: Path) -> None:
+    """Raises `Wrong` unless a client of one environment finds again what it stored with a server of the other."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as directory, _serving(server, Path(directory)) as endpoint:
+        done = subprocess.run(
+            [str(client), str(ROUND_TRIP), endpoint],
+            cwd=directory,
+            env=_clean(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise Wrong(f"the client of {client} does not work with the server of {server}: {done.stdout}{done.stderr}")
+        status = _run([str(server.with_name("kvtier")), "status", "--json", "--endpoint", endpoint])
+        if not json.loads(status)["tiers"]:
+            raise Wrong("kvtier status shows no tiers")
+
+
+def other_interpreters() -> list[str]:
+    """Returns the interpreters on the path that the classifiers promise, but for the one that runs this."""
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    versions = [found[1] for text in classifiers if (found := re.search(r":: Python :: (3\.\d+)$", text))]
+    names = [f"python{version}" for version in versions if version != f"3.{sys.version_info.minor}"]
+    return [name for name in names if shutil.which(name) and _answers(name)]
+
+
+def _answers(name: str) -> bool:
+    """Whether a command is an interpreter, and not a stand-in for one that was not chosen."""
+    return subprocess.run([name, "-c", "import venv, ensurepip"], capture_output=True, check=False).returncode == 0
+
+
+@contextlib.contextmanager
+def _serving(server: Path, directory: Path) -> Iterator[str]:
+    endpoint = f"unix:{directory}/kvtier.sock"
+    arguments = ["serve", "--listen", endpoint, "--data-dir", f"{directory}/data", "--region-size", "32MiB"]
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(server.with_name("kvtier")), *arguments], cwd=directory, env=_clean(), stdout=log, stderr=log
+        )
+    try:
+        deadline = time.monotonic() + 30
+        while "ready" not in (directory / "log").read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise Wrong(f"the server of {server} does not start: {(directory / 'log').read_text()[-2000:]}")
+            time.sleep(0.05)
+        yield endpoint
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            code = process.wait(45)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+    if code != 0:
+        raise Wrong(f"the server of {server} ended with {code}")
+
+
+def _resolved(wheel: Path, extra: str, python: Path) -> int:
+    constraints = ["--constraint", str(ROOT / "constraints.txt")]
+    flags = ["--dry-run", "--quiet", "--ignore-installed", "--report", "-"]
+    answer = _run([str(python), *_PIP, "install", *flags, *constraints, f"{wheel}[{extra}]"])
+    return len(json.loads(answer)["install"])
+
+
+_PIP = ("-m", "pip", "--disable-pip-version-check")
+
+
+def _packages(python: Path) -> list[str]:
+    listed = _run([str(python), *_PIP, "list", "--format", "json"])
+    return [_name(entry["name"]) for entry in json.loads(listed)]
+
+
+def _name(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement, maxsplit=1)[0]).lower()
+
+
+def _files(python: Path) -> Iterator[Path]:
+    return (file for file in python.parent.parent.glob("lib/**/*") if file.is_file())
+
+
+def _milliseconds(command: list[str]) -> float:
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        _run(command)
+        best = min(best, time.perf_counter() - began)
+    return best * 1e3
+
+
+def _clean() -> dict[str, str]:
+    """Returns the environment without what would let a wheel find the source beside it."""
+    return {name: text for name, text in os.environ.items() if not name.startswith(("KVTIER_", "PYTHON"))}
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
+        command, cwd="/", env=_clean(), capture_output=True, text=True, timeout=MAX_SECONDS, check=False
+    )
+    if done.returncode != 0:
+        raise Wrong(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
+
+
+def _print(rows: list[Row]) -> None:
+    print(f"{'installed':<24}{'packages':>9}{'size':>10}{'import kvtier.client':>22}{'kvtier --help':>15}")
+    for row in rows:
+        name = f"kvtier[{row.extra}]" if row.extra else "kvtier (client alone)"
+        print(f"{name:<24}{row.packages:>9}{row.megabytes:>7.0f} MB{row.import_ms:>19.0f} ms{row.help_ms:>12.0f} ms")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
