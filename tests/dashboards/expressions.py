@@ -1,0 +1,126 @@
+"""The expressions of the dashboards and of the rules, as Prometheus is to be asked them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = [
+    "Expression",
+    "alerts",
+    "metrics_in",
+    "panels",
+    "recordings",
+    "rule_files",
+    "variables",
+    "without_comparisons",
+]
+
+FOLDER = Path(__file__).resolve().parents[2] / "dashboards"
+
+ANY = {"job": "kvtier", "instance": ".*", "tier": ".*", "tenant": ".*", "__rate_interval": "10s"}
+"""What Grafana fills in when all is chosen, and where it is scraped every second."""
+
+_COMPARISON = re.compile(r"\s*(?:==|!=|>=|<=|>|<)\s*(?:bool\s+)?-?[0-9][0-9.e+-]*")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_SELECTOR = re.compile(r"\b((?:kvtier|process)_\w+|up|ALERTS|instance\w*:kvtier\w*:\w+)(?:\{([^}]*)\})?")
+
+
+@dataclass(frozen=True)
+class Expression:
+    """One expression, and where it stands."""
+
+    where: str
+    text: str
+
+
+def boards() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the dashboards by the names of their files."""
+    for path in sorted((FOLDER / "grafana").glob("*.json")):
+        yield path.name, json.loads(path.read_text(encoding="utf-8"))
+
+
+def panels(values: Mapping[str, str] = ANY) -> list[Expression]:
+    """Returns the expression of every target of every panel, its variables filled in."""
+    return [
+        Expression(f"{name}: {panel['title']} [{target['refId']}]", filled(target["expr"], values))
+        for name, board in boards()
+        for panel in board["panels"]
+        for target in panel.get("targets", ())
+    ]
+
+
+def variables(values: Mapping[str, str] = ANY) -> list[Expression]:
+    """Returns the metric that the values of every variable are taken from, with a selector."""
+    found = []
+    for name, board in boards():
+        for variable in board["templating"]["list"]:
+            if variable["type"] == "query":
+                metric = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
+                assert metric is not None
+                assert metric[2] == variable["name"]
+                found.append(Expression(f"{name}: ${variable['name']}", filled(metric[1], values)))
+    return found
+
+
+def filled(text: str, values: Mapping[str, str]) -> str:
+    """Returns an expression with its variables filled in; one that is not known is an error."""
+    return re.sub(r"\$(\w+)", lambda match: values[match[1]], text)
+
+
+def rule_files() -> list[Path]:
+    """Returns the files of rules."""
+    return sorted((FOLDER / "rules").glob("*.yml"))
+
+
+def rules() -> list[dict[str, Any]]:
+    """Returns all rules as they stand there."""
+    return [
+        rule
+        for path in rule_files()
+        for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]
+        for rule in group["rules"]
+    ]
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    """Returns the alerts by name."""
+    return {rule["alert"]: rule for rule in rules() if "alert" in rule}
+
+
+def recordings() -> dict[str, str]:
+    """Returns the expressions of what is recorded, by name."""
+    return {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
+
+
+def without_comparisons(text: str) -> str:
+    """Returns what an alert compares: its expression without the comparisons with numbers that are within no brackets.
+
+    Conditions that are joined by `and` are joined still, so that the labels of both sides have to agree.
+    """
+    parts, depth, position = [], 0, 0
+    while position < len(text):
+        string = _STRING.match(text, position)
+        comparison = _COMPARISON.match(text, position) if depth == 0 else None
+        if string:
+            parts.append(string[0])
+            position = string.end()
+        elif comparison:
+            position = comparison.end()
+        else:
+            depth += (text[position] in "({[") - (text[position] in ")}]")
+            parts.append(text[position])
+            position += 1
+    return "".join(parts)
+
+
+def metrics_in(text: str) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yields every metric that an expression names, with the labels that it is chosen by."""
+    for name, labels in _SELECTOR.findall(text):
+        yield name, frozenset(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", _STRING.sub('""', labels)))

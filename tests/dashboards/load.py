@@ -1,0 +1,97 @@
+"""Engines that keep two servers busy: what they do makes every metric move that moves on a server that works."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import grpc
+from harness.launch import Launched, launch
+from harness.payloads import filled, key_of, namespace_of, payload
+from harness.raw import RawSession
+from harness.traffic import PART, wait_connected
+
+from kvtier.client import Client, HandoffDirection, HoldGone, HoldName
+from kvtier.protos.v1 import cache_pb2, common_pb2
+
+__all__ = ["busy_server"]
+
+CONFIG = """
+tiers = [{type = "lmdb", size = "32MiB"}, {type = "disk", size = "64MiB"}]
+[tenants.acme]
+quota = "25%"
+limit = "50%"
+"""
+
+STEP_SECONDS = 0.1
+BATCH = 8
+
+
+@contextlib.contextmanager
+def busy_server(directory: Path) -> Iterator[tuple[Launched, int]]:
+    """Runs a server with two tiers below memory and two tenants at work; yields it and the port of its metrics."""
+    directory.mkdir()
+    config = directory / "kvtier.toml"
+    config.write_text(CONFIG, encoding="utf-8")
+    endpoint = f"unix:{directory}/s"
+    stop = threading.Event()
+    with launch(directory, "--metrics", "127.0.0.1:0", "--config", str(config)) as server:
+        port = server.wait_ready()["metrics_port"]
+        engines: list[tuple[Callable[..., None], tuple[object, ...]]] = [
+            (engine, (endpoint, "acme", "shm", stop)),
+            (engine, (endpoint, "", "grpc", stop)),
+            (stale_engine, (endpoint, stop)),
+        ]
+        threads = [threading.Thread(target=target, args=arguments) for target, arguments in engines]
+        for thread in threads:
+            thread.start()
+        try:
+            yield server, port
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+
+def engine(endpoint: str, tenant: str, transport: Literal["shm", "grpc"], stop: threading.Event) -> None:
+    """Stores, loads what is there and what a tier below has, looks for what is nowhere, hands requests over."""
+    name = f"engine-{tenant or 'rest'}"
+    with Client(endpoint, namespace=namespace_of(PART, tenant=tenant), engine_id=name, transport=transport) as client:
+        wait_connected(client)
+        client.lookup([key_of(-number) for number in range(10, 10_000)], prefix=False).release()  # enough for a curve
+        step = 0
+        while not stop.wait(STEP_SECONDS):
+            keys = [key_of(number) for number in range(step * BATCH, (step + 1) * BATCH)]
+            client.store(keys, [payload(key, PART) for key in keys])
+            client.load(keys, filled(BATCH, PART))
+            earlier = [key_of(number) for number in range(max(0, step - 60) * BATCH, max(1, step - 59) * BATCH)]
+            client.load(earlier, filled(BATCH, PART), wait=1)
+            client.lookup([key_of(-1), key_of(-2)]).release()
+            hand_over(client, name, step, keys)
+            step += 1
+
+
+def hand_over(client: Client, name: str, step: int, keys: list[bytes]) -> None:
+    """Publishes a request, one each way, that is claimed and given back; one that nobody wants; and claims what is not held."""
+    positions = list(range(len(keys)))
+    for direction in HandoffDirection:
+        request = f"{direction.name}-{step}"
+        client.publish(request, keys, positions, num_tokens=16 * len(keys), direction=direction)
+        with contextlib.suppress(HoldGone):  # it was declined: there is little room for holds
+            client.claim(HoldName(name, request), request_id=f"claim-{step}").release()
+        client.release_holds(HoldName(name, request))
+        client.publish(f"{request}-lost", keys, positions, num_tokens=1, direction=direction, hold_for=0.5)
+    with contextlib.suppress(HoldGone):
+        client.claim(HoldName(name, "never-published"))
+
+
+def stale_engine(endpoint: str, stop: threading.Event) -> None:
+    """Calls with a session of another life of the server."""
+    with RawSession(endpoint, namespace_of(PART), engine_id="stale") as raw:
+        ref = common_pb2.SessionRef(session_id=raw.ref.session_id, epoch=raw.ref.epoch + 1)
+        while not stop.wait(0.5):
+            with contextlib.suppress(grpc.RpcError):
+                raw.cache.Lookup(cache_pb2.LookupRequest(session=ref, keys=[key_of(1)]), timeout=5)

@@ -1,0 +1,190 @@
+"""Dashboards and rules, as far as they can be judged without a Prometheus: `test_live` asks one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import yaml
+from expressions import (
+    Expression,
+    alerts,
+    boards,
+    metrics_in,
+    panels,
+    recordings,
+    rules,
+    variables,
+    without_comparisons,
+)
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from dashboards.build import FOLDER, rendered
+from kvtier.server.metrics_table import METRICS
+
+HISTOGRAM_ENDS = ("_bucket", "_sum", "_count")
+
+TARGET = {"job", "instance"}
+"""Labels that a scrape adds."""
+
+KNOWN = {row.exposed: set(row.labels) for row in METRICS.values() if row.kind != "histogram"} | {
+    f"{row.name}{end}": {*row.labels, "le"}
+    for row in METRICS.values()
+    if row.kind == "histogram"
+    for end in HISTOGRAM_ENDS
+}
+"""What a server exposes, and its labels."""
+
+OTHERS = {"up": set[str](), "ALERTS": {"alertname", "alertstate"}} | {
+    f"process_{name}": set[str]()
+    for name in ("resident_memory_bytes", "cpu_seconds_total", "open_fds", "max_fds", "start_time_seconds")
+}
+"""What comes from Prometheus itself, or from any process."""
+
+
+def kebab(name: str) -> str:
+    """Returns the name of an alert as an anchor."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
+
+
+def everything() -> list[Expression]:
+    """Returns all expressions."""
+    ruled = [Expression(rule.get("alert") or rule["record"], rule["expr"]) for rule in rules()]
+    return panels() + variables() + ruled
+
+
+def test_the_json_is_made_by_the_code() -> None:
+    """Nobody edits it by hand."""
+    committed = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
+    assert committed == rendered(), "run make dashboards"
+
+
+def test_the_json_is_what_the_sdk_takes_for_a_dashboard() -> None:
+    """Read back into the types of the SDK, it is the same; every panel is of a kind that it knows."""
+    register_default_plugins()
+    for name, board in boards():
+        again = json.loads(json.dumps(Dashboard.from_json(board), cls=JSONEncoder))
+        assert again == board, name
+        assert {panel["type"] for panel in board["panels"]} <= {"row", "timeseries", "stat", "table"}, name
+
+
+@pytest.mark.parametrize(("name", "board"), list(boards()), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_panel_says_what_it_shows(name: str, board: dict[str, Any]) -> None:
+    """A title, a sentence, a unit, an expression; none covers another, none has another's number."""
+    shown = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert board["uid"] == f"kvtier-{name.removesuffix('.json')}"
+    cells: Counter[tuple[int, int]] = Counter()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells.update((place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"]))
+    assert set(cells.values()) == {1}
+    for panel in shown:
+        assert panel["description"].endswith(".")
+        assert panel["targets"]
+        overrides = panel["fieldConfig"]["overrides"]
+        assert panel["fieldConfig"]["defaults"].get("unit") or len(overrides) == len(panel["targets"])
+        assert panel["datasource"]["uid"] == "${datasource}"
+
+
+@pytest.mark.parametrize("expression", everything(), ids=lambda expression: expression.where)
+def test_every_metric_exists_with_these_labels(expression: Expression) -> None:
+    """A name that no server exposes, or a label that a metric has not, is found without a Prometheus already."""
+    named = list(metrics_in(expression.text))
+    assert named
+    for name, labels in named:
+        if ":" in name:
+            assert name in recordings()
+        else:
+            known = KNOWN.get(name, OTHERS.get(name))
+            assert known is not None, name
+            assert labels <= known | TARGET, name
+
+
+def test_every_metric_is_looked_at() -> None:
+    """What is exposed and shown nowhere is not worth exposing, but for what is there to be asked for by hand."""
+    named = {name for expression in everything() for name, _ in metrics_in(expression.text)}
+    seen = {re.sub(r"_(bucket|sum|count)$", "", name) if name.endswith(HISTOGRAM_ENDS) else name for name in named}
+    unseen = {row.exposed for row in METRICS.values()} - seen
+    by_hand = {"kvtier_namespaces", "kvtier_tier_jobs", "kvtier_sessions_attached"}
+    assert unseen == by_hand
+
+
+def test_the_columns_of_tables_have_their_headings() -> None:
+    """Grafana calls them `Value #A`, `Value #B`, or just `Value` where there is one: what is renamed is what there is."""
+    tables = [panel for _, board in boards() for panel in board["panels"] if panel["type"] == "table"]
+    assert {len(panel["targets"]) for panel in tables} >= {1, 3}
+    for panel in tables:
+        letters = [target["refId"] for target in panel["targets"]]
+        merge, organize = panel["transformations"]
+        assert merge["id"] == "merge"
+        renamed = organize["options"]["renameByName"]
+        assert list(renamed) == (["Value"] if len(letters) == 1 else [f"Value #{letter}" for letter in letters])
+        headings = {override["matcher"]["options"] for override in panel["fieldConfig"]["overrides"]}
+        assert set(renamed.values()) == headings
+        assert all(target["instant"] and target["format"] == "table" for target in panel["targets"])
+
+
+def test_only_servers_of_ours_are_counted() -> None:
+    """All jobs are all that have a server of kvtier: `up` has those of everybody, and would count them for `.*`."""
+    for name, board in boards():
+        job = next(variable for variable in board["templating"]["list"] if variable["name"] == "job")
+        assert job["includeAll"], name
+        assert "allValue" not in job, name
+
+
+def test_every_rate_is_over_the_interval_that_grafana_knows() -> None:
+    """A fixed range shows nothing where it is scraped more rarely than that."""
+    for path in FOLDER.glob("*.json"):
+        text = path.read_text(encoding="utf-8")
+        assert set(re.findall(r"\[(\$?\w+)\]", text)) <= {"$__rate_interval"}
+        assert "[]" not in re.sub(r'": \[\]', "", text)
+
+
+@pytest.mark.parametrize(("name", "alert"), alerts().items(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_alert_says_what_to_do(name: str, alert: dict[str, Any]) -> None:
+    """A severity, a sentence for the phone, one for the screen, and where to read on."""
+    assert re.fullmatch(r"Kvtier([A-Z][a-z]+)+", name)
+    assert alert["labels"] == {"severity": alert["labels"]["severity"]}
+    assert alert["labels"]["severity"] in ("critical", "warning", "info")
+    assert set(alert["annotations"]) == {"summary", "description", "runbook"}
+    assert "$labels.instance" in alert["annotations"]["summary"]
+    assert alert["annotations"]["description"].endswith(".")
+    assert alert["annotations"]["runbook"] == f"docs/troubleshooting.md#{kebab(name)}"
+    assert without_comparisons(alert["expr"]) != alert["expr"]
+
+
+def test_every_alert_is_explained() -> None:
+    """The runbook has a heading for each, whose anchor is the alert's name."""
+    page = FOLDER.parents[1] / "docs" / "troubleshooting.md"
+    if not page.exists():
+        pytest.skip("there is no docs/troubleshooting.md yet")
+    headings = set(re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {kebab(name) for name in alerts()} <= headings
+
+
+def test_every_alert_is_made_to_fire() -> None:
+    """In `alerts_test.yml`, which promtool runs (`test_live`): each is expected there, and nothing else is."""
+    text = (FOLDER.parents[1] / "tests" / "dashboards" / "alerts_test.yml").read_text(encoding="utf-8")
+    tests = yaml.safe_load(text)["tests"]
+    expected = [
+        sample["labels"]
+        for test in tests
+        for question in test["promql_expr_test"]
+        for sample in question["exp_samples"]
+        if "ALERTS" in question["expr"]
+    ]
+    names = [re.search(r'alertname="(\w+)"', labels) for labels in expected]
+    assert sorted(name[1] for name in names if name) == sorted(alerts())
+
+
+def test_comparisons_are_taken_out() -> None:
+    """Those of the condition itself, not those of labels or within brackets."""
+    assert without_comparisons('a{b="> 1",c!="x"} == 0') == 'a{b="> 1",c!="x"}'
+    assert without_comparisons("a / (b > 0) > 0.5 and on (c) d >= -1e3") == "a / (b > 0) and on (c) d"
