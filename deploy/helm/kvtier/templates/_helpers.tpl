@@ -1,0 +1,84 @@
+{{- define "kvtier.name" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 52 | trimSuffix "-" }}{{ else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 52 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "kvtier.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "kvtier.labels" -}}
+{{ include "kvtier.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{/* A quantity in Mi; values.schema.json allows no other units. */}}
+{{- define "kvtier.mebibytes" -}}
+{{- $number := regexFind "^[0-9]+" . | int64 -}}
+{{- if hasSuffix "Ti" . }}{{ mul $number 1048576 }}{{ else if hasSuffix "Gi" . }}{{ mul $number 1024 }}{{ else }}{{ $number }}{{ end }}
+{{- end }}
+
+{{- define "kvtier.check" -}}
+{{- $region := include "kvtier.mebibytes" .Values.regionSize | int64 -}}
+{{- $limit := include "kvtier.mebibytes" .Values.resources.limits.memory | int64 -}}
+{{- if lt $limit (add $region 1024) -}}
+{{- fail (printf "resources.limits.memory (%s) must exceed regionSize (%s) by 1Gi at least: the region counts against it" .Values.resources.limits.memory .Values.regionSize) -}}
+{{- end -}}
+{{- if and .Values.tcp.enabled (not .Values.tcp.insecure) (not (hasKey .Values.config "tls")) -}}
+{{- fail "tcp.enabled: without config.tls the port is in the clear and open to whoever reaches it; say tcp.insecure=true if that is meant" -}}
+{{- end -}}
+{{- $auth := .Values.config.auth | default dict }}{{ $tls := .Values.config.tls | default dict -}}
+{{- if and .Values.tcp.enabled (not .Values.tcp.insecure) (not $auth.tokens) (not $tls.client_ca) -}}
+{{- fail "tcp.enabled: nobody is asked who he is; set config.auth.tokens or config.tls.client_ca, or say tcp.insecure=true" -}}
+{{- end -}}
+{{- if and (eq .Values.probes.type "grpc") (not .Values.tcp.enabled) -}}
+{{- fail "probes.type=grpc wants tcp.enabled: the kubelet asks no Unix socket" -}}
+{{- end -}}
+{{- if and (eq .Values.data.type "none") (hasKey .Values.config "tiers") -}}
+{{- fail "data.type=none leaves no place for config.tiers" -}}
+{{- end -}}
+{{- end }}
+
+{{/* kvtier.toml, without whatever `config` says. */}}
+{{- define "kvtier.config" -}}
+{{- $listen := list (printf "unix:%s/kvtier.sock" .Values.socketDirectory) -}}
+{{- if .Values.tcp.enabled }}{{ $listen = append $listen (printf "0.0.0.0:%d" (int .Values.tcp.port)) }}{{ end -}}
+listen = {{ $listen | toJson }}
+region_size = {{ .Values.regionSize | quote }}
+data_dir = "/var/lib/kvtier"
+metrics = "0.0.0.0:{{ .Values.metrics.port }}"
+{{- if and .Values.tcp.enabled .Values.tcp.insecure }}
+insecure = true
+{{- end }}
+{{- if eq .Values.data.type "none" }}
+tiers = []
+{{- end }}
+{{- end }}
+
+{{- define "kvtier.probe" -}}
+{{- if eq .Values.probes.type "http" }}
+httpGet:
+  path: /healthz
+  port: metrics
+{{- else if eq .Values.probes.type "grpc" }}
+grpc:
+  port: {{ .Values.tcp.port }}
+{{- else }}
+exec:
+  command: [kvtier, status, --timeout, "3"]
+{{- end }}
+timeoutSeconds: 5
+{{- end }}
+
+{{/* A value as TOML, tables inline. Not toToml: to helm every number is a float, and 4096.0 is no whole number to kvtier. */}}
+{{- define "kvtier.toml" -}}
+{{- if kindIs "map" . -}}
+{ {{- range $index, $key := keys . | sortAlpha }}{{ if $index }}, {{ end }}{{ $key | toJson }} = {{ include "kvtier.toml" (get $ $key) }}{{ end -}} }
+{{- else if kindIs "slice" . -}}
+[ {{- range $index, $item := . }}{{ if $index }}, {{ end }}{{ include "kvtier.toml" $item }}{{ end -}} ]
+{{- else -}}
+{{ toJson . }}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,270 @@
+"""The Helm chart: what it renders to, what it refuses, and that its container starts as it is written there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness.namespace import OwnNamespace, why_not
+
+from kvtier import __version__
+from kvtier.server.sources import load
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm" / "kvtier"
+TOOLS = ROOT / "build" / "deploy" / "bin"
+HELM = TOOLS / "helm"
+
+needs_tools = pytest.mark.skipif(not HELM.exists(), reason="`make test-deploy` installs helm and the schemas")
+
+FULL = {
+    "config": {
+        "tiers": [{"type": "lmdb", "size": "2GiB"}],
+        "tenants": {"acme": {"quota": "25%"}},
+        "limits": {"max_keys": 1048576, "max_message_bytes": "256MiB"},
+        "retention": {"part": 0.25},
+    },
+    "tcp": {"enabled": True, "insecure": True},
+    "metrics": {
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "prometheusRule": {"enabled": True, "groups": [{"name": "x", "rules": [{"alert": "X", "expr": "up == 0"}]}]},
+    },
+    "networkPolicy": {"metricsFrom": [{"podSelector": {}}], "tcpFrom": [{"podSelector": {"matchLabels": {"a": "b"}}}]},
+    "probes": {"type": "grpc"},
+    "priorityClassName": "system-node-critical",
+    "nodeSelector": {"gpu": "true"},
+    "tolerations": [{"operator": "Exists"}],
+    "extraEnv": [{"name": "KVTIER_LOG_LEVEL", "value": "debug"}],
+    "extraVolumes": [{"name": "more", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+    "podLabels": {"team": "a"},
+    "podAnnotations": {"note": "b"},
+    "imagePullSecrets": [{"name": "c"}],
+}
+WAYS = {
+    "plain": {},
+    "full": FULL,
+    "emptyDir": {"data": {"type": "emptyDir", "sizeLimit": "20Gi"}, "probes": {"type": "exec"}},
+    "none": {"data": {"type": "none"}, "networkPolicy": {"enabled": False}, "regionSize": "512Mi"},
+}
+
+
+def _helm(command: str, directory: Path, values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    file = directory / "values.yaml"
+    file.write_text(json.dumps(values))
+    name = [] if command == "lint" else ["kvtier"]
+    return subprocess.run(
+        [
+            HELM,
+            command,
+            *name,
+            CHART,
+            "--values",
+            file,
+            "--kube-version",
+            "1.35.0",
+            *(["--strict"] if command == "lint" else []),
+        ],
+        capture_output=True,
+        text=True,
+        env={"HOME": str(directory), "PATH": "/usr/bin:/bin"},
+        check=False,
+    )
+
+
+def _rendered(directory: Path, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    done = _helm("template", directory, values)
+    assert done.returncode == 0, done.stderr
+    return {document["kind"]: document for document in yaml.safe_load_all(done.stdout) if document}
+
+
+@needs_tools
+@pytest.mark.parametrize("way", WAYS)
+def test_the_chart_has_no_error(tmp_path: Path, way: str) -> None:
+    """Helm finds nothing, whatever is switched on."""
+    done = _helm("lint", tmp_path, WAYS[way])
+    assert done.returncode == 0, done.stdout
+
+
+@needs_tools
+@pytest.mark.parametrize("version", ["1.27.0", "1.35.0"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_it_renders_is_what_kubernetes_takes(tmp_path: Path, way: str, version: str) -> None:
+    """Strictly: a field that the schemas do not know is an error. Theirs alone; the operator's resources have none here."""
+    documents = [found for found in _rendered(tmp_path, WAYS[way]).values() if "coreos" not in found["apiVersion"]]
+    assert {"DaemonSet", "ConfigMap", "Service", "ServiceAccount"} <= {found["kind"] for found in documents}
+    _validate(tmp_path, documents, version)
+
+
+@needs_tools
+def test_the_example_of_an_engine_is_what_kubernetes_takes(tmp_path: Path) -> None:
+    """And it looks for the socket where the chart has it, as the user whose socket it is."""
+    engine = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "vllm.yaml").read_text())
+    _validate(tmp_path, [engine], "1.35.0")
+    pod, server = engine["spec"]["template"]["spec"], _rendered(tmp_path, {})["DaemonSet"]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsUser"] == server["securityContext"]["runAsUser"]
+    sockets = {volume["name"]: volume for volume in server["volumes"]}["sockets"]["hostPath"]["path"]
+    [volume] = [volume for volume in pod["volumes"] if volume["name"] == "kvtier"]
+    assert volume["hostPath"]["path"] == sockets
+    [endpoint] = [entry["value"] for entry in pod["containers"][0]["env"] if entry["name"] == "KVTIER_ENDPOINT"]
+    assert endpoint == f"unix:{sockets}/kvtier.sock"
+
+
+@needs_tools
+@pytest.mark.parametrize("way", WAYS)
+def test_the_server_can_use_the_configuration(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What values say arrives in the server as they say it, types included."""
+    file = tmp_path / "kvtier.toml"
+    rendered = _rendered(tmp_path, WAYS[way])
+    file.write_text(rendered["ConfigMap"]["data"]["kvtier.toml"])
+    environment = rendered["DaemonSet"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    for entry in environment:
+        if entry["name"] not in ("KVTIER_ENDPOINT", "KVTIER_LOG_FORMAT", "KVTIER_LOG_LEVEL"):
+            monkeypatch.setenv(entry["name"], entry["value"])
+    config = load({}, file=str(file)).config
+    assert config.listen[0] == "unix:/run/kvtier/kvtier.sock"
+    assert len(config.listen) == (2 if way == "full" else 1)
+    assert config.region_size == (512 << 20 if way == "none" else 8 << 30)
+    assert len(config.tiers) == (0 if way == "none" else 1)
+    if way == "full":
+        assert (config.limits.max_keys, config.retention.part, config.tiers[0].size) == (1048576, 0.25, 2 << 30)
+        assert [tenant.name for tenant in config.tenants] == ["acme"]
+
+
+@needs_tools
+def test_what_is_scraped_is_what_the_rules_speak_of(tmp_path: Path) -> None:
+    """The monitor finds the service, its port, and gives the job a name that the rules know."""
+    rendered = _rendered(tmp_path, FULL)
+    monitor, service = rendered["ServiceMonitor"]["spec"], rendered["Service"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert [endpoint["port"] for endpoint in monitor["endpoints"]] == [
+        port["name"] for port in service["spec"]["ports"]
+    ]
+    job = service["metadata"]["labels"][monitor["jobLabel"]]
+    jobs = set(re.findall(r'job=~"([^"]+)"', (ROOT / "dashboards" / "rules" / "alerts.yml").read_text()))
+    assert jobs
+    assert all(re.fullmatch(pattern, job) for pattern in jobs)
+    rules = yaml.safe_load((ROOT / "dashboards" / "rules" / "alerts.yml").read_text())
+    values = {"metrics": {"prometheusRule": {"enabled": True, "groups": rules["groups"]}}}
+    assert _rendered(tmp_path, values)["PrometheusRule"]["spec"]["groups"] == rules["groups"]
+
+
+@needs_tools
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"regionSize": "8GiB"}, "regionSize"),
+        ({"regionSize": "16Gi"}, "must exceed regionSize (16Gi) by 1Gi"),
+        ({"regonSize": "8Gi"}, "regonSize"),
+        ({"tcp": {"enabled": True}}, "in the clear"),
+        ({"tcp": {"enabled": True}, "config": {"tls": {"cert": "/c", "key": "/k"}}}, "nobody is asked who he is"),
+        ({"probes": {"type": "grpc"}}, "wants tcp.enabled"),
+        ({"config": {"listen": "0.0.0.0:1"}}, "config"),
+        ({"terminationGracePeriodSeconds": 30}, "terminationGracePeriodSeconds"),
+        ({"runAsUser": 0}, "runAsUser"),
+        ({"data": {"type": "none"}, "config": {"tiers": []}}, "leaves no place"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(tmp_path: Path, values: dict[str, Any], complaint: str) -> None:
+    """Before anything is installed, and with the name of what is wrong."""
+    done = _helm("template", tmp_path, values)
+    assert done.returncode != 0
+    assert complaint in done.stderr
+
+
+def test_the_chart_is_of_the_version_that_it_installs() -> None:
+    """The image's tag is the chart's appVersion."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[OwnNamespace]:
+    """A place with a read-only root, as the container's is."""
+    if reason := why_not():
+        pytest.skip(f"no namespaces here: {reason}")
+    boot = "mkdir -p /run/kvtier /var/lib/kvtier /etc/kvtier && touch /run/booted && exec sleep infinity"
+    with OwnNamespace(tmp_path / "boot.log", boot) as place:
+        yield place
+
+
+@needs_tools
+def test_the_container_starts_as_it_is_written(node: OwnNamespace, tmp_path: Path) -> None:
+    """The init container's and the server's own commands, users, capabilities and file systems; then its probe, and its end."""
+    values = {
+        "config": {"tiers": [{"type": "lmdb", "size": "64MiB"}]},
+        "regionSize": "64Mi",
+        "metrics": {"port": 19464},
+    }
+    rendered = _rendered(tmp_path, values)
+    config = tmp_path / "kvtier.toml"
+    config.write_text(rendered["ConfigMap"]["data"]["kvtier.toml"])
+    assert node.run("cp", str(config), "/etc/kvtier/kvtier.toml").returncode == 0
+    for mount in ("/run/kvtier", "/var/lib/kvtier"):
+        assert node.run("mount", "-t", "tmpfs", "-o", "mode=0755", "tmpfs", mount).returncode == 0
+    assert node.run("mount", "-o", "remount,bind,ro", "/").returncode == 0
+    pod = rendered["DaemonSet"]["spec"]["template"]["spec"]
+    init = node.run(*_container(pod, pod["initContainers"][0]))
+    assert init.returncode == 0, init.stderr
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(
+            node.command(*_container(pod, pod["containers"][0])), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        _wait_probe(node, pod["containers"][0], tmp_path / "log")
+        user = str(pod["securityContext"]["runAsUser"])
+        engine = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "/opt/kvtier/bin/python"]
+        done = node.run(*engine, "/opt/source/tests/harness/round_trip.py")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert node.run("pkill", "-TERM", "-u", user, "-o").returncode == 0
+        assert server.wait(pod["terminationGracePeriodSeconds"]) == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _container(pod: dict[str, Any], container: dict[str, Any]) -> list[str]:
+    """Returns how a runtime would start this container, where its image is the place itself."""
+    context = pod["securityContext"] | container["securityContext"]
+    added = [f"+{name.lower()}" for name in context["capabilities"].get("add", [])]
+    capabilities = ",".join(["-all", *added])
+    user = str(context["runAsUser"])
+    environment = [f"{entry['name']}={entry['value']}" for entry in container["env"]]
+    return [
+        *("setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--no-new-privs"),
+        *("--inh-caps", capabilities, "--bounding-set", capabilities),
+        *("env", "-i", "PATH=/opt/kvtier/bin:/usr/bin:/bin", *environment),
+        *container["command"],
+        *container["args"],
+    ]
+
+
+def _wait_probe(node: OwnNamespace, container: dict[str, Any], log: Path) -> None:
+    probe = container["startupProbe"]["httpGet"]
+    [port] = [port["containerPort"] for port in container["ports"] if port["name"] == probe["port"]]
+    deadline = time.monotonic() + 30
+    while node.run("curl", "-sf", f"http://127.0.0.1:{port}{probe['path']}").stdout.strip() != "ok":
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def _validate(directory: Path, documents: list[dict[str, Any]], version: str) -> None:
+    files = []
+    for number, document in enumerate(documents):
+        files.append(directory / f"{number}.yaml")
+        files[-1].write_text(json.dumps(document))
+    done = subprocess.run(
+        [TOOLS / "kubernetes-validate", "--strict", "--kubernetes-version", version, *files],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed") == len(files), done.stdout
