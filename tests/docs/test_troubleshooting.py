@@ -1,0 +1,56 @@
+"""The page on troubleshooting has a word for everything that kvtier can say, and quotes it as it is said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvtier.protos.reasons import STATUS_OF
+from kvtier.protos.v1 import admin_pb2
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+ROOMS = ("client", "cuda", "protos", "server", "tiers")
+RULES = ROOT / "dashboards" / "rules"
+
+OF_THE_SYSTEM = {"Permission denied"}
+"""What is quoted and not ours."""
+
+
+def _section(title: str) -> str:
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_every_reason_of_a_miss_is_explained() -> None:
+    """One row each, and none that does not exist."""
+    reasons = {name.removeprefix("MISS_REASON_").lower() for name in admin_pb2.MissReason.keys()} - {"unspecified"}  # noqa: SIM118
+    assert set(re.findall(r"^\| `(\w+)` \|", _section("Misses by reason"), re.MULTILINE)) == reasons
+
+
+def test_every_reason_of_an_error_is_explained() -> None:
+    """One row each."""
+    explained = set(re.findall(r"^\| `(\w+)` \|", _section("Errors by reason"), re.MULTILINE))
+    assert set(STATUS_OF) - explained == set()
+
+
+@pytest.mark.skipif(not RULES.exists(), reason="there are no rules yet")
+def test_every_alert_has_its_paragraph() -> None:
+    """Under its name, so that a rule can link to it; and no paragraph is of an alert that is gone."""
+    names = re.findall(
+        r"^\s*- alert: (\w+)$", "\n".join(file.read_text() for file in RULES.glob("*.yml")), re.MULTILINE
+    )
+    anchors = {re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower() for name in names}
+    assert set(re.findall(r"^### (kvtier-[a-z-]+)$", PAGE, re.MULTILINE)) == anchors
+
+
+def test_what_is_quoted_is_said() -> None:
+    """Each text in quotes of the tables is in the source, so that searching the page for a line of the log finds it."""
+    source = "".join(file.read_text() for room in ROOMS for file in (ROOT / room).rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that are written in several pieces
+    quoted = re.findall(r'"([^"`]+)"', "\n".join(line for line in PAGE.splitlines() if line.startswith('| "')))
+    assert len(quoted) > 20
+    assert [text for text in quoted if text not in source and text not in OF_THE_SYSTEM] == []
