@@ -2,7 +2,8 @@
 
 A copy that lets go of the GIL can wait 5 ms until it has it back, where a thread beside it is busy with Python; one
 that keeps it makes everybody else wait. So what takes less than a fraction of a millisecond is copied with the GIL, and
-what takes longer without it, until it shows that somebody is busy. `docs/decisions/0016-copies.md` has the measurements.
+what takes longer without it and with the help of a second thread, until it shows that somebody is busy.
+`docs/decisions/0016-copies.md` has the measurements.
 
 `memmove` through ctypes checks nothing: addresses, sizes and lifetimes are the caller's word. Any thread may call.
 """
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from .copy_helper import Helper
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -24,9 +27,11 @@ __all__ = ["HostBuffer", "TensorLike", "address_of", "addresses_of", "copy_batch
 
 
 _KEPT_BYTES = 4 << 20
-"""What is copied at once with the GIL: a quarter of a millisecond."""
+"""What is copied at once with the GIL: a quarter to half a millisecond, in which a second thread would hardly be awake."""
 _LONG_BYTES = 1 << 20
 """A copy of so much takes so long that letting go of the GIL costs next to nothing (a microsecond, in Python)."""
+_PIECE_BYTES = 1 << 20
+"""What one of the two takes at once."""
 _SLOWEST = 1e9
 """Bytes per second of a copy that nobody kept waiting: into memory that is touched for the first time."""
 _CROWDED_SECONDS = 0.2
@@ -150,6 +155,8 @@ def copy_batch(destinations: Sequence[int], sources: Sequence[int], sizes: Seque
         raise ValueError("one of the lists of destinations, sources and sizes is shorter than another")
     if sum(sizes) <= _KEPT_BYTES:
         deque(map(_move_kept, destinations, sources, sizes), 0)
+    elif _crowd.copy_by_two(destinations, sources, sizes):
+        return
     elif max(sizes) < _LONG_BYTES:
         _crowd.copy_small(destinations, sources, sizes)
     else:
@@ -165,6 +172,12 @@ class _Crowd:
 
     def __init__(self) -> None:
         self._until = 0.0
+
+    def copy_by_two(self, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Copies with a second thread's help; returns False, and has copied nothing, where somebody else has it, or is busy."""
+        if time.perf_counter() < self._until:
+            return False
+        return _helper.share(_pieces(destinations, sources, sizes), self._copy_piece)
 
     def copy(self, runs: Iterator[tuple[int, int, int]]) -> None:
         """Copies more than should be copied at once with the GIL, of large blocks."""
@@ -191,10 +204,23 @@ class _Crowd:
                 end += 1
             start = end
 
+    def _copy_piece(self, piece: _Piece) -> None:
+        """Copies one of the pieces of two threads, without the GIL as long as nobody keeps it for long."""
+        if time.perf_counter() < self._until:
+            deque(map(_move_kept, *piece), 0)
+            return
+        started = time.perf_counter()
+        deque(map(_move, *piece), 0)
+        self._note(started, sum(piece[2]))
+
     def _let_go(self, destination: int, source: int, size: int) -> bool:
         """Copies without the GIL; returns whether somebody else kept it for long."""
         started = time.perf_counter()
         _move(destination, source, size)
+        return self._note(started, size)
+
+    def _note(self, started: float, size: int) -> bool:
+        """Takes down how long a copy without the GIL took; returns whether somebody else kept it for long."""
         ended = time.perf_counter()
         kept_waiting = ended - started > sys.getswitchinterval() / 2 + size / _SLOWEST
         if kept_waiting:
@@ -203,6 +229,23 @@ class _Crowd:
 
 
 _crowd = _Crowd()
+_helper = Helper()
+
+_Piece: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""Destinations, sources and sizes, which are few enough for nobody to wait long for the thread that copies them."""
+
+
+def _pieces(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Iterator[_Piece]:
+    longest = max(sizes)
+    if longest < _LONG_BYTES:
+        number = _PIECE_BYTES // longest
+        for start in range(0, len(sizes), number):
+            end = start + number
+            yield destinations[start:end], sources[start:end], sizes[start:end]
+        return
+    for to, start, length in _runs(destinations, sources, sizes):
+        for done in range(0, length, _PIECE_BYTES):
+            yield (to + done,), (start + done,), (min(_PIECE_BYTES, length - done),)
 
 
 def _runs(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -6,13 +6,14 @@ import ctypes
 import random
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cuda import copy
+from kvtier.cuda import copy, copy_helper
 from kvtier.cuda.copy import HostBuffer, address_of, addresses_of, copy_batch
 
 MIB = 1 << 20
@@ -164,9 +165,12 @@ def test_copies_arrive(seed: int, sizes: list[int], *, adjacent: bool) -> None:
     assert destination == expected
 
 
+@pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize("block_bytes", [48 << 10, 512 << 10, 5 * MIB])
-def test_long_batches_arrive(block_bytes: int) -> None:
-    """More than is copied at once with the GIL arrives as well: small, large and huge blocks, from scattered places."""
+def test_long_batches_arrive(block_bytes: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than is copied at once with the GIL arrives as well, by one thread or two, whatever the blocks and their places."""
+    monkeypatch.setattr(copy_helper, "usable_cores", lambda: cores)
+    monkeypatch.setattr(copy, "_helper", copy_helper.Helper())
     count = 12 * MIB // block_bytes
     source = np.random.default_rng(3).integers(0, 256, (count, block_bytes), np.uint8)
     target = np.zeros_like(source)
@@ -178,9 +182,11 @@ def test_long_batches_arrive(block_bytes: int) -> None:
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """What is copied, and how, instead of copying it; nobody is known to be busy."""
+    """What is copied by one thread, and how, instead of copying it; nobody is known to be busy."""
     calls: list[tuple[str, tuple[int, ...]]] = []
     monkeypatch.setattr(copy, "_crowd", copy._Crowd())
+    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 1)
+    monkeypatch.setattr(copy, "_helper", copy_helper.Helper())
     monkeypatch.setattr(copy, "_move", lambda *arguments: calls.append(("free", arguments)))
     monkeypatch.setattr(copy, "_move_kept", lambda *arguments: calls.append(("kept", arguments)))
     return calls
@@ -251,3 +257,61 @@ def test_lists_of_different_lengths_are_refused() -> None:
     """A missing size is an error, not a copy of less."""
     with pytest.raises(ValueError, match="shorter"):
         copy_batch([1, 2], [1, 2], [0])
+
+
+def test_pieces_of_two_threads_are_all_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte goes once, in pieces of a MiB at most, whatever the sizes are; both threads take part."""
+    moved: list[tuple[int, int, int]] = []
+    threads: set[int] = set()
+    both = threading.Barrier(2)
+
+    def move(*block: int) -> None:
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            both.wait(20)
+        moved.append(block)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
+    monkeypatch.setattr(copy, "_move", move)
+    monkeypatch.setattr(copy, "_crowd", copy._Crowd())
+    monkeypatch.setattr(copy, "_helper", copy_helper.Helper())
+    monkeypatch.setattr(copy._Crowd, "_note", lambda *_: False)
+    for sizes in ([100] * 50_000, [64 << 10] * 100, [3 * MIB, 5, 2 * MIB, MIB + 1]):
+        blocks = [((1 << 40) + n * 8 * MIB, (2 << 40) + n * 8 * MIB, size) for n, size in enumerate(sizes)]
+        moved.clear()
+        threads.clear()
+        copy_batch(*(list(column) for column in zip(*blocks, strict=True)))
+        assert len(threads) == 2
+        assert max(size for _, _, size in moved) <= MIB
+        covered: list[list[int]] = []
+        for to, start, size in sorted(moved):
+            if covered and covered[-1][0] + covered[-1][2] == to and covered[-1][1] + covered[-1][2] == start:
+                covered[-1][2] += size
+            else:
+                covered.append([to, start, size])
+        assert covered == [list(block) for block in blocks]
+
+
+def test_beside_a_busy_thread_one_thread_copies(moved: list[tuple[str, tuple[int, ...]]], monkeypatch: Any) -> None:
+    """A second one would only be one more that wants the GIL."""
+    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
+    copy._crowd._until = time.perf_counter() + 60
+    copy_batch([n << 24 for n in range(200)], [n << 25 for n in range(200)], [64 << 10] * 200)
+    assert [how for how, _ in moved] == ["kept"] * 200
+    assert copy._helper._is_there is None
+
+
+def test_two_threads_that_find_somebody_busy_keep_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the pieces goes with the GIL, and what is copied next."""
+    how: list[str] = []
+    crowd = copy._Crowd()
+    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
+    monkeypatch.setattr(copy, "_crowd", crowd)
+    monkeypatch.setattr(copy, "_helper", copy_helper.Helper())
+    monkeypatch.setattr(copy, "_move", lambda *_: (how.append("free"), time.sleep(0.01)))
+    monkeypatch.setattr(copy, "_move_kept", lambda *_: how.append("kept"))
+    monkeypatch.setattr(copy, "_CROWDED_SECONDS", 60)
+    copy_batch([n << 24 for n in range(32)], [n << 25 for n in range(32)], [MIB] * 32)
+    assert len(how) == 32
+    assert how.count("free") <= 3  # one of each thread, and one that had begun before the other was over
+    assert crowd._until > 0

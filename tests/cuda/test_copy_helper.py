@@ -1,0 +1,121 @@
+"""Work that two threads share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from kvtier.cuda import copy, copy_helper
+from kvtier.cuda.copy_helper import Helper
+
+
+@pytest.fixture
+def helper(monkeypatch: pytest.MonkeyPatch) -> Helper:
+    """One on a machine with processors enough."""
+    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
+    return Helper()
+
+
+def test_every_piece_is_done_once(helper: Helper) -> None:
+    """Whoever takes it; and all are done when `share` returns."""
+    for _ in range(200):
+        done: list[int] = []
+        assert helper.share(range(30), done.append)
+        assert sorted(done) == list(range(30))
+
+
+def test_both_threads_work(helper: Helper) -> None:
+    """Neither waits for the other to have done all."""
+    both = threading.Barrier(2)
+    threads: set[str] = set()
+
+    def work(_: int) -> None:
+        threads.add(threading.current_thread().name)
+        both.wait(20)
+
+    assert helper.share(range(2), work)
+    assert threads == {threading.current_thread().name, "kvtier-copy"}
+
+
+def test_it_waits_for_what_the_helper_is_at(helper: Helper) -> None:
+    """The memory of a copy is the caller's again when the call returns."""
+    done: list[int] = []
+
+    def work(piece: int) -> None:
+        if threading.current_thread().name == "kvtier-copy":
+            time.sleep(0.05)
+        else:
+            time.sleep(0.01)  # for the helper to wake up
+        done.append(piece)
+
+    assert helper.share(range(3), work)
+    assert sorted(done) == [0, 1, 2]
+
+
+def test_one_processor_has_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is begun: the caller does it in its own way."""
+    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 1)
+    done: list[int] = []
+    assert not Helper().share(range(3), done.append)
+    assert done == []
+
+
+def test_the_helper_helps_one_at_a_time(helper: Helper) -> None:
+    """Who comes meanwhile is on its own, and does not wait."""
+    inner: list[bool] = []
+    assert helper.share(range(1), lambda _: inner.append(helper.share(range(1), lambda _: None)))
+    assert inner == [False]
+    assert helper.share(range(1), lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["kvtier-copy", "MainThread"])
+def test_what_goes_wrong_is_raised_where_the_work_was_asked_for(helper: Helper, name: str) -> None:
+    """In whichever thread it went wrong; the rest is left, and the helper goes on helping others."""
+    both = threading.Barrier(2)
+    done: list[int] = []
+
+    def work(piece: int) -> None:
+        if piece < 2:
+            both.wait(20)
+            if threading.current_thread().name == name:
+                raise OSError("broken")
+            time.sleep(0.05)
+        done.append(piece)
+
+    with pytest.raises(OSError, match="broken"):
+        helper.share(range(1000), work)
+    assert len(done) < 1000
+    done.clear()
+    assert helper.share(range(2, 50), done.append)
+    assert len(done) == 48
+
+
+def test_no_thread_to_be_had(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process at the limit of its threads copies by itself."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert not helper.share(range(3), lambda _: None)
+
+
+def test_a_child_that_was_forked_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In mid-copy of its parent: no lock and no thread of the parent's is waited for."""
+    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
+    monkeypatch.setattr(copy, "_helper", Helper())
+    child = 0
+
+    def fork(_: int) -> None:
+        nonlocal child
+        child = os.fork()
+        if not child:
+            signal.alarm(30)
+            os._exit(0 if copy._helper.share(range(9), lambda _: None) else 3)
+
+    assert copy._helper.share(range(1), fork)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
