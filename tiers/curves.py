@@ -12,7 +12,7 @@ No clock: old lookups fade by the number of keys that were looked up since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -37,6 +37,8 @@ _LEAST_SAMPLED = 64
 """References of the sample before which nothing is said."""
 _CHOOSES = -1 - GROUP_INDEX_BYTES
 """The byte of a key that says whether it is in the sample."""
+_JUDGED = 4096
+"""Stored keys of which is seen whether that byte chooses as many as it should."""
 _DOUBT = 0.01
 """A difference of ratios that says nothing."""
 
@@ -71,19 +73,30 @@ class Curves:
         window: int = WINDOW_KEYS,
         hash_of: Callable[[bytes], int] = hash,
     ) -> None:
-        # A tier answers for no less than those above it, which have their blocks first.
-        above = accumulate((0, *capacities), max)
-        self._stacks = [
-            Stack([max(most, int(scale * own)) for scale in (*SCALES, _REACH)], rate=sampled / 256, hash_of=hash_of)
-            for most, own in zip(above, capacities, strict=False)
-        ]
+        self._capacities = tuple(capacities)
         self._where = where
         self._sampled = sampled
+        self._window = window
+        self._hash_of = hash_of
+        self._hashes = False
+        """Whether keys are hashed to choose among them: those of some engines are no hashes themselves."""
+        self._stored = self._chosen = 0
+        """Keys that were stored, and those of them that are in the sample, since this was last judged."""
+        self._begin()
+
+    def _begin(self) -> None:
+        # A tier answers for no less than those above it, which have their blocks first.
+        above = accumulate((0, *self._capacities), max)
+        rate, hash_of = self._sampled / 256, self._hash_of
+        self._stacks = [
+            Stack([max(most, int(scale * own)) for scale in (*SCALES, _REACH)], rate=rate, hash_of=hash_of)
+            for most, own in zip(above, self._capacities, strict=False)
+        ]
         self._keys = 0.0
         """Keys that were looked up, of late."""
-        self._answered = [0.0] * len(capacities)
+        self._answered = [0.0] * len(self._capacities)
         """Of these, how many each tier answered."""
-        self._window = self._until_fade = window
+        self._until_fade = self._window
 
     def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], spans: Collection[Span]) -> None:
         """Takes note of a lookup and what its keys met, before what is missing is stored.
@@ -97,20 +110,22 @@ class Curves:
             if not isinstance(span.verdict, MissReason) and span.verdict is not None:
                 self._answered[span.verdict] += span.count
         self._keys += len(keys)
-        # A key is a content hash and the index of its group: the last byte of the hash chooses, at a third of the price of `hash`.
-        most = self._sampled
-        for key in [key for key in keys if key[_CHOOSES] < most]:
+        for key in self._sample(keys):
             self._refer(namespace, key)
         self._until_fade -= len(keys)
         if self._until_fade <= 0:
             self._fade()
 
-    def stored(self, blocks: Iterable[Block]) -> None:
+    def stored(self, blocks: Collection[Block]) -> None:
         """Takes note of blocks that come: from now on they are there to be found."""
-        most = self._sampled
-        for block in blocks:
-            if block.key[_CHOOSES] < most and not block.private:
-                self.put(block.name, block.nbytes)
+        sample = self._sample([block.key for block in blocks])
+        if sample:
+            chosen = set(sample)
+            for block in blocks:
+                if block.key in chosen and not block.private:
+                    self.put(block.name, block.nbytes)
+        if not self._hashes:
+            self._judge(len(blocks), len(sample))
 
     def of(self, tier: int) -> tuple[HitRatio, ...]:
         """Returns the curve of a tier, by its position in the lookup order; nothing before there is enough to go by."""
@@ -128,6 +143,27 @@ class Curves:
             HitRatio(scale, min(1.0, max(0.0, measured + lost * (ratio - own))))
             for scale, ratio in zip(SCALES, modelled, strict=False)
         )
+
+    def _sample(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Returns those of some keys that are in the sample."""
+        most = self._sampled
+        if self._hashes:
+            hash_of = self._hash_of
+            return [key for key in keys if hash_of(key) % 256 < most]
+        # A key is a content hash and the index of its group: the last byte of the hash chooses, at a third of the price of `hash`.
+        return [key for key in keys if key[_CHOOSES] < most]
+
+    def _judge(self, stored: int, chosen: int) -> None:
+        """Sees whether the byte that chooses is one of a hash; where it is not, begins anew and hashes keys."""
+        self._stored += stored
+        self._chosen += chosen
+        if self._stored < _JUDGED:
+            return
+        expected = self._stored * self._sampled / 256
+        if not expected / 4 <= self._chosen <= 4 * expected:
+            self._hashes = True
+            self._begin()
+        self._stored = self._chosen = 0
 
     def _refer(self, namespace: NamespaceSpec, key: bytes) -> None:
         """Counts a reference to a key of the sample."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partialmethod
 
 import pytest
 from hypothesis import given
@@ -228,14 +229,14 @@ class TestCurves:
         assert len(thin.of(0)) == len(SCALES)
 
 
-def replay(capacity: int, requests: Sequence[Sequence[int]]) -> TierManager:
+def replay(capacity: int, requests: Sequence[Sequence[int]], key_of: Callable[[int], bytes] = digest) -> TierManager:
     """Serves requests from a CPU tier of so many blocks that evicts by last use."""
     region = capacity * BLOCK
     core = TierManager(region, region, (), keeping=Keeping(eviction={CPU_TIER: "lru"}))
     core.add_memory(0, region)
     session = core.open_session(b"s", "engine", 0, ONE_SIZE)
     for number, blocks in enumerate(requests):
-        keys, request_id = [digest(block) for block in blocks], f"{number}"
+        keys, request_id = [key_of(block) for block in blocks], f"{number}"
         core.begin_request(session, RequestInfo(request_id, NAMESPACE))
         lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER).lease
         hits = len(lease.items) if lease is not None else 0
@@ -258,6 +259,29 @@ class TestInTheCore:
         for estimate in cpu.estimates:
             other = replay(int(2000 * estimate.scale), requests).stats()
             assert estimate.hit_ratio == pytest.approx(other.tiers[0].hits / other.lookup_keys, abs=0.03)
+
+    @pytest.mark.parametrize("zeros", [0, 4], ids=["digits", "zeros"])
+    def test_keys_that_are_no_hashes(self, zeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever an engine calls its blocks, so many of them are in the sample as should be, soon."""
+        monkeypatch.setattr(Curves, "__init__", partialmethod(Curves.__init__, sampled=32, hash_of=hash_of))
+        rng = random.Random(5)
+        chains = [range(1000 * number, 1000 * number + rng.randint(5, 40)) for number in range(1000)]
+        requests = rng.choices(chains, [(rank + 1) ** -0.7 for rank in range(1000)], k=3000)
+
+        def key_of(block: int) -> bytes:
+            return b"%032d" % block + bytes(zeros) + GROUP
+
+        core = replay(2000, requests, key_of)
+        curves = core._curves
+        assert curves is not None
+        [stack] = curves._stacks
+        sampled = sum(len(chain) for chain in chains) * 32 / 256
+        assert sampled / 2 < len(stack) < sampled * 2
+        estimates = core.stats().tiers[0].estimates
+        assert len(estimates) == len(SCALES)
+        for estimate in estimates:
+            other = replay(int(2000 * estimate.scale), requests, key_of).stats()
+            assert estimate.hit_ratio == pytest.approx(other.tiers[0].hits / other.lookup_keys, abs=0.05)
 
     def test_tiers_have_curves(self) -> None:
         """Every tier has one, when there is enough to go by; what only a hold names is not part of it."""
