@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import grpc
 import pytest
+import xxhash
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from harness.bulk import locate, wait_for_bulk
@@ -27,13 +29,14 @@ from harness.trust_site import KEYS, PART, Site, error_of, make_site, status_of,
 from kvtier.client import AccessDenied, Client, Credentials, SessionLost
 from kvtier.client.link import AttachError, Attachment
 from kvtier.client.local_calls import LocalCalls
-from kvtier.client.wire import CHANNEL_OPTIONS, PUSH
+from kvtier.client.wire import CHANNEL_OPTIONS, PULL, PUSH
 from kvtier.protos import v1
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     cache_pb2,
+    cache_pb2_grpc,
     common_pb2,
     session_pb2,
     session_pb2_grpc,
@@ -366,6 +369,46 @@ def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path
             with pytest.raises(AttachError):
                 Attachment.connect(path, ref)
             calls.close()
+            stream.cancel()
+
+
+def test_streams_of_a_token_that_is_taken_away_end(tmp_path: Path) -> None:
+    """Also those that the server itself serves, for a client that does not read its heartbeats: neither is a frame taken nor given."""
+    site = make_site(tmp_path, config='limits = {max_frame_bytes = "4KiB"}')
+    options = [*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
+    with site.server.start(), site.client("acme-far") as other:
+        other.store(KEYS, [payload(key, PART) for key in KEYS])
+        with site.credentials("acme-engine").channel(parse_endpoint(site.server.endpoint), options) as channel:
+            sessions, cache = session_pb2_grpc.SessionServiceStub(channel), cache_pb2_grpc.CacheServiceStub(channel)
+            opening = session_pb2.OpenRequest(
+                protocol_version=1, engine_id="e", rank=0, namespace=namespace_of(PART).to_proto()
+            )
+            stream = sessions.Open(opening, timeout=60, wait_for_ready=True)
+            ref = next(iter(stream)).session
+            store = cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=ref, keys=[key_of(99)]), timeout=5)
+            lookup = cache_pb2.LookupRequest(session=ref, keys=KEYS)
+            lease = cache.Lookup(lookup, timeout=5)
+            assert lease.prefix_hits == len(KEYS)
+            frames: SimpleQueue[bytes | None] = SimpleQueue()
+            frame = transfer_pb2.PushRequest(
+                session=ref, store_id=store.store_id, payload=bytes(64), xxh3_64=xxhash.xxh3_64_intdigest(bytes(64))
+            ).SerializeToString()
+            push = channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
+            pushing = push.future(iter(frames.get, None), timeout=60)
+            frames.put(frame)
+            pull = channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+            pulling = pull(
+                transfer_pb2.PullRequest(session=ref, lease_id=lease.lease_id, items=range(len(KEYS))), timeout=60
+            )
+            next(pulling)
+            time.sleep(1.0)  # five heartbeats, of which it takes one
+            site.tokens.remove("acme-engine")
+            wait_for(lambda: "tokens read again" in site.server.log)
+            frames.put(frame)
+            frames.put(None)
+            gone = ("UNAUTHENTICATED", "UNKNOWN_SESSION")
+            assert refused(pushing.result) == gone
+            assert refused(lambda: list(pulling)) == gone
             stream.cancel()
 
 
