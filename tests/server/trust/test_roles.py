@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -373,7 +374,7 @@ def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path
 
 
 def test_streams_of_a_token_that_is_taken_away_end(tmp_path: Path) -> None:
-    """Also those that the server itself serves, for a client that does not read its heartbeats: neither is a frame taken nor given."""
+    """Also those that the server itself serves, for a client that does not read its heartbeats: no frame is taken or given."""
     site = make_site(tmp_path, config='limits = {max_frame_bytes = "4KiB"}')
     options = [*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
     with site.server.start(), site.client("acme-far") as other:
@@ -489,6 +490,23 @@ class TestTokenCommand:
             with Client(endpoint, namespace=namespace_of(PART), credentials=Credentials(token=made[0])) as client:
                 client.wait_until_connected(10)
             server.end()
+
+    def test_leaves_a_file_whose_it_was(self, tmp_path: Path) -> None:
+        """The mode by which a server of another user reads it stays, and where it lies, if what is named is a link."""
+        file = tmp_path / "tokens.toml"
+        command = [sys.executable, "-m", "kvtier.server", "token", "new", "--role", "admin", "--file"]
+        subprocess.run([*command, str(file)], capture_output=True, check=True)
+        file.chmod(0o640)
+        if os.getuid() == 0:
+            os.chown(file, 4711, 4712)
+        before = file.stat()
+        link = tmp_path / "link"
+        link.symlink_to(file)
+        subprocess.run([*command, str(link), "--name", "second"], capture_output=True, check=True)
+        after = file.stat()
+        assert file.read_text().count("[[tokens]]") == 2
+        assert link.is_symlink()
+        assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
 
     def test_says_what_is_missing(self, tmp_path: Path) -> None:
         """An engine has a tenant; a file that is no file of tokens stays as it is."""
