@@ -100,7 +100,7 @@ class TransferService:
             if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
                 self._damaged.inc()
                 raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {fields.offset_bytes} arrived damaged")
-            # Asked anew for every frame: the store may have ended meanwhile, and its slots be somebody else's; or the token be gone.
+            # Asked anew for every frame: the store may have ended meanwhile, and its slots be somebody else's, or the token gone.
             self._sessions.find(ref)
             expires_at = self._runtime.now() + self._edge.leases.default
             self._core.renew_store(session, store_id, expires_at)
