@@ -309,6 +309,10 @@ class TestStrict:
         command = [sys.executable, "-m", "kvtier.server", "status", "--endpoint", strict.server.endpoint]
         done = subprocess.run([*command, "--token-file", str(file)], capture_output=True, text=True, check=False)
         assert (done.returncode, "sessions" in done.stdout) == (0, True), done.stderr
+        environ = os.environ | {"KVTIER_TOKEN": strict.tokens.token["acme-engine"]}  # what is said overrules it
+        told = [*command, "--token-file", str(file)]
+        done = subprocess.run(told, capture_output=True, text=True, check=False, env=environ)
+        assert (done.returncode, "sessions" in done.stdout) == (0, True), done.stderr
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert "a token is needed" in done.stderr
