@@ -248,6 +248,18 @@ class TestSharedMemory:
                 assert link is not None
                 assert (attach_reply(path, link.ref) is not None) == granted
 
+    def test_who_asks_for_it_and_may_not_have_it_is_told(self, site: Site) -> None:
+        """Streams instead would be a tenth of the rate, and nobody would know why; with "auto" the link says it."""
+        with site.client("acme-far", unix=True, transport="shm") as client:
+            error = error_of(client)
+            assert isinstance(error, AccessDenied)
+            assert "shared_memory" in str(error)
+        with site.client("acme-far", unix=True) as client:
+            client.wait_until_connected(10)
+            link = client._wire.link
+            assert link is not None
+            assert "shared_memory" in link.why
+
     def test_the_sockets_owner_needs_no_token(self, site: Site) -> None:
         """Whoever can open the Unix socket, shows nothing, and is not asked to."""
         with Client(site.server.endpoint, namespace=namespace_of(PART, tenant="acme")) as client:
