@@ -21,7 +21,7 @@ from ..cuda.pinning import Pinning
 from ..cuda.region import HostRegion
 from ..cuda.warmup import warm_up
 from ..protos.v1 import session_pb2, session_pb2_grpc
-from .errors import Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
+from .errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from .link import AttachError, Attachment, Link
 from .local_calls import LocalCalls
 from .namespace import Namespace
@@ -37,6 +37,7 @@ Pin: TypeAlias = Callable[[HostRegion], Pinning]
 PROTOCOL_VERSION = 1
 _SILENT_INTERVALS = 5
 """A host that is short of processors makes even a live server fall silent for a second or two."""
+_NOT_SHARED = "the server does not share its memory with these credentials (shared_memory)"
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 1.0
 
@@ -157,7 +158,11 @@ class Keeper:
             raise NotConnected("the server did not open a session in time") from None
 
     def _pick_transport(self, capabilities: session_pb2.CapabilitiesResponse) -> str:
-        if self._identity.transport in ("grpc", "tcp") or not capabilities.HasField("region"):
+        if self._identity.transport in ("grpc", "tcp"):
+            return "grpc"
+        if not capabilities.HasField("region"):
+            if self._asked_for("shm"):
+                raise AccessDenied(f"transport shm: {_NOT_SHARED}")
             return "grpc"
         if os.path.exists(capabilities.region.attach_path):  # noqa: PTH110 - a path of somebody else's host, perhaps
             return "shm"
@@ -184,7 +189,8 @@ class Keeper:
             # What the one said of its tiers and limits is not true of the other.
             raise NotConnected("the server was restarted while a session was opened")
         if transport == "grpc":
-            return Link(first.session, capabilities, None, "asked for" if self._asked_for("grpc") else "another host")
+            why = "another host" if capabilities.HasField("region") else _NOT_SHARED
+            return Link(first.session, capabilities, None, "asked for" if self._asked_for("grpc") else why)
         try:
             attachment = Attachment.connect(capabilities.region.attach_path, first.session, self._identity.pin)
         except AttachError as error:

@@ -123,7 +123,7 @@ class PlainStreams:
             if connection is None:
                 return self._connect()
             # One that can be read is one that the server has closed.
-            if not select.select([connection], [], [], 0)[0]:
+            if not _can_be_read(connection):
                 return connection
             connection.close()
 
@@ -161,6 +161,13 @@ class _Timed:
         if not granted:
             raise error_for(*plain.unpack_refusal(message))
         return message
+
+
+def _can_be_read(connection: socket.socket) -> bool:
+    """Returns whether there is something to read, or the end. Not by `select`: engines have more descriptors than it takes."""
+    look = select.poll()
+    look.register(connection, select.POLLIN)
+    return bool(look.poll(0))
 
 
 class _Call:

@@ -119,7 +119,7 @@ class _TokenFile:
     """A token in a file, read again when that has changed. What cannot be read any more is used as it was."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self._path = os.path.expanduser(path)  # noqa: PTH111 - as with `os.stat` below
         self._seen: tuple[int, int, int] | None = None
         self._value = ""
 

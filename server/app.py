@@ -357,9 +357,12 @@ async def _watch(
     garbage = OldGarbage(runtime.now())
     while True:
         await asyncio.sleep(_HEALTH_SECONDS)
-        await health.update(runtime.stats())
-        garbage.tick(runtime.now(), metrics.calls)
-        look_again()
+        try:
+            look_again()
+            await health.update(runtime.stats())
+            garbage.tick(runtime.now(), metrics.calls)
+        except Exception as error:  # noqa: BLE001 - without it no token would ever be taken away again
+            _log.error("watch failed", exc_info=error)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, variable in _CREDENTIALS.items():
         if getattr(options, name, None) is not None:
             os.environ[variable] = getattr(options, name)  # where every command's way to a server looks
+            if name == "token_file":
+                os.environ.pop("KVTIER_TOKEN", None)  # it would be shown instead
     try:
         code: int = importlib.import_module(f"{_COMMANDS}.{options.command}").run(options)
         sys.stdout.flush()

@@ -85,12 +85,17 @@ def _toml_tier(tier: TierConfig) -> Iterator[str]:
         yield f"{key} = {_toml_value(setting, getattr(tier, key))}"
 
 
-def _amounts(tenant: TenantConfig) -> dict[str, dict[str, str]]:
-    """Returns what a tenant is given, as people write it."""
-    given = {key: getattr(tenant, key) for key in TENANT_SETTINGS if key != "rates"}
-    rates = msgspec.structs.asdict(tenant.rates)
-    given["rates"] = {key: SETTINGS[f"rates.{key}"].show(rate) for key, rate in rates.items() if rate is not None}
-    return {key: {tier: str(amount) for tier, amount in value.items()} for key, value in given.items() if value}
+def _amounts(tenant: TenantConfig) -> dict[str, dict[str, Any]]:
+    """Returns what a tenant is given, as people write it; what has no unit is a number."""
+    amounts = {key: getattr(tenant, key) for key in TENANT_SETTINGS if key != "rates"}
+    given: dict[str, dict[str, Any]]
+    given = {key: {tier: str(amount) for tier, amount in value.items()} for key, value in amounts.items()}
+    given["rates"] = {
+        key: SETTINGS[f"rates.{key}"].show(rate) if SETTINGS[f"rates.{key}"].unit else rate
+        for key, rate in msgspec.structs.asdict(tenant.rates).items()
+        if rate is not None
+    }
+    return {key: value for key, value in given.items() if value}
 
 
 def _toml_tenant(tenant: TenantConfig) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _append(path: Path, entry: str) -> None:
-    """Adds an entry to a file, which is its owner's alone if it is new. One that cannot be read is left as it is."""
+    """Adds an entry to a file, which is its owner's alone if it is new. Any other keeps its owner and mode, or is left alone."""
+    path = path.resolve()  # what a link leads to is replaced, not the link
     if path.exists():
         read_directory(path)
     # Written beside and moved: a server that looks meanwhile sees the old file or the new one.
@@ -46,6 +48,10 @@ def _append(path: Path, entry: str) -> None:
         file.write(f"{text.rstrip()}\n\n{entry}" if text.strip() else entry)
     try:
         read_directory(beside)
+        if path.exists():  # the server that reads it may be another user's
+            was = path.stat()
+            os.chown(beside, was.st_uid, was.st_gid)
+            beside.chmod(stat.S_IMODE(was.st_mode))
         beside.replace(path)
     except BaseException:
         beside.unlink()

@@ -16,7 +16,7 @@ import xxhash
 
 from ...protos.frames import decode_push_frame, encode_pull_frame
 from ...protos.sequence import PartSequence
-from ...protos.v1 import transfer_pb2
+from ...protos.v1 import common_pb2, transfer_pb2
 from ...tiers.answers import Session
 from ...tiers.commands import LeaseId, StoreId
 from ..bulk.supervisor import BulkProcess
@@ -78,6 +78,7 @@ class TransferService:
     async def Push(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> transfer_pb2.PushResponse:
         """Fills granted slots frame by frame."""
         session: Session | None = None
+        ref = common_pb2.SessionRef()
         store_id = StoreId(0)
         parts = PartSequence((), ())
         received = 0
@@ -88,7 +89,8 @@ class TransferService:
             except ValueError as error:
                 raise Refused("INVALID_ARGUMENT", str(error)) from error
             if session is None:
-                session = self._sessions.get(fields.session)
+                ref = fields.session
+                session = self._sessions.get(ref)
                 store_id = StoreId(fields.store_id)
                 store = self._core.store(session, store_id)
                 meter = self._sessions.meter(session)
@@ -98,7 +100,8 @@ class TransferService:
             if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
                 self._damaged.inc()
                 raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {fields.offset_bytes} arrived damaged")
-            # Asked anew for every frame: the store may have ended meanwhile, and its slots be somebody else's.
+            # Asked anew for every frame: the store may have ended meanwhile, and its slots be somebody else's, or the token gone.
+            self._sessions.find(ref)
             expires_at = self._runtime.now() + self._edge.leases.default
             self._core.renew_store(session, store_id, expires_at)
             taken = 0
@@ -131,7 +134,8 @@ class TransferService:
         if meter is not None:
             meter.stream()
         while offset < parts.total_bytes:
-            self._core.lease(session, lease_id)  # raises if it ended meanwhile, as above
+            self._sessions.find(request.session)  # as above
+            self._core.lease(session, lease_id)
             nbytes = min(self._edge.limits.max_frame_bytes, parts.total_bytes - offset)
             pieces = [self._memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
             yield encode_pull_frame(offset, _checksum(pieces), pieces)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from unittest.mock import Mock
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvtier.server import app
 from kvtier.server.errors import RefusalInterceptor
 from kvtier.server.health import Health, tier_service
 from kvtier.tiers.stats import ManagerStats, TierStats
@@ -105,4 +107,20 @@ async def test_watchers(health: Fixture) -> None:
     for lmdb in (True, False):
         await ours.update(stats(lmdb=lmdb))
     assert (await asyncio.wait_for(watch.read(), 5)).status == NOT_SERVING
+    watch.cancel()
+
+
+async def test_the_watch_survives_what_it_trips_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures that cannot be had once are no reason to take no token away and to say nothing new of the health ever after."""
+    monkeypatch.setattr(app, "_HEALTH_SECONDS", 0.001)
+    monkeypatch.setattr(app, "_log", Mock())
+    runtime, metrics, looked = Mock(), Mock(calls=0), asyncio.Event()
+    runtime.now.return_value = 0.0
+    runtime.stats.side_effect = [ZeroDivisionError("planted"), *[stats()] * 1000]
+    health = Health(SERVICES)
+    watch = asyncio.create_task(app._watch(runtime, health, metrics, looked.set))
+    await asyncio.wait_for(looked.wait(), 5)
+    while health._said.get("") != SERVING:
+        assert not watch.done()
+        await asyncio.sleep(0.001)
     watch.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import threading
@@ -118,6 +119,33 @@ def kill_bulk(server: ServerProcess) -> None:
     pid = bulk_pid(server.pid)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """A process that has more than 1,024 files open, as engines do: what it opens next has a higher number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        descriptor = 0
+        while descriptor < 1100:
+            descriptor = os.open(os.devnull, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+        yield
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_descriptors_beyond_what_select_knows(server: ServerProcess) -> None:
+    """A connection is used again whatever its number is: it would be taken for one that is broken, and streams go the slow way."""
+    keys = fresh("many", 8)
+    with Client(server.tcp, namespace=NAMESPACE, transport="tcp") as client:
+        client.wait_until_connected(10)
+        wait_for_bulk(client)
+        way = client._wire._bulk._streams  # type: ignore[attr-defined]
+        client.store(keys, [payload(key, PART) for key in keys])
+        assert_serves(client, keys)
+        assert client._wire._bulk._streams is way  # type: ignore[attr-defined]
 
 
 BREAKS: dict[str, Callable[[ServerProcess, list[Any]], object]] = {

@@ -48,6 +48,20 @@ def test_toml_reads_back(write: Any) -> None:
     assert "# --region-size" in text
 
 
+def test_toml_of_tenants_reads_back(write: Any) -> None:
+    """What a tenant is given, and what it may ask for."""
+    file = write(
+        '[tenants.acme]\nquota = "25%"\nlimit = {cpu = "32MiB"}\nrates = {calls = 2.5, bytes = "5MiB", sessions = 4}\n'
+        '[tenants."o t"]\nrates = {bytes = 1025}'
+    )
+    first = load({"region_size": "64MiB"}, file=file, environ=ENVIRON)
+    second = load(file=write(render.to_toml(first)), environ={})
+    assert second.config.tenants == first.config.tenants
+    assert second.config.tenants[0].rates.calls == 2.5
+    values = json.loads(render.to_json(first))["config"]["tenants"]
+    assert values["acme"]["rates"] == {"calls": 2.5, "bytes": "5MiB", "sessions": 4}
+
+
 def test_toml_of_cpu_only(write: Any) -> None:
     """No tiers stay no tiers."""
     text = render.to_toml(load({"tiers": ()}, environ=ENVIRON))

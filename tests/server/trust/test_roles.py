@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import grpc
 import pytest
+import xxhash
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from harness.bulk import locate, wait_for_bulk
@@ -27,13 +30,14 @@ from harness.trust_site import KEYS, PART, Site, error_of, make_site, status_of,
 from kvtier.client import AccessDenied, Client, Credentials, SessionLost
 from kvtier.client.link import AttachError, Attachment
 from kvtier.client.local_calls import LocalCalls
-from kvtier.client.wire import CHANNEL_OPTIONS, PUSH
+from kvtier.client.wire import CHANNEL_OPTIONS, PULL, PUSH
 from kvtier.protos import v1
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     cache_pb2,
+    cache_pb2_grpc,
     common_pb2,
     session_pb2,
     session_pb2_grpc,
@@ -244,6 +248,18 @@ class TestSharedMemory:
                 assert link is not None
                 assert (attach_reply(path, link.ref) is not None) == granted
 
+    def test_who_asks_for_it_and_may_not_have_it_is_told(self, site: Site) -> None:
+        """Streams instead would be a tenth of the rate, and nobody would know why; with "auto" the link says it."""
+        with site.client("acme-far", unix=True, transport="shm") as client:
+            error = error_of(client)
+            assert isinstance(error, AccessDenied)
+            assert "shared_memory" in str(error)
+        with site.client("acme-far", unix=True) as client:
+            client.wait_until_connected(10)
+            link = client._wire.link
+            assert link is not None
+            assert "shared_memory" in link.why
+
     def test_the_sockets_owner_needs_no_token(self, site: Site) -> None:
         """Whoever can open the Unix socket, shows nothing, and is not asked to."""
         with Client(site.server.endpoint, namespace=namespace_of(PART, tenant="acme")) as client:
@@ -304,6 +320,10 @@ class TestStrict:
         file.write_text(strict.tokens.token["boss"])
         command = [sys.executable, "-m", "kvtier.server", "status", "--endpoint", strict.server.endpoint]
         done = subprocess.run([*command, "--token-file", str(file)], capture_output=True, text=True, check=False)
+        assert (done.returncode, "sessions" in done.stdout) == (0, True), done.stderr
+        environ = os.environ | {"KVTIER_TOKEN": strict.tokens.token["acme-engine"]}  # what is said overrules it
+        told = [*command, "--token-file", str(file)]
+        done = subprocess.run(told, capture_output=True, text=True, check=False, env=environ)
         assert (done.returncode, "sessions" in done.stdout) == (0, True), done.stderr
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 1
@@ -366,6 +386,46 @@ def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path
             with pytest.raises(AttachError):
                 Attachment.connect(path, ref)
             calls.close()
+            stream.cancel()
+
+
+def test_streams_of_a_token_that_is_taken_away_end(tmp_path: Path) -> None:
+    """Also those that the server itself serves, for a client that does not read its heartbeats: no frame is taken or given."""
+    site = make_site(tmp_path, config='limits = {max_frame_bytes = "4KiB"}')
+    options = [*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
+    with site.server.start(), site.client("acme-far") as other:
+        other.store(KEYS, [payload(key, PART) for key in KEYS])
+        with site.credentials("acme-engine").channel(parse_endpoint(site.server.endpoint), options) as channel:
+            sessions, cache = session_pb2_grpc.SessionServiceStub(channel), cache_pb2_grpc.CacheServiceStub(channel)
+            opening = session_pb2.OpenRequest(
+                protocol_version=1, engine_id="e", rank=0, namespace=namespace_of(PART).to_proto()
+            )
+            stream = sessions.Open(opening, timeout=60, wait_for_ready=True)
+            ref = next(iter(stream)).session
+            store = cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=ref, keys=[key_of(99)]), timeout=5)
+            lookup = cache_pb2.LookupRequest(session=ref, keys=KEYS)
+            lease = cache.Lookup(lookup, timeout=5)
+            assert lease.prefix_hits == len(KEYS)
+            frames: SimpleQueue[bytes | None] = SimpleQueue()
+            frame = transfer_pb2.PushRequest(
+                session=ref, store_id=store.store_id, payload=bytes(64), xxh3_64=xxhash.xxh3_64_intdigest(bytes(64))
+            ).SerializeToString()
+            push = channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
+            pushing = push.future(iter(frames.get, None), timeout=60)
+            frames.put(frame)
+            pull = channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+            pulling = pull(
+                transfer_pb2.PullRequest(session=ref, lease_id=lease.lease_id, items=range(len(KEYS))), timeout=60
+            )
+            next(pulling)
+            time.sleep(1.0)  # five heartbeats, of which it takes one
+            site.tokens.remove("acme-engine")
+            wait_for(lambda: "tokens read again" in site.server.log)
+            frames.put(frame)
+            frames.put(None)
+            gone = ("UNAUTHENTICATED", "UNKNOWN_SESSION")
+            assert refused(pushing.result) == gone
+            assert refused(lambda: list(pulling)) == gone
             stream.cancel()
 
 
@@ -446,6 +506,23 @@ class TestTokenCommand:
             with Client(endpoint, namespace=namespace_of(PART), credentials=Credentials(token=made[0])) as client:
                 client.wait_until_connected(10)
             server.end()
+
+    def test_leaves_a_file_whose_it_was(self, tmp_path: Path) -> None:
+        """The mode by which a server of another user reads it stays, and where it lies, if what is named is a link."""
+        file = tmp_path / "tokens.toml"
+        command = [sys.executable, "-m", "kvtier.server", "token", "new", "--role", "admin", "--file"]
+        subprocess.run([*command, str(file)], capture_output=True, check=True)
+        file.chmod(0o640)
+        if os.getuid() == 0:
+            os.chown(file, 4711, 4712)
+        before = file.stat()
+        link = tmp_path / "link"
+        link.symlink_to(file)
+        subprocess.run([*command, str(link), "--name", "second"], capture_output=True, check=True)
+        after = file.stat()
+        assert file.read_text().count("[[tokens]]") == 2
+        assert link.is_symlink()
+        assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
 
     def test_says_what_is_missing(self, tmp_path: Path) -> None:
         """An engine has a tenant; a file that is no file of tokens stays as it is."""

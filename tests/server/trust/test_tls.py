@@ -84,6 +84,10 @@ def test_the_environment_has_credentials(site: Site, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("KVTIER_TOKEN_FILE", str(file))
     with Client(site.server.tcp, namespace=namespace_of(PART), timeouts=TIMEOUTS) as client:
         client.wait_until_connected(10)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KVTIER_TOKEN_FILE", "~/token")
+    with Client(site.server.tcp, namespace=namespace_of(PART), timeouts=TIMEOUTS) as client:
+        client.wait_until_connected(10)
     assert "kvt_" not in repr(Credentials.from_environment(token=new_token()))
 
 
