@@ -105,7 +105,7 @@ class AttachServer:
             except ValueError as error:
                 _log.warning("attach refused", error=str(error))
                 return
-            if purpose is not Purpose.CALLS or not await self._serve_calls(connection, session_id, epoch):
+            if purpose is not Purpose.CALLS or not await self._serve_calls(connection, session_id, epoch, plain=True):
                 self._refuse(connection)
 
     async def _serve(self, connection: socket.socket) -> None:
@@ -145,12 +145,14 @@ class AttachServer:
             self._sessions.detach(session_id, number)
         return True
 
-    async def _serve_calls(self, connection: socket.socket, session_id: bytes, epoch: int) -> bool:
+    async def _serve_calls(
+        self, connection: socket.socket, session_id: bytes, epoch: int, *, plain: bool = False
+    ) -> bool:
         """Serves calls until the client has hung up, or its session falls; returns False if it is refused."""
         serving = asyncio.current_task()
         assert serving is not None
         hang_up = serving.cancel
-        caller = self._sessions.connect(session_id, epoch, hang_up)
+        caller = self._sessions.connect(session_id, epoch, hang_up, plain=plain)
         if caller is None:
             return False
         try:

@@ -227,8 +227,10 @@ class SessionRegistry:
         self._runtime.core.writer_gone(session_id, connection)
         self._runtime.pump()
 
-    def connect(self, session_id: bytes, epoch: int, hang_up: Callable[[], object]) -> Identity | None:
-        """Takes note of a connection for calls, which `hang_up` ends.
+    def connect(
+        self, session_id: bytes, epoch: int, hang_up: Callable[[], object], *, plain: bool = False
+    ) -> Identity | None:
+        """Takes note of a connection for calls, which `hang_up` ends; `plain` if it came to the port for plain sockets.
 
         Returns who opened the session; None if there is none such, or no room for the connection.
         """
@@ -236,6 +238,8 @@ class SessionRegistry:
         if session is None or len(session.hang_ups) >= _MAX_CONNECTIONS:
             return None
         session.hang_ups.add(hang_up)
+        if plain:
+            session.transport = "tcp"  # streams go there as well: both ways are found together
         return session.identity
 
     def disconnect(self, session_id: bytes, hang_up: Callable[[], object]) -> None:

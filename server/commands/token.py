@@ -44,9 +44,10 @@ def _append(path: Path, entry: str) -> None:
     # Written beside and moved: a server that looks meanwhile sees the old file or the new one.
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(f"{text.rstrip()}\n\n{entry}" if text.strip() else entry)
+    opened = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        with os.fdopen(opened, "w", encoding="utf-8") as file:
+            file.write(f"{text.rstrip()}\n\n{entry}" if text.strip() else entry)
         read_directory(beside)
         if path.exists():  # the server that reads it may be another user's
             was = path.stat()

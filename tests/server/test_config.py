@@ -161,6 +161,8 @@ class TestRefusals:
             ("listen = 3", "{file}: listen = 3: must be a list of texts"),
             ('data_dir = ""', '{file}: data_dir = "": must be a path'),
             ("[limits", "{file}: is not TOML: "),
+            ("region_size = " + "9" * 5000, "{file}: is not TOML: "),
+            ("name = " + "[" * 5000, "{file}: is not TOML: "),
         ],
     )
     def test_one_line_each(self, write: Any, text: str, problem: str) -> None:

@@ -89,6 +89,7 @@ def test_calls_go_the_way_of_the_bytes(server: ServerProcess, monkeypatch: pytes
         answer = link.calls.call("TransferService/Locate", request.SerializeToString(), TIMEOUT)
         assert answer is not None
         assert transfer_pb2.LocateResponse.FromString(answer).plain_port
+        assert [session.transport for session in server.status().sessions] == ["tcp"]
 
 
 def test_calls_of_asyncio(server: ServerProcess) -> None:
