@@ -61,7 +61,7 @@ def retired(core: TierManager) -> list[Block]:
 
 def is_clearing(core: TierManager) -> bool:
     """Returns whether an eviction on demand is under way."""
-    return bool(core._clearings)
+    return bool(core._slices._clearings)
 
 
 def unswept(core: TierManager, namespace: bytes) -> list[Block]:
@@ -215,7 +215,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "questions": core._flow._lookups,
         "blocks of a reset": core._primary._shelves._pinned,
         "shelves of a reset": core._primary._shelves._resetting,
-        "evictions on demand": core._clearings,
+        "evictions on demand": core._slices._clearings,
         "holds": core.handoffs._table._holds,
         "holds by tenant": core.handoffs._table._per_tenant,
         "held items": core.handoffs._table._items,
