@@ -253,7 +253,7 @@ class TierManager:
             expires_at=expires_at,
             now=self._now,
             prefix=prefix,
-            excluded=self._flow.excluded(tiers),
+            excluded=self._flow.whereabouts.excluded(tiers),
             min_hits=min_hits,
             retain_until=retain_until,
         )
@@ -263,11 +263,13 @@ class TierManager:
 
         A lookup at once answers RETRY for what is open. Raises like `lookup`.
         """
-        return self._lookups.ask_ahead(session.namespace, keys, prefix=prefix, excluded=self._flow.excluded(tiers))
+        return self._lookups.ask_ahead(
+            session.namespace, keys, prefix=prefix, excluded=self._flow.whereabouts.excluded(tiers)
+        )
 
     def check_filter(self, tiers: TierFilter) -> None:
         """Raises InvalidItem if a lookup cannot leave these out: it names a tier that does not exist, or the CPU tier."""
-        self._flow.excluded(tiers)
+        self._flow.whereabouts.excluded(tiers)
 
     def lease(self, session: Session, lease_id: LeaseId) -> Lease:
         """Returns a lease of this session's engine.
@@ -377,7 +379,7 @@ class TierManager:
 
     def lookup_finished(self, job_id: JobId, answers: Sequence[bool]) -> None:
         """Takes in what a shared tier said of the blocks that it was asked about. A job that is not known is ignored."""
-        self._flow.answered(job_id, answers, self._now)
+        self._flow.whereabouts.answered(job_id, answers, self._now)
 
     def reset(self, session: Session) -> int:
         """Empties the CPU tier of a session's namespace; the tiers below keep what they have (B3.19).
@@ -442,7 +444,7 @@ class TierManager:
     def _position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
         """Returns which tier has a block, the first in the lookup order; None if none has it."""
         block = self._primary.blocks_of(namespace).get(key)
-        return 0 if block is not None and block.ready else self._flow.position_of(namespace, key)
+        return 0 if block is not None and block.ready else self._flow.whereabouts.position_of(namespace, key)
 
     def _negotiate(self, session: Session, request: RequestInfo) -> Request:
         votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)

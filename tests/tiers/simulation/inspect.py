@@ -98,7 +98,7 @@ def stores(core: TierManager) -> dict[int, Store]:
 
 def job_ids(core: TierManager) -> set[int]:
     """Returns the jobs that have not ended, questions to tiers included."""
-    return {*core._flow._jobs, *core._flow._lookups}
+    return {*core._flow._jobs, *core._flow.whereabouts._lookups}
 
 
 def open_questions(lane: Lane) -> set[Name]:
@@ -212,7 +212,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "requests": core._requests._requests,
         "parked blocks": core._requests._waiting,
         "jobs": core._flow._jobs,
-        "questions": core._flow._lookups,
+        "questions": core._flow.whereabouts._lookups,
         "blocks of a reset": core._primary._shelves._pinned,
         "shelves of a reset": core._primary._shelves._resetting,
         "evictions on demand": core._slices._clearings,

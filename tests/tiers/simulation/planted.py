@@ -109,7 +109,7 @@ MUTANTS = (
         "a question to a tier is never put",
         Invariant.JOBS,
         "lookups.py",
-        "        self._flow.ask()\n        not_retained",
+        "        self._below.ask()\n        not_retained",
         "        not_retained",
     ),
     Mutant(
