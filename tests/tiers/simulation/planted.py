@@ -297,7 +297,7 @@ MUTANTS = (
     Mutant(
         "what is on its way is called durable",
         Invariant.DURABLE,
-        "flow.py",
+        "whereabouts.py",
         "lane.tier.durable and lane.catalog.held(namespace, key) for",
         "lane.tier.durable and lane.catalog.get(namespace, key) for",
     ),
