@@ -346,14 +346,12 @@ class AsyncClient(AsyncDeviceCalls):
     async def _perform(self, effect: Effect) -> Any:
         try:
             return await self._do(effect)
-        except SessionLost:
-            if self._closed:
-                raise NotConnected("the client is closed") from None
-            raise
+        except SessionLost as error:
+            raise self._said(error) from None
         except grpc.RpcError as error:
-            raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+            raise self._said(error_from_status(error.code(), error.details(), error.trailing_metadata())) from None
         except grpc.FutureCancelledError:
-            raise SessionLost("the session has ended") from None
+            raise self._said(SessionLost("the session has ended")) from None
         except grpc.aio.UsageError:
             raise NotConnected("the client is closed") from None
         except asyncio.CancelledError:
@@ -366,6 +364,10 @@ class AsyncClient(AsyncDeviceCalls):
             if isinstance(effect, Push | Pull) and effect.link.fallen:
                 raise SessionLost("the session has ended") from None
             raise
+
+    def _said(self, error: KVTierError) -> KVTierError:
+        """Returns what the caller is told: that the session has ended says nothing to whoever has closed the client."""
+        return NotConnected("the client is closed") if self._closed and isinstance(error, SessionLost) else error
 
     async def _do(self, effect: Effect) -> Any:
         match effect:

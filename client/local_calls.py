@@ -43,12 +43,20 @@ class LocalCalls:
         self.address = address
         self.family = family
         self.hello = pack_request(session.session_id, session.epoch, Purpose.CALLS)
-        self.when_closed: list[Callable[[], object]] = []
-        """Called when these are closed, on whichever thread that happens."""
         self._idle: list[socket.socket] = []
         self._busy: set[socket.socket] = set()
+        """Those of calls that run, from before they are connected."""
+        self._when_closed: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._closed = False
+
+    def when_closed(self, tell: Callable[[], object]) -> None:
+        """Has `tell` called when these are closed, on whichever thread that happens; at once if they are."""
+        with self._lock:
+            closed = self._closed
+            self._when_closed.append(tell)
+        if closed:
+            tell()
 
     def make_socket(self) -> socket.socket:
         """Returns a socket that is to be connected."""
@@ -78,10 +86,11 @@ class LocalCalls:
         try:
             connection = self._idle_one() or self._connect(timeout)
             if connection is None:
+                if self._closed:  # it would go on over gRPC
+                    raise SessionLost("the session has ended")
                 return None
             intact = False
             try:
-                self._take(connection)
                 connection.settimeout(timeout)
                 connection.sendall(pack_call(name.encode(), message))
                 if time.monotonic() - began > _LATE_SECONDS:
@@ -101,17 +110,22 @@ class LocalCalls:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
+            tells, self._when_closed = self._when_closed, []
             for connection in self._busy:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         for connection in idle:
             connection.close()
-        for tell in self.when_closed:
+        for tell in tells:
             tell()
 
     def _idle_one(self) -> socket.socket | None:
         with self._lock:
-            return self._idle.pop() if self._idle else None
+            if not self._idle:
+                return None
+            connection = self._idle.pop()
+            self._busy.add(connection)
+            return connection
 
     def _take(self, connection: socket.socket) -> None:
         with self._lock:
@@ -129,13 +143,20 @@ class LocalCalls:
         connection.close()
 
     def _connect(self, timeout: float) -> socket.socket | None:
-        """Returns a connection; None where none can be had. Raises `TimeoutError` if the server does not answer."""
+        """Returns a connection, a busy one; None where none can be had.
+
+        Raises:
+            TimeoutError: the server does not answer.
+            SessionLost: they are closed.
+        """
         connection = None
         granted = False
         try:
             connection = self.make_socket()
             connection.settimeout(timeout)
+            self._take(connection)
             connection.connect(self.address)
+            self._take(connection)  # a close before it was connected had nothing to shut down
             connection.sendall(self.hello)
             granted = unpack_reply(connection.recv(REPLY_BYTES, socket.MSG_WAITALL)) is not None
         except TimeoutError:
@@ -144,7 +165,7 @@ class LocalCalls:
             return None
         finally:
             if connection is not None and not granted:
-                connection.close()
+                self._put(connection, intact=False)
         return connection if granted else None
 
 

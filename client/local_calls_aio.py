@@ -25,15 +25,18 @@ class AsyncLocalCalls:
         """Says where to connect, and as whom."""
         self._idle: list[socket.socket] = []
         self._busy: set[socket.socket] = set()
+        """Those of calls that run, from before they are connected."""
         self._closed = False
         loop = asyncio.get_running_loop()
-        calls.when_closed.append(lambda: _call_soon(loop, self.close))
+        calls.when_closed(lambda: _call_soon(loop, self.close))
 
     async def call(self, name: str, message: bytes, timeout: float) -> bytes | None:
         """See `LocalCalls.call`."""
         try:
             async with asyncio.timeout(timeout), self._lend() as connection:
                 if connection is None:
+                    if self._closed:  # it would go on over gRPC
+                        raise SessionLost("the session has ended")
                     return None
                 await asyncio.get_running_loop().sock_sendall(connection, pack_call(name.encode(), message))
                 body = await _receive(connection)
@@ -78,11 +81,13 @@ class AsyncLocalCalls:
         try:
             connection = self.calls.make_socket()
             connection.setblocking(False)
-            granted = await self._asks_for(connection)
+            self._busy.add(connection)
+            granted = await self._asks_for(connection) and not self._closed
         except (OSError, ValueError):
             return None
         finally:
             if connection is not None and not granted:
+                self._busy.discard(connection)
                 connection.close()
         return connection if granted else None
 

@@ -449,18 +449,20 @@ class _GrpcWire:
     def perform(self, effect: Effect) -> Any:
         try:
             return self._do(effect)
-        except SessionLost:
-            if self._closed:
-                raise NotConnected("the client is closed") from None
-            raise
+        except SessionLost as error:
+            raise self._said(error) from None
         except grpc.RpcError as error:
-            raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+            raise self._said(error_from_status(error.code(), error.details(), error.trailing_metadata())) from None
         except grpc.FutureCancelledError:
-            raise SessionLost("the session has ended") from None
+            raise self._said(SessionLost("the session has ended")) from None
         except ValueError:
             if self._closed:  # gRPC's way to say so
                 raise NotConnected("the client is closed") from None
             raise
+
+    def _said(self, error: KVTierError) -> KVTierError:
+        """Returns what the caller is told: that the session has ended says nothing to whoever has closed the client."""
+        return NotConnected("the client is closed") if self._closed and isinstance(error, SessionLost) else error
 
     def _do(self, effect: Effect) -> Any:
         match effect:

@@ -250,4 +250,5 @@ class _Begun(Coroutine[Any, Any, None]):
         self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, None]:
-        raise NotImplementedError("a task runs it")
+        """Never called: what is a `Coroutine` must have it, and a task only sends and throws."""
+        raise NotImplementedError("a task runs this; it is not awaited")

@@ -96,7 +96,7 @@ class TierRuntime:
         )
         self._stall_seconds = stall_seconds
         self._watch_from = 0.0
-        """From when on it is looked whether tiers stand still."""
+        """From when on it is looked whether tiers stand still; whether those that do are back is looked always."""
         self._waiting: dict[LeaseId | HoldName, list[asyncio.Future[None]]] = defaultdict(list)
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
         """Jobs that threads have ended and the core has not heard of."""
@@ -321,8 +321,7 @@ class TierRuntime:
             if self.now() - asleep > _TICK_SECONDS + _LATE_SECONDS:
                 self._watch_from = self.now() + self._stall_seconds
             try:
-                if self.now() >= self._watch_from:
-                    self._watch_tiers()
+                self._watch_tiers()
                 self.core.tick(self.now())
                 self.pump()
                 self.notify()
@@ -331,7 +330,8 @@ class TierRuntime:
 
     def _watch_tiers(self) -> None:
         for number, worker in enumerate(self._workers, start=1):
-            self.core.tier_stalled(number, stalled=worker.watch(self._stall_seconds))
+            if worker.stalled or self.now() >= self._watch_from:
+                self.core.tier_stalled(number, stalled=worker.watch(self._stall_seconds))
 
     def _back_from(self, start: int) -> None:
         """Backs the rest of the region chunk by chunk, on a thread of its own."""

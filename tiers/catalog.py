@@ -121,10 +121,10 @@ class Catalog:
         """Takes in what the tier kept from an earlier life, oldest first; returns what no longer fits."""
         held, line = EntryState.HELD, self.lines.line
         recovered = [self._add(each.namespace, each.key, each.nbytes, held, line(each.namespace)) for each in entries]
-        doomed = self._evict(entry for entry in recovered if self._is_too_much(entry, entry.nbytes))
+        doomed = self.evict(entry for entry in recovered if self._is_too_much(entry, entry.nbytes))
         gone = set(doomed)
         kept = [entry for entry in recovered if entry not in gone]
-        doomed += self._evict(entry for entry in kept if self._is_too_much(entry, 1))
+        doomed += self.evict(entry for entry in kept if self._is_too_much(entry, 1))
         runs: dict[Line[CatalogEntry], list[CatalogEntry]] = defaultdict(list)
         for entry in kept:
             if self.get(entry.namespace, entry.key) is not entry:
@@ -170,7 +170,7 @@ class Catalog:
         victims = self._victims(line.share, nbytes)
         if victims is None:
             return None
-        self._evict(victims)
+        self.evict(victims)
         self._add(namespace, key, nbytes, EntryState.STORING, line)
         return victims
 
@@ -184,11 +184,7 @@ class Catalog:
 
     def make_room(self, namespace: NamespaceId, nbytes: int) -> list[CatalogEntry]:
         """Evicts so many bytes for a namespace, as far as that can be had now; returns what must be removed."""
-        return self._evict(self._choose(self.lines.shares.of(namespace), nbytes))
-
-    def namespaces(self) -> list[NamespaceId]:
-        """Returns the namespaces that there are entries of."""
-        return [namespace for namespace, entries in self._entries.items() if entries]
+        return self.evict(self._choose(self.lines.shares.of(namespace), nbytes))
 
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
         """Returns the entries of a namespace, whatever their state."""
@@ -198,9 +194,14 @@ class Catalog:
         """Returns whether an entry is neither being stored nor loaded, nor, unless `retained`, retained."""
         return entry.state is EntryState.HELD and not entry.loads and (retained or not entry.retained)
 
-    def evict(self, entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
-        """Evicts entries that are there and may go; returns what must be removed."""
-        return self._evict(entries)
+    def evict(self, entries: Iterable[CatalogEntry]) -> list[CatalogEntry]:
+        """Evicts entries that are there and may go, one after another as they are found; returns what must be removed."""
+        evicted = []
+        for entry in entries:
+            self._leave(entry, MissReason.EVICTED)
+            evicted.append(entry)
+        self.evictions += len(evicted)
+        return evicted
 
     def drop(self, entry: CatalogEntry) -> None:
         """Forgets an entry."""
@@ -322,15 +323,6 @@ class Catalog:
         """Whether an entry no longer fits, of a share that is above its quota by so much at least."""
         share = entry.line.share
         return (self.used_bytes > self.capacity_bytes and share.excess >= excess) or share.over_limit(0) > 0
-
-    def _evict(self, victims: Iterable[CatalogEntry]) -> list[CatalogEntry]:
-        """Drops entries, one after another as they are found."""
-        evicted = []
-        for entry in victims:
-            self._leave(entry, MissReason.EVICTED)
-            evicted.append(entry)
-        self.evictions += len(evicted)
-        return evicted
 
     def _leave(self, entry: CatalogEntry, reason: MissReason) -> None:
         """The one place where a block goes because the tier parts with it."""

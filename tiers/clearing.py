@@ -60,8 +60,8 @@ class Wanted:
 class Stock(Protocol):
     """What a tier holds, to be parted with."""
 
-    def namespaces(self) -> Iterable[NamespaceId]:
-        """Returns the namespaces that it has blocks of."""
+    def counts(self) -> Iterable[tuple[NamespaceId, int]]:
+        """Yields the namespaces that it has blocks of, and how many."""
         ...
 
     def all_of(self, namespace: NamespaceId, /) -> Collection[Any]:
@@ -99,9 +99,9 @@ class LaneStock:
         self._used_in_cpu = used_in_cpu
         self._advance = advance
 
-    def namespaces(self) -> Iterable[NamespaceId]:
-        """Returns the namespaces that it has blocks of."""
-        return self._catalog.namespaces()
+    def counts(self) -> Iterable[tuple[NamespaceId, int]]:
+        """Yields the namespaces that it has blocks of, and how many."""
+        return self._catalog.counts()
 
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
         """Returns what it has of a namespace."""
@@ -178,8 +178,8 @@ class Clearing:
     def _run(self, stocks: Sequence[Stock]) -> Generator[bool, None, None]:
         for cleared in self.tiers:
             stock = stocks[cleared.tier]
-            namespaces = [namespace for namespace in stock.namespaces() if self._wanted.names(namespace)]
-            there = sum(len(stock.all_of(namespace)) for namespace in namespaces)
+            counts = {namespace: count for namespace, count in stock.counts() if self._wanted.names(namespace)}
+            namespaces, there = list(counts), sum(counts.values())
             cleared.total = there if self._wanted.max_bytes is None else 2 * there
             if self._wanted.max_bytes is None:
                 yield from self._clear(stock, namespaces, cleared)

@@ -18,6 +18,7 @@ class Durability:
     def __init__(self, primary: PrimaryTier, flow: TierFlow) -> None:
         self._primary = primary
         self._flow = flow
+        self._below = flow.whereabouts
 
     def flush(self, namespace: NamespaceId, keys: Sequence[bytes]) -> bytes:
         """Returns a `DurableStatus` per key, and sends on their way ready blocks that no durable tier has."""
@@ -25,7 +26,7 @@ class Durability:
         waiting = [
             block
             for key in keys
-            if (block := blocks.get(key)) and block.ready and not self._flow.is_becoming_durable(namespace, key)
+            if (block := blocks.get(key)) and block.ready and not self._below.is_becoming_durable(namespace, key)
         ]
         self._flow.cascade(list(dict.fromkeys(waiting)), None, even_if_busy=True)
         return bytes(self.of(namespace, key) for key in keys)
@@ -39,9 +40,9 @@ class Durability:
 
     def of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""
-        if self._flow.is_durable(namespace, key):
+        if self._below.is_durable(namespace, key):
             return DurableStatus.DURABLE
         block = self._primary.blocks_of(namespace).get(key)
         being_written = block is not None and block.pending
-        on_its_way = being_written or self._flow.is_becoming_durable(namespace, key)
+        on_its_way = being_written or self._below.is_becoming_durable(namespace, key)
         return DurableStatus.PENDING if on_its_way else DurableStatus.VOLATILE

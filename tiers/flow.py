@@ -6,21 +6,21 @@ Every block of a job is pinned until the job has ended (B3.8), so that its slots
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from .base import NamespaceId, Outcome, SecondaryTier, TierFilter
+from .base import Outcome, SecondaryTier
 from .blocks import Block
 from .catalog import CatalogEntry, EntryState, UsedElsewhere
 from .clearing import LaneStock
-from .commands import Command, JobId, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
-from .errors import InvalidItem
+from .commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
 from .history import History, MissReason
 from .keeping import Keeping
-from .lane import Lane, Presence
+from .lane import Lane
 from .questions import Name
 from .requests import Request
+from .whereabouts import Whereabouts
 
 __all__ = ["Finished", "JobKind", "StallChange", "TierFlow"]
 
@@ -97,13 +97,13 @@ class TierFlow:
             for number, tier in enumerate(tiers, start=1)
         ]
         self._choosy = [lane for lane in self.lanes if lane.admission is not None]
-        self.has_shared_tiers = any(tier.shared for tier in tiers)
         self._unpin = unpin
         self._left = history.left
         self._command = command
         self._jobs: dict[JobId, _Job] = {}
-        self._lookups: dict[JobId, tuple[Lane, Sequence[Name]]] = {}
         self._last_id = 0
+        self.whereabouts = Whereabouts(self.lanes, self._next_id, command)
+        """Which of the tiers has a block."""
 
     def recover(self) -> None:
         """Takes in what the tiers kept from an earlier life; removes what no longer fits."""
@@ -114,64 +114,6 @@ class TierFlow:
     def stocks(self, used_in_cpu: UsedElsewhere) -> list[LaneStock]:
         """Returns what the tiers hold, in lookup order, to be parted with."""
         return [LaneStock(lane, used_in_cpu, self._advance) for lane in self.lanes]
-
-    def excluded(self, tiers: TierFilter) -> frozenset[int]:
-        """Returns the positions of the tiers that a lookup leaves out.
-
-        Raises:
-            InvalidItem: the filter names a tier that does not exist, or the CPU tier.
-        """
-        if not tiers:
-            return frozenset()
-        unknown = tiers.names - {lane.tier.name for lane in self.lanes}
-        if unknown:
-            names = ", ".join(lane.tier.name for lane in self.lanes) or "none"
-            raise InvalidItem(f"there is no tier {min(unknown)!r} that could be left out; there are {names}")
-        return frozenset(lane.index for lane in self.lanes if lane.matches(tiers))
-
-    def find(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> tuple[Lane | None, Presence]:
-        """Returns the first tier that can load this block, or why there is none; counts the misses of those before."""
-        presence = Presence.ABSENT
-        for lane in self.lanes:
-            found = lane.presence(namespace, key, excluded)
-            if found is Presence.HELD:
-                return lane, found
-            if found in (Presence.ABSENT, Presence.STALLED):
-                lane.misses += lane.index not in excluded
-            if found is not Presence.ABSENT and presence is not Presence.UNKNOWN:
-                presence = found
-        return None, presence
-
-    def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
-        """Returns what `find` would say, and counts nothing."""
-        found = {lane.presence(namespace, key, excluded) for lane in self.lanes}
-        order = (Presence.HELD, Presence.UNKNOWN, Presence.EXCLUDED, Presence.STALLED)
-        return next((presence for presence in order if presence in found), Presence.ABSENT)
-
-    def holds(self, namespace: NamespaceId, key: bytes) -> bool:
-        """Returns whether a tier can load this block, as far as the core knows."""
-        return self.position_of(namespace, key) is not None
-
-    def position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
-        """Returns the first tier, by its position in the lookup order, that has this block as far as the core knows."""
-        return next((lane.index for lane in self.lanes if lane.catalog.held(namespace, key) is not None), None)
-
-    def ask(self) -> None:
-        """Asks the shared tiers what `find` did not know."""
-        if not self.has_shared_tiers:
-            return
-        for lane in self.lanes:
-            names = lane.questions.take_new()
-            if names:
-                job_id = self._next_id()
-                self._lookups[job_id] = (lane, names)
-                self._command(LookupInTier(job_id, lane.index, names))
-
-    def answered(self, job_id: JobId, answers: Sequence[bool], now: float) -> None:
-        """Takes in what a shared tier said. A job that is not known is ignored."""
-        lane, names = self._lookups.pop(job_id, (None, ()))
-        if lane is not None:
-            lane.questions.answered(names, answers, now)
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> bool:
         """Lets time pass in the tiers; returns whether the time of more blocks is over than were looked at."""
@@ -365,14 +307,6 @@ class TierFlow:
         for name in list(lane.owed):
             paid += self._pay(lane, name, stored=False)
         return paid
-
-    def is_durable(self, namespace: NamespaceId, key: bytes) -> bool:
-        """Returns whether a tier that survives restarts holds this block."""
-        return any(lane.tier.durable and lane.catalog.held(namespace, key) for lane in self.lanes)
-
-    def is_becoming_durable(self, namespace: NamespaceId, key: bytes) -> bool:
-        """Returns whether a store to a tier that survives restarts is on its way."""
-        return any(lane.tier.durable and lane.catalog.get(namespace, key) for lane in self.lanes)
 
     def _finish_store(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         lane.queued_bytes -= entry.nbytes

@@ -74,6 +74,7 @@ class Lookups:
         self.tally = tally
         self._primary = primary
         self._flow = flow
+        self._below = flow.whereabouts
         self._history = history
         self._journal = journal
         self._curves = curves
@@ -119,7 +120,7 @@ class Lookups:
         record = self._record(owner, now, spans, first_miss)
         if self._curves is not None:
             self._curves.looked_up(session.namespace, keys, spans)
-        self._flow.ask()
+        self._below.ask()
         not_retained = self._use(match, owner.user, retain_until)
         return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries, not_retained)
 
@@ -130,7 +131,7 @@ class Lookups:
 
         With `prefix` the scan goes on past what is open, and ends at the first miss.
         """
-        if not self._flow.has_shared_tiers:
+        if not self._below.has_shared_tiers:
             return False
         blocks = self._primary.blocks_of(namespace.id)
         is_open = False
@@ -138,11 +139,11 @@ class Lookups:
             block = blocks.get(key)
             if block is not None and (block.ready or block.pending):
                 continue
-            presence = self._flow.peek(namespace.id, key, excluded)
+            presence = self._below.peek(namespace.id, key, excluded)
             is_open = is_open or presence is Presence.UNKNOWN
             if prefix and presence in (Presence.ABSENT, Presence.EXCLUDED, Presence.STALLED):
                 break
-        self._flow.ask()
+        self._below.ask()
         return is_open
 
     def fetch(self, namespace: NamespaceId, blocks: Iterable[Block]) -> None:
@@ -156,8 +157,8 @@ class Lookups:
         for block in blocks:
             if block.ready or block.pending or block.private:
                 continue
-            if self._flow.peek(block.namespace, block.key) is Presence.HELD:
-                lane, _ = self._flow.find(block.namespace, block.key)
+            if self._below.peek(block.namespace, block.key) is Presence.HELD:
+                lane, _ = self._below.find(block.namespace, block.key)
                 if lane is not None:
                     block.promoting = True
                     found.append((lane, block))
@@ -166,7 +167,7 @@ class Lookups:
             if None in block.slots:
                 self.drop_promotion(block)
         self._flow.promote([(lane, block) for lane, block in found if block.promoting], None)
-        self._flow.ask()
+        self._below.ask()
 
     def release(self, lease: Lease) -> None:
         """Ends a lease. What was on its way to it counts as a hit: it was there."""
@@ -235,7 +236,7 @@ class Lookups:
         self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: _Match, *, prefix: bool
     ) -> bool:
         """Finds a block in the tiers below; returns whether it is there, or may be."""
-        lane, presence = self._flow.find(namespace.id, key, excluded)
+        lane, presence = self._below.find(namespace.id, key, excluded)
         position = len(match.items)
         deferred = prefix and bool(match.retries)  # what lies behind an open question is not fetched on spec
         if presence is Presence.UNKNOWN or (lane is not None and deferred):
@@ -376,7 +377,7 @@ class Lookups:
 
     def _is_in(self, namespace: NamespaceId, key: bytes) -> bool:
         block = self._primary.blocks_of(namespace).get(key)
-        return (block is not None and block.ready) or self._flow.holds(namespace, key)
+        return (block is not None and block.ready) or self._below.holds(namespace, key)
 
     def _record(self, owner: Owner, now: float, spans: tuple[Span, ...], first_miss: bytes | None) -> LookupRecord:
         self.tally.count(owner.engine[0], spans)

@@ -7,19 +7,18 @@ one caller at a time. An event that is refused raises a `CoreError` and changes 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 
 from .answers import DurableStatus, Negotiation, Session, StoreAnswer
 from .arrivals import Arrivals
 from .base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, TierFilter
 from .blocks import NamespaceSpec
-from .clearing import Clearing, Stock, Wanted
-from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId, WorkLeft
+from .clearing import Clearing, Wanted
+from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
 from .curves import Curves
 from .durability import Durability
 from .errors import InvalidNamespace, UnknownSession
+from .figures import Figures
 from .flow import TierFlow
 from .grants import Store
 from .handoff_notes import HandoffNotes
@@ -31,9 +30,10 @@ from .leases import Lease, LookupAnswer
 from .lookups import Lookups
 from .primary import PrimaryTier
 from .requests import Request, RequestTable
+from .slices import Slices
 from .stats import ManagerStats, NamespaceStats
 from .stores import Stores
-from .tally import Cell, Tally
+from .tally import Tally
 
 __all__ = ["CPU_TIER", "TierManager"]
 
@@ -72,13 +72,9 @@ class TierManager:
         keeping = keeping or Keeping()
         keeping.check({CPU_TIER, *(tier.name for tier in tiers)})
         self._commands: list[Command] = []
-        self._region_bytes = region_bytes
         self._now = now
         self._sessions: dict[bytes, Session] = {}
         self._namespaces: set[NamespaceId] = set()
-        self._work_asked_for = False
-        self._clearings: deque[Clearing] = deque()
-        self._expired_leases = self._expired_stores = 0
         self._history = History(names_for(region_bytes))
         self._journal = Journal()
         lines = keeping.lines(CPU_TIER, region_bytes, now)
@@ -113,6 +109,10 @@ class TierManager:
             self._primary, self._flow, self._requests, self._history, self._arrivals.settle, first_id, self._curves
         )
         self._durability = Durability(self._primary, self._flow)
+        self._slices = Slices(self._primary, self._flow, self._lookups.leases, self._commands.append)
+        self._figures = Figures(
+            region_bytes, self._primary, self._flow, self._lookups, self._stores, self.handoffs, self._curves
+        )
         self._flow.recover()
 
     def take_commands(self) -> list[Command]:
@@ -159,7 +159,7 @@ class TierManager:
     def close_session(self, session_id: bytes) -> None:
         """Lets everything fall that the session holds. Slots that it may still write to are quarantined."""
         session = self.session(session_id)
-        self._ask_for_work(self._lookups.end(self._lookups.leases.of_session(session_id)))
+        self._slices.ask(self._lookups.end(self._lookups.leases.of_session(session_id)))
         for store in self._stores.table.owned_by(session_id):
             self._stores.abandon(store, session.writers)
         for request_id in list(session.requests):
@@ -253,7 +253,7 @@ class TierManager:
             expires_at=expires_at,
             now=self._now,
             prefix=prefix,
-            excluded=self._flow.excluded(tiers),
+            excluded=self._flow.whereabouts.excluded(tiers),
             min_hits=min_hits,
             retain_until=retain_until,
         )
@@ -263,11 +263,13 @@ class TierManager:
 
         A lookup at once answers RETRY for what is open. Raises like `lookup`.
         """
-        return self._lookups.ask_ahead(session.namespace, keys, prefix=prefix, excluded=self._flow.excluded(tiers))
+        return self._lookups.ask_ahead(
+            session.namespace, keys, prefix=prefix, excluded=self._flow.whereabouts.excluded(tiers)
+        )
 
     def check_filter(self, tiers: TierFilter) -> None:
         """Raises InvalidItem if a lookup cannot leave these out: it names a tier that does not exist, or the CPU tier."""
-        self._flow.excluded(tiers)
+        self._flow.whereabouts.excluded(tiers)
 
     def lease(self, session: Session, lease_id: LeaseId) -> Lease:
         """Returns a lease of this session's engine.
@@ -307,7 +309,7 @@ class TierManager:
         answer = self._stores.prepare(
             session, keys, request_id=request_id, expires_at=expires_at, now=self._now, retain_until=retain_until
         )
-        self._ask_for_work(self._primary.short)
+        self._slices.ask(self._primary.short)
         return answer
 
     def store(self, session: Session, store_id: StoreId) -> Store:
@@ -356,39 +358,20 @@ class TierManager:
         """
         now = self._now = max(now, self._now)
         self._journal.tick(now)
-        self._ask_for_work(self._expire())
+        self._slices.expire(now)
         self.handoffs.tick(now)
         expired = self._lookups.leases.expired(now)
-        self._expired_leases += len(expired)
-        self._ask_for_work(self._lookups.end(expired))
+        self._figures.expired_leases += len(expired)
+        self._slices.ask(self._lookups.end(expired))
         self._commands += (LeaseSettled(lease.id) for lease in expired)
         for store in self._stores.table.expired(now):
-            self._expired_stores += 1
+            self._figures.expired_stores += 1
             session = self._sessions.get(store.owner.session_id)
             self._stores.abandon(store, session.writers if session else set())
 
     def work(self) -> None:
         """Does the next slice of what was too much to be done at once. Called once for each `WorkLeft`."""
-        self._work_asked_for = False
-        self._primary.make_spare_room()
-        left = [self._primary.sweep(), self._lookups.leases.let_fall(), self._expire(), self._clear()]
-        self._ask_for_work(any(left))
-
-    def _clear(self) -> bool:
-        """Does a slice of the first eviction on demand; returns whether there is more of that one, or another."""
-        if self._clearings and not self._clearings[0].work():
-            self._clearings.popleft()
-        return bool(self._clearings)
-
-    def _expire(self) -> bool:
-        """Drops blocks that were not used for too long, a slice in each tier; returns whether there are more."""
-        left = [self._primary.tick(self._now), self._flow.tick(self._now, self._primary.used_at)]
-        return any(left)
-
-    def _ask_for_work(self, left: bool) -> None:  # noqa: FBT001 - what a slice returns
-        if left and not self._work_asked_for:
-            self._work_asked_for = True
-            self._commands.append(WorkLeft())
+        self._slices.work(self._now)
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         """Takes in the result of a job, an outcome per block. A job that is not known is ignored."""
@@ -396,7 +379,7 @@ class TierManager:
 
     def lookup_finished(self, job_id: JobId, answers: Sequence[bool]) -> None:
         """Takes in what a shared tier said of the blocks that it was asked about. A job that is not known is ignored."""
-        self._flow.answered(job_id, answers, self._now)
+        self._flow.whereabouts.answered(job_id, answers, self._now)
 
     def reset(self, session: Session) -> int:
         """Empties the CPU tier of a session's namespace; the tiers below keep what they have (B3.19).
@@ -410,7 +393,7 @@ class TierManager:
         if resetting := self.resetting(session):
             return resetting
         self.handoffs.reset(session.namespace.id, self._now)
-        self._ask_for_work(self._primary.reset(session.namespace.id))
+        self._slices.ask(self._primary.reset(session.namespace.id))
         return self.resetting(session)
 
     def resetting(self, session: Session) -> int:
@@ -423,11 +406,7 @@ class TierManager:
         Returns:
             What has come of it so far, and in the end; `cancel` leaves it at that.
         """
-        stocks: list[Stock] = [self._primary, *self._flow.stocks(self._primary.used_at)]
-        clearing = Clearing(wanted, stocks, self._now)
-        self._clearings.append(clearing)
-        self._ask_for_work(True)
-        return clearing
+        return self._slices.evict(wanted, self._now)
 
     def leases(self) -> list[Lease]:
         """Returns the leases that are held, the oldest first."""
@@ -456,52 +435,16 @@ class TierManager:
 
     def stats(self) -> ManagerStats:
         """Returns the figures of this moment."""
-        tally = self._lookups.tally
-        hits, misses = tally.hits, tally.misses
-        keys = sum(hits) + misses.total()
-        cpu = self._primary.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
-        tiers = (cpu, *(lane.stats(hits[lane.index]) for lane in self._flow.lanes))
-        if self._curves is not None:
-            tiers = tuple(replace(tier, estimates=self._curves.of(number)) for number, tier in enumerate(tiers))
-        return ManagerStats(
-            tiers=tiers,
-            leases=len(self._lookups.leases),
-            oldest_lease_seconds=self._lookups.leases.oldest_age(self._now),
-            expired_leases=self._expired_leases,
-            expired_stores=self._expired_stores,
-            stores=len(self._stores.table),
-            quarantined_bytes=self._stores.table.quarantined_bytes,
-            sessions=len(self._sessions),
-            namespaces=len(self._namespaces),
-            holds=len(self.handoffs),
-            held_bytes=self.handoffs.held_bytes,
-            handoffs=self.handoffs.stats(),
-            claims_missed=self.handoffs.claims_missed,
-            lookup_keys=keys,
-            lookup_misses=misses.total(),
-            misses_by_reason=dict(misses),
-        )
+        return self._figures.stats(self._now, sessions=len(self._sessions), namespaces=len(self._namespaces))
 
     def namespace_stats(self) -> list[NamespaceStats]:
         """Returns the figures of each namespace, so many at most as a `Tally` tells apart. Takes longer than `stats`."""
-        tally = self._lookups.tally
-        blocks: dict[Cell, list[int]] = {}
-        for tier, counts in enumerate([self._primary.counts(), *(lane.catalog.counts() for lane in self._flow.lanes)]):
-            for namespace, count in counts:
-                per_tier = blocks.setdefault(tally.cell(namespace), [0] * (len(self._flow.lanes) + 1))
-                per_tier[tier] += count
-        none = [0] * (len(self._flow.lanes) + 1)
-        return [
-            NamespaceStats(
-                cell.namespace, cell.tenant, tuple(blocks.get(cell, none)), tuple(cell.hits), dict(cell.misses)
-            )
-            for cell in tally.cells()
-        ]
+        return self._figures.namespace_stats()
 
     def _position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
         """Returns which tier has a block, the first in the lookup order; None if none has it."""
         block = self._primary.blocks_of(namespace).get(key)
-        return 0 if block is not None and block.ready else self._flow.position_of(namespace, key)
+        return 0 if block is not None and block.ready else self._flow.whereabouts.position_of(namespace, key)
 
     def _negotiate(self, session: Session, request: RequestInfo) -> Request:
         votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)

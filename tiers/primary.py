@@ -239,10 +239,6 @@ class PrimaryTier:
             del self._owners[slot]
         self.memory.release(freed)
 
-    def namespaces(self) -> list[NamespaceId]:
-        """Returns the namespaces that there are blocks of."""
-        return self._shelves.namespaces()
-
     def all_of(self, namespace: NamespaceId) -> Collection[Block]:
         """Returns the blocks of a namespace that can be found."""
         return self._shelves.of(namespace).blocks.values()

@@ -48,10 +48,6 @@ class Shelves:
         shelf = self._of.get(namespace)
         return shelf.blocks.get(key) if shelf else None
 
-    def namespaces(self) -> list[NamespaceId]:
-        """Returns the namespaces that have a shelf with something on it."""
-        return [namespace for namespace, shelf in self._of.items() if shelf.blocks]
-
     def take_away(self, namespace: NamespaceId) -> None:
         """Takes the shelf of a namespace away with all that is on it: nothing of it is found any more."""
         shelf = self._of.pop(namespace, None)

@@ -10,8 +10,6 @@ from .console import EXIT_CODES
 
 __all__ = ["new_parser"]
 
-_MOST_HELP = "list at most so many, the oldest (1,000)"
-
 
 def new_parser() -> argparse.ArgumentParser:
     """Returns the parser of `kvtier`; `options.command` is the module of this package that runs the command."""
@@ -73,12 +71,13 @@ def _add_shown(commands: Any) -> None:
 
 def _add_listed(commands: Any) -> None:
     """Adds the commands that list or explain one kind of thing."""
-    leases = commands.add_parser("leases", help="list who pins blocks, for whom and for how long")
-    leases.add_argument("--most", metavar="N", type=int, default=0, help=_MOST_HELP)
-    _add_endpoint(leases)
-    handoffs = commands.add_parser("handoffs", help="list the requests that engines have held for each other")
-    handoffs.add_argument("--most", metavar="N", type=int, default=0, help=_MOST_HELP)
-    _add_endpoint(handoffs)
+    for name, text in (
+        ("leases", "list who pins blocks, for whom and for how long"),
+        ("handoffs", "list the requests that engines have held for each other"),
+    ):
+        listed = commands.add_parser(name, help=text)
+        listed.add_argument("--most", metavar="N", type=int, default=0, help="list at most so many, the oldest (1,000)")
+        _add_endpoint(listed)
     explain = commands.add_parser("explain", help="say why blocks of a request of the last minutes were misses")
     explain.add_argument("request", metavar="REQUEST", help="the engine's id of the request")
     explain.add_argument("--engine", metavar="ID", default="", help="the engine; else whichever used that id last")

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, KVTierError, NotConnected, SessionLost, Timeouts
 from kvtier.client import aio as aio_module
+from kvtier.client.keeper import Transport
 
 NAMESPACE = namespace_of(MIB)
 
@@ -133,11 +135,19 @@ def test_a_closed_client_raises_nothing_else(tmp_path: Path) -> None:
         lease.release()
 
 
+TRANSPORTS: tuple[Transport, ...] = ("shm", "tcp", "grpc")
+PATIENT = Timeouts(call=60.0)
+"""A call that ends for another reason than its client's end is none that ends."""
+
+
 async def test_calls_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: Path) -> None:
-    """They raise a `KVTierError`; a `CancelledError` would tell their tasks, which nobody has cancelled, to end."""
+    """They raise a `KVTierError`; a `CancelledError` would tell their tasks, which nobody has cancelled, to end.
+
+    Those, too, that were still asking for a connection: the server may grant it yet, and answer.
+    """
     with ServerProcess(tmp_path).start() as server:
-        for transport in ("shm", "grpc"):
-            client = AsyncClient(server.endpoint, namespace=NAMESPACE, transport=transport)
+        for transport in TRANSPORTS:
+            client = AsyncClient(server.endpoint, namespace=NAMESPACE, transport=transport, timeouts=PATIENT)
             await client.wait_until_connected(10)
             server.suspend()
             keys = [key_of(1)]
@@ -145,8 +155,30 @@ async def test_calls_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: Path)
             tasks = [asyncio.ensure_future(call) for call in calls]
             await asyncio.sleep(0.1)
             await client.close()
+            errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
             server.resume()
-            for error in await asyncio.gather(*tasks, return_exceptions=True):
+            for error in errors:
+                assert isinstance(error, NotConnected), repr(error)
+
+
+def test_calls_on_threads_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: Path) -> None:
+    """So do those of the synchronous client, which as many threads as there are calls wait in."""
+    with ServerProcess(tmp_path).start() as server, ThreadPoolExecutor(3) as threads:
+        for transport in TRANSPORTS:
+            client = Client(server.endpoint, namespace=NAMESPACE, transport=transport, timeouts=PATIENT)
+            client.wait_until_connected(10)
+            server.suspend()
+            keys = [key_of(1)]
+            calls = [
+                threads.submit(client.status),
+                threads.submit(client.lookup, keys),
+                threads.submit(client.store, keys, [payload(keys[0], MIB)]),
+            ]
+            time.sleep(0.1)
+            client.close()
+            errors = [call.exception(30) for call in calls]
+            server.resume()
+            for error in errors:
                 assert isinstance(error, NotConnected), repr(error)
 
 

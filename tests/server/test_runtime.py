@@ -181,3 +181,25 @@ def test_a_server_that_was_stopped_says_nothing_of_its_tiers(monkeypatch: pytest
         assert runtime.stats().tiers[1].dropped == 0
 
     run(scenario, stall_seconds=0.5)
+
+
+def test_a_tier_is_back_however_late_the_server_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where late ticks keep it from looking who stands still, a tier that did is heard when it comes back, and not before."""
+    monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
+
+    async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+        await store_two_jobs(runtime, tier)
+        while not runtime.tiers[0].trouble:
+            await runtime.changed(1)
+        runtime._watch_from = runtime.now() + 3600
+        await asyncio.sleep(0.1)
+        assert runtime.tiers[0].trouble
+        tier.gate.set()
+        deadline = runtime.now() + 10
+        while runtime.tiers[0].trouble:
+            assert runtime.now() < deadline
+            await asyncio.sleep(0.01)
+        assert await runtime.drain(20)
+        assert tier.stored == 4
+
+    run(scenario, stall_seconds=0.1)

@@ -48,10 +48,12 @@ class Auditor:
         self._thread = threading.Thread(target=self._audit, args=(chosen,), name="audit", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Waits for the end of the audit that is under way."""
-        if self._thread is not None:
-            self._thread.join()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits for the end of the audit that is under way, for so long at most; returns whether it has come."""
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _audit(self, chosen: Sequence[Entry]) -> None:
         with Client(self.endpoint, namespace=VAULT.namespace, name="auditor", timeouts=TIMEOUTS) as client:

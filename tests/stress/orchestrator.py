@@ -148,7 +148,9 @@ class Orchestrator:
 
     def _next_life(self, number: signal.Signals) -> None:
         """Ends the server and starts it again; whatever was noted down before must be there then."""
-        self._auditor.wait()
+        while not self._auditor.wait(_TICK_SECONDS):  # which may be for a server that was stopped
+            self._crew.wake()
+            self._site.wake()
         acknowledged = entries(self._reports)
         self._site.end(number)
         self._site.start()
@@ -158,6 +160,7 @@ class Orchestrator:
         """Lets the last client go, and asks the server what is left."""
         self._site.wake(at_once=True)
         self._crew.listen()
+        self._site.clients_leave()
         self._crew.dismiss()
         self._auditor.wait()
         server, left = self._site.server, self._facts.left

@@ -38,6 +38,7 @@ class Life:
     epoch: str
     began: float
     seconds: float = 0.0
+    """For how long it had clients."""
     exit_code: int | None = None
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     """Per tier its evictions, hits and blocks."""
@@ -86,11 +87,15 @@ class Site:
         self.look()
         self.wake(at_once=True)
         life = self.lives[-1]
-        life.seconds = time.monotonic() - life.began
+        life.seconds = life.seconds or time.monotonic() - life.began
         if number == signal.SIGTERM:
             life.exit_code = self.server.terminate()
         else:
             self.server.kill()
+
+    def clients_leave(self) -> None:
+        """Takes note that this life has no more clients: what comes of it now is no time for them to come back in."""
+        self.lives[-1].seconds = time.monotonic() - self.lives[-1].began
 
     def stop(self, seconds: float) -> None:
         """SIGSTOPs the server for so many seconds."""

@@ -291,4 +291,4 @@ def _held(rig: Rig, tier: int) -> list[tuple[bytes, bytes]]:
     if tier == CPU:
         return [block.name for block in rig.core._primary.ready_blocks()]
     catalog = rig.core._flow.lanes[tier - 1].catalog
-    return [entry.name for namespace in catalog.namespaces() for entry in catalog.all_of(namespace)]
+    return [entry.name for namespace, _ in catalog.counts() for entry in catalog.all_of(namespace)]

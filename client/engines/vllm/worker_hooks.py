@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from .background import LimitedLog, logger
@@ -74,9 +75,9 @@ class WorkerHooks(KVConnectorBase_V1):
         if isinstance(step, StepMetadata) and step.loads and not self._start_loads(step):
             self._reports.refuse_loads(step)
 
+    @abstractmethod
     def _join(self, parts: Parts) -> None:
         """The first steps say what all workers hold, where they had to tell each other (KVTierConnector)."""
-        raise NotImplementedError
 
     @contained(no)
     def _start_loads(self, step: StepMetadata) -> bool:

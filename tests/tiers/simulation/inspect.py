@@ -61,7 +61,7 @@ def retired(core: TierManager) -> list[Block]:
 
 def is_clearing(core: TierManager) -> bool:
     """Returns whether an eviction on demand is under way."""
-    return bool(core._clearings)
+    return bool(core._slices._clearings)
 
 
 def unswept(core: TierManager, namespace: bytes) -> list[Block]:
@@ -98,7 +98,7 @@ def stores(core: TierManager) -> dict[int, Store]:
 
 def job_ids(core: TierManager) -> set[int]:
     """Returns the jobs that have not ended, questions to tiers included."""
-    return {*core._flow._jobs, *core._flow._lookups}
+    return {*core._flow._jobs, *core._flow.whereabouts._lookups}
 
 
 def open_questions(lane: Lane) -> set[Name]:
@@ -212,10 +212,10 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "requests": core._requests._requests,
         "parked blocks": core._requests._waiting,
         "jobs": core._flow._jobs,
-        "questions": core._flow._lookups,
+        "questions": core._flow.whereabouts._lookups,
         "blocks of a reset": core._primary._shelves._pinned,
         "shelves of a reset": core._primary._shelves._resetting,
-        "evictions on demand": core._clearings,
+        "evictions on demand": core._slices._clearings,
         "holds": core.handoffs._table._holds,
         "holds by tenant": core.handoffs._table._per_tenant,
         "held items": core.handoffs._table._items,

@@ -109,7 +109,7 @@ MUTANTS = (
         "a question to a tier is never put",
         Invariant.JOBS,
         "lookups.py",
-        "        self._flow.ask()\n        not_retained",
+        "        self._below.ask()\n        not_retained",
         "        not_retained",
     ),
     Mutant(
@@ -297,7 +297,7 @@ MUTANTS = (
     Mutant(
         "what is on its way is called durable",
         Invariant.DURABLE,
-        "flow.py",
+        "whereabouts.py",
         "lane.tier.durable and lane.catalog.held(namespace, key) for",
         "lane.tier.durable and lane.catalog.get(namespace, key) for",
     ),

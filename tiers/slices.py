@@ -1,0 +1,67 @@
+"""What is too much to be done at once goes in slices, and other events have their turn between them.
+
+A slice that leaves something asks for the next one by a command, `WorkLeft`; there is never more than one of it on its way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from .clearing import Clearing, Stock, Wanted
+from .commands import Command, WorkLeft
+from .flow import TierFlow
+from .leases import LeaseTable
+from .primary import PrimaryTier
+
+__all__ = ["Slices"]
+
+
+class Slices:
+    """Resets, leases of fallen sessions, what expires, and evictions on demand, as far as they are not done yet."""
+
+    def __init__(
+        self, primary: PrimaryTier, flow: TierFlow, leases: LeaseTable, command: Callable[[Command], None]
+    ) -> None:
+        self._primary = primary
+        self._flow = flow
+        self._leases = leases
+        self._command = command
+        self._clearings: deque[Clearing] = deque()
+        self._asked_for = False
+
+    def ask(self, left: bool) -> None:  # noqa: FBT001 - what a slice returns
+        """Asks for the next slice, if there is something left to be done in it."""
+        if left and not self._asked_for:
+            self._asked_for = True
+            self._command(WorkLeft())
+
+    def work(self, now: float) -> None:
+        """Does the next slice of everything. Called once for each `WorkLeft`."""
+        self._asked_for = False
+        self._primary.make_spare_room()
+        left = [self._primary.sweep(), self._leases.let_fall(), self._drop_expired(now), self._clear()]
+        self.ask(any(left))
+
+    def expire(self, now: float) -> None:
+        """Begins to drop the blocks that were not used for too long."""
+        self.ask(self._drop_expired(now))
+
+    def evict(self, wanted: Wanted, now: float) -> Clearing:
+        """Begins to evict what somebody wants gone, behind what others want gone."""
+        stocks: list[Stock] = [self._primary, *self._flow.stocks(self._primary.used_at)]
+        clearing = Clearing(wanted, stocks, now)
+        self._clearings.append(clearing)
+        self.ask(True)
+        return clearing
+
+    def _clear(self) -> bool:
+        """Does a slice of the first eviction on demand; returns whether there is more of that one, or another."""
+        if self._clearings and not self._clearings[0].work():
+            self._clearings.popleft()
+        return bool(self._clearings)
+
+    def _drop_expired(self, now: float) -> bool:
+        """Drops blocks that were not used for too long, a slice in each tier; returns whether there are more."""
+        left = [self._primary.tick(now), self._flow.tick(now, self._primary.used_at)]
+        return any(left)
