@@ -135,7 +135,10 @@ class _Run:
         flushed = client.flush(every, wait=WAIT)
         durable = flushed.count(DurableStatus.DURABLE)
         if durable != len(every):
-            raise RuntimeError(f"{durable} of {len(every)} blocks became durable")
+            others = {DurableStatus(status).name for status in flushed} - {DurableStatus.DURABLE.name}
+            raise RuntimeError(
+                f"{durable} of {len(every)} blocks became durable, others are {others}: {self._service.log.read_text()}"
+            )
 
     def _promote(self, client: Client, keys: Sequence[bytes]) -> None:
         lease = client.lookup(keys, wait=WAIT)

@@ -11,7 +11,9 @@ what takes longer without it and with the help of a second thread, until it show
 from __future__ import annotations
 
 import ctypes
+import resource
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +31,9 @@ __all__ = ["HostBuffer", "TensorLike", "address_of", "addresses_of", "copy_batch
 _KEPT_BYTES = 4 << 20
 """What is copied at once with the GIL: a quarter to half a millisecond, in which a second thread would hardly be awake."""
 _LONG_BYTES = 1 << 20
-"""A copy of so much takes so long that letting go of the GIL costs next to nothing (a microsecond, in Python)."""
-_PIECE_BYTES = 1 << 20
-"""What one of the two takes at once."""
+"""A copy of so much takes so long that letting go of the GIL costs next to nothing: no piece of a large block is longer."""
+_PIECE_BYTES = 256 << 10
+"""What one of two threads takes at once of small blocks, each of which is one more time to wait for the GIL."""
 _SLOWEST = 1e9
 """Bytes per second of a copy that nobody kept waiting: into memory that is touched for the first time."""
 _CROWDED_SECONDS = 0.2
@@ -147,20 +149,19 @@ _move_kept.restype = None
 def copy_batch(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
     """Copies `sizes[i]` bytes from address `sources[i]` to address `destinations[i]`, for all i.
 
-    In batches with large blocks those whose neighbours follow them at both ends are copied as one, so hand them over in the
-    order of their addresses where that is free. Takes the three lists as they are: nothing is checked but that they are of
-    one length (`ValueError`). The caller keeps the memory mapped meanwhile.
+    Takes the three lists as they are: nothing is checked but that they are of one length (`ValueError`). The caller keeps the
+    memory mapped meanwhile.
     """
     if not len(destinations) == len(sources) == len(sizes):
         raise ValueError("one of the lists of destinations, sources and sizes is shorter than another")
     if sum(sizes) <= _KEPT_BYTES:
         deque(map(_move_kept, destinations, sources, sizes), 0)
-    elif _crowd.copy_by_two(destinations, sources, sizes):
-        return
-    elif max(sizes) < _LONG_BYTES:
-        _crowd.copy_small(destinations, sources, sizes)
     else:
-        _crowd.copy(_runs(destinations, sources, sizes))
+        _crowd.copy(_pieces(destinations, sources, sizes))
+
+
+_Piece: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""Destinations, sources and sizes, few enough for nobody to wait long while they are copied with the GIL."""
 
 
 class _Crowd:
@@ -172,90 +173,57 @@ class _Crowd:
 
     def __init__(self) -> None:
         self._until = 0.0
+        """Until when somebody is taken to be busy."""
+        self._suspected = False
+        """Whether the next block is a probe: the last long copy came back late, or somebody was busy until now."""
+        self._preemptions = threading.local()
+        """Of each thread, how often it had lost its processor by the last time that a copy of its came back late."""
 
-    def copy_by_two(self, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Copies with a second thread's help; returns False, and has copied nothing, where somebody else has it, or is busy."""
-        if time.perf_counter() < self._until:
-            return False
-        return _helper.share(_pieces(destinations, sources, sizes), self._copy_piece)
-
-    def copy(self, runs: Iterator[tuple[int, int, int]]) -> None:
-        """Copies more than should be copied at once with the GIL, of large blocks."""
-        crowded = time.perf_counter() < self._until
-        kept = 0
-        for destination, source, size in runs:
-            kept += size
-            if size <= _KEPT_BYTES and (crowded or (size < _LONG_BYTES and kept <= _KEPT_BYTES)):
-                _move_kept(destination, source, size)
-            else:
-                crowded = self._let_go(destination, source, size) or crowded
-                kept = 0
-
-    def copy_small(self, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """Copies more than should be copied at once with the GIL, of small blocks: so many with it, then one without."""
-        crowded = time.perf_counter() < self._until
-        number = _KEPT_BYTES // max(sizes)
-        start = 0
-        while start < len(sizes):
-            end = start + number
-            deque(map(_move_kept, destinations[start:end], sources[start:end], sizes[start:end]), 0)
-            if not crowded and end < len(sizes):
-                crowded = self._let_go(destinations[end], sources[end], sizes[end])
-                end += 1
-            start = end
+    def copy(self, pieces: Iterator[_Piece]) -> None:
+        """Copies more than should be copied at once with the GIL: by two threads, or where somebody is busy by this one."""
+        if time.perf_counter() < self._until or not _helper.share(pieces, self._copy_piece):
+            deque(map(self._copy_piece, pieces), 0)
 
     def _copy_piece(self, piece: _Piece) -> None:
-        """Copies one of the pieces of two threads, without the GIL as long as nobody keeps it for long."""
-        if time.perf_counter() < self._until:
+        started = time.perf_counter()
+        if started < self._until:
             deque(map(_move_kept, *piece), 0)
-            return
-        started = time.perf_counter()
-        deque(map(_move, *piece), 0)
-        self._note(started, sum(piece[2]))
+        elif self._suspected:
+            (destination, *destinations), (source, *sources), (size, *sizes) = piece
+            _move(destination, source, size)
+            self._suspected = self._is_late(started, size)
+            if self._suspected:
+                self._until = time.perf_counter() + _CROWDED_SECONDS
+            deque(map(_move_kept, destinations, sources, sizes), 0)
+        else:
+            deque(map(_move, *piece), 0)
+            self._suspected = self._is_late(started, sum(piece[2]))
 
-    def _let_go(self, destination: int, source: int, size: int) -> bool:
-        """Copies without the GIL; returns whether somebody else kept it for long."""
-        started = time.perf_counter()
-        _move(destination, source, size)
-        return self._note(started, size)
+    def _is_late(self, started: float, size: int) -> bool:
+        """Whether a copy without the GIL has come back late, and not for want of a processor.
 
-    def _note(self, started: float, size: int) -> bool:
-        """Takes down how long a copy without the GIL took; returns whether somebody else kept it for long."""
-        ended = time.perf_counter()
-        kept_waiting = ended - started > sys.getswitchinterval() / 2 + size / _SLOWEST
-        if kept_waiting:
-            self._until = ended + _CROWDED_SECONDS
-        return kept_waiting
+        Whoever waits for the GIL gives up its processor by itself; only one that was taken away is counted as a preemption.
+        """
+        if time.perf_counter() - started < sys.getswitchinterval() / 2 + size / _SLOWEST:
+            return False
+        preemptions = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+        before = getattr(self._preemptions, "count", -1)
+        self._preemptions.count = preemptions
+        return preemptions == before
 
 
 _crowd = _Crowd()
 _helper = Helper()
 
-_Piece: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""Destinations, sources and sizes, which are few enough for nobody to wait long for the thread that copies them."""
-
 
 def _pieces(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Iterator[_Piece]:
     longest = max(sizes)
-    if longest < _LONG_BYTES:
-        number = _PIECE_BYTES // longest
+    if longest <= _LONG_BYTES:
+        number = max(1, _PIECE_BYTES // longest)
         for start in range(0, len(sizes), number):
             end = start + number
             yield destinations[start:end], sources[start:end], sizes[start:end]
         return
-    for to, start, length in _runs(destinations, sources, sizes):
-        for done in range(0, length, _PIECE_BYTES):
-            yield (to + done,), (start + done,), (min(_PIECE_BYTES, length - done),)
-
-
-def _runs(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    to, start, length = 0, 0, 0
     for destination, source, size in zip(destinations, sources, sizes, strict=True):
-        if destination == to + length and source == start + length and length < _KEPT_BYTES:
-            length += size
-            continue
-        if length:
-            yield to, start, length
-        to, start, length = destination, source, size
-    if length:
-        yield to, start, length
+        for done in range(0, size, _LONG_BYTES):
+            yield (destination + done,), (source + done,), (min(_LONG_BYTES, size - done),)

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["Helper", "usable_cores"]
 
@@ -23,7 +23,7 @@ def usable_cores() -> int:
 
 
 class Helper:
-    """One thread that works beside whoever asks for it, for one at a time. Any thread may ask.
+    """One thread that works beside whoever asks for it. Any thread may ask; two that ask at a time are two without it.
 
     It is there from the first time on, as a daemon. A process that has forked makes another one: threads do not come along.
     """
@@ -34,37 +34,53 @@ class Helper:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._jobs: SimpleQueue[_Job[object]] = SimpleQueue()
-        self._taken = threading.Lock()
-        """Whoever holds it is helped."""
+        self._jobs: SimpleQueue[_Job[Any]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._helped: _Job[Any] | None = None
+        self._busy = 0
+        """Threads that are at work here now, the helper not counted."""
         self._is_there: bool | None = None
 
     def share(self, pieces: Iterable[Piece], work: Callable[[Piece], None]) -> bool:
-        """Has `work` done for every piece, here and in the helper's thread, in no order; returns when all of it is.
+        """Has `work` done for every piece, here and maybe in the helper's thread, in no order; returns when all of it is.
 
-        Returns False, and has done nothing, where the helper is busy for somebody else, or there is but one processor.
-        Raises what `work` raises first; what has been begun is over by then, and the rest is left.
+        Returns False, and has done nothing, where there is but one processor. Raises what `work` raises first; what has been
+        begun is over by then, and the rest is left.
         """
-        if self._pid != os.getpid():  # whoever held the lock has stayed with the parent, as the thread has
-            self._begin()
-        if not self._taken.acquire(blocking=False):
+        if not self._can_help():
             return False
+        job = _Job(iter(list(pieces)), work)
+        self._enter(job)
         try:
-            if self._is_there is None:
-                self._is_there = usable_cores() > 1 and self._start()
-            if not self._is_there:
-                return False
-            job = _Job(iter(list(pieces)), work)
-            self._jobs.put(job)  # type: ignore[arg-type]
-            try:
-                job.take_part()
-            finally:
-                job.finish()
+            job.take_part()
         finally:
-            self._taken.release()
+            job.finish()  # nobody is at a piece of it any more
+            with self._lock:
+                self._busy -= 1
+                if self._helped is job:
+                    self._helped = None
         if job.error is not None:
             raise job.error
         return True
+
+    def _can_help(self) -> bool:
+        if self._pid != os.getpid():  # whoever held the lock has stayed with the parent, as the thread has
+            self._begin()
+        if self._is_there is None:
+            with self._lock:
+                if self._is_there is None:
+                    self._is_there = usable_cores() > 1 and self._start()
+        return self._is_there
+
+    def _enter(self, job: _Job[Any]) -> None:
+        """Begins a job, with the helper's help if nobody else is at work; who is helped until now goes on alone."""
+        with self._lock:
+            self._busy += 1
+            if self._busy == 1:
+                self._helped = job
+                self._jobs.put(job)
+            elif self._helped is not None:
+                self._helped.dismiss()
 
     def _start(self) -> bool:
         try:
@@ -81,12 +97,13 @@ class Helper:
 class _Job(Generic[Piece]):
     """Pieces of work that two threads take from one iterator, of a list: its `next` is one step under the GIL."""
 
-    __slots__ = ("_helping", "_pieces", "_work", "error")
+    __slots__ = ("_dismissed", "_helping", "_pieces", "_work", "error")
 
     def __init__(self, pieces: Iterator[Piece], work: Callable[[Piece], None]) -> None:
         self._pieces = pieces
         self._work = work
         self._helping = threading.Lock()
+        self._dismissed = False
         self.error: BaseException | None = None
         """What the helper has met with."""
 
@@ -95,13 +112,20 @@ class _Job(Generic[Piece]):
         deque(map(self._work, self._pieces), 0)
 
     def help(self) -> None:
-        """Does so in the helper's thread; one that comes late finds nothing left."""
+        """Does so in the helper's thread, until it is dismissed; one that comes late finds nothing left."""
         with self._helping:
             try:
-                self.take_part()
+                while not self._dismissed:
+                    self._work(next(self._pieces))
+            except StopIteration:
+                pass
             except BaseException as error:  # noqa: BLE001 it is raised where the work was asked for
                 self.error = error
                 self._leave_the_rest()
+
+    def dismiss(self) -> None:
+        """Has the helper take no more pieces."""
+        self._dismissed = True
 
     def finish(self) -> None:
         """Waits for the piece that the helper is at, if it is at any."""

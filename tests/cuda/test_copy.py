@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import threading
 import time
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -192,43 +193,86 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     return calls
 
 
-def test_neighbours_are_copied_as_one(moved: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Runs that are adjacent at both ends become one call; a gap at either end starts a new one."""
-    m = 2 * MIB
-    copy_batch([100, 100 + m, 100 + 2 * m, 100 + 4 * m], [500, 500 + m, 500 + 3 * m, 500 + 4 * m], [m] * 4)
-    runs = [run for _, run in moved]
-    assert runs == [(100, 500, 2 * m), (100 + 2 * m, 500 + 3 * m, m), (100 + 4 * m, 500 + 4 * m, m)]
+def columns(blocks: list[tuple[int, int, int]]) -> list[list[int]]:
+    """Returns the arguments of a copy of blocks: where to, where from, how much."""
+    return [list(column) for column in zip(*blocks, strict=True)]
+
+
+def scattered(count: int, size: int) -> list[tuple[int, int, int]]:
+    """Returns blocks that lie nowhere near each other."""
+    return [((1 << 40) + n * 16 * MIB, (2 << 40) + n * 16 * MIB, size) for n in range(count)]
 
 
 def test_short_batches_keep_the_gil_and_long_ones_let_go_of_it(moved: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Up to 4 MiB nobody can get in between; beyond that large blocks go without the GIL, and one in 4 MiB of small ones."""
-    copy_batch([n << 24 for n in range(64)], [n << 25 for n in range(64)], [64 << 10] * 64)
-    assert [how for how, _ in moved] == ["kept"] * 64
-    moved.clear()
-    copy_batch([n << 24 for n in range(200)], [n << 25 for n in range(200)], [64 << 10] * 200)
-    assert [n for n, (how, _) in enumerate(moved) if how == "free"] == [64, 129, 194]
-    moved.clear()
-    copy_batch([0, 1 << 24, 1 << 25], [1 << 26, 1 << 27, 1 << 28], [2 * MIB] * 3)
-    assert [how for how, _ in moved] == ["free"] * 3
+    """Up to 4 MiB nobody can get in between; beyond that no block keeps the others waiting."""
+    for count, how in ((64, "kept"), (65, "free")):
+        moved.clear()
+        blocks = scattered(count, 64 << 10)
+        copy_batch(*columns(blocks))
+        assert moved == [(how, block) for block in blocks]
 
 
-def test_small_blocks_of_a_large_batch_are_all_copied(moved: list[tuple[str, tuple[int, ...]]]) -> None:
-    """With the GIL or without it, each block goes once and in order; beside somebody busy all go with it."""
-    blocks = [((1 << 30) + n * MIB, (2 << 30) + n * MIB, (256 << 10) - n) for n in range(35)]
-    copy_batch(*(list(column) for column in zip(*blocks, strict=True)))
-    assert [block for _, block in moved] == blocks
-    assert [n for n, (how, _) in enumerate(moved) if how == "free"] == [16, 33]
-    moved.clear()
+def test_large_blocks_are_cut(moved: list[tuple[str, tuple[int, ...]]]) -> None:
+    """So that two threads can share one, and none is so long that others wait for it."""
+    copy_batch([1 << 40], [1 << 41], [5 * MIB + 1])
+    assert [how for how, _ in moved] == ["free"] * 6
+    assert [move for _, move in moved] == [
+        ((1 << 40) + n * MIB, (1 << 41) + n * MIB, MIB if n < 5 else 1) for n in range(6)
+    ]
+
+
+@pytest.mark.parametrize("size", [100, 64 << 10, 256 << 10, 2 * MIB])
+def test_beside_a_busy_thread_the_gil_is_kept(moved: list[tuple[str, tuple[int, ...]]], size: int) -> None:
+    """For all of a batch, each block once and in order; and no second thread is there that wants it, too."""
     copy._crowd._until = time.perf_counter() + 60
-    copy_batch(*(list(column) for column in zip(*blocks, strict=True)))
-    assert moved == [("kept", block) for block in blocks]
+    copy_batch(*columns(scattered(12 * MIB // size, size)))
+    assert {how for how, _ in moved} == {"kept"}
+    assert sum(move[2] for _, move in moved) == 12 * MIB // size * size
+    assert copy._helper._is_there is None
 
 
-def test_beside_a_busy_thread_the_gil_is_kept(moved: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Whoever had to wait long for the GIL keeps it for the rest of the batch, and for the next; but not for huge blocks."""
-    copy._crowd._until = time.perf_counter() + 60
-    copy_batch([0, 1 << 24, 1 << 25], [1 << 26, 1 << 27, 1 << 28], [2 * MIB, 5 * MIB, 2 * MIB])
-    assert [how for how, _ in moved] == ["kept", "free", "kept"]
+@pytest.fixture
+def late(moved: list[tuple[str, tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Copies without the GIL that come back late, as long as `late` is set; `preempted` as often as that says."""
+    state = SimpleNamespace(moved=moved, late=True, preempted=7)
+
+    def move(*arguments: int) -> None:
+        moved.append(("free", arguments))
+        time.sleep(0.008 if state.late else 0)
+
+    monkeypatch.setattr(copy, "_move", move)
+    monkeypatch.setattr(copy.resource, "getrusage", lambda _: SimpleNamespace(ru_nivcsw=state.preempted))
+    monkeypatch.setattr(copy, "_CROWDED_SECONDS", 60)
+    monkeypatch.setattr(copy, "_SLOWEST", math.inf)
+    return state
+
+
+def test_who_is_late_again_and_again_keeps_the_gil(late: SimpleNamespace) -> None:
+    """The first time may be chance; the second, of the same thread, is a suspicion; then one block by itself is the proof."""
+    blocks = scattered(100, 64 << 10)
+    copy_batch(*columns(blocks))
+    assert [move for _, move in late.moved] == blocks
+    assert [how for how, _ in late.moved] == ["free"] * 9 + ["kept"] * 91
+    assert copy._crowd._until > time.perf_counter()
+
+
+def test_when_the_time_is_over_one_block_is_the_probe(late: SimpleNamespace) -> None:
+    """Who is busy still costs one wait; where nobody is, the next piece goes without the GIL again."""
+    blocks = scattered(100, 64 << 10)
+    copy_batch(*columns(blocks))
+    for is_late, hows in ((True, ["free"] + ["kept"] * 99), (False, ["free"] + ["kept"] * 3 + ["free"] * 96)):
+        late.moved.clear()
+        late.late = is_late
+        copy._crowd._until = 0
+        copy_batch(*columns(blocks))
+        assert [how for how, _ in late.moved] == hows
+
+
+def test_want_of_a_processor_is_no_crowd(late: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was preempted was not kept from the GIL."""
+    monkeypatch.setattr(copy.resource, "getrusage", lambda _: SimpleNamespace(ru_nivcsw=time.perf_counter_ns()))
+    copy_batch(*columns(scattered(40, 256 << 10)))
+    assert [how for how, _ in late.moved] == ["free"] * 40
 
 
 def test_a_thread_that_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,12 +319,12 @@ def test_pieces_of_two_threads_are_all_of_a_batch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(copy, "_move", move)
     monkeypatch.setattr(copy, "_crowd", copy._Crowd())
     monkeypatch.setattr(copy, "_helper", copy_helper.Helper())
-    monkeypatch.setattr(copy._Crowd, "_note", lambda *_: False)
+    monkeypatch.setattr(copy._Crowd, "_is_late", lambda *_: False)
     for sizes in ([100] * 50_000, [64 << 10] * 100, [3 * MIB, 5, 2 * MIB, MIB + 1]):
         blocks = [((1 << 40) + n * 8 * MIB, (2 << 40) + n * 8 * MIB, size) for n, size in enumerate(sizes)]
         moved.clear()
         threads.clear()
-        copy_batch(*(list(column) for column in zip(*blocks, strict=True)))
+        copy_batch(*columns(blocks))
         assert len(threads) == 2
         assert max(size for _, _, size in moved) <= MIB
         covered: list[list[int]] = []
@@ -290,28 +334,3 @@ def test_pieces_of_two_threads_are_all_of_a_batch(monkeypatch: pytest.MonkeyPatc
             else:
                 covered.append([to, start, size])
         assert covered == [list(block) for block in blocks]
-
-
-def test_beside_a_busy_thread_one_thread_copies(moved: list[tuple[str, tuple[int, ...]]], monkeypatch: Any) -> None:
-    """A second one would only be one more that wants the GIL."""
-    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
-    copy._crowd._until = time.perf_counter() + 60
-    copy_batch([n << 24 for n in range(200)], [n << 25 for n in range(200)], [64 << 10] * 200)
-    assert [how for how, _ in moved] == ["kept"] * 200
-    assert copy._helper._is_there is None
-
-
-def test_two_threads_that_find_somebody_busy_keep_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of the pieces goes with the GIL, and what is copied next."""
-    how: list[str] = []
-    crowd = copy._Crowd()
-    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
-    monkeypatch.setattr(copy, "_crowd", crowd)
-    monkeypatch.setattr(copy, "_helper", copy_helper.Helper())
-    monkeypatch.setattr(copy, "_move", lambda *_: (how.append("free"), time.sleep(0.01)))
-    monkeypatch.setattr(copy, "_move_kept", lambda *_: how.append("kept"))
-    monkeypatch.setattr(copy, "_CROWDED_SECONDS", 60)
-    copy_batch([n << 24 for n in range(32)], [n << 25 for n in range(32)], [MIB] * 32)
-    assert len(how) == 32
-    assert how.count("free") <= 3  # one of each thread, and one that had begun before the other was over
-    assert crowd._until > 0

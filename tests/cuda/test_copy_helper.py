@@ -64,12 +64,36 @@ def test_one_processor_has_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == []
 
 
-def test_the_helper_helps_one_at_a_time(helper: Helper) -> None:
-    """Who comes meanwhile is on its own, and does not wait."""
-    inner: list[bool] = []
-    assert helper.share(range(1), lambda _: inner.append(helper.share(range(1), lambda _: None)))
-    assert inner == [False]
-    assert helper.share(range(1), lambda _: None)
+def test_two_that_ask_are_two_without_the_helper(helper: Helper) -> None:
+    """Who is helped goes on alone when another comes; both are done, and the next one is helped again."""
+    helped, came, over = threading.Event(), threading.Event(), threading.Event()
+    names: list[str] = []
+    late: list[str] = []
+
+    def work(piece: int) -> None:
+        name = threading.current_thread().name
+        names.append(name)
+        if name == "kvtier-copy":
+            helped.set()
+            assert came.wait(20)
+        elif piece < 100:
+            assert over.wait(20)
+
+    def other() -> None:
+        assert helped.wait(20)
+        assert helper.share(range(50), lambda _: (late.append(threading.current_thread().name), came.set()))
+        over.set()
+
+    thread = threading.Thread(target=other, name="other")
+    thread.start()
+    assert helper.share(range(200), work)
+    thread.join()
+    assert late == ["other"] * 50
+    assert len(names) == 200
+    assert names.count("kvtier-copy") == 1
+
+    both = threading.Barrier(2)
+    assert helper.share(range(2), lambda _: both.wait(20))
 
 
 @pytest.mark.parametrize("name", ["kvtier-copy", "MainThread"])
