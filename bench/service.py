@@ -43,7 +43,7 @@ class Service:
         self._config = directory / "kvtier.toml"
         tiers = "tiers = []\n"
         if lmdb_bytes is not None:
-            tiers = f'[[tiers]]\ntype = "lmdb"\nsize = {lmdb_bytes}\ndurability = "process"\n'
+            tiers = f'[[tiers]]\ntype = "lmdb"\nsize = {lmdb_bytes}\ndurability = "process"\neviction = "lru"\n'
         self._config.write_text(
             f"insecure = true\nlisten = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"
             # Series of the benchmark are no requests: by their order alone what they load next is still there.
