@@ -197,7 +197,8 @@ class _Crowd:
             deque(map(_move_kept, destinations, sources, sizes), 0)
         else:
             deque(map(_move, *piece), 0)
-            self._suspected = self._is_late(started, sum(piece[2]))
+            if self._is_late(started, sum(piece[2])):  # if not, another thread may suspect somebody all the same
+                self._suspected = True
 
     def _is_late(self, started: float, size: int) -> bool:
         """Whether a copy without the GIL has come back late, and not for want of a processor.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -31,41 +32,44 @@ class Helper:
     def __init__(self) -> None:
         """Starts nothing."""
         self._begin()
+        os.register_at_fork(
+            after_in_child=self._begin
+        )  # whoever held the lock has stayed with the parent, as the thread has
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
         self._jobs: SimpleQueue[_Job[Any]] = SimpleQueue()
         self._lock = threading.Lock()
         self._helped: _Job[Any] | None = None
-        self._busy = 0
-        """Threads that are at work here now, the helper not counted."""
+        self._at_work: set[_Job[Any]] = set()
+        """Jobs that somebody is at now."""
         self._is_there: bool | None = None
 
     def share(self, pieces: Iterable[Piece], work: Callable[[Piece], None]) -> bool:
         """Has `work` done for every piece, here and maybe in the helper's thread, in no order; returns when all of it is.
 
-        Returns False, and has done nothing, where there is but one processor. Raises what `work` raises first; what has been
-        begun is over by then, and the rest is left.
+        Returns False, and has done nothing, where there is but one processor. Raises what `work` raises first, or what breaks in,
+        as a signal's handler may anywhere; what has been begun is over by then, and the rest is left.
         """
         if not self._can_help():
             return False
         job = _Job(iter(list(pieces)), work)
-        self._enter(job)
         try:
+            self._enter(job)
             job.take_part()
         finally:
-            job.finish()  # nobody is at a piece of it any more
-            with self._lock:
-                self._busy -= 1
-                if self._helped is job:
-                    self._helped = None
+            late: BaseException | None = None
+            while not job.over:
+                try:
+                    self._leave(job)
+                except BaseException as error:  # noqa: BLE001 it is raised when nobody is at that memory any more
+                    late = error
+            if late is not None:
+                raise late
         if job.error is not None:
             raise job.error
         return True
 
     def _can_help(self) -> bool:
-        if self._pid != os.getpid():  # whoever held the lock has stayed with the parent, as the thread has
-            self._begin()
         if self._is_there is None:
             with self._lock:
                 if self._is_there is None:
@@ -75,14 +79,25 @@ class Helper:
     def _enter(self, job: _Job[Any]) -> None:
         """Begins a job, with the helper's help if nobody else is at work; who is helped until now goes on alone."""
         with self._lock:
-            self._busy += 1
-            if self._busy == 1:
+            self._at_work.add(job)
+            if len(self._at_work) == 1:
                 self._helped = job
                 self._jobs.put(job)
             elif self._helped is not None:
                 self._helped.dismiss()
 
+    def _leave(self, job: _Job[Any]) -> None:
+        """Ends a job, whether it has begun or not. Called again where something has broken in."""
+        job.finish()
+        with self._lock:
+            self._at_work.discard(job)
+            if self._helped is job:
+                self._helped = None
+        job.over = True
+
     def _start(self) -> bool:
+        if sys.is_finalizing():  # it would be waited for, and never run
+            return False
         try:
             threading.Thread(target=self._run, name="kvtier-copy", daemon=True).start()
         except RuntimeError:  # no more threads are to be had
@@ -97,7 +112,7 @@ class Helper:
 class _Job(Generic[Piece]):
     """Pieces of work that two threads take from one iterator, of a list: its `next` is one step under the GIL."""
 
-    __slots__ = ("_dismissed", "_helping", "_pieces", "_work", "error")
+    __slots__ = ("_dismissed", "_helping", "_pieces", "_work", "error", "over")
 
     def __init__(self, pieces: Iterator[Piece], work: Callable[[Piece], None]) -> None:
         self._pieces = pieces
@@ -106,6 +121,8 @@ class _Job(Generic[Piece]):
         self._dismissed = False
         self.error: BaseException | None = None
         """What the helper has met with."""
+        self.over = False
+        """Whether nobody is at a piece of it any more."""
 
     def take_part(self) -> None:
         """Works until no piece is left to be taken."""

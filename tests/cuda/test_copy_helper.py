@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -18,6 +22,12 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Helper:
     """One on a machine with processors enough."""
     monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
     return Helper()
+
+
+def assert_helps(helper: Helper) -> None:
+    """Two threads are at work."""
+    both = threading.Barrier(2)
+    assert helper.share(range(2), lambda _: both.wait(20))
 
 
 def test_every_piece_is_done_once(helper: Helper) -> None:
@@ -92,8 +102,7 @@ def test_two_that_ask_are_two_without_the_helper(helper: Helper) -> None:
     assert len(names) == 200
     assert names.count("kvtier-copy") == 1
 
-    both = threading.Barrier(2)
-    assert helper.share(range(2), lambda _: both.wait(20))
+    assert_helps(helper)
 
 
 @pytest.mark.parametrize("name", ["kvtier-copy", "MainThread"])
@@ -118,6 +127,71 @@ def test_what_goes_wrong_is_raised_where_the_work_was_asked_for(helper: Helper, 
     assert len(done) == 48
 
 
+class Interrupted(Exception):
+    """What a signal's handler raises."""
+
+
+@pytest.fixture
+def _interrupts() -> Iterator[None]:
+    """A signal that raises, as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("_interrupts")
+def test_an_interrupt_waits_for_the_piece_that_the_helper_is_at(helper: Helper) -> None:
+    """Whoever is interrupted gives the memory away, and the helper must not write to it then; also where he was waiting already."""
+    begun = threading.Event()
+    done: list[int] = []
+
+    def work(piece: int) -> None:
+        if threading.current_thread().name != "kvtier-copy":
+            assert begun.wait(20)
+            return
+        begun.set()
+        for _ in range(2):  # the second while he waits after the first
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.1)
+        done.append(piece)
+
+    with pytest.raises(Interrupted):
+        helper.share(range(2), work)
+    assert len(done) == 1
+    assert_helps(helper)
+
+
+@pytest.mark.usefixtures("_interrupts")
+def test_an_interrupt_when_the_helper_has_just_been_told(helper: Helper) -> None:
+    """It takes no more pieces then, and the one that it is at is waited for."""
+    begun = threading.Event()
+    done: list[int] = []
+
+    class Jobs(SimpleQueue[Any]):
+        def put(self, *job: Any) -> None:
+            super().put(*job)
+            if not begun.is_set():
+                assert begun.wait(20)
+                signal.raise_signal(signal.SIGUSR1)
+
+    def work(piece: int) -> None:
+        begun.set()
+        time.sleep(0.1)
+        done.append(piece)
+
+    helper._jobs = Jobs()
+    with pytest.raises(Interrupted):
+        helper.share(range(1000), work)
+    assert len(done) == 1
+    assert_helps(helper)
+    assert len(done) == 1
+
+
 def test_no_thread_to_be_had(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process at the limit of its threads copies by itself."""
 
@@ -125,6 +199,12 @@ def test_no_thread_to_be_had(helper: Helper, monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
+    assert not helper.share(range(3), lambda _: None)
+
+
+def test_no_thread_is_begun_at_the_end(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who copies for the first time while the interpreter goes would wait for a thread that never runs."""
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     assert not helper.share(range(3), lambda _: None)
 
 
