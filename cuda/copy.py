@@ -177,10 +177,11 @@ class _Crowd:
         self._suspected = False
         """Whether the next block is a probe: the last long copy came back late, or somebody was busy until now."""
         self._preemptions = threading.local()
-        """Of each thread, how often it had lost its processor by the last time that a copy of its came back late."""
+        """Of each thread, how often it had lost its processor when a batch of its began, or a copy of its came back late."""
 
     def copy(self, pieces: Iterator[_Piece]) -> None:
         """Copies more than should be copied at once with the GIL: by two threads, or where somebody is busy by this one."""
+        self._preemptions.count = _preemptions()
         if time.perf_counter() < self._until or not _helper.share(pieces, self._copy_piece):
             deque(map(self._copy_piece, pieces), 0)
 
@@ -207,10 +208,14 @@ class _Crowd:
         """
         if time.perf_counter() - started < sys.getswitchinterval() / 2 + size / _SLOWEST:
             return False
-        preemptions = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+        preemptions = _preemptions()
         before = getattr(self._preemptions, "count", -1)
         self._preemptions.count = preemptions
         return preemptions == before
+
+
+def _preemptions() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 _crowd = _Crowd()

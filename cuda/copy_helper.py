@@ -32,9 +32,8 @@ class Helper:
     def __init__(self) -> None:
         """Starts nothing."""
         self._begin()
-        os.register_at_fork(
-            after_in_child=self._begin
-        )  # whoever held the lock has stayed with the parent, as the thread has
+        # Whoever held the lock has stayed with the parent, as the thread has.
+        os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
         self._jobs: SimpleQueue[_Job[Any]] = SimpleQueue()
