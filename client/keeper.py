@@ -190,7 +190,8 @@ class Keeper:
             raise NotConnected("the server was restarted while a session was opened")
         if transport == "grpc":
             why = "another host" if capabilities.HasField("region") else _NOT_SHARED
-            return Link(first.session, capabilities, None, "asked for" if self._asked_for("grpc") else why)
+            asked_for = self._asked_for("grpc") or self._asked_for("tcp")
+            return Link(first.session, capabilities, None, "asked for" if asked_for else why)
         try:
             attachment = Attachment.connect(capabilities.region.attach_path, first.session, self._identity.pin)
         except AttachError as error:
