@@ -85,6 +85,7 @@ def test_calls_go_the_way_of_the_bytes(server: ServerProcess, monkeypatch: pytes
         link = client._wire.link
         assert link is not None
         assert link.calls is not None
+        assert link.why == "asked for"
         request = transfer_pb2.LocateRequest(session=link.ref)
         answer = link.calls.call("TransferService/Locate", request.SerializeToString(), TIMEOUT)
         assert answer is not None
