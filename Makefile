@@ -37,7 +37,7 @@ demo: $(VENV)/.stamp  ## Show a prefix surviving its engine and the server (smal
 demo-vllm: $(VLLM)/.stamp  ## The same with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
 
-test: $(VENV)/.stamp  ## Run every test that needs no LLM server (about 6 minutes on 2 quiet cores)
+test: $(VENV)/.stamp  ## Run every test that needs no LLM server (about 10 minutes on 2 quiet cores, 15 on slow ones)
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import math
+import itertools
 import random
 import threading
 import time
@@ -183,11 +183,12 @@ def test_long_batches_arrive(block_bytes: int, cores: int, monkeypatch: pytest.M
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """What is copied by one thread, and how, instead of copying it; nobody is known to be busy."""
+    """What is copied by one thread, and how, instead of copying it, in no time; nobody is known to be busy."""
     calls: list[tuple[str, tuple[int, ...]]] = []
     monkeypatch.setattr(copy, "_crowd", copy._Crowd())
     monkeypatch.setattr(copy_helper, "usable_cores", lambda: 1)
     monkeypatch.setattr(copy, "_helper", copy_helper.Helper())
+    monkeypatch.setattr(copy, "time", SimpleNamespace(perf_counter=lambda: 1.0))
     monkeypatch.setattr(copy, "_move", lambda *arguments: calls.append(("free", arguments)))
     monkeypatch.setattr(copy, "_move_kept", lambda *arguments: calls.append(("kept", arguments)))
     return calls
@@ -224,7 +225,7 @@ def test_large_blocks_are_cut(moved: list[tuple[str, tuple[int, ...]]]) -> None:
 @pytest.mark.parametrize("size", [100, 64 << 10, 256 << 10, 2 * MIB])
 def test_beside_a_busy_thread_the_gil_is_kept(moved: list[tuple[str, tuple[int, ...]]], size: int) -> None:
     """For all of a batch, each block once and in order; and no second thread is there that wants it, too."""
-    copy._crowd._until = time.perf_counter() + 60
+    copy._crowd._until = 60
     copy_batch(*columns(scattered(12 * MIB // size, size)))
     assert {how for how, _ in moved} == {"kept"}
     assert sum(move[2] for _, move in moved) == 12 * MIB // size * size
@@ -234,16 +235,15 @@ def test_beside_a_busy_thread_the_gil_is_kept(moved: list[tuple[str, tuple[int, 
 @pytest.fixture
 def late(moved: list[tuple[str, tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Copies without the GIL that come back late, as long as `late` is set; `preempted` as often as that says."""
-    state = SimpleNamespace(moved=moved, late=True, preempted=7)
+    state = SimpleNamespace(moved=moved, late=True, preempted=7, now=1.0)
 
     def move(*arguments: int) -> None:
         moved.append(("free", arguments))
-        time.sleep(0.008 if state.late else 0)
+        state.now += 0.008 if state.late else 0
 
     monkeypatch.setattr(copy, "_move", move)
-    monkeypatch.setattr(copy.resource, "getrusage", lambda _: SimpleNamespace(ru_nivcsw=state.preempted))
-    monkeypatch.setattr(copy, "_CROWDED_SECONDS", 60)
-    monkeypatch.setattr(copy, "_SLOWEST", math.inf)
+    monkeypatch.setattr(copy, "time", SimpleNamespace(perf_counter=lambda: state.now))
+    monkeypatch.setattr(copy, "_preemptions", lambda: state.preempted)
     return state
 
 
@@ -253,7 +253,7 @@ def test_who_is_late_again_and_again_keeps_the_gil(late: SimpleNamespace) -> Non
     copy_batch(*columns(blocks))
     assert [move for _, move in late.moved] == blocks
     assert [how for how, _ in late.moved] == ["free"] * 5 + ["kept"] * 95
-    assert copy._crowd._until > time.perf_counter()
+    assert copy._crowd._until > late.now
 
 
 def test_when_the_time_is_over_one_block_is_the_probe(late: SimpleNamespace) -> None:
@@ -285,7 +285,7 @@ def test_a_suspicion_is_settled_by_a_probe(late: SimpleNamespace, monkeypatch: p
 
 def test_want_of_a_processor_is_no_crowd(late: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was preempted was not kept from the GIL."""
-    monkeypatch.setattr(copy.resource, "getrusage", lambda _: SimpleNamespace(ru_nivcsw=time.perf_counter_ns()))
+    monkeypatch.setattr(copy, "_preemptions", itertools.count().__next__)
     copy_batch(*columns(scattered(40, 256 << 10)))
     assert [how for how, _ in late.moved] == ["free"] * 40
 

@@ -173,5 +173,6 @@ def test_same_as_the_command(tmp_path: Path) -> None:
         told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=30).stdout)
         page = json.loads(get(port, "/status.json")[2])
         assert page.pop("uptime_seconds") >= told.pop("uptime_seconds") > 0
+        assert min(page.pop("loop_lag_seconds"), told.pop("loop_lag_seconds")) >= 0  # of two moments
         assert page == told
         assert server.end() == 0
