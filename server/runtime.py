@@ -96,7 +96,7 @@ class TierRuntime:
         )
         self._stall_seconds = stall_seconds
         self._watch_from = 0.0
-        """From when on it is looked whether tiers stand still; whether those that do are back is looked always."""
+        """From when on it is looked whether tiers stand still; whether one stores and loads again is looked always."""
         self._waiting: dict[LeaseId | HoldName, list[asyncio.Future[None]]] = defaultdict(list)
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
         """Jobs that threads have ended and the core has not heard of."""
