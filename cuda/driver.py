@@ -99,7 +99,7 @@ class Driver(Protocol):
         ...
 
     def destroy_event(self, event: EventId) -> None:
-        """Gives up an event, made or opened here; the other process's stays."""
+        """Gives up an event, made or opened here; the other process's stays. It need not have been reached; does not wait."""
 
     def record(self, event: EventId, stream: StreamId) -> None:
         """Makes the event be reached when all that the stream was given so far is done. Raises CAPTURING, and does nothing then."""

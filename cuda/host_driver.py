@@ -131,7 +131,7 @@ class HostDriver:
 
     def destroy_event(self, event: EventId) -> None:
         """See Driver."""
-        self._events.pop(event).memory.close()
+        self._events.pop(event).close()
 
     def record(self, event: EventId, stream: StreamId) -> None:
         """See Driver."""

@@ -87,19 +87,32 @@ class HostEvent:
     def __init__(self, memory: SharedBytes) -> None:
         self.memory = memory
         self._counters = (ctypes.c_uint64 * 2).from_address(memory.address)
+        self._lock = threading.Lock()
+        self._users = 1
+        """Whoever has the event, and each record that is not reached yet: streams write to it after it was destroyed."""
 
     def record(self, stream: HostStream) -> None:
         """See Driver."""
+        with self._lock:
+            self._users += 1
         self._counters[0] += 1
         ticket = self._counters[0]
         stream.submit(lambda: self._reach(ticket))
 
     def _reach(self, ticket: int) -> None:
         self._counters[1] = ticket
+        self.close()
 
     def reached(self) -> bool:
         """See Driver."""
         return bool(self._counters[1] >= self._counters[0])
+
+    def close(self) -> None:
+        """Gives up the memory as soon as every record is reached."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self.memory.close()
 
 
 class HostStream:

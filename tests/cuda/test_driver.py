@@ -133,6 +133,21 @@ def test_events_are_reached_in_the_order_of_their_stream(backend: Backend) -> No
     driver.destroy_stream(stream)
 
 
+def test_an_event_is_destroyed_before_it_is_reached(backend: Backend) -> None:
+    """As an engine does that ends behind its last mark: the stream goes on, and writes nowhere."""
+    driver = backend.driver
+    stream, event, other = driver.create_stream(), driver.create_event(), driver.create_event()
+    release = backend.hold(stream)
+    for _ in range(2):
+        driver.record(event, stream)
+    driver.record(other, stream)
+    driver.destroy_event(event)
+    release()
+    driver.wait(other)
+    driver.destroy_event(other)
+    driver.destroy_stream(stream)
+
+
 def test_an_engines_event_is_seen(backend: Backend, start_engine: StartEngine) -> None:
     """An event that the engine records behind its compute is reached here when the compute is over; and again."""
     engine = start_engine(JOINED)

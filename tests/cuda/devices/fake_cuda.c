@@ -22,7 +22,7 @@ typedef struct { uint64_t magic, pid, fd, inode, size, unused[3]; } Handle;
 typedef struct { uint64_t recorded, reached; } Counters;
 typedef struct Memory { char *at; size_t size; int fd, users, kind; Handle from; struct Memory *next; } Memory;
 typedef struct { Memory *memory; unsigned flags; } Event;
-typedef struct Action { int what; uint64_t to, from, size; volatile Counters *counters; struct Action *next; } Action;
+typedef struct Action { int what; uint64_t to, from, size; Memory *event; struct Action *next; } Action;
 typedef struct { pthread_t thread; pthread_mutex_t lock; pthread_cond_t changed; Action *first, *last; int capturing; } Stream;
 
 static const uint64_t MAGIC = 0x6b76746965726370;
@@ -62,6 +62,13 @@ static void forget(Memory *memory) {
     free(memory);
 }
 
+static void leave(Memory *memory) {  // it goes with its last user
+    pthread_mutex_lock(&lock);
+    int left = --memory->users;
+    pthread_mutex_unlock(&lock);
+    if (!left) forget(memory);
+}
+
 static Memory *create(size_t size) {
     int fd = memfd_create("kvtier-fake-cuda", MFD_CLOEXEC);
     size = (size + 4095) & ~4095ul;
@@ -80,8 +87,12 @@ static int open_named(const Handle *handle, Memory **opened) {
     struct stat found;
     if (handle->magic != MAGIC) return INVALID_VALUE;
     if (handle->pid == (uint64_t)getpid()) return NO_CONTEXT;
-    for (Memory *known = memories; known; known = known->next)
-        if (!memcmp(&known->from, handle, sizeof *handle)) return known->users++, *opened = known, OK;
+    pthread_mutex_lock(&lock);
+    Memory *known = memories;
+    while (known && memcmp(&known->from, handle, sizeof *handle)) known = known->next;
+    if (known) known->users++;
+    pthread_mutex_unlock(&lock);
+    if (known) return *opened = known, OK;
     snprintf(path, sizeof path, "/proc/%lu/fd/%lu", handle->pid, handle->fd);
     int fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd < 0) return INVALID_HANDLE;
@@ -173,11 +184,10 @@ API cuIpcCloseMemHandle(uint64_t at) {
     IN_CONTEXT;
     Memory *memory = find(at);
     if (!memory || (uint64_t)memory->at != at || !memory->from.magic) return INVALID_VALUE;
-    if (!--memory->users) forget(memory);
-    return OK;
+    return leave(memory), OK;
 }
 
-static volatile Counters *counters(Event *event) { return (volatile Counters *)event->memory->at; }
+static volatile Counters *counters(Memory *event) { return (volatile Counters *)event->at; }
 
 API cuEventCreate(Event **event, unsigned flags) {
     IN_CONTEXT;
@@ -185,11 +195,11 @@ API cuEventCreate(Event **event, unsigned flags) {
     **event = (Event){create(sizeof(Counters)), flags};
     return OK;
 }
-API cuEventDestroy(Event *event) { IN_CONTEXT; return forget(event->memory), free(event), OK; }
-API cuEventQuery(Event *event) { IN_CONTEXT; return counters(event)->reached >= counters(event)->recorded ? OK : NOT_READY; }
+API cuEventDestroy(Event *event) { IN_CONTEXT; return leave(event->memory), free(event), OK; }
+API cuEventQuery(Event *event) { IN_CONTEXT; return counters(event->memory)->reached >= counters(event->memory)->recorded ? OK : NOT_READY; }
 API cuEventSynchronize(Event *event) {
     IN_CONTEXT;
-    while (counters(event)->reached < counters(event)->recorded) usleep(50);
+    while (counters(event->memory)->reached < counters(event->memory)->recorded) usleep(50);
     return OK;
 }
 API cuIpcGetEventHandle(Handle *handle, Event *event) {
@@ -217,7 +227,7 @@ static void *work(void *argument) {
         Action action = *next;
         free(next);
         if (action.what == COPY) memcpy((void *)action.to, (void *)action.from, action.size);
-        if (action.what == REACH) action.counters->reached = action.from;
+        if (action.what == REACH) counters(action.event)->reached = action.from, leave(action.event);
         if (action.what == WRITE) *(volatile uint64_t *)action.to = action.from;
         if (action.what == WAIT) while (*(volatile uint64_t *)action.to < action.from) usleep(50);
         if (action.what == KERNEL)
@@ -255,7 +265,10 @@ API cuStreamEndCapture(Stream *stream, void **graph) { IN_CONTEXT; return stream
 API cuEventRecord(Event *event, Stream *stream) {
     IN_CONTEXT;
     if (stream->capturing) return OK;  // it is in the graph, and says nothing of now
-    return give(stream, (Action){REACH, 0, ++counters(event)->recorded, 0, counters(event)});
+    pthread_mutex_lock(&lock);
+    event->memory->users++;  // the record outlives an event that is destroyed before it is reached
+    pthread_mutex_unlock(&lock);
+    return give(stream, (Action){REACH, 0, ++counters(event->memory)->recorded, 0, event->memory});
 }
 API cuStreamWriteValue64(Stream *stream, uint64_t at, uint64_t value, unsigned flags) {
     IN_CONTEXT;
