@@ -324,6 +324,7 @@ class AsyncClient(AsyncDeviceCalls):
             self._local.close()
         self._session_channel.close()
         await self._channel.close()
+        self._operations.close()
 
     async def _lease(self, operation: Operation[LookupResult]) -> AsyncLease:
         found = await self._run(operation)

@@ -11,14 +11,12 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import grpc
 
-from ..cuda.pinning import Pinning
-from ..cuda.region import HostRegion
+from ..cuda.pinning import Pin
 from ..cuda.warmup import warm_up
 from ..protos.v1 import session_pb2, session_pb2_grpc
 from .errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
@@ -26,13 +24,11 @@ from .link import AttachError, Attachment, Link
 from .local_calls import LocalCalls
 from .namespace import Namespace
 
-__all__ = ["Identity", "Keeper", "Pin", "Transport"]
+__all__ = ["Identity", "Keeper", "Transport"]
 
 _log = logging.getLogger(__name__)
 
 Transport = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
-Pin: TypeAlias = Callable[[HostRegion], Pinning]
-"""How a process that has a GPU pins a region that it has mapped."""
 
 PROTOCOL_VERSION = 1
 _SILENT_INTERVALS = 5

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..cuda.pinning import Pinning
+from ..cuda.pinning import Pin, Pinning
 from ..cuda.region import HostRegion, RegionError
 from ..protos.attach import REPLY_BYTES, pack_request, unpack_reply
 from ..protos.v1 import common_pb2, session_pb2
@@ -45,9 +45,7 @@ class Attachment:
         self._connection = connection
 
     @classmethod
-    def connect(
-        cls, path: str, session: common_pb2.SessionRef, pin: Callable[[HostRegion], Pinning] | None = None
-    ) -> Attachment:
+    def connect(cls, path: str, session: common_pb2.SessionRef, pin: Pin | None = None) -> Attachment:
         """Fetches the region's descriptor over the Unix socket at `path` and maps it; `pin` makes what pins it, later.
 
         Raises:

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from ..cuda.copy import HostBuffer
 from ..cuda.malloc import tune_malloc
+from ..cuda.pinning import Pin
 from ..protos.credentials import Credentials
 from ..protos.endpoint import client_endpoint
 from ..protos.v1 import admin_pb2
@@ -22,7 +23,7 @@ from .bulk import AnyStreams, BulkRoute, Streams
 from .device_calls import DeviceCalls
 from .effects import Call, Connect, Copy, Effect, Operation, Pull, Push
 from .errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
-from .keeper import Identity, Keeper, Pin, Transport
+from .keeper import Identity, Keeper, Transport
 from .link import Link
 from .namespace import Namespace
 from .operations import Operations
@@ -113,7 +114,7 @@ class Client(DeviceCalls):
                 share a host, else "tcp"; "cuda_ipc" is like "auto", for a
                 client that registers its device (`register_kv_buffers`).
             timeouts: deadlines.
-            pin: makes what pins the server's region in a process that has a GPU; see `kvtier.cuda.pinning`.
+            pin: makes what pins the server's region, and staging buffers, in a process that has a GPU; see `kvtier.cuda.pinning`.
             credentials: what it shows the server, and how it knows the server: certificates, a token. By default what `KVTIER_CA`,
                 `KVTIER_CERT`, `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE` say.
             wire: for tests, what stands in for a server; see `kvtier.client.testing`.
@@ -126,7 +127,7 @@ class Client(DeviceCalls):
         self.timeouts = timeouts or Timeouts()
         identity = Identity(namespace, name, self.engine_id, rank, transport, pin)
         self._wire = wire or _GrpcWire(endpoint, identity, self.timeouts, credentials)
-        self._operations = Operations(namespace, self.timeouts, self._wire.lost)
+        self._operations = Operations(namespace, self.timeouts, self._wire.lost, pin)
 
     @property
     def connected(self) -> bool:
@@ -389,6 +390,7 @@ class Client(DeviceCalls):
     def close(self) -> None:
         """Ends the session; what it has pinned falls."""
         self._wire.close()
+        self._operations.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Pinning: telling the GPU's driver that a host region stays where it is, so that copies are DMA and overlap compute.
+"""Pinning: telling the GPU's driver that host memory stays where it is, so that copies are DMA and overlap compute.
 
 A region is registered in chunks, on a background thread: one call for 94 GB would hold up an engine for 12 seconds, and nothing
 can be used before it returns. Until a chunk is pinned, and wherever pinning fails, copies are slower and just as right.
@@ -10,11 +10,9 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from .region import HostRegion
-
-__all__ = ["PIN_CHUNK_BYTES", "CudaRegistrar", "PinError", "Pinning", "Registrar", "split_at_chunks"]
+__all__ = ["PIN_CHUNK_BYTES", "CudaRegistrar", "Pin", "PinError", "Pinnable", "Pinning", "Registrar", "split_at_chunks"]
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +22,20 @@ PIN_CHUNK_BYTES = 64 << 20
 
 class PinError(Exception):
     """The driver does not pin memory here; the message says why, for people."""
+
+
+class Pinnable(Protocol):
+    """Whole pages of memory: a region, or a staging buffer."""
+
+    @property
+    def address(self) -> int:
+        """Where they begin."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """How much it is."""
+        ...
 
 
 class Registrar(Protocol):
@@ -37,13 +49,13 @@ class Registrar(Protocol):
 
 
 class Pinning:
-    """What is pinned of one mapping of a region.
+    """What is pinned of one mapping of a region, or of other memory.
 
     ``allowed`` says whether the driver may be called now: not while the engine captures CUDA graphs, which such a call would end.
     """
 
-    def __init__(self, region: HostRegion, registrar: Registrar, allowed: Callable[[], bool]) -> None:
-        self._region = region
+    def __init__(self, memory: Pinnable, registrar: Registrar, allowed: Callable[[], bool]) -> None:
+        self._memory = memory
         self._registrar = registrar
         self._allowed = allowed
         self._lock = threading.Lock()
@@ -57,7 +69,7 @@ class Pinning:
         return sum(self._pinned.values())
 
     def covers(self, offset: int, nbytes: int) -> bool:
-        """Whether bytes of the region, which do not cross from one chunk into the next, are pinned."""
+        """Whether bytes of the memory, which do not cross from one chunk into the next, are pinned."""
         start = offset - offset % PIN_CHUNK_BYTES
         return offset + nbytes <= start + self._pinned.get(start, 0)
 
@@ -67,13 +79,13 @@ class Pinning:
         Returns whether nothing is left to do; False: not at this moment. Raises PinError where the driver refuses, and ValueError
         for what is not one chunk.
         """
-        if offset % PIN_CHUNK_BYTES or not 0 < length <= PIN_CHUNK_BYTES or offset + length > self._region.size_bytes:
-            raise ValueError(f"{length} bytes at {offset} are not one chunk of the region")
+        if offset % PIN_CHUNK_BYTES or not 0 < length <= PIN_CHUNK_BYTES or offset + length > self._memory.size_bytes:
+            raise ValueError(f"{length} bytes at {offset} are not one chunk of the memory")
         with self._lock:
             if offset not in self._pinned and not self._refused:
                 if self._closed or not self._allowed():
                     return False
-                self._registrar.register(self._region.address + offset, length)
+                self._registrar.register(self._memory.address + offset, length)
                 self._pinned[offset] = length
             return True
 
@@ -82,12 +94,16 @@ class Pinning:
         self._refused = True
 
     def close(self) -> None:
-        """Unpin everything; before the region is unmapped, and when no copy uses it."""
+        """Unpin everything; before the memory is unmapped, and when no copy uses it."""
         with self._lock:
             self._closed = True
             for offset in self._pinned:
-                self._registrar.unregister(self._region.address + offset)
+                self._registrar.unregister(self._memory.address + offset)
             self._pinned.clear()
+
+
+Pin: TypeAlias = Callable[[Pinnable], Pinning]
+"""How a process that has a GPU pins memory: regions that it has mapped, and its staging buffers."""
 
 
 def split_at_chunks(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:

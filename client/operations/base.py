@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from ...cuda.copy import HostBuffer, addresses_of
+from ...cuda.pinning import Pin
 from ..effects import Call, Operation
 from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, SessionLost
 from ..link import Link
@@ -28,15 +29,21 @@ _group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
 class Base:
     """Operations of one client; stateless but for the staging buffers."""
 
-    def __init__(self, namespace: Namespace, timeouts: Timeouts, lost: Callable[[Link], None]) -> None:
-        """`lost` is told of a link whose session the server does not know any more."""
+    def __init__(
+        self, namespace: Namespace, timeouts: Timeouts, lost: Callable[[Link], None], pin: Pin | None = None
+    ) -> None:
+        """`lost` is told of a link whose session the server does not know any more; `pin` pins staging buffers."""
         self._namespace = namespace
         self._timeouts = timeouts
         self._lost = lost
-        self._staging = StagingPool()
+        self._staging = StagingPool(pin)
         self._sizes_by_group = {
             number.to_bytes(4, "big"): group.part_bytes for number, group in enumerate(namespace.groups)
         }
+
+    def close(self) -> None:
+        """Gives up the staging buffers; those in use when they are given back."""
+        self._staging.close()
 
     def _call(self, link: Link, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,42 +9,15 @@ from pathlib import Path
 
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, new_keys
+from devices.registrar import Notes
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, KeyStatus
-from kvtier.cuda.pinning import PIN_CHUNK_BYTES, CudaRegistrar, PinError, Pinning, split_at_chunks
+from kvtier.cuda.pinning import PIN_CHUNK_BYTES, CudaRegistrar, PinError, Pinnable, Pinning, split_at_chunks
 from kvtier.cuda.region import PAGE_BYTES, HostRegion
 from kvtier.cuda.warmup import warm_up
 
 SIZE = 2 * PIN_CHUNK_BYTES + 3 * PAGE_BYTES
-
-
-class Notes:
-    """A registrar. `hold` makes its calls last; `error` makes them fail."""
-
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
-        self.calls = 0
-        self.threads: set[str] = set()
-        self.hold = threading.Event()
-        self.hold.set()
-        self.error: PinError | None = None
-
-    def register(self, address: int, nbytes: int) -> None:
-        """See Registrar."""
-        self.calls += 1
-        self.threads.add(threading.current_thread().name)
-        assert self.hold.wait(20)
-        if self.error is not None:
-            raise self.error
-        assert address not in self.registered
-        self.registered[address] = nbytes
-
-    def unregister(self, address: int) -> None:
-        """See Registrar: the memory must still be mapped."""
-        maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
-        assert any(int(start, 16) <= address < int(end, 16) for start, end in maps)
-        del self.registered[address]
 
 
 @pytest.fixture
@@ -170,8 +142,8 @@ def test_the_service_answers_while_its_memory_is_being_pinned(tmp_path: Path, no
     notes.hold.clear()
     made: list[Pinning] = []
 
-    def pin(region: HostRegion) -> Pinning:
-        made.append(Pinning(region, notes, allowed=lambda: True))
+    def pin(memory: Pinnable) -> Pinning:
+        made.append(Pinning(memory, notes, allowed=lambda: True))
         return made[0]
 
     with ServerProcess(tmp_path, region=128 * MIB).start() as server:

@@ -114,7 +114,7 @@ class ToyEngine:
             self.reports,
             log,
             self.tally,
-            peers_of=self._peers,
+            peers_of=lambda own, _: self._peers(own),
         )
         self.worker.register(self.caches)
         self._numbers = itertools.count()

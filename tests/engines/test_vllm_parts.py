@@ -22,6 +22,7 @@ from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.lookup import LookupService, LookupState
 from kvtier.client.engines.vllm.metadata import SAVE_WITHIN_S, StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.peers import Peers
 from kvtier.client.engines.vllm.reports import WorkerReports
 from kvtier.client.engines.vllm.worker import WorkerSide
 from kvtier.client.handoff import HandoffOptions
@@ -324,6 +325,25 @@ def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> N
     worker.close()
     expected = [([2], "loads 1"), ([3], "loads 1"), ([5], "saves 1"), ([6], "saves 1"), ([7], "saves 2")]
     assert sorted(copied) == expected
+
+
+def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4.16 What the own server shares, and what is staged for it and for servers of other hosts."""
+    pin, given = object(), list[object]()
+
+    def connect(pin: object) -> FakeTransfers:
+        given.append(pin)
+        return FakeTransfers()
+
+    def peers_of(own: Any, pin: object) -> Peers:
+        given.append(pin)
+        return Peers(own)
+
+    monkeypatch.setattr(WorkerSide, "_pin_for", lambda *_: pin)
+    worker = WorkerSide(connect, [FULL], "ns", 8, WorkerReports(), LimitedLog(), peers_of=peers_of)  # type: ignore[arg-type]
+    worker.register(_caches(8))
+    worker.close()
+    assert given == [pin, pin]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ....cuda.pinning import Pin
 from ....protos.endpoint import client_endpoint
 from ... import Client, InvalidRequest, KVTierError, Namespace
 from ...handoff import Identity
-from ...keeper import Pin
 from ...offload import CacheGeometry
 from .background import LimitedLog, logger
 from .compat import KVConnectorHandshakeMetadata, KVConnectorPromMetrics, KVConnectorRole, KVConnectorStats
@@ -158,7 +158,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self.log,
             self._tally,
             stores=ranks.stores(rank),
-            peers_of=lambda own: self._peers(own, namespace, ranks.part(rank)),
+            peers_of=lambda own, pin: self._peers(own, namespace, ranks.part(rank), pin),
             route_of=cuda_route if self._config.transport in {"auto", "cuda_ipc"} else no_route,
         )
 
@@ -170,11 +170,9 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def _address(self) -> tuple[str, int]:
         return address_of(self._config.endpoint, self._config.advertise)
 
-    def _peers(self, own: Client, namespace: Namespace, rank: int | None) -> Peers:
+    def _peers(self, own: Client, namespace: Namespace, rank: int | None, pin: Pin | None = None) -> Peers:
         addresses = (self._address, address_of(self._config.endpoint))
-        return Peers(
-            own, addresses, self._config.peers, lambda endpoint: self._connect(namespace, rank, endpoint=endpoint)
-        )
+        return Peers(own, addresses, self._config.peers, lambda endpoint: self._connect(namespace, rank, pin, endpoint))
 
     def _connect(
         self, namespace: Namespace, rank: int | None, pin: Pin | None = None, endpoint: str | None = None

@@ -16,9 +16,8 @@ from contextlib import suppress
 
 import torch
 
-from ....cuda.pinning import CudaRegistrar, PinError, Pinning
+from ....cuda.pinning import CudaRegistrar, Pin, PinError, Pinning
 from ... import Client, InvalidRequest, KVTierError, StoreStatus
-from ...keeper import Pin
 from ...offload import BlockRead, CacheGroup, LoadJob, SaveJob
 from .background import BackgroundThreads, LimitedLog, leave_compute_cores
 from .copies import BlockCopier, make_copier
@@ -53,7 +52,7 @@ class WorkerSide:
         tally: Tally | None = None,
         *,
         stores: bool = True,
-        peers_of: Callable[[Client], Peers] = Peers,
+        peers_of: Callable[[Client, Pin | None], Peers] = lambda own, _: Peers(own),
         route_of: RouteOf = cuda_route,
     ) -> None:
         self._connect = connect
@@ -95,8 +94,9 @@ class WorkerSide:
         if self._client is not None:
             self._register_route()
             return
-        self._client = self._connect(self._pin_for(device))
-        self._peers = self._peers_of(self._client)
+        pin = self._pin_for(device)
+        self._client = self._connect(pin)
+        self._peers = self._peers_of(self._client, pin)
         self._on_start = leave_compute_cores if device.type == "cpu" else None
         self._threads = (
             BackgroundThreads("load", self._log, on_start=self._on_start),
@@ -167,7 +167,7 @@ class WorkerSide:
             self._client.close()
 
     def _pin_for(self, device: torch.device) -> Pin | None:
-        """How the server's region is pinned for a GPU: from the first step on, when no graphs are captured any more (B4.16)."""
+        """How regions and staging buffers are pinned for a GPU: from the first step on, when graphs have been captured (B4.16)."""
         if device.type != "cuda":
             return None
         try:
@@ -175,7 +175,7 @@ class WorkerSide:
         except PinError as error:
             self._log.warn("pin", f"the server's memory is not pinned, copies will be slower: {error}")
             return None
-        return lambda region: Pinning(region, registrar, allowed=lambda: self.serving)
+        return lambda memory: Pinning(memory, registrar, allowed=lambda: self.serving)
 
     def _register_route(self) -> None:
         """Has the server open the blocks, before the saves that come: the first process of a device takes seconds to start."""
