@@ -10,8 +10,7 @@ import pytest
 from harness.payloads import assert_serves, filled, key_of, namespace_of, payload
 from harness.server_process import MIB, ServerProcess
 
-from kvtier.client import AsyncClient, Client, KVTierError, NotConnected, SessionLost, Timeouts
-from kvtier.client import aio as aio_module
+from kvtier.client import AsyncClient, Client, KVTierError, NotConnected, SessionLost, Timeouts, aio_wire
 from kvtier.client.keeper import Transport
 
 NAMESPACE = namespace_of(MIB)
@@ -22,7 +21,7 @@ async def test_a_store_that_is_cancelled_while_it_copies_is_aborted(
 ) -> None:
     """The copy runs to its end before the memory is let go; then its slots are given back."""
     copying, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    real = aio_module._to_its_end
+    real = aio_wire._to_its_end
 
     async def slow(work: object) -> None:
         async def with_pause() -> None:
@@ -33,7 +32,7 @@ async def test_a_store_that_is_cancelled_while_it_copies_is_aborted(
 
         await real(with_pause())
 
-    monkeypatch.setattr(aio_module, "_to_its_end", slow)
+    monkeypatch.setattr(aio_wire, "_to_its_end", slow)
     keys = [key_of(number) for number in range(4)]
     with ServerProcess(tmp_path).start() as server:
         async with AsyncClient(server.endpoint, namespace=NAMESPACE) as client:

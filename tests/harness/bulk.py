@@ -31,7 +31,7 @@ def wait_until(what: Any, seconds: float = PATIENCE) -> Any:
 
 def wait_for_bulk(client: Any) -> None:
     """Waits until a client's streams go to the bulk process."""
-    route = getattr(client, "_bulk", None) or client._wire._bulk
+    route = client._wire._bulk
 
     def found() -> bool:
         with contextlib.suppress(AttributeError):

@@ -101,13 +101,13 @@ def test_calls_of_asyncio(server: ServerProcess) -> None:
         async with AsyncClient(server.tcp, namespace=NAMESPACE, transport="tcp") as client:
             await client.wait_until_connected(10)
             await asyncio.to_thread(wait_for_bulk, client)
-            link = client._keeper.link
+            link = client._wire.link
             while link is None or link.calls is None:
                 await client.lookup(keys)
                 await asyncio.sleep(0.01)
-                link = client._keeper.link
+                link = client._wire.link
             assert client.transport == "tcp"
-            client._calls = {}
+            client._wire._calls = {}
             await client.store(keys, [payload(key, PART) for key in keys])
             buffers = filled(len(keys), PART)
             assert await client.load(keys, buffers) == len(keys)

@@ -56,7 +56,7 @@ class Seat:
     @property
     def link(self) -> Link | None:
         """The session's link, if there is one now."""
-        return self.client._wire.link if isinstance(self.client, Client) else self.client._keeper.link
+        return self.client._wire.link
 
 
 class Seats:
