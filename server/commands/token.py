@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..tokens import TokensError, entry_text, hash_of, new_token, read_directory
@@ -39,21 +42,60 @@ def run(options: argparse.Namespace) -> int:
 def _append(path: Path, entry: str) -> None:
     """Adds an entry to a file, which is its owner's alone if it is new. Any other keeps its owner and mode, or is left alone."""
     path = path.resolve()  # what a link leads to is replaced, not the link
-    if path.exists():
+    with _locked(path):
         read_directory(path)
-    # Written beside and moved: a server that looks meanwhile sees the old file or the new one.
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    opened = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(opened, "w", encoding="utf-8") as file:
-            file.write(f"{text.rstrip()}\n\n{entry}" if text.strip() else entry)
-        read_directory(beside)
-        if path.exists():  # the server that reads it may be another user's
-            was = path.stat()
+        text = path.read_text(encoding="utf-8")
+        # Written beside and moved: a server that looks meanwhile sees the old file or the new one.
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        opened = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(opened, "w", encoding="utf-8") as file:
+                file.write(f"{text.rstrip()}\n\n{entry}" if text.strip() else entry)
+            read_directory(beside)
+            was = path.stat()  # the server that reads it may be another user's
             os.chown(beside, was.st_uid, was.st_gid)
             beside.chmod(stat.S_IMODE(was.st_mode))
-        beside.replace(path)
-    except BaseException:
-        beside.unlink()
-        raise
+            beside.replace(path)
+        except BaseException:
+            beside.unlink()
+            raise
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Has others who add to a file wait. One that is not there is made, empty, and goes again if nothing comes of it.
+
+    The file is its own lock: whoever may not read it cannot keep anybody waiting, and no other file is left lying about.
+    """
+    while True:
+        descriptor, is_new = _open(path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is(path, descriptor):  # somebody had it before, and has moved another one to its place
+                continue
+            try:
+                yield
+            except BaseException:
+                if is_new and _is(path, descriptor):
+                    path.unlink()
+                raise
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """Opens a file to be locked; returns its descriptor, and whether it was made for that."""
+    with contextlib.suppress(FileExistsError):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), True
+    try:
+        return os.open(path, os.O_RDWR), False  # over NFS, who may only read has no lock to himself
+    except PermissionError:
+        return os.open(path, os.O_RDONLY), False
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

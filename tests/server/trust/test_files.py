@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from kvtier.server import audit as audit_module
 from kvtier.server import authority
 from kvtier.server.audit import Audit
 from kvtier.server.authority import Authority
+from kvtier.server.commands import token as token_command
 from kvtier.server.config import AuthConfig, Config
 from kvtier.server.errors import Refused
 from kvtier.server.identity import CALLER, OWNER, Identity, Role
@@ -145,3 +149,46 @@ def test_a_file_that_could_not_be_read_is_read_when_it_can_be(tmp_path: Path, mo
     path.chmod(0o640)
     who.refresh()
     assert who.identify(token, [], is_local=False).name == "late"
+
+
+def add_token(file: Path, name: str) -> int:
+    """Adds a token to a file, as `kvtier token new` does; returns how that exits."""
+    return token_command.run(Namespace(tenant=None, role=["admin"], name=name, shared_memory=False, file=str(file)))
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_tokens_that_are_added_at_once_are_all_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_new: bool
+) -> None:
+    """Who comes while another one is between reading and writing waits, also where the file is made by that."""
+    file = tmp_path / "tokens.toml"
+    if not is_new:
+        assert add_token(file, "earlier") == 0
+    codes: list[int] = []
+    second = threading.Thread(target=lambda: codes.append(add_token(file, "second")))
+    check = token_command.read_directory
+
+    def checked(path: Path) -> Directory:
+        if path != file and not second.ident:  # what is written beside: the old text has been read
+            second.start()
+            second.join(0.3)  # it ends by then, if it does not wait
+        return check(path)
+
+    monkeypatch.setattr(token_command, "read_directory", checked)
+    monkeypatch.setattr(os, "getpid", threading.get_native_id)
+    codes.append(add_token(file, "first"))
+    second.join()
+    assert codes == [0, 0]
+    names = {known.identity.name for known in read_directory(file).tokens.values()}
+    assert names == {"first", "second"} | (set() if is_new else {"earlier"})
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_token_that_cannot_be_added_leaves_no_file(tmp_path: Path) -> None:
+    """Where there was none; and one that is empty stays."""
+    file = tmp_path / "tokens.toml"
+    assert add_token(file, "n" * 257) == 1
+    assert list(tmp_path.iterdir()) == []
+    file.touch()
+    assert add_token(file, "n" * 257) == 1
+    assert list(tmp_path.iterdir()) == [file]
