@@ -50,6 +50,8 @@ _STALLED_SECONDS = 5.0
 """How long a server that ends waits for a tier that does not come back from a job."""
 _LATE_SECONDS = 1.0
 """A tick that is so late says that the server itself was stopped for a while, and nothing about its tiers."""
+_AGAIN_SECONDS = 1.0
+"""When the core is given its next slice to do after one that failed: the same might fail again, and others want their turn."""
 _BACKING_CHUNK_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -98,6 +100,8 @@ class TierRuntime:
         self._watch_from = 0.0
         """From when on it is looked whether tiers stand still; whether one stores and loads again is looked always."""
         self._waiting: dict[LeaseId | HoldName, list[asyncio.Future[None]]] = defaultdict(list)
+        self._slice_failed = False
+        """Whether the last slice of what is left did."""
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
         """Jobs that threads have ended and the core has not heard of."""
         self._changed = asyncio.Event()
@@ -278,11 +282,22 @@ class TierRuntime:
                     if not future.done():
                         future.set_result(None)
             case WorkLeft():
-                self._loop.call_soon(self._work)
+                self._ask_for_slice()
+
+    def _ask_for_slice(self) -> None:
+        if self._slice_failed:
+            self._loop.call_later(_AGAIN_SECONDS, self._work)
+        else:
+            self._loop.call_soon(self._work)
 
     def _work(self) -> None:
         """Lets the core do a slice of what is left; other calls have their turn before the next one."""
-        self.core.work()
+        self._slice_failed = False
+        try:
+            self.core.work()
+        except Exception as error:  # noqa: BLE001 - nothing would be reset or evicted any more
+            self._slice_failed = True
+            _log.error("slice failed", exc_info=error)
         self.pump()
 
     def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from .clearing import Clearing, Stock, Wanted
 from .commands import Command, WorkLeft
@@ -37,11 +38,25 @@ class Slices:
             self._command(WorkLeft())
 
     def work(self, now: float) -> None:
-        """Does the next slice of everything. Called once for each `WorkLeft`."""
+        """Does the next slice of everything. Called once for each `WorkLeft`.
+
+        Where some of it raises, the rest is done all the same, and all of it is asked for again; what it raised is raised then.
+        """
         self._asked_for = False
-        self._primary.make_spare_room()
-        left = [self._primary.sweep(), self._leases.let_fall(), self._drop_expired(now), self._clear()]
+        slices = (
+            self._make_spare_room,
+            self._primary.sweep,
+            self._leases.let_fall,
+            partial(self._drop_expired, now),
+            self._clear,
+        )
+        errors: list[Exception] = []
+        left = [_done(slice_, errors) for slice_ in slices]
         self.ask(any(left))
+        if len(errors) > 1:
+            raise ExceptionGroup("several slices", errors)
+        if errors:
+            raise errors[0]
 
     def expire(self, now: float) -> None:
         """Begins to drop the blocks that were not used for too long."""
@@ -55,6 +70,10 @@ class Slices:
         self.ask(True)
         return clearing
 
+    def _make_spare_room(self) -> bool:
+        self._primary.make_spare_room()
+        return False
+
     def _clear(self) -> bool:
         """Does a slice of the first eviction on demand; returns whether there is more of that one, or another."""
         if self._clearings and not self._clearings[0].work():
@@ -65,3 +84,12 @@ class Slices:
         """Drops blocks that were not used for too long, a slice in each tier; returns whether there are more."""
         left = [self._primary.tick(now), self._flow.tick(now, self._primary.used_at)]
         return any(left)
+
+
+def _done(slice_: Callable[[], bool], errors: list[Exception]) -> bool:
+    """Does a slice of something; returns whether there is more of it. That is not known of one that raises, so there may be."""
+    try:
+        return slice_()
+    except Exception as error:  # noqa: BLE001 - what others wait for has nothing to do with it
+        errors.append(error)
+        return True

@@ -203,3 +203,47 @@ def test_a_tier_is_back_however_late_the_server_is(monkeypatch: pytest.MonkeyPat
         assert tier.stored == 4
 
     run(scenario, stall_seconds=0.1)
+
+
+def test_a_slice_that_fails_is_no_end_of_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is logged, the rest is done later, and what happens meanwhile does not have it tried at once, again and again."""
+    monkeypatch.setattr("kvtier.server.runtime._AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("kvtier.tiers.primary.SLICE", 4)
+    logged: list[str] = []
+
+    async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+        tier.gate.set()
+        await asyncio.sleep(0)
+        core, failures = runtime.core, [True, True, True, False]
+        session = core.open_session(b"s", "e", None, SPEC)
+        answer = core.prepare_store(session, keys(0, 16), request_id="", expires_at=1e12)
+        assert answer.store_id is not None
+        core.complete_store(session, answer.store_id)
+        runtime.pump()
+        sweep, later = core._primary.sweep, asyncio.get_running_loop().call_later
+
+        def broken() -> bool:
+            if failures and failures.pop():
+                raise RuntimeError("a defect")
+            return sweep()
+
+        waits: list[float] = []
+
+        def call_later(delay: float, *arguments: Any) -> Any:
+            waits.append(delay)
+            return later(delay, *arguments)
+
+        monkeypatch.setattr(core._primary, "sweep", broken)
+        monkeypatch.setattr(runtime._loop, "call_later", call_later)
+        monkeypatch.setattr("kvtier.server.runtime._log", SimpleNamespace(error=lambda text, **_: logged.append(text)))
+        core.reset(session)
+        runtime.pump()
+        for _ in range(100):  # other events, which ask for slices as well
+            core._slices.ask(left=True)
+            runtime.pump()
+        while core.resetting(session):
+            await runtime.changed(0.02)
+        assert logged == ["slice failed"] * 3
+        assert waits.count(0.01) == 3
+
+    run(scenario)

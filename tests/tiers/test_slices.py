@@ -145,6 +145,39 @@ def test_what_expires_at_once_goes_in_slices() -> None:
     assert rig.used == 0
 
 
+def test_a_slice_that_fails_keeps_nothing_else_from_being_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it raises is raised; the others have had their turn, and what is left is asked for, once."""
+    monkeypatch.setattr(primary, "SLICE", 100)
+    monkeypatch.setattr(leases, "SLICE", 100)
+    rig = Rig(2000)
+    rig.store(names(0, 2000))
+    rig.core.lookup(rig.session, names(0, 1000), prefix=True, request_id="", expires_at=60)
+    other = rig.core.open_session(b"t", "other", 0, rig.session.namespace)
+    rig.core.close_session(rig.session.id)
+    rig.session = other
+    rig.core.reset(rig.session)
+    falling = rig.core._lookups.leases._falling
+    left = len(falling)
+    with monkeypatch.context() as broken:
+        broken.setattr(primary.PrimaryTier, "sweep", lambda _: fail())
+        assert rig.asked_for_work()
+        with pytest.raises(RuntimeError):
+            rig.core.work()
+        assert len(falling) == left - 100
+        broken.setattr(leases.LeaseTable, "let_fall", lambda _: fail())
+        assert rig.core.take_commands() == [WorkLeft()]
+        with pytest.raises(ExceptionGroup):
+            rig.core.work()
+    while rig.asked_for_work():
+        rig.core.work()
+    assert rig.core.resetting(rig.session) == rig.used == 0
+
+
+def fail() -> bool:
+    """Fails."""
+    raise RuntimeError("a defect")
+
+
 def test_only_the_young_are_collected() -> None:
     """However much is kept, no collection walks over all of it: nothing would be answered meanwhile."""
     script = """
