@@ -39,6 +39,7 @@ class OpenSession:
     client_name: str
     pid: int
     transport: str
+    """How its bytes have moved the last time, as far as the server has a hand in it; until then what it said when it opened."""
     model: str
     groups: tuple[common_pb2.Group, ...] = ()
     """Of its namespace, as far as they are told to people: without their names, and none where there are very many."""

@@ -148,6 +148,7 @@ class BulkDesk:
                 self._audit.refused(_METHODS[message.push], None, error.reason, who)
             self._refuse(stream, error.reason, str(error))
             return
+        opened.transport = "grpc" if message.transport == "grpc-bulk" else message.transport
         self._say(granted)
 
     def _admit(self, message: Begin, session: OpenSession) -> Session:

@@ -96,6 +96,7 @@ class TransferService:
                 meter = self._sessions.meter(session)
                 if meter is not None:
                     meter.stream()
+                self._sessions.set_transport(session, "grpc")
                 parts = PartSequence(store.slots(), [block.part_bytes for block in store.blocks])
             if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
                 self._damaged.inc()
@@ -133,6 +134,7 @@ class TransferService:
         meter = self._sessions.meter(session)
         if meter is not None:
             meter.stream()
+        self._sessions.set_transport(session, "grpc")
         while offset < parts.total_bytes:
             self._sessions.find(request.session)  # as above
             self._core.lease(session, lease_id)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from harness.bulk import bulk_pid, locate, wait_for_bulk, wait_until
+from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.raw import RawSession
 from harness.server_process import MIB, ServerProcess
@@ -26,6 +26,7 @@ from kvtier.client.link import Link
 from kvtier.client.plain import PlainStreams
 from kvtier.cuda.copy import address_of
 from kvtier.protos import plain
+from kvtier.protos.frames import encode_push_frame
 from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
 from kvtier.server.bulk import plain as plain_module
 from kvtier.server.bulk.plain import PlainServer
@@ -220,6 +221,48 @@ def test_a_store_goes_on_where_it_broke(
     assert 20 * MIB <= starts[1] < 31 * MIB
     monkeypatch.undo()
     assert_serves(client, keys)
+
+
+def test_what_is_shown_is_the_way_that_was_taken_last(
+    server: ServerProcess, session: RawSession, connection: socket.socket
+) -> None:
+    """A client that goes back to streams of gRPC, through the bulk process or not, is not shown as one of plain sockets."""
+    data, keys = bytes(payload(KEYS[0], PART)), iter(fresh("ways"))
+    first = next(keys)
+
+    def push_plainly(key: bytes) -> int:
+        store_id = prepare(session, [key])
+        connection.sendall(push_of(session, store_id) + frame_of(data) + plain.pack_frame_head(0, 0, 0))
+        granted, nbytes = plain.unpack_answer(connection.recv(plain.ANSWER_BYTES, socket.MSG_WAITALL))
+        assert granted
+        connection.recv(nbytes, socket.MSG_WAITALL)
+        return store_id
+
+    def push() -> None:
+        checksum = xxhash.xxh3_64_intdigest(data)
+        frame = encode_push_frame(0, checksum, [data], session=session.ref, store_id=prepare(session, [next(keys)]))
+        assert session.push(iter([frame]), timeout=TIMEOUT).received_bytes == PART
+
+    def pull() -> None:
+        lease = session.cache.Lookup(cache_pb2.LookupRequest(session=session.ref, keys=[first]), timeout=TIMEOUT)
+        request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease.lease_id, items=[0])
+        assert len(list(session.pull(request, timeout=TIMEOUT))) >= 1
+
+    def shown() -> str:
+        return next(one.transport for one in server.status().sessions if one.engine_id == "raw")
+
+    complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=push_plainly(first))
+    session.cache.CompleteStore(complete, timeout=TIMEOUT)
+    for way in (push, pull):
+        assert shown() == "tcp"
+        way()
+        assert shown() == "grpc"
+        push_plainly(next(keys))
+        assert shown() == "tcp"
+        with bulk_streams(session, server.endpoint):
+            way()
+        assert shown() == "grpc"
+        push_plainly(next(keys))
 
 
 def test_a_client_comes_back(server: ServerProcess, client: Client) -> None:
