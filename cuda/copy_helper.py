@@ -10,8 +10,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
+
+from .cgroup import own_groups
 
 __all__ = ["Helper", "usable_cores"]
 
@@ -19,8 +22,25 @@ Piece = TypeVar("Piece")
 
 
 def usable_cores() -> int:
-    """Returns on how many processors this process may run."""
-    return len(os.sched_getaffinity(0))
+    """Returns how many processors this process can keep busy, by its affinity and its cgroups' quotas (v1, v2); 1 at least.
+
+    Of a quota only whole ones count: with one and a half, two busy threads are stopped for a part of the time.
+    """
+    quotas = (_quota(version, group) for version, group in own_groups("cpu"))
+    bounds = [int(quota) for quota in quotas if quota is not None]
+    return max(1, min([len(os.sched_getaffinity(0)), *bounds]))
+
+
+def _quota(version: int, group: Path) -> float | None:
+    """Returns how many processors a cgroup has time for; None where that has no bound."""
+    try:
+        if version == 1:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        else:
+            quota, period = (group / "cpu.max").read_text().split()
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # one that is not bound says "max"
+        return None
 
 
 class Helper:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .cgroup import own_groups
+
 __all__ = ["available_bytes"]
 
 _MEMINFO = Path("/proc/meminfo")
-_OWN_CGROUP = Path("/proc/self/cgroup")
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
+"""By version of cgroups: the files of the limit and of what is used, and how names in `memory.stat` begin."""
 
 
 def available_bytes() -> int | None:
@@ -21,7 +26,8 @@ def available_bytes() -> int | None:
     Page cache that the kernel would drop counts as available. Callable from any thread; reads a few files under /proc
     and /sys (some 0.1 ms).
     """
-    rooms = [room for room in (_machine(), *_cgroups()) if room is not None]
+    groups = (_room(group, *_NAMES[version]) for version, group in own_groups("memory"))
+    rooms = [room for room in (_machine(), *groups) if room is not None]
     return min(rooms) if rooms else None
 
 
@@ -33,28 +39,6 @@ def _machine() -> int | None:
     except (OSError, ValueError, IndexError):
         pass
     return None
-
-
-def _cgroups() -> list[int | None]:
-    try:
-        lines = _OWN_CGROUP.read_text().splitlines()
-    except OSError:
-        return []
-    rooms: list[int | None] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            rooms += [_room(group, "memory.max", "memory.current", "") for group in _upwards(_CGROUP_ROOT, path)]
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-            rooms += [_room(group, *names) for group in _upwards(_CGROUP_ROOT / "memory", path)]
-    return rooms
-
-
-def _upwards(root: Path, path: str) -> list[Path]:
-    """Returns the group and all its ancestors: each of them has a limit of its own."""
-    group = root / path.lstrip("/")
-    return [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
 
 
 def _room(group: Path, limit_name: str, usage_name: str, prefix: str) -> int | None:

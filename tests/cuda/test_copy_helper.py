@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from kvtier.cuda import copy, copy_helper
-from kvtier.cuda.copy_helper import Helper
+from kvtier.cuda import cgroup, copy, copy_helper
+from kvtier.cuda.copy_helper import Helper, usable_cores
 
 
 @pytest.fixture
@@ -72,6 +73,39 @@ def test_one_processor_has_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
     assert not Helper().share(range(3), done.append)
     assert done == []
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/pods/one", {}, 4),
+        ("0::/pods/one", {"pods/one/cpu.max": "max 100000"}, 4),
+        ("0::/pods/one", {"pods/one/cpu.max": "100000 100000"}, 1),
+        ("0::/pods/one", {"pods/one/cpu.max": "350000 100000", "pods/cpu.max": "290000 100000"}, 2),
+        ("0::/", {"cpu.max": "1000 100000"}, 1),
+        ("0::/", {"cpu.max": "900000 100000"}, 4),
+        ("3:cpu,cpuacct:/one\n0::/", {"cpu/one/cpu.cfs_quota_us": "-1", "cpu/one/cpu.cfs_period_us": "100000"}, 4),
+        ("3:cpu,cpuacct:/one\n0::/", {"cpu/one/cpu.cfs_quota_us": "150000", "cpu/one/cpu.cfs_period_us": "100000"}, 1),
+        # What a container is shown begins at its own group, whose path it may be told all the same.
+        ("3:cpu:/docker/one", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        ("3:cpuset:/one", {"cpuset/one/cpu.cfs_quota_us": "100000", "cpuset/one/cpu.cfs_period_us": "100000"}, 4),
+        ("nonsense", {"cpu.max": "nonsense"}, 4),
+        ("0::/", {"cpu.max": "100000 0"}, 4),
+    ],
+)
+def test_quotas_of_cgroups_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], cores: int
+) -> None:
+    """The tightest on the way up the tree, in whole processors; and a process with one of them has no helper."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(cgroup, "_OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
+    (tmp_path / "cgroup").write_text(f"{own}\n")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert usable_cores() == cores
+    assert Helper().share([], lambda _: None) == (cores > 1)
 
 
 def test_two_that_ask_are_two_without_the_helper(helper: Helper) -> None:

@@ -263,7 +263,7 @@ def test_available_memory_is_plausible() -> None:
 
 def test_cgroup_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tightest limit on the way up the cgroup tree wins, less what is used, plus what is only cache."""
-    from kvtier.cuda import host_memory
+    from kvtier.cuda import cgroup
 
     (tmp_path / "cgroup").write_text("0::/pods/one\n")
     for group, limit in (("pods/one", "max"), ("pods", "1000000")):
@@ -271,8 +271,8 @@ def test_cgroup_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / group / "memory.max").write_text(f"{limit}\n")
         (tmp_path / group / "memory.current").write_text("600000\n")
         (tmp_path / group / "memory.stat").write_text("anon 500000\ninactive_file 60000\nactive_file 40000\n")
-    monkeypatch.setattr(host_memory, "_OWN_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(host_memory, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "_OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
     assert available_bytes() == 500000
 
 
