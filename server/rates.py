@@ -65,10 +65,15 @@ class Meter:
         self._bytes = _Bucket(rates.bytes, now) if rates.bytes is not None else None
 
     def opens(self) -> None:
-        """Takes note of a session. Raises Refused for one too many."""
+        """Takes note of a session, and of the call that opens it. Raises Refused for one too many, of either."""
         if self._rates.sessions is not None and self.sessions >= self._rates.sessions:
             raise Refused("LIMIT_EXCEEDED", f"{self.sessions} sessions of tenant {self._tenant!r} are open already")
+        self.call()
         self.sessions += 1
+
+    def closes(self) -> None:
+        """Takes note of the end of a session."""
+        self.sessions -= 1
 
     def call(self, *, gives_back: bool = False) -> None:
         """Takes note of a call. Raises Refused for one too many, unless it `gives_back` what was granted: that is owed."""

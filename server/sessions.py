@@ -106,15 +106,16 @@ class SessionRegistry:
         session_id = secrets.token_bytes(16)
         spec = namespace_spec(request.namespace)
         meter = self._meters.of(request.namespace.tenant)
-        core = self._runtime.core.open_session(
-            session_id, request.engine_id, rank, spec, tenant=request.namespace.tenant
-        )
         if meter is not None:
-            try:
-                meter.opens()
-            except Refused:
-                self._runtime.core.close_session(session_id)
-                raise
+            meter.opens()
+        try:
+            core = self._runtime.core.open_session(
+                session_id, request.engine_id, rank, spec, tenant=request.namespace.tenant
+            )
+        except BaseException:
+            if meter is not None:
+                meter.closes()
+            raise
         session = OpenSession(
             core=core,
             ref=common_pb2.SessionRef(session_id=session_id, epoch=self.epoch),
@@ -142,7 +143,7 @@ class SessionRegistry:
         """Lets a session fall; called when its stream has ended, whatever the reason."""
         del self._sessions[session.core.id]
         if session.meter is not None:
-            session.meter.sessions -= 1
+            session.meter.closes()
         for hang_up in session.hang_ups:
             hang_up()
         self._runtime.core.close_session(session.core.id)

@@ -80,6 +80,23 @@ def test_a_stream_that_took_more_than_there_was_is_paid_for_by_the_next() -> Non
     meter.stream()
 
 
+def test_a_session_is_a_call_like_others() -> None:
+    """Who opens them in a loop is refused, also where any number may be open; and one that was refused is not counted as open."""
+    clock = Clock()
+    meter = Meter("t", RateConfig(calls=1.0), clock)
+    for _ in range(10):
+        meter.opens()
+        meter.closes()
+    for _ in range(3):
+        with pytest.raises(Refused) as refused:
+            meter.opens()
+        assert refused.value.reason == "RATE_LIMITED"
+    assert meter.sessions == 0
+    clock.now += 1.0
+    meter.opens()
+    assert meter.sessions == 1
+
+
 def test_bounds_are_per_tenant_and_its_own_table_overrules() -> None:
     """And tenants that come and go leave nothing behind."""
     clock = Clock()
@@ -90,7 +107,7 @@ def test_bounds_are_per_tenant_and_its_own_table_overrules() -> None:
     first.opens()
     with pytest.raises(Refused, match="1 sessions of tenant 'a' are open already"):
         first.opens()
-    for _ in range(10):
+    for _ in range(9):  # ten with the one that has opened a session
         first.call()
     with pytest.raises(Refused):
         first.call()
@@ -139,6 +156,41 @@ def test_a_tenant_beyond_its_bounds_is_refused_and_others_are_not(tmp_path: Path
             third.wait_until_connected(10)
 
 
+def test_sessions_in_a_loop_are_refused(tmp_path: Path) -> None:
+    """Those of this tenant, with a hint; whoever waits for as long as that says is let in."""
+    config = "[tenants.slow]\nrates = {calls = 2}"
+    slow, quick = namespace_of(PART, tenant="slow"), namespace_of(PART, tenant="quick")
+    with ServerProcess(tmp_path, region=16 * MIB, config=config) as server:
+        server.start()
+        refusal = None
+        for _ in range(60):
+            try:
+                RawSession(server.endpoint, slow, engine_id="e").close()
+            except grpc.RpcError as error:
+                refusal = error
+            RawSession(server.endpoint, quick, engine_id="e").close()
+        assert refusal is not None
+        assert refusal_of(refusal) == ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
+        status = status_within(refusal.trailing_metadata())
+        assert status is not None
+        assert "RetryInfo" in {detail.type_url.rpartition(".")[2] for detail in status.details}
+        server.wait_for(lambda status: not status.sessions)
+        with Client(server.endpoint, namespace=slow, timeouts=TIMEOUTS) as client:
+            client.wait_until_connected(10)
+
+
+def test_a_session_that_cannot_be_is_not_counted_as_open(tmp_path: Path) -> None:
+    """Blocks that the region cannot hold are refused, however often; and the one session that may be open still may."""
+    with ServerProcess(tmp_path, region=16 * MIB, config="[tenants.one]\nrates = {sessions = 1}") as server:
+        server.start()
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError) as refused:
+                RawSession(server.endpoint, namespace_of(32 * MIB, tenant="one"), engine_id="e")
+            assert refusal_of(refused.value)[1] == "INVALID_NAMESPACE"
+        with RawSession(server.endpoint, namespace_of(PART, tenant="one"), engine_id="e"):
+            pass
+
+
 def test_a_tenant_beyond_its_bounds_gives_back_what_it_has(tmp_path: Path) -> None:
     """A completion that was refused would leave its slots in quarantine for as long as the session has the region mapped."""
     config = "[leases]\ndefault = 1\n[tenants.slow]\nrates = {calls = 1}"
@@ -147,7 +199,7 @@ def test_a_tenant_beyond_its_bounds_gives_back_what_it_has(tmp_path: Path) -> No
         Client(server.start().endpoint, namespace=namespace_of(PART, tenant="slow"), timeouts=TIMEOUTS) as client,
     ):
         client.wait_until_connected(10)
-        client.lookup(KEYS).release()  # of ten calls the last one prepares a store then
+        # Of ten calls one has opened the session: the last one prepares a store.
         reasons = []
         for number in range(24):
             key = key_of(number)
