@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from kvtier.client import errors, keeper
 from kvtier.protos.reasons import STATUS_OF
 from kvtier.protos.v1 import admin_pb2
 
@@ -33,6 +34,24 @@ def test_every_reason_of_an_error_is_explained() -> None:
     """One row each."""
     explained = set(re.findall(r"^\| `(\w+)` \|", _section("Errors by reason"), re.MULTILINE))
     assert set(STATUS_OF) - explained == set()
+
+
+def test_every_exception_is_explained() -> None:
+    """One row each, with its reasons."""
+    raised = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    leaves = {value.__name__: set[str]() for value in raised if not value.__subclasses__()}
+    for reason, error in errors.ERROR_OF.items():
+        leaves[error.__name__].add(reason)
+    rows = re.findall(r"^\| `([A-Z][a-z]\w+)` \|(.*?)\|", _section("Errors by reason"), re.MULTILINE)
+    assert {name: set(re.findall(r"`(\w+)`", reasons)) for name, reasons in rows} == leaves
+    assert len(rows) == len(leaves)
+
+
+def test_a_session_without_shared_memory_is_explained() -> None:
+    """Where it is looked for: under what the client says."""
+    assert f'| "{keeper._NOT_SHARED.removesuffix(" (shared_memory)")}" |' in _section(
+        "An engine does not find the server"
+    )
 
 
 def test_every_alert_has_its_paragraph() -> None:
