@@ -139,6 +139,7 @@ class Server:
         metrics.expect_tiers(tier.name for tier in runtime.tiers)
         tracing = self._open_tracing(sessions.epoch)
         runtime.observe_jobs(metrics.observe_job if tracing is None else tracing.beside(metrics.observe_job))
+        runtime.observe_failures(metrics.failed)
         interceptor = RefusalInterceptor(
             metrics.observe_rpc, metrics.refused, tracing, gate=trust.gate, auditor=trust.audit
         )
@@ -362,6 +363,7 @@ async def _watch(
             await health.update(runtime.stats())
             garbage.tick(runtime.now(), metrics.calls)
         except Exception as error:  # noqa: BLE001 - without it no token would ever be taken away again
+            metrics.failed("watch")
             _log.error("watch failed", exc_info=error)
 
 

@@ -28,6 +28,7 @@ _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1
 
 _SERVICES = ("SessionService", "CacheService", "TransferService", "HandoffService", "AdminService")
 _JOBS = ("store", "load")
+_WORK = ("tick", "slice", "watch")
 
 # They are a series more for every counter and histogram, and nobody asks for them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -46,6 +47,7 @@ class Metrics:
         self.rpc_duration = self._histogram("rpc_duration_seconds", _RPC_BUCKETS)
         self.refusals = self._counter("refusals")
         self.loop_lag = self._histogram("loop_lag_seconds", _LAG_BUCKETS)
+        self.loop_failures = self._counter("loop_failures")
         self.job_duration = self._histogram("tier_job_duration_seconds", _JOB_BUCKETS)
         self.job_bytes = self._counter("tier_job_bytes")
         self.job_blocks = self._counter("tier_job_blocks")
@@ -60,6 +62,8 @@ class Metrics:
         for service in _SERVICES:
             for reason in STATUS_OF:
                 self.refusals.labels(service, reason)
+        for work in _WORK:
+            self.loop_failures.labels(work)
         ProcessCollector(registry=self.registry)
         self.registry.register(SnapshotCollector(snapshot))
 
@@ -87,6 +91,10 @@ class Metrics:
     def refused(self, method: str, reason: str) -> None:
         """Counts a call that was refused, or failed, with a reason of `kvtier.v1.ErrorReason`; `method` as gRPC names it."""
         self.refusals.labels(method.removeprefix("/kvtier.v1.").partition("/")[0], reason).inc()
+
+    def failed(self, work: str) -> None:
+        """Counts a failure of what the server does besides calls: "tick", "slice" or "watch"."""
+        self.loop_failures.labels(work).inc()
 
     def observe_job(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
         """Counts a job that ended, "store" or "load", and an outcome per block. Any thread may call it."""

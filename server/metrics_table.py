@@ -53,6 +53,13 @@ ROOMS: dict[str, tuple[Row, ...]] = {
             loop_lag_seconds="How much later than asked for the event loop wakes up: what every call waits at least.",
         ),
         *_rows(
+            "failures",
+            "counter",
+            ("work",),
+            loop_failures="Failures of what the server does besides calls: a `tick` (what expires), a `slice` (of resets and"
+            " evictions), a `watch` (over its health).",
+        ),
+        *_rows(
             "bytes",
             "gauge",
             (),

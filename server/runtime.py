@@ -100,6 +100,7 @@ class TierRuntime:
         self._watch_from = 0.0
         """From when on it is looked whether tiers stand still; whether one stores and loads again is looked always."""
         self._waiting: dict[LeaseId | HoldName, list[asyncio.Future[None]]] = defaultdict(list)
+        self._observe_failure: Callable[[str], object] = lambda _: None
         self._slice_failed = False
         """Whether the last slice of what is left did."""
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
@@ -228,6 +229,10 @@ class TierRuntime:
         for worker in self._workers:
             worker.observe_job = observer
 
+    def observe_failures(self, observer: Callable[[str], object]) -> None:
+        """Has it reported, from now on, what fails of what the core does besides calls: "tick" or "slice"."""
+        self._observe_failure = observer
+
     @property
     def tiers(self) -> list[GuardedTier]:
         """The tiers below the CPU tier, in lookup order."""
@@ -297,6 +302,7 @@ class TierRuntime:
             self.core.work()
         except Exception as error:  # noqa: BLE001 - nothing would be reset or evicted any more
             self._slice_failed = True
+            self._observe_failure("slice")
             _log.error("slice failed", exc_info=error)
         self.pump()
 
@@ -341,6 +347,7 @@ class TierRuntime:
                 self.pump()
                 self.notify()
             except Exception as error:  # noqa: BLE001 - without it nothing would ever expire again
+                self._observe_failure("tick")
                 _log.error("tick failed", exc_info=error)
 
     def _watch_tiers(self) -> None:

@@ -177,6 +177,12 @@ class TestFigures:
         assert values("kvtier_refusals_total", service="SessionService", reason="LIMIT_EXCEEDED") == 1
         assert values("kvtier_refusals_total", service="CacheService", reason="STALE_EPOCH") == 0
 
+    def test_failures_of_the_loop(self, metrics: Metrics, server: MetricsServer) -> None:
+        """Counted by what has failed; all of them are there from the start."""
+        metrics.failed("slice")
+        values = Scrape(get(server.port, "/metrics")[2])
+        assert [values("kvtier_loop_failures_total", work=work) for work in ("tick", "slice", "watch")] == [0, 1, 0]
+
     def test_what_is_expected_begins_at_zero(self, metrics: Metrics, server: MetricsServer) -> None:
         """Of a tier that has had no job all figures are there."""
         metrics.expect_tiers(["lmdb"])

@@ -206,12 +206,14 @@ def test_a_tier_is_back_however_late_the_server_is(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_slice_that_fails_is_no_end_of_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is logged, the rest is done later, and what happens meanwhile does not have it tried at once, again and again."""
+    """It is logged and counted, the rest is done later, and what happens meanwhile does not have it tried at once."""
     monkeypatch.setattr("kvtier.server.runtime._AGAIN_SECONDS", 0.01)
     monkeypatch.setattr("kvtier.tiers.primary.SLICE", 4)
     logged: list[str] = []
+    counted: list[str] = []
 
     async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+        runtime.observe_failures(counted.append)
         tier.gate.set()
         await asyncio.sleep(0)
         core, failures = runtime.core, [True, True, True, False]
@@ -244,6 +246,31 @@ def test_a_slice_that_fails_is_no_end_of_a_reset(monkeypatch: pytest.MonkeyPatch
         while core.resetting(session):
             await runtime.changed(0.02)
         assert logged == ["slice failed"] * 3
+        assert counted == ["slice"] * 3
         assert waits.count(0.01) == 3
+
+    run(scenario)
+
+
+def test_a_tick_that_fails_is_counted_and_the_next_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would ever expire again without it."""
+    monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.01)
+
+    async def scenario(runtime: TierRuntime, _: Gated) -> None:
+        counted: list[str] = []
+        failed = asyncio.Event()
+
+        def observe(what: str) -> None:
+            counted.append(what)
+            if len(counted) == 2:
+                failed.set()
+
+        def tick(_: float) -> None:
+            raise RuntimeError("a defect")
+
+        runtime.observe_failures(observe)
+        monkeypatch.setattr(runtime.core, "tick", tick)
+        await asyncio.wait_for(failed.wait(), 20)
+        assert set(counted) == {"tick"}
 
     run(scenario)
