@@ -91,6 +91,7 @@ class Link:
         why: why this transport, for people.
         devices: whether the server moves bytes of devices.
         tiers: names of the tiers, as `sources` indexes them.
+        takes_packed_keys: whether calls may carry their keys packed.
         calls: what calls go over instead of gRPC; None where they go over gRPC.
     """
 
@@ -112,6 +113,7 @@ class Link:
             max_frame_bytes=capabilities.limits.max_frame_bytes,
             max_wait=capabilities.limits.max_wait.ToNanoseconds() / 1e9,
         )
+        self.takes_packed_keys = capabilities.packed_keys
         self.calls = calls
         self._attachment = attachment
         self._lock = threading.Lock()

@@ -1,12 +1,28 @@
-"""Packed lists of numbers: little-endian unsigned 64-bit, as the `…_offsets` fields carry them."""
+"""Packed lists, each in one field of bytes: of keys that are of one length, and of numbers.
+
+Numbers are little-endian unsigned 64-bit, as the `…_offsets` fields carry them.
+"""
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable
 
-__all__ = ["pack_offsets", "unpack_offsets"]
+__all__ = ["pack_offsets", "unpack_keys", "unpack_offsets"]
+
+
+def unpack_keys(packed: bytes, key_bytes: int) -> list[bytes]:
+    """Returns the keys, of so many bytes each, that lie one behind the other.
+
+    Raises:
+        ValueError: they do not fill it.
+    """
+    if key_bytes < 1 or len(packed) % key_bytes:
+        raise ValueError(f"{len(packed)} bytes are no keys of {key_bytes}")
+    # `Struct` and not `struct.unpack`, which would keep the format.
+    return list(struct.Struct(f"{key_bytes}s" * (len(packed) // key_bytes)).unpack(packed))
 
 
 def pack_offsets(offsets: Iterable[int]) -> bytes:

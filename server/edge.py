@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
+from ..protos.packed import unpack_keys
 from ..protos.v1 import cache_pb2
 from ..tiers.blocks import GROUP_INDEX_BYTES, NamespaceSpec
 from ..tiers.rules import Medium, TierFilter
@@ -16,6 +18,8 @@ from .errors import Refused
 __all__ = ["Edge"]
 
 _MAX_REQUEST_ID_BYTES = 512
+
+_NamesKeys: TypeAlias = cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrepareStoreRequest
 
 
 class Edge:
@@ -36,19 +40,45 @@ class Edge:
             Refused: there are too many, or they are too short or too long.
             InvalidKey: one names a group that the namespace lacks.
         """
-        if len(keys) > self.limits.max_keys:
-            raise Refused("TOO_MANY_KEYS", f"{len(keys)} keys in one call; the limit is {self.limits.max_keys}")
+        self._check_number(len(keys))
         keys = list(keys)  # protobuf makes each anew whenever it is looked at
         if keys:
-            lengths = set(map(len, keys))
-            if min(lengths) <= GROUP_INDEX_BYTES or max(lengths) > self.limits.max_key_bytes:
-                raise Refused(
-                    "INVALID_KEY",
-                    f"keys are {GROUP_INDEX_BYTES + 1} to {self.limits.max_key_bytes} bytes long; "
-                    f"got {min(lengths)} to {max(lengths)}",
-                )
+            self._check_lengths(set(map(len, keys)))
             namespace.check(keys)
         return keys
+
+    def keys_of(self, request: _NamesKeys, namespace: NamespaceSpec) -> Sequence[bytes]:
+        """Returns the keys of a request, packed or not, checked as by `keys`.
+
+        Raises:
+            Refused: besides, where they do not fill what they are packed in, or come both ways.
+        """
+        packed, key_bytes = request.packed_keys.keys, request.packed_keys.key_bytes
+        if not packed:
+            return self.keys(request.keys, namespace)
+        if request.keys:
+            raise Refused("INVALID_ARGUMENT", "keys come packed or not, and not both ways")
+        self._check_lengths({key_bytes})
+        self._check_number(-(-len(packed) // key_bytes))
+        try:
+            keys = unpack_keys(packed, key_bytes)
+        except ValueError as error:
+            raise Refused("INVALID_KEY", f"packed_keys: {error}") from None
+        if not namespace.groups_are_known(packed, key_bytes):
+            namespace.check(keys)
+        return keys
+
+    def _check_number(self, keys: int) -> None:
+        if keys > self.limits.max_keys:
+            raise Refused("TOO_MANY_KEYS", f"{keys} keys in one call; the limit is {self.limits.max_keys}")
+
+    def _check_lengths(self, lengths: Collection[int]) -> None:
+        if min(lengths) <= GROUP_INDEX_BYTES or max(lengths) > self.limits.max_key_bytes:
+            raise Refused(
+                "INVALID_KEY",
+                f"keys are {GROUP_INDEX_BYTES + 1} to {self.limits.max_key_bytes} bytes long; "
+                f"got {min(lengths)} to {max(lengths)}",
+            )
 
     def numbers(self, numbers: Sequence[int], name: str) -> Sequence[int]:
         """Checks that a call lists no more leases or items than it may name keys."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,15 +73,18 @@ class NamespaceSpec:
             self.part_bytes_of(keys[0])
             return
         lengths = set(map(len, keys))
-        if len(lengths) == 1 and _name_groups_below(len(self.part_bytes), keys, lengths.pop()):
+        if len(lengths) == 1 and self.groups_are_known(b"".join(keys), lengths.pop()):
             return
         for key in keys:
             self.part_bytes_of(key)
 
+    def groups_are_known(self, packed: bytes, length: int) -> bool:
+        """Whether keys of one length, one behind the other, are sure to pass `check`. Column by column, for lookups wait for it."""
+        return _name_groups_below(len(self.part_bytes), packed, length)
 
-def _name_groups_below(most: int, keys: Iterable[bytes], length: int) -> bool:
-    """Whether keys of one length are sure to name groups below this. Column by column, for lookups wait for it."""
-    packed = b"".join(keys)
+
+def _name_groups_below(most: int, packed: bytes, length: int) -> bool:
+    """Whether keys of one length are sure to name groups below this."""
     *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
     return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(most, 256))))
 

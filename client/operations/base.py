@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from ...cuda.copy import HostBuffer, addresses_of
 from ...cuda.pinning import Pin
+from ...protos.v1 import common_pb2
 from ..effects import Call, Operation
 from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, SessionLost
 from ..link import Link
@@ -20,7 +21,7 @@ from ..namespace import Namespace
 from ..staging import StagingPool
 from ..timeouts import Timeouts
 
-__all__ = ["Base", "as_json", "consecutive", "duration", "message"]
+__all__ = ["Base", "as_json", "consecutive", "duration", "keys_for", "message"]
 
 
 _group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
@@ -106,6 +107,20 @@ def message(make: type[M], **fields: Any) -> M:
         return make(**fields)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(str(error)) from error
+
+
+def keys_for(link: Link, keys: Sequence[bytes]) -> dict[str, Any]:
+    """Returns the fields of a request that carry keys: packed if the server takes that, and they are of one length."""
+    try:
+        lengths = set(map(len, keys)) if link.takes_packed_keys else set()
+        if len(lengths) == 1 and (length := lengths.pop()):
+            packed = b"".join(keys)
+            if len(packed) != length * len(keys):
+                raise InvalidRequest("keys are bytes, and not items of another size")
+            return {"packed_keys": common_pb2.PackedKeys(keys=packed, key_bytes=length)}
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"keys are bytes: {error}") from error
+    return {"keys": keys}
 
 
 def as_json(params: Mapping[str, Any] | None) -> str:

@@ -13,7 +13,7 @@ from ..effects import Call, Connect, Copy, Operation
 from ..errors import DeadlineExceeded, DeviceUnavailable, InvalidRequest, KVTierError
 from ..link import Link
 from ..results import LookupResult, StoreStatus
-from .base import duration, message
+from .base import duration, keys_for, message
 from .lookups import Lookups
 
 __all__ = ["Devices"]
@@ -68,7 +68,7 @@ class Devices(Lookups):
             cache_pb2.PrepareStoreRequest,
             session=link.ref,
             request_id=request_id,
-            keys=keys,
+            **keys_for(link, keys),
             retain_for=duration(retain_for),
         )
         answer = yield from self._call_for_sure(link, "CacheService/PrepareStore", prepare)

@@ -10,7 +10,7 @@ from ...protos.v1 import cache_pb2
 from ..effects import Connect, Operation
 from ..link import Link
 from ..results import LookupResult, OffloadPolicy, RequestOutcome, TierFilter, TierVote
-from .base import Base, as_json, duration, message
+from .base import Base, as_json, duration, keys_for, message
 
 __all__ = ["Lookups"]
 
@@ -39,7 +39,7 @@ class Lookups(Base):
             cache_pb2.BeginRequestRequest,
             session=link.ref,
             request_id=request_id,
-            keys=keys,
+            **keys_for(link, keys),
             mode=lookup_mode(prefix),
             prompt_tokens=prompt_tokens,
             priority=priority,
@@ -73,7 +73,7 @@ class Lookups(Base):
             cache_pb2.LookupRequest,
             session=link.ref,
             request_id=request_id,
-            keys=keys,
+            **keys_for(link, keys),
             mode=lookup_mode(prefix),
             wait=duration(wait),
             lease_duration=duration(lease),

@@ -16,7 +16,7 @@ from ..link import Link
 from ..results import StoreStatus, WriteBatch
 from ..streams import ATTEMPTS, Source, worth_another_try
 from ..wire import LOCATE
-from .base import Base, consecutive, duration, message
+from .base import Base, consecutive, duration, keys_for, message
 
 __all__ = ["Stores", "Writing"]
 
@@ -54,7 +54,7 @@ class Stores(Base):
             cache_pb2.PrepareStoreRequest,
             session=link.ref,
             request_id=request_id,
-            keys=keys,
+            **keys_for(link, keys),
             retain_for=duration(retain_for),
         )
         held.enter_context(link.using())

@@ -103,3 +103,11 @@ class Group(_message.Message):
     block_tokens: int
     part_bytes: int
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[GroupKind, str]] = ..., block_tokens: _Optional[int] = ..., part_bytes: _Optional[int] = ...) -> None: ...
+
+class PackedKeys(_message.Message):
+    __slots__ = ("keys", "key_bytes")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    KEY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    keys: bytes
+    key_bytes: int
+    def __init__(self, keys: _Optional[bytes] = ..., key_bytes: _Optional[int] = ...) -> None: ...

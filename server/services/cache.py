@@ -147,7 +147,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrepareStoreResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        keys = self._edge.keys(request.keys, session.namespace)
+        keys = self._edge.keys_of(request, session.namespace)
         retain_for = self._edge.retention(request.retain_for)
         self._runtime.get_finished_jobs()
         answer = self._core.prepare_store(
@@ -239,7 +239,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         tiers = self._edge.tiers(request.exclude)
         self._core.check_filter(tiers)
         return _Asked(
-            keys=self._edge.keys(request.keys, session.namespace),
+            keys=self._edge.keys_of(request, session.namespace),
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
             request_id=self._edge.request_id(request.request_id),
             tiers=tiers,

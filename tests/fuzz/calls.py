@@ -391,7 +391,8 @@ def seeds() -> Iterator[bytes]:
     store = call("PrepareStore", cache_pb2.PrepareStoreRequest(keys=[key], request_id="r"))
     frame = call("Push", transfer_pb2.PushRequest(payload=bytes(64)))
     ended = call("CompleteStore", cache_pb2.CompleteStoreRequest())
-    lookup = call("Lookup", cache_pb2.LookupRequest(keys=[key], request_id="r"))
+    packed = common_pb2.PackedKeys(keys=key, key_bytes=len(key))
+    lookup = call("Lookup", cache_pb2.LookupRequest(packed_keys=packed, request_id="r"))
     pull = call("Pull", transfer_pb2.PullRequest(items=[0]))
     release = call("ReleaseLease", cache_pb2.ReleaseLeaseRequest())
     yield store + frame + ended + lookup + pull + release

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness.misbehaving import FRESH, INVALID_KEY, KEYS, TOO_LARGE, TOO_MANY, World, call, refuse, seconds
+from harness.misbehaving import FRESH, INVALID, INVALID_KEY, KEYS, TOO_LARGE, TOO_MANY, World, call, refuse, seconds
 from harness.payloads import key_of
 from harness.server_process import MIB
 
 from kvtier.client import StoreStatus, make_key
 from kvtier.client.results import DurableStatus, KeyStatus
-from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.v1 import cache_pb2, common_pb2
 
 WITH_KEYS = {
     "BeginRequest": lambda **fields: cache_pb2.BeginRequestRequest(request_id="r", **fields),
@@ -38,6 +38,52 @@ WITH_KEYS = {
 def test_keys(world: World, method: str, keys: list[bytes], expected: tuple[str, str | None]) -> None:
     """Malformed keys and too many of them are refused by every method that takes keys; nothing is granted."""
     refuse(world, call(method, lambda _: WITH_KEYS[method](keys=keys)), expected)
+
+
+WITH_PACKED_KEYS = [method for method in WITH_KEYS if method != "Flush"]
+KEY_BYTES = len(KEYS[0])
+
+
+@pytest.mark.parametrize("method", WITH_PACKED_KEYS)
+@pytest.mark.parametrize(
+    ("keys", "key_bytes", "unpacked", "expected"),
+    [
+        pytest.param(b"five5", 0, [], INVALID_KEY, id="of no length"),
+        pytest.param(b"abcd" * 3, 4, [], INVALID_KEY, id="only groups"),
+        pytest.param(b"k" * 81, 81, [], INVALID_KEY, id="too long"),
+        pytest.param(b"".join(KEYS)[:-1], KEY_BYTES, [], INVALID_KEY, id="cut off"),
+        pytest.param(b"".join(KEYS), 2**32 - 1, [], INVALID_KEY, id="longer than all of them"),
+        pytest.param(b"".join([*KEYS, make_key(KEYS[0][:-4], 2)]), KEY_BYTES, [], INVALID_KEY, id="no such group"),
+        pytest.param(b"five5" * 65_537, 5, [], TOO_MANY, id="one too many"),
+        pytest.param(b"five5" * 1_000_000, 5, [], TOO_MANY, id="a million"),
+        pytest.param(b"".join(KEYS), KEY_BYTES, KEYS[:1], INVALID, id="both ways"),
+    ],
+)
+def test_packed_keys(
+    world: World, method: str, keys: bytes, key_bytes: int, unpacked: list[bytes], expected: tuple[str, str | None]
+) -> None:
+    """What is packed is looked at as closely as what is not."""
+    packed = common_pb2.PackedKeys(keys=keys, key_bytes=key_bytes)
+    refuse(world, call(method, lambda _: WITH_KEYS[method](packed_keys=packed, keys=unpacked)), expected)
+
+
+def test_packed_keys_are_keys(world: World) -> None:
+    """Found, granted and repeated like any others."""
+    asked = [*KEYS, key_of(7, salt="nobody"), *KEYS[:3]]
+    packed = common_pb2.PackedKeys(keys=b"".join(asked), key_bytes=KEY_BYTES)
+    answers: list[Any] = [
+        call("Lookup", lambda _, fields=fields: cache_pb2.LookupRequest(mode=cache_pb2.LOOKUP_MODE_EACH, **fields))(
+            world
+        )
+        for fields in ({"keys": asked}, {"packed_keys": packed})
+    ]
+    for found in answers:
+        assert list(found.statuses) == [KeyStatus.HIT] * 32 + [KeyStatus.MISS] + [KeyStatus.HIT] * 3
+        call("ReleaseLease", lambda _, id_=found.lease_id: cache_pb2.ReleaseLeaseRequest(lease_ids=[id_]))(world)
+    packed = common_pb2.PackedKeys(keys=KEYS[0] + FRESH[0], key_bytes=KEY_BYTES)
+    granted: Any = call("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(packed_keys=packed))(world)
+    assert list(granted.statuses) == [StoreStatus.PRESENT, StoreStatus.GRANTED]
+    call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=granted.store_id, abort=True))(world)
 
 
 @pytest.mark.parametrize("method", WITH_KEYS)

@@ -1,0 +1,65 @@
+"""Keys go packed to servers that take them so, and otherwise one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from contracts.cache_client import NAMESPACE, SMALL, new_keys
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.client import Client, InvalidRequest, KeyStatus, make_key
+from kvtier.client.operations.base import keys_for
+from kvtier.protos.v1 import common_pb2
+
+KEYS = new_keys(3)
+
+
+def fields_for(keys: Sequence[Any], *, taken: bool = True) -> dict[str, Any]:
+    """What a request to a server that takes packed keys, or does not, has."""
+    return keys_for(SimpleNamespace(takes_packed_keys=taken), keys)  # type: ignore[arg-type]
+
+
+def test_keys_of_one_length_are_packed() -> None:
+    """One behind the other."""
+    assert fields_for(KEYS) == {"packed_keys": common_pb2.PackedKeys(keys=b"".join(KEYS), key_bytes=len(KEYS[0]))}
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken"), [(KEYS, False), ([], True), ([*KEYS, make_key(b"short", 0)], True), ([b"", b""], True)]
+)
+def test_others_go_one_by_one(keys: list[bytes], *, taken: bool) -> None:
+    """To a server that knows nothing of it, and where lengths differ; so do those that the server is to refuse."""
+    assert fields_for(keys, taken=taken) == {"keys": keys}
+
+
+@pytest.mark.parametrize("keys", [["text", "more"], [1, 2], [memoryview(b"1234").cast("H")] * 2])
+def test_what_is_no_key(keys: list[Any]) -> None:
+    """Is refused before it is sent."""
+    with pytest.raises(InvalidRequest):
+        fields_for(keys)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_they_name_the_same_blocks(tmp_path: Path, *, taken: bool) -> None:
+    """What a client of an older build has stored one of today finds, and the other way about."""
+    with (
+        ServerProcess(tmp_path, region=128 * MIB).start() as server,
+        Client(server.endpoint, namespace=NAMESPACE) as one,
+        Client(server.endpoint, namespace=NAMESPACE) as other,
+    ):
+        for client, packs in ((one, taken), (other, not taken)):
+            client.wait_until_connected(10)
+            link = client._wire.link
+            assert link is not None
+            assert link.takes_packed_keys
+            link.takes_packed_keys = packs
+        one.store(KEYS, [bytes([number]) * SMALL for number in range(3)])
+        with other.begin_request("r", KEYS) as lease:
+            assert set(lease.statuses) == {KeyStatus.HIT}
+        buffers = [bytearray(SMALL) for _ in KEYS]
+        assert other.load(KEYS, buffers) == 3
+        assert [buffer[0] for buffer in buffers] == [0, 1, 2]
