@@ -148,6 +148,12 @@ def test_an_event_is_destroyed_before_it_is_reached(backend: Backend) -> None:
     driver.destroy_stream(stream)
 
 
+def test_a_back_end_is_closed_while_a_stream_is_held_up(backend: Backend) -> None:
+    """As by a test that has failed: what it says must not be lost with the process."""
+    backend.hold(backend.driver.create_stream())
+    backend.close()
+
+
 def test_an_engines_event_is_seen(backend: Backend, start_engine: StartEngine) -> None:
     """An event that the engine records behind its compute is reached here when the compute is over; and again."""
     engine = start_engine(JOINED)
@@ -213,8 +219,9 @@ def test_memory_that_cannot_be_shared(host: HostBackend, kind: MemoryKind) -> No
     host.close()
 
 
+@pytest.mark.usefixtures("no_leaks")
 def test_memory_used_after_it_was_closed_breaks_the_context(host: HostBackend, region: HostRegion) -> None:
-    """As a GPU would: the copy fails, and with it everything after it."""
+    """As a GPU would: the copy fails, and with it everything after it. What is never reached goes with the driver all the same."""
     kv = LAYOUTS["all layers of a block together"]
     engine = Engine("host", kv, region)
     at = host.driver.open_memory(engine.export.allocations[0].handle)

@@ -41,7 +41,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives up the driver."""
+        """Gives up the driver, and lets streams go that are still held up: the test has failed."""
 
 
 class HostBackend:
@@ -52,6 +52,7 @@ class HostBackend:
     def __init__(self) -> None:
         self.pace: Callable[[], None] = lambda: None
         self.driver = HostDriver(pace=self._keep_pace)
+        self._held: list[threading.Event] = []
 
     def _keep_pace(self) -> None:
         self.pace()  # as it is then, not now
@@ -75,11 +76,14 @@ class HostBackend:
     def hold(self, stream: StreamId) -> Callable[[], None]:
         """See Backend."""
         done = threading.Event()
+        self._held.append(done)
         self.driver._streams[stream].submit(lambda: assert_true(done.wait(60)))
         return done.set
 
     def close(self) -> None:
         """See Backend."""
+        for done in self._held:
+            done.set()
         self.driver.close()
 
 
@@ -98,7 +102,7 @@ class GpuBackend:
         elif fake_cuda.is_loaded():
             raise DeviceError(Cause.NO_DRIVER, "this process has the stand-in")
         self.driver = CudaDriver()
-        self._words: list[Any] = []
+        self._words: list[tuple[int, Any]] = []
 
     def _call(self, name: str, *arguments: object) -> Any:
         with self.driver.entered() as cuda:
@@ -127,15 +131,18 @@ class GpuBackend:
         at = int(self._call("cuMemAllocHost", 8))
         word = ctypes.c_uint64.from_address(at)
         word.value = 0
-        self._words.append(at)
+        self._words.append((at, word))
         device = int(self._call("cuMemHostGetDevicePointer", at, 0))
         self._call("cuStreamWaitValue64", stream, device, 1, 0)  # until the word is 1 or more
         return lambda: setattr(word, "value", 1)
 
     def close(self) -> None:
         """See Backend."""
-        for at in self._words:
+        for _, word in self._words:
+            word.value = 1
+        for at, _ in self._words:
             self._call("cuMemFreeHost", at)
+        self._words.clear()
         self.driver.close()
 
 

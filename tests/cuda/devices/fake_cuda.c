@@ -29,6 +29,7 @@ static const uint64_t MAGIC = 0x6b76746965726370;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Memory *memories;
 static int initialized, retained;
+static unsigned pending;  // what streams were given and have not done
 static __thread int depth;
 static __thread int mode;
 
@@ -116,8 +117,9 @@ API cuThreadExchangeStreamCaptureMode(int *exchanged) { int before = mode; retur
 API cuCtxGetStreamPriorityRange(int *least, int *greatest) { IN_CONTEXT; return *least = 0, *greatest = -5, OK; }
 
 API cuMemAlloc(uint64_t *at, size_t size) { IN_CONTEXT; return *at = (uint64_t)create(size)->at, OK; }
-API cuMemFree(uint64_t at) {
+API cuMemFree(uint64_t at) {  // waits for all that the device was given, as the real one
     IN_CONTEXT;
+    while (__atomic_load_n(&pending, __ATOMIC_ACQUIRE)) usleep(50);
     Memory *memory = find(at);
     return memory && at == (uint64_t)memory->at ? (forget(memory), OK) : INVALID_VALUE;
 }
@@ -232,6 +234,7 @@ static void *work(void *argument) {
         if (action.what == WAIT) while (*(volatile uint64_t *)action.to < action.from) usleep(50);
         if (action.what == KERNEL)
             for (uint64_t *row = (uint64_t *)action.from; action.size--; row += 3) memcpy((void *)row[0], (void *)row[1], row[2]);
+        __atomic_sub_fetch(&pending, 1, __ATOMIC_RELEASE);
         if (action.what == END) return free(stream), NULL;
     }
 }
@@ -239,6 +242,7 @@ static void *work(void *argument) {
 static int give(Stream *stream, Action action) {
     Action *given = malloc(sizeof *given);
     *given = action;
+    __atomic_add_fetch(&pending, 1, __ATOMIC_RELEASE);
     pthread_mutex_lock(&stream->lock);
     if (stream->last) stream->last->next = given; else stream->first = given;
     stream->last = given;
