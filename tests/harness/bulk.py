@@ -46,10 +46,11 @@ def wait_for_bulk(client: Any) -> None:
 def bulk_pid(server_pid: int) -> int | None:
     """Returns the process id of a server's bulk process, if it has one."""
     for task in Path(f"/proc/{server_pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            with contextlib.suppress(OSError):
-                if b"kvtier.server.bulk" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    return child
+        with contextlib.suppress(OSError):  # a thread that has just ended, as the one that waited for the last child
+            for child in map(int, (task / "children").read_text().split()):
+                with contextlib.suppress(OSError):
+                    if b"kvtier.server.bulk" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        return child
     return None
 
 

@@ -324,7 +324,14 @@ def test_it_ends_with_the_server(server: ServerProcess) -> None:
     """Nothing of it outlives a server that is killed: its sockets would lead nowhere, its memory be nobody's."""
     pid = bulk_pid(server.pid)
     server.kill()
-    wait_until(lambda: not Path(f"/proc/{pid}/fd").exists() or not list(Path(f"/proc/{pid}/fd").iterdir()))
+
+    def over() -> bool:
+        try:
+            return not list(Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:  # somebody has waited for it
+            return True
+
+    wait_until(over)
 
 
 def test_signals_of_an_init_system_are_not_for_it(server: ServerProcess, client: Client) -> None:
