@@ -15,19 +15,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import structlog
 
 from kvtier.server import logs
 from kvtier.server.config import LogConfig
 
 
 @pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
+def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is logged by tests that follow goes where it went before: they may look for it."""
     root = logging.getLogger()
-    before = (root.handlers[:], root.level, sys.excepthook, threading.excepthook)
+    before = (root.handlers[:], sys.excepthook, threading.excepthook)
+    levels = {logger: logger.level for logger in map(logging.getLogger, (None, *logs._CHATTY))}
+    structured = structlog.get_config()
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")  # is set where it is not
     yield
     logs.flush()
-    root.handlers[:], level, sys.excepthook, threading.excepthook = before
-    root.setLevel(level)
+    root.handlers[:], sys.excepthook, threading.excepthook = before
+    for logger, level in levels.items():
+        logger.setLevel(level)
+    structlog.configure(**structured)
     logging.captureWarnings(False)
 
 
