@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 from hypothesis import settings
@@ -24,7 +27,39 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 for setting in [name for name in os.environ if name.startswith("KVTIER_")]:
     del os.environ[setting]
 
-SETTLE_SECONDS = 3.0
+_STACKS = pytest.StashKey[IO[str]]()
+
+
+def _stacks_of(worker: dict[str, Any]) -> Path:
+    return Path(tempfile.gettempdir()) / f"kvtier-stacks-{worker['testrunuid']}-{worker['workerid']}"
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has had them go to a standard error that nobody may keep
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker of pytest-xdist that crashes leaves in a file what its threads were doing."""
+    if worker := getattr(config, "workerinput", None):
+        config.stash[_STACKS] = file = _stacks_of(worker).open("w")
+        faulthandler.enable(file)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """One that does not leaves nothing."""
+    if file := config.stash.get(_STACKS, None):
+        file.close()
+        Path(file.name).unlink()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report: Any) -> None:
+    """The report of the test that a worker died of says it."""
+    file = _stacks_of(report.node.workerinput)
+    if file.exists():
+        report.longrepr += f"\n\n{file.read_text() or 'It was killed, or has ended itself.'}"
+        file.unlink()
+
+
+SETTLE_SECONDS = 20.0
 """How long threads and descriptors may take to go after the test has closed what it opened."""
 
 
