@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvtier.client.wire import CHANNEL_OPTIONS
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 
+from .ports import ReservedPort
 from .signals import stop
 
 __all__ = ["MIB", "ServerProcess"]
@@ -71,7 +71,8 @@ class ServerProcess:
         self.directory = directory
         self.path = directory / "s"
         self.endpoint = f"unix:{self.path}"
-        self.tcp = f"127.0.0.1:{_free_port()}" if tcp else ""
+        self._port = ReservedPort() if tcp else None
+        self.tcp = f"127.0.0.1:{self._port.number}" if self._port is not None else ""
         listen = json.dumps([self.endpoint, *filter(None, [self.tcp])])
         self.log_path = directory / "log"
         self.data_dir = directory / "data"
@@ -205,6 +206,8 @@ class ServerProcess:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
         self._channel.close()
+        if self._port is not None:
+            self._port.close()
 
     def __enter__(self) -> Self:
         return self
@@ -239,9 +242,3 @@ class ServerProcess:
         assert self._process is not None
         self._process.send_signal(number)
         return self._process.wait(END_SECONDS)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

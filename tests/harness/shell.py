@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from harness.launch import Launched
 from harness.payloads import key_of, namespace_of, payload
+from harness.ports import ReservedPort
 from harness.traffic import PART, wait_connected
 
 from kvtier.client import Client
@@ -56,9 +56,10 @@ class Desk:
             file = directory / "bin" / name
             file.write_text(f"#!/bin/sh\n{program.format(root=ROOT, python=sys.executable)}\n")
             file.chmod(0o755)
+        self._port = ReservedPort()
         # A page's figures are for a server of a serious size; ports and places of this machine may be somebody else's.
         self._instead = {
-            "127.0.0.1:9464": f"127.0.0.1:{_free_port()}",
+            "127.0.0.1:9464": f"127.0.0.1:{self._port.number}",
             "/var/lib/kvtier": f"{directory}/var",
             "8GiB": "64MiB",
             "1GiB": "64MiB",
@@ -108,12 +109,13 @@ class Desk:
         return self._run([sys.executable, "-W", "error", "-c", self._translated(text)])
 
     def clear(self) -> None:
-        """Ends whatever a command has left running here."""
+        """Ends whatever a command has left running here, and gives up its port."""
         mark = f"KVTIER_TEST_DESK={self.directory}".encode()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if mark in (process / "environ").read_bytes().split(b"\0"):
                     os.kill(int(process.name), signal.SIGKILL)
+        self._port.close()
 
     def _translated(self, text: str) -> str:
         for said, meant in self._instead.items():
@@ -135,9 +137,3 @@ class Desk:
                 check=False,
             )
         return subprocess.CompletedProcess(command, done.returncode, log.read_text(), "")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

@@ -518,16 +518,12 @@ class Forward:
 
 def test_where_one_port_is_open_streams_go_there(tmp_path: Path) -> None:
     """A client that reaches the server and not its bulk process stores and loads all the same; others go there by TCP."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    server = ServerProcess(tmp_path, region=128 * MIB, lmdb=16 * MIB)
-    config = tmp_path / "kvtier.toml"
-    config.write_text(config.read_text().replace("listen = [", f'insecure = true\nlisten = ["127.0.0.1:{port}", '))
-    with server.start():
-        forward = Forward("127.0.0.2", ("127.0.0.1", port))
+    with ServerProcess(tmp_path, region=128 * MIB, lmdb=16 * MIB, tcp=True).start() as server:
+        host, _, port = server.tcp.rpartition(":")
+        forward = Forward("127.0.0.2", (host, int(port)))
         with (
             Client(forward.address, namespace=NAMESPACE, transport="grpc") as far,
-            Client(f"127.0.0.1:{port}", namespace=NAMESPACE, transport="grpc") as near,
+            Client(server.tcp, namespace=NAMESPACE, transport="grpc") as near,
         ):
             far.wait_until_connected(10)
             near.wait_until_connected(10)

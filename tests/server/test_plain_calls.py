@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from harness.bulk import bulk_pid, locate, wait_for_bulk, wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.ports import ReservedPort
 from harness.raw import RawSession
 from harness.server_process import MIB, ServerProcess
 
@@ -144,12 +145,11 @@ def test_a_connection_for_calls_ends_with_its_session(server: ServerProcess, ses
 
 def test_ports_that_are_set(tmp_path: Path) -> None:
     """Both ports are the ones of the configuration, also in the process' next life."""
-    ports = free_ports(2)
-    config = f"[bulk]\ntcp_port = {ports[0]}\ngrpc_port = {ports[1]}"
-    with (
-        ServerProcess(tmp_path, config=config, tcp=True).start() as server,
-        RawSession(server.tcp, NAMESPACE, engine_id="raw") as session,
-    ):
+    with contextlib.ExitStack() as opened:
+        ports = [opened.enter_context(ReservedPort()).number for _ in range(2)]
+        config = f"[bulk]\ntcp_port = {ports[0]}\ngrpc_port = {ports[1]}"
+        server = opened.enter_context(ServerProcess(tmp_path, config=config, tcp=True).start())
+        session = opened.enter_context(RawSession(server.tcp, NAMESPACE, engine_id="raw"))
         for _ in range(2):
             port_of(session)
             where = locate(session)
@@ -254,10 +254,3 @@ def test_which_streams_are_late() -> None:
     assert stream.late(began + 81)
     stream.received = 1 << 40
     assert stream.late(began + 131)
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports that nobody listens on."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in sockets]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.ports import ReservedPort
 
 from kvtier.server.sources import load
 from kvtier.server.tokens import hash_of, read_directory
@@ -26,11 +27,16 @@ COMMANDS = [
 TABLES = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """One that is free, and stays so."""
+    with ReservedPort() as port:
+        yield port.number
+
+
 @pytest.mark.timeout(180)
-def test_its_commands_run(tmp_path: Path) -> None:
+def test_its_commands_run(tmp_path: Path, port: int) -> None:
     """A refused start, an authority, a certificate, tokens, a server with them, and a status of it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     programs = tmp_path / "bin"
     programs.mkdir()
     kvtier = programs / "kvtier"
