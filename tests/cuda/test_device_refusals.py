@@ -60,7 +60,7 @@ STORES = {
 @pytest.mark.parametrize("name", STORES)
 def test_stores_that_make_no_sense(caller: Caller, name: str) -> None:
     """INVALID_ARGUMENT, the store goes on, and its slots are as they were."""
-    store_id = caller.prepare(keys_of(3, name))
+    store_id = caller.prepare(keys_of(3, f"store {name}"))
     assert caller.store(store_id, **STORES[name]) == "INVALID_ARGUMENT"
     good = transfer_pb2.StoreFromDeviceRequest(
         session=caller.raw.ref, buffers_id=caller.buffers_id, store_id=store_id, blocks=[4, 2], items=[2, 0]
@@ -84,7 +84,7 @@ LOADS = {
 @pytest.mark.parametrize("name", LOADS)
 def test_loads_that_make_no_sense(caller: Caller, name: str) -> None:
     """Refused, and no block is touched."""
-    keys = keys_of(2, name)
+    keys = keys_of(2, f"load {name}")
     caller.engine.client.store(keys, JOINED.parts(5)[:2])
     request = cache_pb2.LookupRequest(
         session=caller.raw.ref, keys=[*keys, *keys_of(1, "never")], mode=cache_pb2.LOOKUP_MODE_EACH
