@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .ports import ReservedPort
+
 __all__ = ["Behaviour", "Seen", "StandinEngine", "cut_off", "fail", "hang", "hang_up", "hold_back", "say", "stream"]
 
 ANSWER = ("Once", " upon", " a", " time")
@@ -58,17 +60,16 @@ class StandinEngine:
         self.holds: set[str] = set()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
-        self._port = 0
+        self._port = ReservedPort()
 
     @property
     def url(self) -> str:
         """Where it is."""
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://127.0.0.1:{self._port.number}"
 
     async def start(self) -> None:
         """Comes up; after ``stop`` where it was before."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port.number)
 
     async def stop(self) -> None:
         """Dies: whatever is connected is cut off."""
@@ -77,6 +78,10 @@ class StandinEngine:
         for writer in list(self._open):
             writer.transport.abort()
         await self._server.wait_closed()
+
+    def close(self) -> None:
+        """Gives up its place; after ``stop``."""
+        self._port.close()
 
     # ---- what it says
 

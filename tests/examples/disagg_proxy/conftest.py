@@ -18,3 +18,4 @@ async def site(no_leaks: None) -> AsyncIterator[Site]:  # noqa: ARG001 - is to w
     yield Site(engines[:2], engines[2:])
     for engine in engines:
         await engine.stop()
+        engine.close()
