@@ -10,12 +10,14 @@ from typing import Any
 
 import grpc
 
+from kvtier.client import Client
+from kvtier.client.streams import Source
 from kvtier.client.wire import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
 from kvtier.protos.v1 import transfer_pb2
 
 from .raw import RawSession
 
-__all__ = ["bulk_pid", "bulk_streams", "locate", "wait_for_bulk", "wait_until"]
+__all__ = ["bulk_pid", "bulk_streams", "locate", "wait_for_bulk", "wait_until", "wait_until_received"]
 
 PATIENCE = 20.0
 
@@ -61,6 +63,14 @@ def locate(session: RawSession, store_id: int = 0) -> transfer_pb2.LocateRespons
         transfer_pb2.LocateRequest(session=session.ref, store_id=store_id), timeout=5
     )
     return answer
+
+
+def wait_until_received(client: Client, source: Source, nbytes: int) -> None:
+    """Waits until the server has heard of so many bytes of the store that a client is sending."""
+    channel = client._wire._channel  # type: ignore[attr-defined]
+    call = channel.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
+    request = transfer_pb2.LocateRequest(session=source._ref, store_id=source._store_id)
+    wait_until(lambda: call(request, timeout=5).received_bytes >= nbytes)
 
 
 @contextlib.contextmanager

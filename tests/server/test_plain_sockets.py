@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until
+from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until, wait_until_received
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.raw import RawSession
 from harness.server_process import MIB, ServerProcess
@@ -205,7 +205,7 @@ def test_a_store_goes_on_where_it_broke(
         starts.append(start)
         for number, piece in enumerate(original(source, start, step)):
             if number == 30 and not start:
-                time.sleep(0.3)  # what was sent so far has arrived
+                wait_until_received(client, source, 20 * MIB)
                 BREAKS[what](server, calls)
             yield piece
 
