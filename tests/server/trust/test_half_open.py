@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import grpc
 import pytest
+from harness.bulk import wait_for_bulk
 from harness.payloads import assert_serves, namespace_of, payload
 from harness.raw import RawSession, refusal_of
 from harness.trust_site import KEYS, PART, Site, make_site, wait_for
@@ -32,6 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     )
     with made.server.start(), made.client("acme-far") as bystander:
         bystander.store(KEYS, [payload(key, PART) for key in KEYS])
+        wait_for_bulk(bystander)  # a process that the server has descriptors for
         began = made.server.descriptors()
         yield made
         # Nobody's connection is left but ours, and blocks are served.
