@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import httpx
 import pytest
 from disagg_proxy import app
 from harness.disagg_site import Site
+from harness.ports import ReservedPort
 from harness.running_proxy import PATH, Clock, run_proxy, until
 from harness.standin_engine import fail, hang
 
@@ -169,8 +170,15 @@ async def test_a_probe_that_fails_is_not_repeated_at_once(site: Site) -> None:
     assert len(probes) == 2
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """One that is free, and stays so."""
+    with ReservedPort() as reserved:
+        yield reserved.number
+
+
 @pytest.mark.parametrize("arguments", [["-m", "disagg_proxy"], [str(FOLDER)]])
-async def test_the_program(site: Site, arguments: list[str], unused_tcp_port: int) -> None:
+async def test_the_program(site: Site, arguments: list[str], port: int) -> None:
     """It starts from its folder or as a module, answers, and ends in order on SIGTERM."""
     command = [
         *arguments,
@@ -179,13 +187,13 @@ async def test_the_program(site: Site, arguments: list[str], unused_tcp_port: in
         "--decode",
         site.decode[0].url,
         "--port",
-        str(unused_tcp_port),
+        str(port),
     ]
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, cwd=FOLDER.parent, stderr=asyncio.subprocess.PIPE
     )
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{unused_tcp_port}", trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
 
             async def answers() -> bool:
                 try:

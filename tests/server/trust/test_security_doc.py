@@ -30,8 +30,8 @@ TABLES = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 @pytest.fixture
 def port() -> Iterator[int]:
     """One that is free, and stays so."""
-    with ReservedPort() as port:
-        yield port.number
+    with ReservedPort() as reserved:
+        yield reserved.number
 
 
 @pytest.mark.timeout(180)
