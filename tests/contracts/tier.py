@@ -187,15 +187,17 @@ class TierContract(ABC):
         for reader in readers:
             reader.start()
         until, number = time.monotonic() + 1.0, 0
-        while time.monotonic() < until or (min(loads) == 0 and number < 10_000):
-            names = [key(100 + moving % 60) for moving in range(number, number + 8)]
-            parts = content(number, (150_000,))
-            assert tier.store([full(name, parts) for name in names]) == [DONE] * 8
-            tier.remove([(SPACE, key(100 + number % 60))])
-            number += 8
-        stop.set()
-        for reader in readers:
-            reader.join()
+        try:
+            while time.monotonic() < until or (min(loads) == 0 and number < 10_000):
+                names = [key(100 + moving % 60) for moving in range(number, number + 8)]
+                parts = content(number, (150_000,))
+                assert tier.store([full(name, parts) for name in names]) == [DONE] * 8
+                tier.remove([(SPACE, key(100 + number % 60))])
+                number += 8
+        finally:  # before the tier is closed under them
+            stop.set()
+            for reader in readers:
+                reader.join()
         assert wrong == []
         assert min(loads) > 0
 
