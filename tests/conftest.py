@@ -85,9 +85,8 @@ def _descriptors() -> Counter[str]:
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
     """Fails a test that leaves a thread or a file descriptor behind. Ask for it before the fixtures it is to watch."""
-    copy._helper.share(
-        (), print
-    )  # a thread that is there from the first large copy of the process on, whosever that is
+    # A thread that is there from the first large copy of the process on, whosever that is.
+    copy._helper.share((), print)
     watched: dict[str, Callable[[], Counter[str]]] = {"threads": _threads, "file descriptors": _descriptors}
     before = {what: count() for what, count in watched.items()}
     yield
