@@ -271,8 +271,10 @@ class AsyncClient(AsyncDeviceCalls):
 
     async def close(self) -> None:
         """Ends the session; what it has pinned falls. Runs to its end even if cancelled, a second or two at the most."""
-        await self._wire.close()
-        self._operations.close()
+        try:
+            await self._wire.close()
+        finally:
+            self._operations.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -9,7 +9,9 @@ import contextlib
 import logging
 import mmap
 import threading
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ..cuda.copy import address_of
 from ..cuda.pinning import PIN_CHUNK_BYTES, Pin, PinError
@@ -44,7 +46,7 @@ class StagingPool:
                 buffer = _Buffer(1 << (max(nbytes, _SMALLEST_BYTES) - 1).bit_length(), self._pin)
             if self._pin is not None and not buffer.pin():
                 self._pin = None  # what the driver refused once, it will refuse again
-            yield buffer.view
+            yield buffer.view()
         finally:
             if buffer is not None:
                 self._give_back(buffer)
@@ -74,16 +76,31 @@ class StagingPool:
             smallest.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Where a buffer is, for what pins it: that must not keep the buffer itself."""
+
+    address: int
+    size_bytes: int
+
+
 class _Buffer:
-    """Memory of the pool's. It is unmapped with the last view of it."""
+    """Memory of the pool's. It is unmapped with the last view of it, and unpinned before."""
 
     def __init__(self, size_bytes: int, pin: Pin | None) -> None:
-        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.view = memoryview(memory)
-        self.address, self.size_bytes = address_of(memory)
-        self._pinning = pin(self) if pin is not None else None
+        self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = _Pages(*address_of(self._memory))
+        self.size_bytes = pages.size_bytes
+        self._pinning = pin(pages) if pin is not None else None
         self._loose = list(range(0, size_bytes, PIN_CHUNK_BYTES)) if pin is not None else []
         """Where the chunks begin that are not pinned yet."""
+        if self._pinning is not None:
+            # Also where a client is dropped without being closed: the next mapping at this address would not be what is registered.
+            weakref.finalize(self, self._pinning.close).atexit = False
+
+    def view(self) -> memoryview:
+        """Returns all of it; whoever has the view may release it."""
+        return memoryview(self._memory)
 
     def pin(self) -> bool:
         """Pins what may be pinned now and is not; returns False where the driver refuses, once."""

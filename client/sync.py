@@ -365,8 +365,10 @@ class Client(DeviceCalls):
 
     def close(self) -> None:
         """Ends the session; what it has pinned falls."""
-        self._wire.close()
-        self._operations.close()
+        try:
+            self._wire.close()
+        finally:
+            self._operations.close()
 
     def __enter__(self) -> Self:
         return self

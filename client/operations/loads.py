@@ -63,7 +63,7 @@ class Loads(Lookups):
             answer = yield from self._call(link, "CacheService/PrepareLoad", request)
             slots, sizes = unpack_offsets(answer.slot_offsets), unpack_offsets(answer.part_sizes_bytes)
         if link.region is not None:
-            return Reading(link, lease_id, ReadBatch(link.region.memory, link.region.address, slots, sizes))
+            return Reading(link, lease_id, ReadBatch(link.region.memory[:], link.region.address, slots, sizes))
         staging = held.enter_context(self._staging.lend(sum(sizes)))
         batch = ReadBatch(staging, address_of(staging)[0], consecutive(sizes), sizes)
         yield from self._pull(link, lease_id, items, [batch.address + offset for offset in batch.offsets], sizes)

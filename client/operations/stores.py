@@ -67,7 +67,7 @@ class Stores(Base):
             wanted = [number for number, status in enumerate(statuses) if status == StoreStatus.GRANTED]
             sizes = self._sizes(keys[number] for number in wanted)
         if link.region is not None:
-            memory, address, offsets = link.region.memory, link.region.address, unpack_offsets(answer.slot_offsets)
+            memory, address, offsets = link.region.memory[:], link.region.address, unpack_offsets(answer.slot_offsets)
         else:
             memory = held.enter_context(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
             address, offsets = address_of(memory)[0], consecutive(sizes)

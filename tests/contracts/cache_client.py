@@ -118,6 +118,16 @@ class CacheClientContract:
         assert client.load(keys, [buffer]) == 1
         assert buffer == b"w" * SMALL
 
+    def test_who_has_released_the_memory_has_written_all_the_same(self, client: Any) -> None:
+        """A batch's memory may be used as a context manager, as any view: it is unmapped no sooner, and others write after it."""
+        for _ in range(2):
+            keys = new_keys(2)
+            with client.write(keys) as batch, batch.memory as memory:
+                for offset in batch.offsets:
+                    memory[offset : offset + SMALL] = b"x" * SMALL
+            with client.lookup(keys) as lease, client.read(lease, [0, 1]) as read, read.memory as memory:
+                assert [bytes(memory[offset : offset + SMALL]) for offset in read.offsets] == [b"x" * SMALL] * 2
+
     def test_the_same_key_twice_is_written_once(self, client: Any) -> None:
         """A repetition within one store finds the first one in progress."""
         (key,) = new_keys(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +67,44 @@ def test_what_is_lent_is_unpinned_when_it_comes_back(notes: Notes) -> None:
     assert not notes.registered
 
 
+def is_mapped(address: int) -> bool:
+    """Whether there is memory at an address."""
+    spans_ = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans_)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_whoever_has_a_view_may_release_it(notes: Notes, *, pinned: bool) -> None:
+    """The memory stays while it is lent, and is lent again."""
+    pool = StagingPool(pins(notes) if pinned else None)
+    for _ in range(2):
+        with pool.lend(1) as view:
+            address, _ = address_of(view)
+            view.release()
+            assert is_mapped(address)
+    pool.close()
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_is_let_go_is_unmapped_at_once(notes: Notes, *, pinned: bool, is_closed: bool) -> None:
+    """Not when garbage is collected: it is a lot. By a client that is dropped without being closed, too."""
+    pool = StagingPool(pins(notes) if pinned else None)
+    with pool.lend(1) as view:
+        address, _ = address_of(view)
+        del view
+    gc.disable()
+    try:
+        if is_closed:
+            pool.close()
+        else:
+            del pool
+        assert not is_mapped(address)
+        assert not notes.registered
+    finally:
+        gc.enable()
+
+
 def test_nothing_is_pinned_while_graphs_are_captured(notes: Notes) -> None:
     """B4.16 The buffer serves all the same, and is pinned when it is lent the next time; what is left of it, too."""
     answers = iter([False, True, False, True])
@@ -109,8 +148,9 @@ def test_what_an_engine_writes_to_and_reads_from_is_pinned(server: ServerProcess
         client.wait_until_connected(10)
         with client.write(keys) as batch:
             assert notes.registered == spans(batch.memory)
-            for offset in batch.offsets:
-                batch.memory[offset : offset + SMALL] = data
+            with batch.memory as memory:
+                for offset in batch.offsets:
+                    memory[offset : offset + SMALL] = data
         with client.lookup(keys) as lease, client.read(lease, [0, 1, 2]) as read:
             assert notes.registered == spans(read.memory)
             assert [bytes(read.memory[offset : offset + SMALL]) for offset in read.offsets] == [data] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,6 +297,18 @@ def test_a_step_with_nothing_to_report_asks_nobody(monkeypatch: pytest.MonkeyPat
     )
     scheduler.update_connector_output(output)
     assert worker.log.kinds == scheduler.log.kinds == []
+
+
+def test_clients_of_peers_pin_their_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker with a GPU reads from a server of another host comes to pinned memory."""
+    made, pin = _broken(monkeypatch, WORKER), object()
+    clients: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        connector, "Client", lambda endpoint, **fields: clients.append({"endpoint": endpoint, **fields})
+    )
+    made._config = replace(made._config, peers=("10.0.0.7:50051",))
+    made._peers(FakeClient(), object(), 0, pin).client("10.0.0.7:50051")
+    assert [(client["endpoint"], client["pin"]) for client in clients] == [("10.0.0.7:50051", pin)]
 
 
 def test_memory_is_pinned_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
