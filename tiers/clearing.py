@@ -159,6 +159,8 @@ class Clearing:
         """`stocks` are those of all tiers, in lookup order; `now` is the time in seconds."""
         self.done = False
         """Whether there is nothing left to do."""
+        self.error: Exception | None = None
+        """What a slice raised, which was the last one then."""
         self.tiers = [Cleared(tier) for tier in sorted(wanted.tiers)]
         """What has come of it so far, per tier."""
         self._wanted = wanted
@@ -166,8 +168,13 @@ class Clearing:
         self._steps = self._run(stocks)
 
     def work(self) -> bool:
-        """Does a slice; returns whether there is more."""
-        self.done = self.done or next(self._steps, None) is None
+        """Does a slice; returns whether there is more. One that raises is the last."""
+        if not self.done:
+            try:
+                self.done = next(self._steps, None) is None
+            except Exception as error:
+                self.done, self.error = True, error
+                raise
         return not self.done
 
     def cancel(self) -> None:
@@ -208,7 +215,7 @@ class Clearing:
         When `most` bytes have gone, all else stays: since the first walk there may have come more that is so old.
         """
         for slice_ in _slices(stock, namespaces):
-            going = []
+            going, nbytes_going = [], 0
             for item in slice_:
                 if not self._is_meant(stock, item):
                     continue
@@ -218,15 +225,16 @@ class Clearing:
                     cleared.kept_nbytes += nbytes
                     continue
                 items_age = self._age(stock, item)
-                if items_age < age or (items_age == age and left <= 0) or cleared.nbytes >= most:
+                if items_age < age or (items_age == age and left <= 0) or cleared.nbytes + nbytes_going >= most:
                     continue
                 left -= nbytes if items_age == age else 0
                 going.append(item)
-                cleared.nbytes += nbytes
-            cleared.blocks += len(going)
-            cleared.looked_at += len(slice_)
+                nbytes_going += nbytes
             if going and not self._wanted.dry_run:
                 stock.part_with(going)
+            cleared.blocks += len(going)
+            cleared.nbytes += nbytes_going
+            cleared.looked_at += len(slice_)
             yield True
 
     def _is_meant(self, stock: Stock, item: Any) -> bool:

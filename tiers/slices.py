@@ -40,7 +40,8 @@ class Slices:
     def work(self, now: float) -> None:
         """Does the next slice of everything. Called once for each `WorkLeft`.
 
-        Where some of it raises, the rest is done all the same, and all of it is asked for again; what it raised is raised then.
+        Where some of it raises, the rest is done all the same, and what is left is asked for again: not what was begun by the part
+        that raised, nor an eviction on demand, which ends. What it raised is raised then.
         """
         self._asked_for = False
         slices = (

@@ -128,6 +128,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             while not clearing.done:
                 yield evict_step(clearing, names)
                 await asyncio.sleep(_STEP_SECONDS)
+            if clearing.error is not None:
+                raise clearing.error
             yield evict_step(clearing, names)
         finally:
             clearing.cancel()

@@ -76,6 +76,7 @@ class DeviceCalls:
         """Fills slots of a store."""
         session = self._sessions.get(request.session)
         registration = self._devices.get(session, request.buffers_id)
+        self._sessions.set_transport(session, "cuda_ipc")
         store_id = StoreId(request.store_id)
         store = self._core.renew_store(session, store_id, self._runtime.now() + self._edge.leases.default)
         items = _distinct(self._edge.numbers(request.items, "items"), "item") or range(len(store.blocks))
@@ -100,6 +101,7 @@ class DeviceCalls:
         """Fills blocks from items of a lease."""
         session = self._sessions.get(request.session)
         registration = self._devices.get(session, request.buffers_id)
+        self._sessions.set_transport(session, "cuda_ipc")
         lease = self._core.lease(session, LeaseId(request.lease_id))
         items = _distinct(self._edge.numbers(request.items, "items"), "item")
         slots = lease.slots(items, session.own_rank())

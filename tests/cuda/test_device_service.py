@@ -196,6 +196,24 @@ def test_the_asyncio_client(service: Service) -> None:
         assert engine.contents() == engine.expected(0)
 
 
+def test_a_session_is_shown_with_the_way_that_its_bytes_took_last(service: Service) -> None:
+    """Also where some of them went another way in between."""
+    keys = keys_of(BLOCKS, "shown")
+
+    def shown() -> set[str]:
+        return {session.transport for session in service.server.status().sessions}
+
+    with Engine(service.server.endpoint, transport="grpc").register() as engine:
+        engine.client.store(keys[:1], JOINED.parts(0)[:1])
+        assert shown() == {"grpc"}
+        engine.client.store_from_device(keys, range(BLOCKS))
+        assert shown() == {"cuda_ipc"}
+        engine.stored(keys)
+        assert shown() == {"grpc"}
+        engine.client.load_to_device(keys, range(BLOCKS))
+        assert shown() == {"cuda_ipc"}
+
+
 def test_what_a_session_had_open_is_closed_with_it(service: Service) -> None:
     """An engine's memory is mapped once however often it is registered, and not any more when its session is gone."""
     with Engine(service.server.endpoint).register() as engine:

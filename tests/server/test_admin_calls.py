@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -18,7 +18,8 @@ from kvtier.protos.reasons import reason_of
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 from kvtier.server.drainage import Drainage
 from kvtier.server.errors import Refused
-from kvtier.server.services.admin import _MOST_EVICTIONS
+from kvtier.server.services.admin import _MOST_EVICTIONS, AdminService
+from kvtier.tiers.clearing import Cleared
 
 PART = 4096
 BLOCKS = 4096
@@ -125,6 +126,24 @@ def _drainage(*, complete: bool = True) -> tuple[Drainage, Any, list[str]]:
     sessions: Any = _Sessions(drain_began=asyncio.Event(), ended=asyncio.Event())
     runtime: Any = SimpleNamespace(drain=drain)
     return Drainage(runtime, sessions, lambda: ended.append("end")), sessions, ended
+
+
+async def test_an_eviction_that_fails_is_not_done() -> None:
+    """Who asked is told, after how far it has come; and the next one is not held up."""
+    clearing: Any = SimpleNamespace(done=False, error=None, tiers=[Cleared(0, total=2)], cancel=lambda: None)
+    runtime: Any = SimpleNamespace(
+        core=SimpleNamespace(evict=lambda _: clearing),
+        stats=lambda: SimpleNamespace(tiers=[SimpleNamespace(name="cpu")]),
+        now=lambda: 0.0,
+        pump=lambda: None,
+    )
+    service = AdminService(runtime, cast(Any, None), cast(Any, None), cast(Any, SimpleNamespace(ending=False)))
+    steps = service.Evict(admin_pb2.EvictRequest(), cast(Any, None))
+    assert not (await anext(steps)).done
+    clearing.done, clearing.error = True, RuntimeError("a defect")
+    with pytest.raises(RuntimeError, match="a defect"):
+        await anext(steps)
+    assert service._evictions == 0
 
 
 async def test_a_server_that_ends_cannot_be_kept() -> None:

@@ -287,6 +287,28 @@ def test_it_can_be_left_at_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert figures(run(rig, Wanted([CPU]))) == [(4, 0)]
 
 
+def test_one_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is over, counts what has gone and nothing else, and the next wish is heard."""
+    monkeypatch.setattr(clearing, "SLICE", 2)
+    rig = stocked(*range(1, 7))
+    cleared = rig.core.evict(Wanted([CPU]))
+    rig.core.work()
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.core._primary, "part_with", fail)
+        with pytest.raises(RuntimeError):
+            rig.core.work()
+    assert (cleared.done, type(cleared.error)) == (True, RuntimeError)
+    assert (cleared.tiers[0].blocks, cleared.tiers[0].nbytes) == (2, 2 * SLOT)
+    rig.core.work()
+    assert used(rig) == [4 * SLOT]
+    assert figures(run(rig, Wanted([CPU]))) == [(4, 0)]
+
+
+def fail(_: object) -> None:
+    """Stands for what may have a defect."""
+    raise RuntimeError("a defect")
+
+
 def _held(rig: Rig, tier: int) -> list[tuple[bytes, bytes]]:
     if tier == CPU:
         return [block.name for block in rig.core._primary.ready_blocks()]
