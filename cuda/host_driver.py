@@ -206,9 +206,8 @@ class HostDriver:
             self.destroy_stream(stream)
         for ended in self._ended:
             ended.join()
-        for event in self._events.values():
-            event.memory.close()  # no stream is left that would come to it, one that has failed included
-        self._events.clear()
+        for event in list(self._events):
+            self.destroy_event(event)
         mapped = [memory for memory, _ in (*self._opened.values(), *self._allocations.values())]
         for memory in (*mapped, *self._vacated):
             memory.close()

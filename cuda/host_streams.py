@@ -95,9 +95,9 @@ class HostEvent:
         """See Driver."""
         with self._lock:
             self._users += 1
-        self._counters[0] += 1
-        ticket = self._counters[0]
-        stream.submit(lambda: self._reach(ticket))
+            self._counters[0] += 1
+            ticket = self._counters[0]
+        stream.submit(lambda: self._reach(ticket), self.close)
 
     def _reach(self, ticket: int) -> None:
         self._counters[1] = ticket
@@ -108,7 +108,7 @@ class HostEvent:
         return bool(self._counters[1] >= self._counters[0])
 
     def close(self) -> None:
-        """Gives up the memory as soon as every record is reached."""
+        """Gives up the memory as soon as every record is reached, or never will be."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -116,17 +116,17 @@ class HostEvent:
 
 
 class HostStream:
-    """Does one thing after the other on a thread of its own. What raises ends the stream: ``failed`` hears of it."""
+    """Does one thing after the other on a thread of its own. After one that raises it does nothing more: ``failed`` hears of it."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
         self._failed = failed
         self._thread = threading.Thread(target=self._work, name="kvtier-host-stream", daemon=True)
         self._thread.start()
 
-    def submit(self, action: Callable[[], None]) -> None:
-        """Does it after all that was submitted before."""
-        self._todo.put(action)
+    def submit(self, action: Callable[[], None], give_up: Callable[[], None] = lambda: None) -> None:
+        """Does it after all that was submitted before; where something of that has failed, ``give_up`` instead."""
+        self._todo.put((action, give_up))
 
     def end(self) -> None:
         """Ends the thread when all is done; does not wait for it."""
@@ -142,9 +142,15 @@ class HostStream:
         self._thread.join()
 
     def _work(self) -> None:
-        while (action := self._todo.get()) is not None:
+        has_failed = False
+        while (todo := self._todo.get()) is not None:
+            action, give_up = todo
+            if has_failed:
+                give_up()
+                continue
             try:
                 action()
             except Exception as error:  # noqa: BLE001  whatever it is, the device is lost with it
+                has_failed = True
+                give_up()
                 self._failed(error)
-                return

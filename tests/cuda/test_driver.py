@@ -226,10 +226,14 @@ def test_memory_used_after_it_was_closed_breaks_the_context(host: HostBackend, r
     engine = Engine("host", kv, region)
     at = host.driver.open_memory(engine.export.allocations[0].handle)
     engine.kill()
-    stream, event = host.driver.create_stream(), host.driver.create_event()
-    host.driver.close_memory(at)
+    stream, event, destroyed = host.driver.create_stream(), host.driver.create_event(), host.driver.create_event()
+    release = host.hold(stream)
     host.driver.copy(stream, [region.address], [at], [8])
-    host.driver.record(event, stream)
+    for recorded in (event, destroyed):
+        host.driver.record(recorded, stream)
+    host.driver.destroy_event(destroyed)
+    host.driver.close_memory(at)
+    release()
     with pytest.raises(DeviceError, match="illegal address") as caught:
         host.driver.wait(event)
     assert caught.value.cause is Cause.BROKEN

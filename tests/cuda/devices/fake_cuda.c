@@ -53,21 +53,30 @@ static Memory *find(uint64_t address) {
     return found;
 }
 
-static void forget(Memory *memory) {
-    pthread_mutex_lock(&lock);
+static void take_out(Memory *memory) {  // with the lock held
     Memory **link = &memories;
     while (*link != memory) link = &(*link)->next;
     *link = memory->next;
-    pthread_mutex_unlock(&lock);
+}
+
+static void give_up(Memory *memory) {
     if (memory->fd >= 0) munmap(memory->at, memory->size), close(memory->fd);
     free(memory);
+}
+
+static void forget(Memory *memory) {
+    pthread_mutex_lock(&lock);
+    take_out(memory);
+    pthread_mutex_unlock(&lock);
+    give_up(memory);
 }
 
 static void leave(Memory *memory) {  // it goes with its last user
     pthread_mutex_lock(&lock);
     int left = --memory->users;
+    if (!left) take_out(memory);
     pthread_mutex_unlock(&lock);
-    if (!left) forget(memory);
+    if (!left) give_up(memory);
 }
 
 static Memory *create(size_t size) {
