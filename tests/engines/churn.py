@@ -26,6 +26,8 @@ ALONE = 0.15
 """The share of requests that share blocks with nobody, so that all of their prompt is computed, in chunks."""
 STEPS_BETWEEN_RESTS = 400
 SETTLE_SECONDS = 20.0
+EXTRA_SECONDS = 150.0
+"""What it takes longer at most until every moment has come: on a slow machine a minute has few steps."""
 MOMENTS = ("arrived", "waiting", "loading", "prefill", "decode")
 
 
@@ -41,15 +43,19 @@ class Churn:
         """Those that are to be aborted, and when."""
 
     def run(self, seconds: float) -> None:
-        """Goes on for so long, and then until nothing is left to do."""
+        """Goes on for so long, until requests have been aborted at every moment, and then until nothing is left to do."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while time.monotonic() < end or (self._has_more_to_come and time.monotonic() < end + EXTRA_SECONDS):
             while len(self.prompts) < AT_ONCE and self.rng.random() < 0.7:
                 self._arrive()
             self._step()
             if self.counts["steps"] % STEPS_BETWEEN_RESTS == 0:
                 self._rest()
         self._rest()
+
+    @property
+    def _has_more_to_come(self) -> bool:
+        return not all(self.counts[f"aborted {moment}"] for moment in MOMENTS)
 
     def _arrive(self) -> None:
         number, name = self.rng.randrange(len(self.truth)), f"c{self.counts['arrived']}"
