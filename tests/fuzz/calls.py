@@ -256,6 +256,8 @@ class Calls:
         path = f"/{method.containing_service.full_name}/{method.name}"
         if method.name == "Drain":
             message, self._drained = _staying(message), True
+        if method.name == "Fsck":
+            message = _at_full_speed(message)
         if flags & _LOCAL and not (method.client_streaming or method.server_streaming):
             self._call_locally(f"{method.containing_service.name}/{method.name}".encode(), message)
             return
@@ -367,6 +369,15 @@ class Calls:
         head = plain.pack_request(plain.Method.PUSH, request.SerializeToString())
         frame = plain.pack_frame_head(0, min(len(said), _PART), 0)
         self._say(socket.AF_INET, ("127.0.0.1", self._plain_port), head + frame + said)
+
+
+def _at_full_speed(message: bytes) -> bytes:
+    """Has a check read as fast as it can: a few bytes in a second are a wish that is granted, and take longer than any call."""
+    with contextlib.suppress(DecodeError):
+        request = admin_pb2.FsckRequest.FromString(message)
+        request.max_rate_bytes = 0
+        return request.SerializeToString()
+    return message
 
 
 def _staying(message: bytes) -> bytes:
