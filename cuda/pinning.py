@@ -39,7 +39,7 @@ class Pinnable(Protocol):
 
 
 class Registrar(Protocol):
-    """What pins memory. Called on background threads only; either call may take milliseconds."""
+    """What pins memory. Called on threads that warm a region up, stage bytes or close; either call may take milliseconds."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin whole pages. Raises PinError."""

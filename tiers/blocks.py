@@ -80,13 +80,8 @@ class NamespaceSpec:
 
     def groups_are_known(self, packed: bytes, length: int) -> bool:
         """Whether keys of one length, one behind the other, are sure to pass `check`. Column by column, for lookups wait for it."""
-        return _name_groups_below(len(self.part_bytes), packed, length)
-
-
-def _name_groups_below(most: int, packed: bytes, length: int) -> bool:
-    """Whether keys of one length are sure to name groups below this."""
-    *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
-    return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(most, 256))))
+        *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
+        return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(len(self.part_bytes), 256))))
 
 
 class Shelf:
