@@ -33,8 +33,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def service(running: Service) -> Iterator[Service]:
-    """The server, with its gate open."""
+    """The server, with its gate open and nobody there: sessions of the test before may still be on their way out."""
     running.gate.open()
+    running.server.wait_for(lambda status: not status.sessions)
     yield running
     running.gate.open()
 
@@ -250,7 +251,7 @@ def test_a_server_that_serves_no_devices_says_why(tmp_path: Path, config: str, c
     with ServerProcess(tmp_path, region=8 * MIB, config=config).start() as server, Engine(server.endpoint) as engine:
         with pytest.raises(DeviceUnavailable, match=cause):
             engine.register()
-        assert "engines' devices are not served" in server.log
+        eventually(lambda: "engines' devices are not served" in server.log)
         engine.client.store(KEYS, JOINED.parts(0))
         assert engine.stored(KEYS) == JOINED.parts(0)
 

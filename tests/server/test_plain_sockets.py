@@ -56,9 +56,9 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 
 @pytest.fixture
-def session(server: ServerProcess) -> Iterator[RawSession]:
-    """A session without manners."""
-    with RawSession(server.tcp, NAMESPACE, engine_id="raw") as session:
+def session(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[RawSession]:
+    """A session without manners, of an engine that is this test's own: the one before may still be on its way out."""
+    with RawSession(server.tcp, NAMESPACE, engine_id=request.node.name) as session:
         yield session
     server.wait_for(lambda status: not (status.leases or status.stores or status.quarantined_bytes))
 
@@ -248,7 +248,7 @@ def test_what_is_shown_is_the_way_that_was_taken_last(
         assert len(list(session.pull(request, timeout=TIMEOUT))) >= 1
 
     def shown() -> str:
-        return next(one.transport for one in server.status().sessions if one.engine_id == "raw")
+        return next(one.transport for one in server.status().sessions if one.engine_id == session.request.engine_id)
 
     complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=push_plainly(first))
     session.cache.CompleteStore(complete, timeout=TIMEOUT)
