@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,14 +12,26 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtier.client import Client, Credentials, KVTierError, Timeouts
+from kvtier.client import Client, Credentials, KVTierError, Timeouts, Unavailable
 from kvtier.server.tokens import entry_text, hash_of, new_token
 
 from .certificates import Authority
 from .payloads import key_of, namespace_of
 from .server_process import MIB, ServerProcess
 
-__all__ = ["KEYS", "PART", "TIMEOUTS", "Site", "Tokens", "error_of", "make_site", "status_of", "wait_for"]
+__all__ = [
+    "KEYS",
+    "PART",
+    "TIMEOUTS",
+    "Site",
+    "Tokens",
+    "error_of",
+    "make_site",
+    "ready_line",
+    "status_of",
+    "wait_for",
+    "why_refused",
+]
 
 PART = 16 << 10
 KEYS = [key_of(number) for number in range(8)]
@@ -105,10 +118,29 @@ def status_of(call: Callable[[], object]) -> str:
 
 
 def error_of(client: Client, seconds: float = 3.0) -> KVTierError:
-    """Returns why a client finds no server."""
+    """Returns why a client has found no server in so many seconds."""
     with pytest.raises(KVTierError) as error:
         client.wait_until_connected(seconds)
     return error.value
+
+
+def why_refused(client: Client, seconds: float = 20.0) -> KVTierError:
+    """Returns why a server refuses a client, as soon as it does."""
+    deadline = time.monotonic() + seconds
+    while isinstance(error := error_of(client, 0.05), Unavailable):
+        assert time.monotonic() < deadline, error
+    return error
+
+
+def ready_line(server: ServerProcess) -> dict[str, Any]:
+    """Returns what the server has logged when it was ready; that is written a moment after it serves."""
+
+    def said() -> dict[str, Any] | None:
+        lines = server.log.splitlines(keepends=True)
+        return next((json.loads(line) for line in lines if '"event": "ready"' in line and line.endswith("\n")), None)
+
+    line: dict[str, Any] = wait_for(said)
+    return line
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 10.0) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 from harness.bulk import wait_for_bulk
 from harness.payloads import assert_serves, namespace_of, payload
 from harness.raw import RawSession, refusal_of
-from harness.trust_site import KEYS, PART, Site, make_site, wait_for
+from harness.trust_site import KEYS, PART, Site, make_site, ready_line, wait_for
 from prometheus_client import CollectorRegistry
 
 from kvtier.protos.attach import REPLY_BYTES, Purpose, pack_request
@@ -64,8 +63,7 @@ def is_hung_up_on(connection: socket.socket) -> bool:
 
 def metrics_port(site: Site) -> int:
     """Returns the HTTP port."""
-    ready = next(json.loads(line) for line in site.server.log.splitlines() if '"event": "ready"' in line)
-    return int(ready["metrics_port"])
+    return int(ready_line(site.server)["metrics_port"])
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])

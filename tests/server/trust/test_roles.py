@@ -25,7 +25,7 @@ from harness.bulk import locate, wait_for_bulk
 from harness.launch import launch
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.raw import RawSession, attach_reply, refusal_of
-from harness.trust_site import KEYS, PART, Site, error_of, make_site, status_of, wait_for
+from harness.trust_site import KEYS, PART, Site, error_of, make_site, ready_line, status_of, wait_for, why_refused
 
 from kvtier.client import AccessDenied, Client, Credentials, SessionLost
 from kvtier.client.link import AttachError, Attachment
@@ -103,7 +103,7 @@ class TestWithoutCredentials:
         """As AccessDenied, with the reason; a token that has expired is none."""
         for name in (None, "old"):
             with site.client(name) as client:
-                error = error_of(client)
+                error = why_refused(client)
                 assert isinstance(error, AccessDenied)
                 assert error.reason == "UNAUTHENTICATED"
 
@@ -132,7 +132,7 @@ class TestTenants:
             with site.client("any-engine", tenant="acme") as anybody:
                 assert_serves(anybody, KEYS)
             with site.client("zeta-engine", tenant="acme") as thief:
-                error = error_of(thief)
+                error = why_refused(thief)
                 assert isinstance(error, AccessDenied)
                 assert error.reason == "WRONG_TENANT"
 
@@ -202,7 +202,8 @@ class TestRoles:
             with site.credentials("acme-reader").channel(parse_endpoint(f"127.0.0.1:{port}")) as bulk:
                 push = bulk.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
                 assert refused(lambda: push(iter([frame]), timeout=5)) == NOT_FOR_YOU
-        assert any('"acme-reader"' in line and "TransferService/Push" in line for line in site.audits())
+        # What is logged is written a moment later.
+        wait_for(lambda: any('"acme-reader"' in line and "TransferService/Push" in line for line in site.audits()))
 
     def test_admins_see_and_do_not_store_and_engines_do_not_see(self, site: Site) -> None:
         """AdminService is the admin's, and nothing else is."""
@@ -227,7 +228,7 @@ class TestRoles:
     def test_a_token_for_metrics_is_for_nothing_else(self, site: Site) -> None:
         """No RPC is for it."""
         with site.client("prometheus") as client:
-            assert error_of(client).reason == "PERMISSION_DENIED"
+            assert why_refused(client).reason == "PERMISSION_DENIED"
         assert all(Role.METRICS not in (roles or ()) for roles in RPC_ROLES.values())
 
 
@@ -251,7 +252,7 @@ class TestSharedMemory:
     def test_who_asks_for_it_and_may_not_have_it_is_told(self, site: Site) -> None:
         """Streams instead would be a tenth of the rate, and nobody would know why; with "auto" the link says it."""
         with site.client("acme-far", unix=True, transport="shm") as client:
-            error = error_of(client)
+            error = why_refused(client)
             assert isinstance(error, AccessDenied)
             assert "shared_memory" in str(error)
         with site.client("acme-far", unix=True) as client:
@@ -288,7 +289,7 @@ class TestStrict:
     def test_the_unix_socket_asks_as_well(self, strict: Site) -> None:
         """With a token all is as over TCP, shared memory included; without one nothing is."""
         with Client(strict.server.endpoint, namespace=namespace_of(PART)) as client:
-            assert error_of(client).reason == "UNAUTHENTICATED"
+            assert why_refused(client).reason == "UNAUTHENTICATED"
         with strict.client("acme-engine", unix=True) as client:
             client.wait_until_connected(10)
             assert client.transport == "shm"
@@ -301,8 +302,7 @@ class TestStrict:
 
     def test_metrics_want_a_token_and_health_does_not(self, strict: Site) -> None:
         """Of the role metrics or admin."""
-        ready = next(json.loads(line) for line in strict.server.log.splitlines() if '"event": "ready"' in line)
-        url = f"http://127.0.0.1:{ready['metrics_port']}"
+        url = f"http://127.0.0.1:{ready_line(strict.server)['metrics_port']}"
         with urlopen(f"{url}/healthz", timeout=5) as answer:  # noqa: S310 - a port of ours
             assert answer.status == 200
         for name, status in (("prometheus", 200), ("boss", 200), ("acme-engine", 401), (None, 401)):
@@ -458,9 +458,11 @@ class TestAudit:
 
     def test_refusals_and_admin_calls_are_written_now_and_then(self, site: Site) -> None:
         """A line names who, what and how it ended; a flood of the same is one line; no token is in the log."""
-        before = len(site.audits())  # of other tests of this server
         with site.credentials("boss").channel(parse_endpoint(site.server.tcp)) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
+            list(admin.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=20))
+            wait_for(lambda: any("AdminService/Evict" in line for line in site.audits()))
+            before = len(site.audits())  # of other tests of this server: by now all of them are written
             for _ in range(50):
                 admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=5)
             list(admin.Fsck(admin_pb2.FsckRequest(), timeout=20))

@@ -13,7 +13,7 @@ from harness.bulk import wait_for_bulk
 from harness.certificates import Authority, Pair
 from harness.launch import launch, refused_start
 from harness.payloads import assert_serves, namespace_of, payload
-from harness.trust_site import KEYS, PART, TIMEOUTS, Site, error_of, make_site, wait_for
+from harness.trust_site import KEYS, PART, TIMEOUTS, Site, error_of, make_site, wait_for, why_refused
 
 from kvtier.client import AsyncClient, Client, Credentials, InvalidRequest, NotConnected
 from kvtier.server.tokens import new_token
@@ -115,7 +115,7 @@ def test_a_new_certificate_is_in_use_without_a_restart(tmp_path: Path) -> None:
             late.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(early, KEYS)
         assert early.epoch == epoch
-        assert "a new certificate cannot be used" in site.server.log
+        wait_for(lambda: "a new certificate cannot be used" in site.server.log)
 
 
 def test_a_client_whose_files_have_gone_goes_on(site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +124,8 @@ def test_a_client_whose_files_have_gone_goes_on(site: Site, tmp_path: Path, capl
     ca.write_bytes(Path(site.authority.ca).read_bytes())
     credentials = Credentials(ca=str(ca), token=site.tokens.token["acme-far"])
     with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials, timeouts=TIMEOUTS) as client:
-        client.wait_until_connected(10)
+        # `wait_until_connected` would have it look for the bulk process at once, and the file would be gone too late.
+        wait_for(lambda: client.connected)
         ca.unlink()
         client.store(KEYS, [payload(key, PART) for key in KEYS])
         wait_for(lambda: "streams do not go to the bulk process" in caplog.text)
@@ -165,13 +166,13 @@ class TestMutual:
                 client.store(KEYS, [payload(key, PART) for key in KEYS])
                 assert_serves(client, KEYS)
             with self.connect(mutual, pair, tenant="zeta") as client:
-                assert error_of(client).reason == "WRONG_TENANT"
+                assert why_refused(client).reason == "WRONG_TENANT"
 
     def test_one_that_is_nobodys_needs_a_token(self, mutual: Site) -> None:
         """A certificate lets in; who it is, a token may say as well."""
         pair = mutual.authority.issue("stranger")
         with self.connect(mutual, pair) as client:
-            assert error_of(client).reason == "UNAUTHENTICATED"
+            assert why_refused(client).reason == "UNAUTHENTICATED"
         with self.connect(mutual, pair, "zeta-engine") as client:
             client.wait_until_connected(10)
 
@@ -230,7 +231,7 @@ def test_where_it_is_insecure_tokens_still_count(tmp_path: Path) -> None:
     token = site.tokens.token["acme-far"]
     with site.server.start():
         with Client(site.server.tcp, namespace=namespace_of(PART)) as client:
-            assert error_of(client).reason == "UNAUTHENTICATED"
+            assert why_refused(client).reason == "UNAUTHENTICATED"
         credentials = Credentials(token=token, insecure=True)
         with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials) as client:
             client.wait_until_connected(10)
