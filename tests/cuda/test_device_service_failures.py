@@ -116,7 +116,7 @@ def test_a_mover_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecut
         engine.clear()
         assert engine.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
         assert engine.contents() == engine.expected(0)
-        assert "a device's mover has ended" in service.server.log
+        eventually(lambda: "a device's mover has ended" in service.server.log)
         assert_all_memory_is_there(service, engine.client)
 
 
@@ -163,7 +163,7 @@ def test_a_server_that_is_killed(service: Service) -> None:
 
 def test_a_server_killed_in_mid_load(service: Service, aside: ThreadPoolExecutor) -> None:
     """The call comes back as an error when nothing is written to the engine's blocks any more."""
-    with Engine(service.server.endpoint, device=0.5).register() as engine:
+    with Engine(service.server.endpoint, device=2).register() as engine:
         engine.client.store_from_device(KEYS, range(BLOCKS))
         service.gate.close()
         loading = aside.submit(engine.client.load_to_device, KEYS, range(BLOCKS))
@@ -178,7 +178,7 @@ def test_a_server_killed_in_mid_load(service: Service, aside: ThreadPoolExecutor
 
 def test_a_session_lost_in_mid_load(service: Service, aside: ThreadPoolExecutor) -> None:
     """A load that nobody answers comes back when what was begun of it has ended: what the engine then writes stays."""
-    with Engine(service.server.endpoint, device=1).register() as engine:
+    with Engine(service.server.endpoint, device=2).register() as engine:
         engine.client.store_from_device(KEYS, range(BLOCKS))
         service.gate.close()
         loading = aside.submit(engine.client.load_to_device, KEYS, range(BLOCKS))
@@ -196,7 +196,7 @@ def test_a_session_lost_in_mid_load(service: Service, aside: ThreadPoolExecutor)
 @pytest.mark.parametrize("call", ["store_from_device", "load_to_device"])
 def test_a_client_that_gives_up(service: Service, call: str) -> None:
     """A call whose time is over begins nothing any more: no block and no slot is touched when the compute it came after ends."""
-    with Engine(service.server.endpoint, device=0.5).register() as engine:
+    with Engine(service.server.endpoint, device=2).register() as engine:
         if call == "load_to_device":
             engine.client.store_from_device(KEYS, range(BLOCKS))
             engine.fill(1)
@@ -214,7 +214,7 @@ def test_a_client_that_gives_up(service: Service, call: str) -> None:
 
 def test_a_copy_that_takes_too_long(service: Service, aside: ThreadPoolExecutor) -> None:
     """Where what was begun hangs, the call ends all the same, and the slots stay out of use until that has ended."""
-    with Engine(service.server.endpoint, device=0.2).register() as engine:
+    with Engine(service.server.endpoint, device=2).register() as engine:
         service.gate.close()
         storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
@@ -283,7 +283,7 @@ def test_a_lease_that_ends_in_mid_load(service: Service, aside: ThreadPoolExecut
 
 def test_a_server_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecutor) -> None:
     """SIGTERM: the server ends with its movers, within its time to drain."""
-    with Engine(service.server.endpoint, device=1).register() as engine:
+    with Engine(service.server.endpoint, device=2).register() as engine:
         service.gate.close()
         storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()

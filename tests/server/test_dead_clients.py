@@ -25,7 +25,7 @@ from kvtier.protos.v1 import cache_pb2
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
 KEYS = [key_of(number) for number in range(16)]
-LEASE_SECONDS = 1.0
+LEASE_SECONDS = 3.0
 
 # Takes slots, and says so in the middle of its work; what happens then is up to the test.
 _WRITER = """
@@ -50,9 +50,8 @@ with Client(sys.argv[2], namespace=namespace_of(1 << 20), name="writer", transpo
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server whose leases end soon, with a CPU tier of 32 blocks."""
-    config = f"[leases]\ndefault = {LEASE_SECONDS}"
-    with ServerProcess(tmp_path, region=32 * MIB, config=config) as process:
+    """A server with a CPU tier of 32 blocks."""
+    with ServerProcess(tmp_path, region=32 * MIB) as process:
         yield process.start()
 
 
@@ -62,7 +61,7 @@ def writer(server: ServerProcess, transport: str, then: str) -> Iterator[subproc
     program = _WRITER.replace("{then}", then)
     tests = str(Path(__file__).parent.parent)
     command = [sys.executable, "-c", program, tests, server.endpoint, transport]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "writing\n"
@@ -89,7 +88,7 @@ def test_writer_killed_in_mid_write(server: ServerProcess, transport: str, then:
             assert statuses_of(other, KEYS) == {KeyStatus.HIT_PENDING}
             assert set(other.store(KEYS, [payload(key, PART) for key in KEYS])) == {StoreStatus.IN_PROGRESS}
             process.kill()
-        status = server.wait_for(lambda status: len(status.sessions) == 1 and not status.quarantined_bytes, 5)
+        status = server.wait_for(lambda status: len(status.sessions) == 1 and not status.quarantined_bytes)
         assert (status.stores, status.leases) == (0, 0)
         assert statuses_of(other, KEYS) == {KeyStatus.MISS}
         # All of the memory is there again: 32 blocks fit, the killed client's among them.
@@ -100,7 +99,7 @@ def test_writer_killed_in_mid_write(server: ServerProcess, transport: str, then:
 
 @pytest.mark.parametrize("how", ["killed", "channel closed", "stream cancelled"])
 def test_a_client_that_vanishes_is_noticed_at_once(tmp_path: Path, how: str) -> None:
-    """A session falls in well under a second, whatever the server was doing with its stream at that moment."""
+    """A session falls at once, and not when its stream is collected, whatever the server was doing with it at that moment."""
     with ServerProcess(tmp_path, region=32 * MIB, config="[sessions]\nheartbeat_interval = 0.01").start() as server:
         for number in range(3):
             with contextlib.ExitStack() as closing:
@@ -112,7 +111,7 @@ def test_a_client_that_vanishes_is_noticed_at_once(tmp_path: Path, how: str) -> 
                 server.wait_for(lambda status: len(status.sessions) == 1)
                 time.sleep(0.1 + number * 0.003)
                 vanish()
-                server.wait_for(lambda status: not status.sessions, 0.7)
+                server.wait_for(lambda status: not status.sessions, 3.0)  # what takes so long is a machine that is busy
 
 
 def test_slots_of_a_fallen_session_wait_for_its_process(server: ServerProcess) -> None:
@@ -121,6 +120,7 @@ def test_slots_of_a_fallen_session_wait_for_its_process(server: ServerProcess) -
     Otherwise its late bytes would end in another client's block: hole 1 of the peers.
     """
     with Client(server.endpoint, namespace=NAMESPACE) as other:
+        other.wait_until_connected(10)
         with RawSession(server.endpoint, NAMESPACE, engine_id="raw", transport="shm") as raw:
             late = raw.attach()
             second = raw.attach()
@@ -160,21 +160,29 @@ def test_completion_of_a_fallen_session_is_refused(server: ServerProcess) -> Non
         assert found.lease_id == 0
 
 
-def test_writer_that_hangs(server: ServerProcess) -> None:
+def test_writer_that_hangs(tmp_path: Path) -> None:
     """A client that is stopped in mid-write loses its store when its time is over; its slots wait until it is heard of.
 
     Its completion then is refused, tells the server that nobody writes any more, and publishes nothing.
     """
-    with Client(server.endpoint, namespace=NAMESPACE) as other, writer(server, "shm", "time.sleep(0.5)") as process:
+    with (
+        ServerProcess(tmp_path, region=32 * MIB, config=f"[leases]\ndefault = {LEASE_SECONDS}").start() as server,
+        Client(server.endpoint, namespace=NAMESPACE) as other,
+        writer(server, "shm", "sys.stdin.readline()") as process,
+    ):
+        other.wait_until_connected(10)
         os.kill(process.pid, signal.SIGSTOP)
-        status = server.wait_for(lambda status: not status.stores, LEASE_SECONDS + 5)
+        status = server.wait_for(lambda status: not status.stores, LEASE_SECONDS + 10)
         assert status.quarantined_bytes == len(KEYS) * PART
         assert len(status.sessions) == 2
         assert statuses_of(other, KEYS) == {KeyStatus.MISS}
         half = KEYS[:8]
         assert set(other.store(half, [payload(key, PART) for key in half])) == {StoreStatus.GRANTED}
         os.kill(process.pid, signal.SIGCONT)
+        assert process.stdin is not None
         assert process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
         assert process.stdout.readline() == "LeaseLost STORE_NOT_FOUND\n"
         server.wait_for(lambda status: not status.quarantined_bytes)
         assert_serves(other, half, wait=0)
@@ -188,15 +196,16 @@ def test_reader_that_hangs(server: ServerProcess) -> None:
         Client(server.endpoint, namespace=NAMESPACE) as other,
     ):
         reader.store(KEYS, [payload(key, PART) for key in KEYS])
-        pinned = reader.lookup(KEYS)
-        assert pinned.prefix_hits == len(KEYS)
         many, again = ([key_of(number, salt=salt) for number in range(32)] for salt in ("more", "again"))
-        crowd = other.store(many, [payload(key, PART) for key in many])
+        blocks = [payload(key, PART) for key in many]
+        pinned = reader.lookup(KEYS, lease=LEASE_SECONDS)
+        assert pinned.prefix_hits == len(KEYS)
+        crowd = other.store(many, blocks)
         assert StoreStatus.NO_ROOM in crowd, "a pinned block was evicted"
         assert_serves(reader, KEYS, wait=0)
         with contextlib.ExitStack() as reading:
             batch = reading.enter_context(reader.read(pinned, range(len(KEYS))))
-            server.wait_for(lambda status: not status.leases, LEASE_SECONDS + 5)
+            server.wait_for(lambda status: not status.leases, LEASE_SECONDS + 10)
             other.store(again, [payload(key, PART) for key in again])
             stale = [
                 not np.array_equal(view, payload(key, PART)) for view, key in zip(batch.views(), KEYS, strict=True)
@@ -212,7 +221,7 @@ def test_sessions_of_stopped_clients_do_not_hold_up_others(server: ServerProcess
     with Client(server.endpoint, namespace=NAMESPACE) as other, writer(server, "grpc", "time.sleep(60)") as process:
         os.kill(process.pid, signal.SIGSTOP)
         keys = [key_of(number, salt="other") for number in range(8)]
-        began = time.monotonic()
+        # Neither waits for the other one's lease, which lasts for longer than their calls.
         other.store(keys, [payload(key, PART) for key in keys])
         assert_serves(other, keys, wait=0)
-        assert time.monotonic() - began < 2
+        assert server.status().stores == 1

@@ -152,7 +152,7 @@ def test_a_publisher_that_dies_ends_the_wait(prefill: Client, decode: Client, se
 
 def test_a_hold_that_ends_ends_the_wait(prefill: Client, decode: Client, server: ServerProcess) -> None:
     """Nearly over, its claim is told so; after a reset it is as if it had never been published."""
-    published(prefill, [key_of(99)], hold_for=6)
+    published(prefill, [key_of(99)], hold_for=8)
     claiming = Claiming(decode)
     assert claiming.waits()
     gone = claiming.result()
