@@ -49,6 +49,11 @@ def wait_for(what: Callable[[], object], seconds: float = 10.0) -> float:
     return time.monotonic() - began
 
 
+def is_back(server: ServerProcess, client: Client | AsyncClient) -> bool:
+    """Returns whether a client has a session of this life of the server: of the one before it may not have noticed the end."""
+    return client.epoch == server.status().epoch
+
+
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_client_registers_again_by_itself(
     server: ServerProcess, transport: str, keys: list[bytes], blocks: list[np.ndarray]
@@ -59,7 +64,7 @@ def test_client_registers_again_by_itself(
         assert set(client.flush(keys)) == {1}
         first = server.status()
         server.restart()
-        took = wait_for(lambda: client.connected)
+        took = wait_for(lambda: is_back(server, client))
         second = server.status()
         print(f"registered again {took:.3f} s after the server was ready")
         assert client.epoch == second.epoch != first.epoch
@@ -93,7 +98,7 @@ def test_lease_of_the_earlier_life_is_refused(
         old = client.lookup(keys)
         assert old.prefix_hits == len(keys)
         server.restart()
-        wait_for(lambda: client.connected)
+        wait_for(lambda: is_back(server, client))
         new = client.lookup(keys, wait=5)
         assert new.id != old.id
         with pytest.raises(LeaseLost) as refusal, client.read(old, range(8)):
@@ -118,7 +123,7 @@ def test_read_across_a_restart_is_refused(server: ServerProcess, keys: list[byte
             server.restart()
             # The mapping outlives the server: no SIGBUS, and the bytes are still there.
             assert bytes(batch.views()[0]) == blocks[0].tobytes()
-            wait_for(lambda: client.connected)
+            wait_for(lambda: is_back(server, client))
         assert_serves(client, keys)
 
 
@@ -132,7 +137,7 @@ def test_write_across_a_restart_is_refused_and_never_seen(
             for view, block in zip(batch.views(), blocks, strict=True):
                 view[:] = block.data
             server.restart()
-            wait_for(lambda: client.connected)
+            wait_for(lambda: is_back(server, client))
         assert client.lookup(keys, prefix=False).prefix_hits == 0
         status = server.status()
         assert (status.leases, status.stores, status.quarantined_bytes) == (0, 0, 0)
@@ -142,9 +147,10 @@ def test_calls_end_in_time_while_the_server_hangs(
     server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
 ) -> None:
     """A server that is there but silent (SIGSTOP) costs a call its deadline and no more; after SIGCONT the client is back."""
-    timeouts = Timeouts(connect=0.3, call=0.3, transfer=0.5)
+    timeouts = Timeouts(connect=1.5, call=1.5, transfer=1.5)
     buffers = filled(8, PART_BYTES)
     with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts) as client:
+        client.wait_until_connected(10)
         client.store(keys, blocks)
         server.suspend()
         try:
@@ -158,7 +164,7 @@ def test_calls_end_in_time_while_the_server_hangs(
                 began = time.monotonic()
                 with pytest.raises(Unavailable):
                     call()
-                assert time.monotonic() - began < 2
+                assert time.monotonic() - began < 10
             took = wait_for(lambda: not client.connected)
             print(f"noticed the silence {took:.3f} s later")
         finally:
@@ -191,7 +197,7 @@ def test_close_in_the_middle_of_connecting(server: ServerProcess) -> None:
         time.sleep(number * 0.0006)
         closer = threading.Thread(target=client.close)
         closer.start()
-        closer.join(5)
+        closer.join(20)
         assert not closer.is_alive(), "close hangs"
     server.wait_for(lambda status: not status.sessions)
 
@@ -206,7 +212,7 @@ async def test_async_client_registers_again_by_itself(
         old = await client.lookup(keys)
         first = server.status().epoch
         await asyncio.to_thread(server.restart)
-        took = await asyncio.to_thread(wait_for, lambda: client.connected)
+        took = await asyncio.to_thread(wait_for, lambda: is_back(server, client))
         print(f"registered again {took:.3f} s after the server was ready")
         assert server.status().epoch == client.epoch != first
         with pytest.raises(LeaseLost):

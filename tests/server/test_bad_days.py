@@ -50,8 +50,8 @@ def test_full_disk(tmp_path: Path) -> None:
         server.limit(resource.RLIMIT_FSIZE, file_of(server).stat().st_size + PART)
         store(client, during)
         began = time.monotonic()
-        assert set(client.flush(during, wait=3)) == {DurableStatus.VOLATILE}
-        assert time.monotonic() - began < 2, "waited for what cannot come about"
+        assert set(client.flush(during, wait=30)) == {DurableStatus.VOLATILE}
+        assert time.monotonic() - began < 15, "waited for what cannot come about"
         tier = server.tier("lmdb")
         assert not tier.healthy
         assert "cannot store" in tier.trouble
@@ -62,7 +62,7 @@ def test_full_disk(tmp_path: Path) -> None:
         assert set(client.flush([*during, *after])) == {DurableStatus.DURABLE}
         assert server.tier("lmdb").healthy
         server.restart()
-        read_when_back(client, [*before, *during, *after])
+        read_when_back(server, client, [*before, *during, *after])
 
 
 def test_full_disk_across_a_restart(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_full_disk_across_a_restart(tmp_path: Path) -> None:
         store(client, during)
         client.flush(during, wait=0.5)
         server.restart()
-        read_when_back(client, before)
+        read_when_back(server, client, before)
         buffers = filled(len(during), PART)
         hits = client.load(during, buffers, wait=2)
         assert all(is_payload(key, found) for key, found in zip(during[:hits], buffers, strict=False))
@@ -93,15 +93,15 @@ def test_file_that_is_no_store_any_more(tmp_path: Path) -> None:
         server.start()
         tier = server.tier("lmdb")
         assert "damaged" in tier.trouble
-        assert "damaged" in server.log
+        wait_until(lambda: "damaged" in server.log)
         assert not tier.healthy
         assert (server.data_dir / "lmdb" / "damaged-1" / "data.mdb").exists()
-        wait_until(lambda: client.connected)
+        wait_until_back(server, client)
         assert client.lookup(keys).prefix_hits == 0
         store(client, keys)
         assert set(client.flush(keys)) == {DurableStatus.DURABLE}
         server.restart()
-        read_when_back(client, keys)
+        read_when_back(server, client, keys)
         assert server.tier("lmdb").healthy
 
 
@@ -120,7 +120,7 @@ def test_file_with_flipped_bytes(tmp_path: Path, seed: int) -> None:
                 file.seek(rng.randrange(2 * 4096, size - 64))
                 file.write(rng.randbytes(64))
         server.start()
-        wait_until(lambda: client.connected)
+        wait_until_back(server, client)
         found = 0
         for key in keys:
             buffers = filled(1, PART)
@@ -148,7 +148,7 @@ def test_directory_that_is_gone(tmp_path: Path) -> None:
         store(client, more)
         assert_serves(client, [*keys, *more])
         server.restart()
-        wait_until(lambda: client.connected)
+        wait_until_back(server, client)
         assert client.lookup(keys).prefix_hits == 0
         store(client, keys)
         assert_serves(client, keys)
@@ -187,11 +187,14 @@ def test_descriptors_run_out(tmp_path: Path) -> None:
 def test_terminate_under_load(tmp_path: Path) -> None:
     """SIGTERM under load ends the server in time, with everything that was stored on the disk, and nothing left behind."""
     stored: list[bytes] = []
+    over = threading.Event()
     with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
 
         def run() -> None:
             # No more than may wait to be stored in the LMDB tier: beyond that it is left out.
             for number in range(0, 64, 2):
+                if number == 62:
+                    over.wait(60)
                 keys = [key_of(number + i, salt="t") for i in range(2)]
                 try:
                     store(client, keys)
@@ -202,15 +205,16 @@ def test_terminate_under_load(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        time.sleep(0.2)
+        wait_until(lambda: len(stored) >= 16)
         began = time.monotonic()
         assert server.terminate() == 0
+        over.set()
         print(f"{len(stored)} blocks stored; ended {time.monotonic() - began:.2f} s after SIGTERM")
         thread.join()
         assert 0 < len(stored) < 64
         assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("s")]
         server.start()
-        read_when_back(client, stored)
+        read_when_back(server, client, stored)
 
 
 def wait_until(what: Callable[[], object], seconds: float = 10.0) -> None:
@@ -221,7 +225,12 @@ def wait_until(what: Callable[[], object], seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def read_when_back(client: Client, keys: list[bytes]) -> None:
-    """Waits for the client to come back by itself, then reads all blocks."""
-    wait_until(lambda: client.connected)
+def wait_until_back(server: ServerProcess, client: Client) -> None:
+    """Waits for the client to come back by itself: of the life before it may not have noticed the end."""
+    wait_until(lambda: client.epoch == server.status().epoch)
+
+
+def read_when_back(server: ServerProcess, client: Client, keys: list[bytes]) -> None:
+    """Waits for the client to come back, then reads all blocks."""
+    wait_until_back(server, client)
     assert_serves(client, keys)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.bulk import wait_until
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.server_process import ServerProcess
 from harness.traffic import wait_connected
@@ -54,7 +55,8 @@ def test_a_disk_that_is_full_for_a_while(data_dir: Path, kind: str) -> None:
             assert set(client.flush([*BEFORE, *DURING, *AFTER])) == {DurableStatus.DURABLE}
             assert server.tier(kind).healthy
             server.restart()
-            wait_connected(client)
+            epoch = server.status().epoch
+            wait_until(lambda: client.epoch == epoch)
             assert_serves(client, [*BEFORE, *DURING, *AFTER])
             assert server.tier(kind).blocks == 96
         assert server.terminate() == 0
