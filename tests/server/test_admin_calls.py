@@ -13,7 +13,7 @@ import pytest
 from harness.payloads import key_of, namespace_of, payload
 from harness.server_process import ServerProcess
 
-from kvtier.client import Client
+from kvtier.client import Client, DurableStatus
 from kvtier.protos.reasons import reason_of
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 from kvtier.server.drainage import Drainage
@@ -42,7 +42,7 @@ def stub(server: ServerProcess) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
             with Client(server.endpoint, namespace=namespace_of(PART), engine_id="e") as client:
                 client.wait_until_connected(10)
                 client.store(keys, [payload(key, PART) for key in keys])
-                client.flush(keys)
+                assert set(client.flush(keys, wait=30)) == {DurableStatus.DURABLE}
         yield stub
 
 

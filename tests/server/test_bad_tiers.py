@@ -220,7 +220,7 @@ def test_a_tier_that_lists_nonsense(world: World) -> None:
     tier = world.server.status().tiers[1]
     assert "22 of the blocks that it lists were left out" in tier.trouble
     assert (tier.blocks, tier.used_bytes) == (1, 4096)
-    assert "22 of the blocks that it lists were left out" in world.server.log
+    wait_until(lambda: "22 of the blocks that it lists were left out" in world.server.log)
     world.store_durable(world.new(8))
     assert world.server.terminate() == 0
 

@@ -27,6 +27,7 @@ from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreS
 from kvtier.client.bulk import AnyStreams, BulkRoute, Streams
 from kvtier.protos.frames import decode_pull_frame, encode_push_frame
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.server.bulk import supervisor
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config import BulkConfig
 
@@ -398,7 +399,8 @@ def test_one_that_hangs_is_killed(server: ServerProcess, session: RawSession) ->
     with pushing(session, store_id):
         pid = kill_bulk(server, signal.SIGSTOP)
         abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
-        session.cache.CompleteStore(abort, timeout=Timeouts().call)
+        session.cache.CompleteStore(abort, timeout=TIMEOUT)
+        assert Timeouts().call / 2 >= supervisor._QUIET_SECONDS
         assert bulk_pid(server.pid) != pid
     assert server.status().quarantined_bytes == 0
     prepare(session)

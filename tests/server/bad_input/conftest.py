@@ -45,8 +45,9 @@ def world(shared: World) -> Iterator[World]:
             shared.held.pop()()
     assert shared.server.alive, shared.server.log[-3000:]
     assert_serves(shared.bystander, KEYS)
-    status = shared.server.wait_for(lambda status: not (status.leases or status.stores or status.holds), 5)
-    assert status.quarantined_bytes == 0
+    status = shared.server.wait_for(
+        lambda status: not (status.leases or status.stores or status.holds or status.quarantined_bytes), 20
+    )
     assert all(tier.healthy for tier in status.tiers)
     assert {session.engine_id for session in status.sessions} >= {"mine", "theirs", "headless"}
     assert shared.server.own_bytes() < shared.own_bytes + GROWTH_BYTES

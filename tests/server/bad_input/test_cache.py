@@ -202,4 +202,4 @@ def test_caller_that_does_not_wait_for_its_lease(world: World) -> None:
     with pytest.raises(grpc.RpcError) as refusal:
         world.mine.cache.Lookup(request, timeout=0.2)
     assert refusal_of(refusal.value) == ("DEADLINE_EXCEEDED", None)
-    world.server.wait_for(lambda status: status.leases == 0, 2)
+    world.server.wait_for(lambda status: status.leases == 0)

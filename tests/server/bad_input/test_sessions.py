@@ -143,4 +143,4 @@ def test_open_and_hang_up(world: World) -> None:
     """Sessions whose streams are dropped at once are gone at once."""
     for _ in range(50):
         opening(world)
-    world.server.wait_for(lambda status: len(status.sessions) == 4, 5)
+    world.server.wait_for(lambda status: len(status.sessions) == 4)
