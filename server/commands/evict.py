@@ -7,7 +7,6 @@ import contextlib
 import json
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from ...protos.endpoint import EndpointError, client_endpoint
@@ -16,6 +15,7 @@ from ..units import human_size, parse_duration, parse_size
 from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
 from .inquiry import InquiryError, follow, plain_console, refuse_inquiry
 from .progress import progress_bar
+from .sheet import Sheet
 
 __all__ = ["FIGURES", "run"]
 
@@ -84,9 +84,9 @@ def _read(flag: str, text: str, read: Any) -> Any:
         raise ValueError(f"{flag} {text}: {error}") from None
 
 
-def _table(result: EvictResponse, *, dry_run: bool) -> Table:
+def _table(result: EvictResponse, *, dry_run: bool) -> Sheet:
     title = "would go" if dry_run else "gone"
-    table = Table("tier")
+    table = Sheet("tier")
     for column in (title, "size", "stays (pinned, at work, retained)", "size"):
         table.add_column(column, justify="right")
     for tier in result.tiers:

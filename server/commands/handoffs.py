@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ...protos.endpoint import Endpoint
@@ -16,6 +15,7 @@ from ...protos.v1.handoff_pb2 import HandoffDirection
 from ..units import human_age, human_size, seconds_of
 from .console import EXIT_USAGE, refuse, say
 from .inquiry import ask, inquire, plain_console
+from .sheet import Sheet
 
 __all__ = ["DIRECTIONS", "run", "show", "to_json"]
 
@@ -64,8 +64,8 @@ def show(answer: ListHandoffsResponse, console: Console | None = None) -> None:
         console.print(f"{human_size(answer.held_bytes)} are held")
 
 
-def _holds(answer: ListHandoffsResponse) -> Table:
-    table = Table("engine", "request", "direction", "tenant")
+def _holds(answer: ListHandoffsResponse) -> Sheet:
+    table = Sheet("engine", "request", "direction", "tenant")
     for column in ("tokens", "blocks", "size", "on their way", "claims", "age", "ends in"):
         table.add_column(column, justify="right")
     for hold in answer.handoffs:
@@ -85,8 +85,8 @@ def _holds(answer: ListHandoffsResponse) -> Table:
     return table
 
 
-def _totals(answer: ListHandoffsResponse) -> Table:
-    table = Table("since start")
+def _totals(answer: ListHandoffsResponse) -> Sheet:
+    table = Sheet("since start")
     for column in ("held", "declined", "claims", "bytes claimed", "released", "expired", "dropped"):
         table.add_column(column, justify="right")
     for totals in answer.totals:

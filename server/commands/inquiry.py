@@ -32,7 +32,8 @@ __all__ = [
     "refuse_inquiry",
 ]
 
-_PLAIN_WIDTH = 160
+# Whatever a line has: what reads it is no terminal, and breaks none.
+_PLAIN_WIDTH = 10_000
 _OPTIONS = (
     # A proxy that is meant for the web has no business between us and the server.
     ("grpc.enable_http_proxy", 0),
@@ -122,7 +123,7 @@ def refuse_inquiry(error: EndpointError | InquiryError) -> int:
 
 
 def plain_console() -> Console:
-    """Returns where people read: the terminal, or lines that are long enough for tables."""
+    """Returns where people read: the terminal, or lines as long as they are."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH

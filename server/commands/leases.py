@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ...protos.endpoint import Endpoint
@@ -15,6 +14,7 @@ from ...protos.v1.admin_pb2 import LeaseKind, LeaseStatus, ListLeasesRequest, Li
 from ..units import human_age, human_size, seconds_of
 from .console import EXIT_USAGE, refuse, say
 from .inquiry import ask, inquire, plain_console
+from .sheet import Sheet
 
 __all__ = ["run", "show", "to_json"]
 
@@ -46,7 +46,7 @@ def show(answer: ListLeasesResponse, console: Console | None = None) -> None:
     if not answer.leases:
         console.print("no leases")
         return
-    table = Table("lease", "for", "engine", "client", "pid", "request")
+    table = Sheet("lease", "for", "engine", "client", "pid", "request")
     for column in ("age", "ends in", "blocks", "size", "on their way"):
         table.add_column(column, justify="right")
     for lease in answer.leases:

@@ -6,7 +6,6 @@ import argparse
 import json
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from ...protos.endpoint import Endpoint
@@ -15,6 +14,7 @@ from .. import status
 from ..units import human_age, human_size, seconds_of
 from .console import say
 from .inquiry import ask_status, inquire, plain_console
+from .sheet import Sheet
 
 __all__ = ["run"]
 
@@ -33,8 +33,8 @@ def run(options: argparse.Namespace) -> int:
     return inquire(options, ask_status, display)
 
 
-def _table(answer: GetStatusResponse) -> Table:
-    table = Table("client", "engine", "rank", "pid", "transport", "region", "model", "tenant")
+def _table(answer: GetStatusResponse) -> Sheet:
+    table = Sheet("client", "engine", "rank", "pid", "transport", "region", "model", "tenant")
     for column in ("age", "last heard", "calls", "leases", "pinned", "stores", "writing"):
         table.add_column(column, justify="right")
     for session in answer.sessions:

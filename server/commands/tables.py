@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ...protos.v1.admin_pb2 import GetStatusResponse
 from ..status import hit_rate
 from ..units import human_age, human_size, seconds_of
+from .sheet import Sheet
 
 __all__ = ["print_troubles", "sessions", "shares", "tiers"]
 
@@ -20,9 +20,9 @@ def print_troubles(answer: GetStatusResponse, console: Console) -> None:
             console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)
 
 
-def tiers(answer: GetStatusResponse) -> Table:
+def tiers(answer: GetStatusResponse) -> Sheet:
     """Returns the tiers, a line each."""
-    table = Table("tier", "type", title="tiers", title_justify="left")
+    table = Sheet("tier", "type", title="tiers", title_justify="left")
     for column in ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "damaged", "jobs"):
         table.add_column(column, justify="right")
     table.add_column("health")
@@ -50,9 +50,9 @@ def tiers(answer: GetStatusResponse) -> Table:
     return table
 
 
-def shares(answer: GetStatusResponse) -> Table:
+def shares(answer: GetStatusResponse) -> Sheet:
     """Returns who has what of each tier."""
-    table = Table("tenant", "tier", title="tenants", title_justify="left")
+    table = Sheet("tenant", "tier", title="tenants", title_justify="left")
     for column in ("used", "quota", "limit", "retained"):
         table.add_column(column, justify="right")
     for tier in answer.tiers:
@@ -68,10 +68,10 @@ def shares(answer: GetStatusResponse) -> Table:
     return table
 
 
-def sessions(answer: GetStatusResponse) -> Table:
+def sessions(answer: GetStatusResponse) -> Sheet:
     """Returns who is there, a line each."""
     columns = ("client", "engine", "rank", "transport", "model", "pid", "age", "region")
-    table = Table(*columns, title="sessions", title_justify="left")
+    table = Sheet(*columns, title="sessions", title_justify="left")
     for session in answer.sessions:
         table.add_row(
             Text(session.client_name),

@@ -6,7 +6,6 @@ import argparse
 import json
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from ...protos.endpoint import Endpoint
@@ -16,6 +15,7 @@ from ..units import human_size
 from . import tables
 from .console import say
 from .inquiry import ask_status, inquire, plain_console
+from .sheet import Sheet
 
 __all__ = ["run"]
 
@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
     return inquire(options, ask_status, display)
 
 
-def _behind(answer: GetStatusResponse) -> Table:
-    table = Table("tier", title="what waits, and what was left out", title_justify="left")
+def _behind(answer: GetStatusResponse) -> Sheet:
+    table = Sheet("tier", title="what waits, and what was left out", title_justify="left")
     for column in ("jobs", "queued", "dropped", "declined", "expired", "not retained"):
         table.add_column(column, justify="right")
     for tier in answer.tiers:

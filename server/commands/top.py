@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
@@ -20,6 +19,7 @@ from ..units import human_age, human_size
 from .console import EXIT_USAGE, refuse, say
 from .inquiry import InquiryError, UnreachableError, ask_status, plain_console, refuse_inquiry
 from .rates import rates
+from .sheet import Sheet
 
 __all__ = ["run"]
 
@@ -86,8 +86,8 @@ def _view(look: dict[str, Any] | str, endpoint: Endpoint) -> Group | Text:
     return Group(*pieces)
 
 
-def _tiers(look: dict[str, Any]) -> Table:
-    table = Table("tier", title="tiers, per second", title_justify="left")
+def _tiers(look: dict[str, Any]) -> Sheet:
+    table = Sheet("tier", title="tiers, per second", title_justify="left")
     for column in (
         "used",
         "fill",
@@ -121,8 +121,8 @@ def _tiers(look: dict[str, Any]) -> Table:
     return table
 
 
-def _tenants(look: dict[str, Any]) -> Table:
-    table = Table("tenant", "tier", title="tenants", title_justify="left")
+def _tenants(look: dict[str, Any]) -> Sheet:
+    table = Sheet("tenant", "tier", title="tenants", title_justify="left")
     for column in ("used", "change", "retained"):
         table.add_column(column, justify="right")
     for share in look["tenants"]:
@@ -136,8 +136,8 @@ def _tenants(look: dict[str, Any]) -> Table:
     return table
 
 
-def _sessions(look: dict[str, Any]) -> Table:
-    table = Table("client", "engine", "rank", "transport", title="sessions, the busiest first", title_justify="left")
+def _sessions(look: dict[str, Any]) -> Sheet:
+    table = Sheet("client", "engine", "rank", "transport", title="sessions, the busiest first", title_justify="left")
     for column in ("calls/s", "leases", "pinned", "stores", "writing", "last heard"):
         table.add_column(column, justify="right")
     for session in look["sessions"][:_MOST_SESSIONS]:

@@ -1,0 +1,87 @@
+"""Tables on terminals of any width: what is shown of them, and how."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from kvtier.server.commands.sheet import Sheet
+
+
+def shown(table: Sheet, width: int) -> list[str]:
+    """Returns the lines on a terminal that is so wide."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue().splitlines()
+
+
+def of_sessions(count: int = 2) -> Sheet:
+    """Returns a table with names that are long, and figures."""
+    table = Sheet("client", "engine", title="sessions", title_justify="left")
+    for column in ("last heard", "calls", "written"):
+        table.add_column(column, justify="right")
+    for number in range(count):
+        table.add_row("python", Text(f"{number}" * 32), f"{number}.5 s", f"1,000,00{number}", "256.0 KiB")
+    return table
+
+
+@pytest.mark.parametrize("width", [32, 40, 60, 79, 80, 120, 10_000])
+def test_every_figure_is_legible_at_any_width(width: int) -> None:
+    """No figure is cut or left out, and no line is too long."""
+    lines = shown(of_sessions(5), width)
+
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    for number in range(5):
+        assert f"{number}.5 s" in text
+        assert f"1,000,00{number}" in text
+    assert text.count("256.0 KiB") == 5
+
+
+def test_a_table_that_fits_has_a_line_for_each() -> None:
+    """Where there is room it is a table like any other."""
+    lines = shown(of_sessions(), 120)
+
+    assert [line.split()[1] for line in lines if line.startswith("│")] == ["python", "python"]
+    assert "0" * 32 in lines[4]
+
+
+def test_names_are_cut_before_a_table_is_turned() -> None:
+    """A line for each is worth more than the end of an id."""
+    lines = shown(of_sessions(), 70)
+
+    assert [line.split()[1] for line in lines if line.startswith("│")] == ["python", "python"]
+    assert "…" in lines[4]
+
+
+def test_a_turned_table_cuts_nothing_and_has_its_title_once() -> None:
+    """It has room for whole names, and is one table to who reads it."""
+    text = "\n".join(shown(of_sessions(3), 50))
+
+    assert "…" not in text
+    assert text.count("sessions") == 1
+    assert all(str(number) * 32 in text for number in range(3))
+
+
+def test_rows_stand_beside_each_other_where_there_is_room() -> None:
+    """Tiers are compared, so they are columns of one table."""
+    table = Sheet("tier")
+    for column in ("used", "of", "fill", "blocks", "hits", "misses"):
+        table.add_column(column, justify="right")
+    for tier in ("cpu", "lmdb"):
+        table.add_row(tier, *["1"] * 6)
+
+    lines = shown(table, 30)
+
+    assert [line.strip() for line in lines[1].split("┃")[1:-1]] == ["tier", "cpu", "lmdb"]
+    assert len(lines) == 3 + 6 + 1
+
+
+def test_an_empty_table_is_no_defect() -> None:
+    """It has a head, and nothing to be turned."""
+    assert shown(Sheet("client", "engine"), 10)
