@@ -18,6 +18,12 @@ import grpc
 __all__ = ["TlsError", "server_credentials"]
 
 _log = logging.getLogger(__name__)
+_DATES = (9, 10)  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED
+_SAYINGS = {
+    "KEY_VALUES_MISMATCH": "the key is not this certificate's (KEY_VALUES_MISMATCH)",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "there is none in it",
+    "": "the key is not a private key in PEM",  # the certificates were looked at before
+}
 
 
 class TlsError(Exception):
@@ -51,20 +57,26 @@ class _Files:
         """Reads the files. Raises TlsError."""
         try:
             self._seen = self._look()
+            # Read before OpenSSL does: it does not say which of them may not be read.
+            cert, key = _contents(self._cert), _contents(self._key)
+            roots = None if self._client_ca is None else _contents(self._client_ca)
+        except OSError as error:
+            raise TlsError(f"TLS with {self._cert} and {self._key}: {_said(error)}") from None
+        for path in filter(None, (self._cert, self._client_ca)):
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+            except OSError as error:
+                why = _said(error) if getattr(error, "reason", "") else "damaged"
+                raise TlsError(f"TLS with {path}: not certificates in PEM: {why}") from None
+        try:
             # What OpenSSL takes, gRPC takes: it says nothing itself until a client comes.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._cert, self._key, password=_no_password)
-            if self._client_ca is not None:
-                context.load_verify_locations(self._client_ca)
-            with open(self._cert, "rb") as cert, open(self._key, "rb") as key:  # noqa: PTH123
-                pair = (key.read(), cert.read())
-            roots = None
-            if self._client_ca is not None:
-                with open(self._client_ca, "rb") as file:  # noqa: PTH123
-                    roots = file.read()
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise TlsError(f"TLS with {self._cert} and {self._key}: {_said(error)}") from None
-        return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
+        if why := _out_of_date(context, self._cert):
+            _log.warning("clients will refuse the certificate %s: %s", self._cert, why)
+        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=roots)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Returns the new files' contents if there are new ones, and they are sound."""
@@ -85,13 +97,42 @@ class _Files:
         return [(s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for s in map(os.stat, files)]
 
 
+def _contents(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123
+        return file.read()
+
+
+def _out_of_date(context: ssl.SSLContext, cert: str) -> str:
+    """Returns why the server's certificate is not valid at this time; nothing if it is.
+
+    `ssl` reads no dates of one's own certificate, so a client that trusts just this one is shown it, in memory.
+    """
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False
+    trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    trusting.load_verify_locations(cert)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(to_client, to_server)
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server, client):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message if error.verify_code in _DATES else ""
+        except ssl.SSLError:  # what else it may dislike is for real clients to say
+            return ""
+    return ""
+
+
 def _no_password() -> str:
     raise ValueError("the key has a password")
 
 
 def _said(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return error.reason or str(error)
+        return _SAYINGS.get(error.reason or "", error.reason)
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -16,6 +16,7 @@ from harness.payloads import assert_serves, namespace_of, payload
 from harness.trust_site import KEYS, PART, TIMEOUTS, Site, error_of, make_site, wait_for, why_refused
 
 from kvtier.client import AsyncClient, Client, Credentials, InvalidRequest, NotConnected
+from kvtier.server.tls import server_credentials
 from kvtier.server.tokens import new_token
 
 
@@ -201,19 +202,42 @@ def test_an_expired_certificate_of_the_server_is_refused_by_clients(tmp_path: Pa
         client.wait_until_connected(10)
 
 
-@pytest.mark.parametrize("what", ["missing", "another's key", "no tokens"])
+def test_a_certificate_that_is_out_of_date_is_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start, and when it replaces one that is not: only clients would notice else."""
+    authority = Authority(tmp_path)
+    for days, wanted in (((-2, -1), "has expired"), ((1, 2), "not yet valid"), ((-1, 1), "")):
+        pair = authority.issue("server", days=days)
+        caplog.clear()
+        server_credentials(pair.cert, pair.key, None)
+        assert [pair.cert in text and wanted in text for text in caplog.messages] == ([True] if wanted else [])
+
+
+UNUSABLE = {
+    "missing": "none.pem: No such file or directory",
+    "no certificate": "junk.pem: not certificates in PEM: there is none in it",
+    "no key": "server.pem and {0}/junk.pem: the key is not a private key in PEM",
+    "another's key": "the key is not this certificate's (KEY_VALUES_MISMATCH)",
+    "no authority": "TLS with {0}/junk.pem: not certificates in PEM",
+    "no tokens": "Expected `str`, got `int`",
+}
+
+
+@pytest.mark.parametrize("what", list(UNUSABLE))
 def test_a_server_with_files_that_cannot_be_used_does_not_start(tmp_path: Path, what: str) -> None:
     """It says which, and why."""
     authority = Authority(tmp_path)
     pair, other = authority.issue("server"), authority.issue("other")
+    junk = tmp_path / "junk.pem"
+    junk.write_text("no PEM")
     (tmp_path / "tokens.toml").write_text("" if what != "no tokens" else "[[tokens]]\nname = 3")
-    cert = str(tmp_path / "none.pem") if what == "missing" else pair.cert
-    key = other.key if what == "another's key" else pair.key
+    cert = {"missing": str(tmp_path / "none.pem"), "no certificate": str(junk)}.get(what, pair.cert)
+    key = {"another's key": other.key, "no key": str(junk)}.get(what, pair.key)
+    client_ca = f'client_ca = "{junk}"\n' if what == "no authority" else ""
     config = tmp_path / "c.toml"
-    config.write_text(f'[tls]\ncert = "{cert}"\nkey = "{key}"\n[auth]\ntokens = "{tmp_path}/tokens.toml"')
-    reason = refused_start(tmp_path, "--config", str(config))
-    wanted = {"missing": "none.pem", "another's key": "KEY_VALUES_MISMATCH", "no tokens": "Expected `str`, got `int`"}
-    assert wanted[what] in reason
+    config.write_text(f'[tls]\ncert = "{cert}"\nkey = "{key}"\n{client_ca}[auth]\ntokens = "{tmp_path}/tokens.toml"')
+    assert UNUSABLE[what].format(tmp_path) in refused_start(tmp_path, "--config", str(config))
 
 
 def test_without_tls_or_insecure_it_does_not_start(tmp_path: Path) -> None:
