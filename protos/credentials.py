@@ -129,10 +129,11 @@ class _TokenFile:
             seen = (status.st_mtime_ns, status.st_size, status.st_ino)
             if seen != self._seen:
                 text = (_contents("token_file", self._path) or b"").decode(errors="replace").strip()
-                self._value, self._seen = f"Bearer {_checked(text, self._path)}", seen
+                self._value, self._seen = f"Bearer {_checked(text, 'what it has')}", seen
         except (OSError, CredentialsError) as error:
             if not self._value:
-                raise CredentialsError(f"token_file {self._path}: {error}") from None
+                why = error.strerror if isinstance(error, OSError) else error
+                raise CredentialsError(f"token_file {self._path}: {why}") from None
         return self._value
 
 

@@ -48,7 +48,7 @@ from .services.overview import Overview
 from .services.session import SessionService
 from .services.transfer import TransferService
 from .sessions import SessionRegistry
-from .sockets import SocketClaim, SocketError
+from .sockets import SocketClaim, SocketError, trouble_with_port
 from .status_page import StatusPage
 from .tenants import keeping_of
 from .tierfactory import open_tiers
@@ -324,7 +324,10 @@ class Server:
                 else:
                     port = server.add_secure_port(endpoint.target, trust.credentials)
             except RuntimeError as error:
-                raise StartError(f"cannot listen on {endpoint}: is the port in use?") from error
+                # gRPC does not say: another address than this host's, a name that nobody knows, a port that is taken.
+                trouble = None if endpoint.is_unix else trouble_with_port(endpoint)
+                why = trouble.strerror if trouble is not None else "is the port in use?"
+                raise StartError(f"cannot listen on {endpoint}: {why}") from error
             if not endpoint.is_unix:
                 self.ports.append(port)
 

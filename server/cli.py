@@ -5,6 +5,7 @@ Everything heavy is imported by the command that needs it, so that `kvtier --hel
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -36,10 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = importlib.import_module(f"{_COMMANDS}.{options.command}").run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as in `kvtier config | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return EXIT_FAILURE
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _forget_output()
+        return refuse([f"the answer cannot be written: {error.strerror}"], EXIT_FAILURE)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _OF_THE_SERVER:
             raise
         return refuse([f"{error}; this takes more than the client: pip install 'kvtier[server]'"], EXIT_FAILURE)
     return code
+
+
+def _forget_output() -> None:
+    """Lets what was not written yet go nowhere, instead of failing once more when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The Unix socket that a server listens on: whose it is, and what becomes of one that a killed server left behind.
+"""Where a server listens: whose its Unix socket is, what becomes of one that a killed server left behind, and ports.
 
 gRPC removes whatever socket it finds at its path and listens there, also when another server still does. So a server
 first claims the path: it locks a file beside it, which the kernel unlocks when the process ends, however it ends.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..protos.endpoint import Endpoint, default_endpoint
 
-__all__ = ["SocketClaim", "SocketError"]
+__all__ = ["SocketClaim", "SocketError", "trouble_with_port"]
 
 _ATTEMPTS = 10
 
@@ -68,6 +68,18 @@ class SocketClaim:
                 self._lock_path.unlink()
             os.close(self._lock)
             self._lock = None
+
+
+def trouble_with_port(endpoint: Endpoint) -> OSError | None:
+    """Returns why nobody could listen on this TCP address now; None if somebody could."""
+    try:
+        family, kind, number, _, where = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        return error
+    return None
 
 
 def _prepare_directory(directory: Path) -> None:

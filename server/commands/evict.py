@@ -27,7 +27,10 @@ FIGURES = ("tier", "blocks", "bytes", "kept_blocks", "kept_bytes")
 def run(options: argparse.Namespace) -> int:
     """Evicts; returns the exit code."""
     conditions = [name for name in _CONDITIONS if getattr(options, name) not in (None, [])]
-    if bool(conditions) == options.all:
+    if conditions and options.all:
+        flag = conditions[0].replace("_", "-")
+        return refuse([f"--all does not go with --{flag}: the conditions alone say what is to go"], EXIT_USAGE)
+    if not conditions and not options.all:
         return refuse(["say what is to go: one of the conditions, or --all"], EXIT_USAGE)
     try:
         request = _request(options)

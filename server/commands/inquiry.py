@@ -148,9 +148,13 @@ def _unreachable(endpoint: Endpoint, details: str) -> UnreachableError:
     """Tells somebody who hangs up from nobody who listens: gRPC calls both unavailable."""
     if "handshake failed" in details:
         cause = details.rpartition("OPENSSL_internal:")[2].removesuffix(": OK")
-        return UnreachableError(f"{endpoint}: no TLS with it: {cause}; does --ca fit?", "TLS")
+        # Dates are the certificate's own affair: no other --ca helps.
+        doubt = "" if "expired" in cause or "not yet valid" in cause else "; does --ca fit?"
+        return UnreachableError(f"{endpoint}: no TLS with it: {cause}{doubt}", "TLS")
     if not endpoint.is_unix and ("Socket closed" in details or "reset by peer" in details):
         return UnreachableError(
             f"{endpoint} hangs up; does it want TLS (--ca), or a certificate (--cert, --key)?", "TLS"
         )
+    if endpoint.is_unix and "Permission denied" in details:
+        return UnreachableError(f"{endpoint}: Permission denied; it is for the server's user and root")
     return UnreachableError(f"no server answers at {endpoint}; is `kvtier serve` running there?")

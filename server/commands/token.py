@@ -32,7 +32,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         try:
             _append(Path(options.file), entry)
-        except (OSError, TokensError) as error:
+        except OSError as error:
+            return refuse([f"{options.file}: cannot be written: {error.strerror}"], EXIT_FAILURE)
+        except TokensError as error:
             return refuse([f"{error}"], EXIT_FAILURE)
         complain([f"{name}: its hash is in {options.file}; the token is on standard output, and nowhere else"])
     say(token)

@@ -13,6 +13,7 @@ from pathlib import Path
 from ... import __version__
 from ...protos.endpoint import Endpoint, default_endpoint, parse_endpoint
 from ..sessions import PROTOCOL_VERSIONS
+from ..sockets import trouble_with_port
 from ..units import human_age, human_size, seconds_of
 from .finding import Finding, Scene, fail, ok, warn
 
@@ -40,7 +41,7 @@ def configuration(scene: Scene) -> Iterator[Finding]:
         )
     if scene.config is not None and not scene.warnings:
         yield ok(
-            f"can be used: {human_size(scene.config.region_size)} of memory, {len(scene.config.tiers)} tiers below it"
+            f"can be used: {human_size(scene.config.region_size)} of memory, tiers below it: {len(scene.config.tiers)}"
         )
 
 
@@ -236,7 +237,7 @@ def ports(scene: Scene) -> Iterator[Finding]:
     if not addresses:
         yield ok("none is wanted")
     for address in addresses:
-        trouble = _bind(address) if address.port else None
+        trouble = trouble_with_port(address) if address.port else None
         if trouble is None:
             yield ok(f"{address} is free")
         elif scene.status is not None and trouble.errno == errno.EADDRINUSE:
@@ -247,14 +248,3 @@ def ports(scene: Scene) -> Iterator[Finding]:
                 "a server could not start",
                 "choose another port (--listen, --metrics), or end who has it: ss -ltnp",
             )
-
-
-def _bind(address: Endpoint) -> OSError | None:
-    try:
-        family, kind, number, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, number) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-    except OSError as error:
-        return error
-    return None

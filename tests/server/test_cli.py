@@ -163,6 +163,13 @@ class TestConfig:
         done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True, timeout=30)
         assert (done.stdout, done.stderr) == ("#", "")
 
+    def test_a_disk_that_is_full(self) -> None:
+        """`kvtier config > file` says that there is no room for the file."""
+        command = f"{sys.executable} -m kvtier.server config > /dev/full"
+        done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False, timeout=30)
+        assert done.returncode == cli.EXIT_FAILURE
+        assert done.stderr == "kvtier: error: the answer cannot be written: No space left on device\n"
+
 
 class TestStatus:
     def test_table(self, serve_status: Any, capsys: pytest.CaptureFixture[str]) -> None:

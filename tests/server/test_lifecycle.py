@@ -169,6 +169,18 @@ class TestCollisions:
             assert not list(directory.glob("s2*"))
             assert_stored(f"unix:{directory}/s", keys)
 
+    @pytest.mark.parametrize("where", ["taken", "elsewhere"])
+    def test_same_port(self, directory: Path, where: str) -> None:
+        """A port that another program has, an address that is another host's: it says which."""
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            taken = f"127.0.0.1:{other.getsockname()[1]}"
+            address, why = {
+                "taken": (taken, "Address already in use"),
+                "elsewhere": ("192.0.2.1:7070", "Cannot assign requested address"),  # TEST-NET-1: nobody's
+            }[where]
+            reason = refused_start(directory, "--insecure", listen=address)
+        assert reason == f"cannot listen on {address}: {why}"
+
     def test_after_a_kill(self, directory: Path) -> None:
         """Sockets of a killed server are replaced, and what was durable is there."""
         with launch(directory) as server:

@@ -1,0 +1,63 @@
+"""What the commands say of a server that cannot be asked, by what gRPC and the kernel say of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvtier.protos.credentials import Credentials, CredentialsError
+from kvtier.protos.endpoint import parse_endpoint
+from kvtier.server.commands.inquiry import explain
+
+SOCKET, ADDRESS = "unix:/run/kvtier/kvtier.sock", "10.0.0.7:7450"
+EXPIRED = (
+    "Ssl handshake failed: SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: "
+)
+SAID = (
+    (SOCKET, "unix:/run/kvtier/kvtier.sock: connect: No such file or directory (2)", "no server answers at", ""),
+    (
+        SOCKET,
+        "UNKNOWN:/run/kvtier/kvtier.sock: connect: Permission denied (13)",
+        "Permission denied; it is for",
+        "answers",
+    ),
+    (ADDRESS, f"{EXPIRED}certificate has expired", "VERIFY_FAILED: certificate has expired", "--ca"),
+    (
+        ADDRESS,
+        f"{EXPIRED}unable to get local issuer certificate",
+        "local issuer certificate; does --ca fit?",
+        "answers",
+    ),
+)
+
+
+class Failed(grpc.RpcError):
+    """A call that reached nobody."""
+
+    def __init__(self, details: str) -> None:
+        self._details = details
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("endpoint", "details", "wanted", "unwanted"), SAID)
+def test_who_cannot_be_reached_and_why(endpoint: str, details: str, wanted: str, unwanted: str) -> None:
+    """What is asked of people is what helps."""
+    text = f"{explain(Failed(details), parse_endpoint(endpoint), 5)}"
+    assert wanted in text
+    assert not unwanted or unwanted not in text
+
+
+def test_a_file_of_a_token_that_is_not_there_is_named_once() -> None:
+    """And the kernel's number of it not at all."""
+    with pytest.raises(CredentialsError, match=r"^token_file /none: No such file or directory$"):
+        Credentials(token_file=Path("/none").as_posix()).channel(parse_endpoint(SOCKET))
