@@ -170,6 +170,10 @@ def test_what_is_scraped_is_what_the_rules_speak_of(tmp_path: Path) -> None:
         ({"terminationGracePeriodSeconds": 30}, "terminationGracePeriodSeconds"),
         ({"runAsUser": 0}, "runAsUser"),
         ({"data": {"type": "none"}, "config": {"tiers": []}}, "leaves no place"),
+        (
+            {"config": {"auth": {"metrics": True}}, "metrics": {"serviceMonitor": {"enabled": True}}},
+            "metrics.serviceMonitor.authorization",
+        ),
     ],
 )
 def test_values_that_cannot_be_meant_are_refused(tmp_path: Path, values: dict[str, Any], complaint: str) -> None:
@@ -177,6 +181,24 @@ def test_values_that_cannot_be_meant_are_refused(tmp_path: Path, values: dict[st
     done = _helm("template", tmp_path, values)
     assert done.returncode != 0
     assert complaint in done.stderr
+
+
+@needs_tools
+def test_scrapes_show_a_token_where_one_is_asked_for(tmp_path: Path) -> None:
+    """It is in a secret, which the operator reads."""
+    shown = {"credentials": {"name": "s", "key": "token"}}
+    monitor = {"serviceMonitor": {"enabled": True, "authorization": shown}}
+    rendered = _rendered(tmp_path, {"config": {"auth": {"metrics": True}}, "metrics": monitor})
+    assert [endpoint["authorization"] for endpoint in rendered["ServiceMonitor"]["spec"]["endpoints"]] == [shown]
+
+
+@needs_tools
+def test_a_server_that_traces_may_call_its_collector(tmp_path: Path) -> None:
+    """Any other calls nobody."""
+    assert _rendered(tmp_path, {})["NetworkPolicy"]["spec"]["egress"] == []
+    traced = _rendered(tmp_path, {"config": {"tracing": {"endpoint": "http://10.0.0.9:4317"}}})
+    assert traced["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress"]
+    assert "egress" not in traced["NetworkPolicy"]["spec"]
 
 
 def test_the_chart_is_of_the_version_that_it_installs() -> None:

@@ -36,6 +36,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and (eq .Values.probes.type "grpc") (not .Values.tcp.enabled) -}}
 {{- fail "probes.type=grpc wants tcp.enabled: the kubelet asks no Unix socket" -}}
 {{- end -}}
+{{- if and .Values.metrics.serviceMonitor.enabled $auth.metrics (not .Values.metrics.serviceMonitor.authorization) -}}
+{{- fail "config.auth.metrics: scrapes need a token; say where it is with metrics.serviceMonitor.authorization" -}}
+{{- end -}}
 {{- if and (eq .Values.data.type "none") (hasKey .Values.config "tiers") -}}
 {{- fail "data.type=none leaves no place for config.tiers" -}}
 {{- end -}}
