@@ -7,6 +7,7 @@ over TLS or a Unix socket; in the clear over TCP only where somebody has said `i
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Final, Self
 import grpc
 
 from .endpoint import CREDENTIAL_VARIABLES, Endpoint
+from .pem import PemError, check_certificates, check_pair
 
 __all__ = ["Credentials", "CredentialsError"]
 
@@ -99,11 +101,10 @@ class Credentials:
         self.check(endpoint)
         if not self.is_tls(endpoint):
             return None
-        return grpc.ssl_channel_credentials(
-            root_certificates=None if self.ca in (None, _SYSTEM) else _contents("ca", self.ca),
-            private_key=_contents("key", self.key),
-            certificate_chain=_contents("cert", self.cert),
-        )
+        ca = None if self.ca == _SYSTEM else self.ca
+        roots, key, chain = _contents("ca", ca), _contents("key", self.key), _contents("cert", self.cert)
+        _check_pem(ca, self.cert, self.key)
+        return grpc.ssl_channel_credentials(root_certificates=roots, private_key=key, certificate_chain=chain)
 
     def _bearer(self) -> Callable[[], str]:
         """Returns what returns the metadata's value; looks at the file first, to fail early."""
@@ -151,6 +152,23 @@ def _contents(name: str, path: str | None) -> bytes | None:
             return file.read(_MAX_FILE_BYTES)
     except (OSError, RuntimeError) as error:
         raise CredentialsError(f"{name} {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _check_pem(ca: str | None, cert: str | None, key: str | None) -> None:
+    """Raises CredentialsError for files that gRPC would not use: it reports them as a server that is not there."""
+    for name, path in (("ca", ca), ("cert", cert)):
+        if path is not None:
+            try:
+                check_certificates(os.path.expanduser(path))  # noqa: PTH111 - as what `_contents` has read
+            except PemError as error:
+                raise CredentialsError(f"{name} {path}: {error}") from None
+    if cert is not None and key is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_ciphers("ALL:@SECLEVEL=0")  # how long keys must be is for who is shown them
+        try:
+            check_pair(os.path.expanduser(cert), os.path.expanduser(key), context)  # noqa: PTH111
+        except PemError as error:
+            raise CredentialsError(f"cert {cert}, key {key}: {error}") from None
 
 
 def _with(details: Any, value: str) -> Any:

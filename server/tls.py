@@ -15,15 +15,12 @@ from typing import Any
 
 import grpc
 
+from ..protos.pem import PemError, check_certificates, check_pair
+
 __all__ = ["TlsError", "server_credentials"]
 
 _log = logging.getLogger(__name__)
 _DATES = (9, 10)  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED
-_SAYINGS = {
-    "KEY_VALUES_MISMATCH": "the key is not this certificate's (KEY_VALUES_MISMATCH)",
-    "NO_CERTIFICATE_OR_CRL_FOUND": "there is none in it",
-    "": "the key is not a private key in PEM",  # the certificates were looked at before
-}
 
 
 class TlsError(Exception):
@@ -62,18 +59,16 @@ class _Files:
             roots = None if self._client_ca is None else _contents(self._client_ca)
         except OSError as error:
             raise TlsError(f"TLS with {self._cert} and {self._key}: {_said(error)}") from None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for path in filter(None, (self._cert, self._client_ca)):
             try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
-            except OSError as error:
-                why = _said(error) if getattr(error, "reason", "") else "damaged"
-                raise TlsError(f"TLS with {path}: not certificates in PEM: {why}") from None
+                check_certificates(path)
+            except PemError as error:
+                raise TlsError(f"TLS with {path}: {error}") from None
         try:
-            # What OpenSSL takes, gRPC takes: it says nothing itself until a client comes.
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self._cert, self._key, password=_no_password)
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise TlsError(f"TLS with {self._cert} and {self._key}: {_said(error)}") from None
+            check_pair(self._cert, self._key, context)
+        except PemError as error:
+            raise TlsError(f"TLS with {self._cert} and {self._key}: {error}") from None
         if why := _out_of_date(context, self._cert):
             _log.warning("clients will refuse the certificate %s: %s", self._cert, why)
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=roots)
@@ -126,13 +121,5 @@ def _out_of_date(context: ssl.SSLContext, cert: str) -> str:
     return ""
 
 
-def _no_password() -> str:
-    raise ValueError("the key has a password")
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return _SAYINGS.get(error.reason or "", error.reason)
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+def _said(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -75,6 +76,25 @@ def test_a_token_is_not_sent_in_the_clear() -> None:
         Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=Credentials(cert="/c.pem"))
     with pytest.raises(InvalidRequest, match=r"ca /nowhere/ca\.pem: No such file"):
         Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=Credentials(ca="/nowhere/ca.pem"))
+
+
+def test_files_that_cannot_be_used_are_not_a_server_that_is_gone(tmp_path: Path) -> None:
+    """To gRPC a key that is another certificate's, and authorities that are none, are a connection that was refused."""
+    authority = Authority(tmp_path)
+    pair, other = authority.issue("engine-1"), authority.issue("engine-2")
+    junk = tmp_path / "junk.pem"
+    junk.write_text("no PEM")
+    for files, wanted in (
+        ({"ca": str(junk)}, f"ca {junk}: not certificates in PEM: there is none in it"),
+        ({"cert": str(junk), "key": pair.key}, f"cert {junk}: not certificates in PEM"),
+        ({"cert": pair.cert, "key": other.key}, "the key is not this certificate's"),
+        ({"cert": pair.cert, "key": str(junk)}, "the key is not a private key in PEM"),
+    ):
+        with pytest.raises(InvalidRequest, match=re.escape(wanted)):
+            Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=Credentials(**files))
+    usable = Credentials(ca=authority.ca, cert=pair.cert, key=pair.key)
+    with Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=usable) as client:
+        assert isinstance(error_of(client, 1.5), NotConnected)
 
 
 def test_the_environment_has_credentials(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
