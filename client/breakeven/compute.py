@@ -91,7 +91,9 @@ class PrefillEngine:
                 said = error.read(300).decode(errors="replace").replace("\n", " ")
             raise BreakEvenError(f"{self.url}{path} answers {error.code}: {said}") from None
         except (OSError, http.client.HTTPException) as error:
-            raise NobodyAnswers(f"no engine answers at {self.url}: {error}") from None
+            cause = error.reason if isinstance(error, urllib.error.URLError) else error
+            why = (isinstance(cause, OSError) and cause.strerror) or cause
+            raise NobodyAnswers(f"no engine answers at {self.url}: {why}") from None
         except ValueError as error:
             raise BreakEvenError(f"{self.url}{path} answers with something else than JSON: {error}") from None
         if not isinstance(found, dict):
