@@ -10,14 +10,15 @@ import logging
 import os
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from ..protos.pem import PemError, check_certificates, check_pair
 
-__all__ = ["TlsError", "server_credentials"]
+__all__ = ["TlsError", "TlsFiles", "read_files", "server_credentials"]
 
 _log = logging.getLogger(__name__)
 _DATES = (9, 10)  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED
@@ -25,6 +26,43 @@ _DATES = (9, 10)  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED
 
 class TlsError(Exception):
     """The certificate cannot be used; one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """What the files have, which gRPC can use; and the dates in them, in seconds since the epoch."""
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes | None
+    out_of_date: str
+    """Why clients refuse the certificate at this time; nothing if its dates are right."""
+    cert_expires: float | None
+    """When it expires; None if it has, or if that cannot be told."""
+    client_ca_expires: float | None
+    """When the last of those expires who vouch for clients; None if there are none, or if that cannot be told."""
+
+
+def read_files(cert: str, key: str, client_ca: str | None) -> TlsFiles:
+    """Reads the files (PEM), and looks whether they belong together. Raises TlsError."""
+    try:
+        # Read before OpenSSL does: it does not say which of them may not be read.
+        cert_pem, key_pem = _contents(cert), _contents(key)
+        roots = None if client_ca is None else _contents(client_ca)
+    except OSError as error:
+        raise TlsError(f"TLS with {cert} and {key}: {_said(error)}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for path in filter(None, (cert, client_ca)):
+        try:
+            check_certificates(path)
+        except PemError as error:
+            raise TlsError(f"TLS with {path}: {error}") from None
+    try:
+        check_pair(cert, key, context)
+    except PemError as error:
+        raise TlsError(f"TLS with {cert} and {key}: {error}") from None
+    out_of_date, expires = _dates(context, cert)
+    return TlsFiles(cert_pem, key_pem, roots, out_of_date, expires, _last_expiry(client_ca))
 
 
 def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.ServerCredentials:
@@ -54,24 +92,12 @@ class _Files:
         """Reads the files. Raises TlsError."""
         try:
             self._seen = self._look()
-            # Read before OpenSSL does: it does not say which of them may not be read.
-            cert, key = _contents(self._cert), _contents(self._key)
-            roots = None if self._client_ca is None else _contents(self._client_ca)
         except OSError as error:
             raise TlsError(f"TLS with {self._cert} and {self._key}: {_said(error)}") from None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        for path in filter(None, (self._cert, self._client_ca)):
-            try:
-                check_certificates(path)
-            except PemError as error:
-                raise TlsError(f"TLS with {path}: {error}") from None
-        try:
-            check_pair(self._cert, self._key, context)
-        except PemError as error:
-            raise TlsError(f"TLS with {self._cert} and {self._key}: {error}") from None
-        if why := _out_of_date(context, self._cert):
-            _log.warning("clients will refuse the certificate %s: %s", self._cert, why)
-        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=roots)
+        read = read_files(self._cert, self._key, self._client_ca)
+        if read.out_of_date:
+            _log.warning("clients will refuse the certificate %s: %s", self._cert, read.out_of_date)
+        return grpc.ssl_server_certificate_configuration([(read.key, read.cert)], root_certificates=read.client_ca)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Returns the new files' contents if there are new ones, and they are sound."""
@@ -97,8 +123,8 @@ def _contents(path: str) -> bytes:
         return file.read()
 
 
-def _out_of_date(context: ssl.SSLContext, cert: str) -> str:
-    """Returns why the server's certificate is not valid at this time; nothing if it is.
+def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:
+    """Returns why the server's certificate is not valid at this time (nothing if it is), and until when it is.
 
     `ssl` reads no dates of one's own certificate, so a client that trusts just this one is shown it, in memory.
     """
@@ -109,16 +135,35 @@ def _out_of_date(context: ssl.SSLContext, cert: str) -> str:
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = trusting.wrap_bio(to_client, to_server)
     server = context.wrap_bio(to_server, to_client, server_side=True)
-    for side in (client, server, client):
+    for side in (client, server) * 3:  # TLS 1.2 takes so many
         try:
             side.do_handshake()
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:
-            return error.verify_message if error.verify_code in _DATES else ""
+            return (error.verify_message if error.verify_code in _DATES else ""), None
         except ssl.SSLError:  # what else it may dislike is for real clients to say
-            return ""
-    return ""
+            return "", None
+    try:
+        return "", _expiry(client.getpeercert() or {})
+    except ValueError:  # it has not come to an end, or to a certificate
+        return "", None
+
+
+def _last_expiry(client_ca: str | None) -> float | None:
+    if client_ca is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(client_ca)
+    try:
+        return max(filter(None, map(_expiry, context.get_ca_certs())), default=None)
+    except (ValueError, ssl.SSLError):  # more than `ssl` can read; gRPC may
+        return None
+
+
+def _expiry(certificate: Mapping[str, Any]) -> float | None:
+    until = certificate.get("notAfter")
+    return None if until is None else ssl.cert_time_to_seconds(until)
 
 
 def _said(error: OSError) -> str:
