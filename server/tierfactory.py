@@ -10,7 +10,7 @@ from ..tiers.base import Medium, SecondaryTier, TierError, TierOpenError
 from .config import TierConfig
 from .strangers import said, shown
 
-__all__ = ["open_tier", "open_tiers"]
+__all__ = ["open_tier", "open_tiers", "tier_class"]
 
 _ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "shared": bool}
 """What a tier says of itself, beside its name and its capacity."""
@@ -42,7 +42,7 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
     """
     leave: dict[str, Any] = {} if mend or config.is_custom else {"mend": False}
     try:
-        make = _tier_class(config)
+        make = tier_class(config)
         tier = make(
             name=config.name,
             directory=config.path,
@@ -78,7 +78,8 @@ def _check(tier: SecondaryTier, config: TierConfig) -> None:
             raise TierOpenError(f"its `{attribute}` is {shown(value)}; it must be a {kind.__name__}")
 
 
-def _tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
+def tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
+    """Returns what makes a tier. Raises TierError, and whatever somebody else's module raises when it is imported."""
     if config.type == "lmdb":
         from ..tiers.lmdb import LMDBTier
 

@@ -14,7 +14,15 @@ from ...protos.endpoint import ENDPOINT_VARIABLE, Endpoint, EndpointError, clien
 from ...protos.v1.session_pb2 import CapabilitiesRequest, CapabilitiesResponse
 from ...protos.v1.session_pb2_grpc import SessionServiceStub
 from ..config import Config, ConfigError
-from ..doctor import disk_checks, engine_checks, memory_checks, process_checks, server_checks
+from ..doctor import (
+    disk_checks,
+    engine_checks,
+    memory_checks,
+    process_checks,
+    server_checks,
+    tier_checks,
+    trust_checks,
+)
 from ..doctor.finding import Check, Finding, Scene, Verdict, fail
 from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
 from .inquiry import InquiryError, ask_status, channel_to, explain, plain_console
@@ -28,11 +36,13 @@ CHECKS: dict[str, Check] = {
     "server": server_checks.server,
     "versions": server_checks.versions,
     "ports": server_checks.ports,
+    "trust": trust_checks.trust,
     "shared_memory": memory_checks.shared_memory,
     "huge_pages": memory_checks.huge_pages,
     "memlock": memory_checks.memlock,
     "container": memory_checks.container,
     "descriptors": process_checks.descriptors,
+    "tiers": tier_checks.tiers,
     "disks": disk_checks.disks,
     "clock": process_checks.clock,
     "hashes": engine_checks.hashes,

@@ -30,14 +30,14 @@ class Pair:
 
 
 class Authority:
-    """Somebody who vouches for others; `ca` is the file to hand out."""
+    """Somebody who vouches for others, between these days from now; `ca` is the file to hand out."""
 
-    def __init__(self, directory: Path, name: str = "ca") -> None:
+    def __init__(self, directory: Path, name: str = "ca", *, days: tuple[float, float] = (-1, 1)) -> None:
         self._directory = directory
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"test {name}")])
         certificate = (
-            _builder(self._name, self._name, self._key, (-1, 1))
+            _builder(self._name, self._name, self._key, days)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .sign(self._key, hashes.SHA256())
         )

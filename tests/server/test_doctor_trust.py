@@ -1,0 +1,283 @@
+"""`kvtier doctor`: certificates, tokens and classes of tiers that a server would stumble over, before one does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness.certificates import Authority, Pair
+from harness.command_line import answer_of, kvtier
+
+from kvtier.protos.endpoint import parse_endpoint
+from kvtier.server.config import AuthConfig, Config, TierConfig, TlsConfig
+from kvtier.server.doctor.finding import Finding, Scene, Verdict
+from kvtier.server.doctor.tier_checks import tiers
+from kvtier.server.doctor.trust_checks import trust
+from kvtier.server.tokens import entry_text, hash_of
+from kvtier.server.trust import Trust, TrustError
+
+LONG = (-1, 100)
+TOKEN = entry_text("me", hash_of("t"), "acme", ["engine"], shared_memory=False)
+
+
+def config_of(pair: Pair | None = None, ca: str | None = None, tokens: Path | None = None, **more: object) -> Config:
+    """Returns a configuration with these files."""
+    tls = TlsConfig(
+        cert=Path(pair.cert) if pair else None, key=Path(pair.key) if pair else None, client_ca=Path(ca) if ca else None
+    )
+    default = {"listen": ("unix:/nowhere",), "region_size": 1 << 26, "data_dir": Path("/nowhere")}
+    return Config(**default | more, tls=tls, auth=AuthConfig(tokens=tokens))  # type: ignore[arg-type]
+
+
+def scene_of(config: Config | None) -> Scene:
+    """Returns what checks look at where no server runs."""
+    return Scene(
+        config=config,
+        problems=(),
+        warnings=(),
+        endpoint=parse_endpoint("unix:/nowhere"),
+        timeout=1.0,
+        status=None,
+        silence="",
+        reason="",
+        protocol_versions=(),
+        server_version="",
+        environ={},
+    )
+
+
+def found(*verdicts: str, of: list[Finding]) -> list[Finding]:
+    """Returns findings, which must have these verdicts, and all but the good ones what follows and what to do."""
+    assert [each.verdict.value for each in of] == list(verdicts), of
+    assert all(bool(each.why) == bool(each.do) == (each.verdict is not Verdict.OK) for each in of)
+    return of
+
+
+def private(pair: Pair) -> Pair:
+    """Returns a pair whose key is its owner's alone."""
+    Path(pair.key).chmod(0o600)
+    Path(pair.cert).chmod(0o644)
+    return pair
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    """Who vouches for certificates, for long."""
+    made = Authority(tmp_path, days=LONG)
+    Path(made.ca).chmod(0o644)
+    return made
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """A file with one token."""
+    path = tmp_path / "tokens.toml"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    return path
+
+
+class TestTrust:
+    def test_nothing_is_wanted(self) -> None:
+        """A line; and none where the configuration cannot be used, of which another check says so."""
+        [finding] = found("ok", of=list(trust(scene_of(config_of()))))
+        assert finding.seen == "neither TLS nor tokens are wanted"
+        assert list(trust(scene_of(None))) == []
+
+    def test_all_is_well(self, authority: Authority, tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Each of the files has a line, with how long it holds and how many are in it; nothing is logged."""
+        pair = private(authority.issue("server", days=LONG))
+        config = config_of(pair, authority.ca, tokens)
+        cert, ca, directory = found("ok", "ok", "ok", of=list(trust(scene_of(config))))
+        assert f"{pair.cert} and its key can be used for 99 d" in cert.seen
+        assert f"{authority.ca}, who vouch for clients, can be used for 99 d" in ca.seen
+        assert directory.seen == f"{tokens}: tokens: 1, certificates: 0, expired: 0"
+        assert caplog.messages == []
+
+    @pytest.mark.parametrize(
+        ("days", "verdict", "seen"),
+        [
+            ((-2, -1), "fail", "certificate has expired"),
+            ((1, 2), "fail", "certificate is not yet valid"),
+            ((-1, 13), "warn", "expires in 12 d 23 h"),
+            ((-1, 15), "ok", "can be used for 14 d 23 h"),
+        ],
+    )
+    def test_dates_of_the_certificate(
+        self,
+        authority: Authority,
+        caplog: pytest.LogCaptureFixture,
+        days: tuple[float, float],
+        verdict: str,
+        seen: str,
+    ) -> None:
+        """Clients refuse it, or will; the server would start with it, and its warning in the log is not repeated here."""
+        pair = private(authority.issue("server", days=days))
+        [finding] = found(verdict, of=list(trust(scene_of(config_of(pair)))))
+        assert seen in finding.seen
+        assert pair.cert in finding.seen
+        assert ("put a new one in its place" in finding.do) is (verdict != "ok")
+        assert caplog.messages == []
+
+    @pytest.mark.parametrize(
+        ("days", "verdict", "seen"),
+        [((-2, -1), "fail", "all in it have expired"), ((-1, 3), "warn", "the last in it expires in 2 d 23 h")],
+    )
+    def test_dates_of_who_vouch_for_clients(
+        self, tmp_path: Path, authority: Authority, days: tuple[float, float], verdict: str, seen: str
+    ) -> None:
+        """It is the last of them that counts: an old one beside its successor is as it should be."""
+        pair, old = private(authority.issue("server", days=LONG)), Path(Authority(tmp_path, "old", days=days).ca)
+        _, finding = found("ok", verdict, of=list(trust(scene_of(config_of(pair, str(old))))))
+        assert seen in finding.seen
+        old.write_text(old.read_text() + Path(authority.ca).read_text())
+        found("ok", "ok", of=list(trust(scene_of(config_of(pair, str(old))))))
+
+    @pytest.mark.parametrize(
+        ("spoil", "seen"),
+        [
+            (lambda pair, _: Path(pair.cert).unlink(), "server.pem: No such file or directory"),
+            (lambda pair, _: Path(pair.key).unlink(), "server.key: No such file or directory"),
+            (lambda pair, _: Path(pair.cert).write_text("junk"), "not certificates in PEM"),
+            (lambda pair, other: Path(pair.key).write_text(Path(other.key).read_text()), "KEY_VALUES_MISMATCH"),
+        ],
+    )
+    def test_files_of_tls_that_cannot_be_used(
+        self, authority: Authority, spoil: Callable[[Pair, Pair], object], seen: str
+    ) -> None:
+        """In the words of the server that refuses to start with them."""
+        pair = private(authority.issue("server", days=LONG))
+        spoil(pair, authority.issue("other"))
+        config = config_of(pair, authority.ca)
+        [finding] = found("fail", of=list(trust(scene_of(config))))
+        with pytest.raises(TrustError) as refused:
+            Trust(config)
+        assert finding.seen == str(refused.value)
+        assert seen in finding.seen
+        assert finding.why.startswith("the server does not start")
+
+    def test_an_authority_that_is_none(self, tmp_path: Path, authority: Authority) -> None:
+        """The line names the file of the three."""
+        (tmp_path / "junk.pem").write_text("junk")
+        pair = private(authority.issue("server"))
+        [finding] = found("fail", of=list(trust(scene_of(config_of(pair, f"{tmp_path}/junk.pem")))))
+        assert finding.seen.startswith(f"TLS with {tmp_path}/junk.pem: ")
+
+    def test_files_that_others_can_change_or_read(self, authority: Authority, tokens: Path) -> None:
+        """Each with the command that mends it. Who can read a certificate or hashes of tokens has nothing from it."""
+        pair = private(authority.issue("server", days=LONG))
+        config = config_of(pair, authority.ca, tokens)
+        Path(pair.key).chmod(0o640)  # for a group that is there for this
+        tokens.chmod(0o644)
+        found("ok", "ok", "ok", of=list(trust(scene_of(config))))
+        for path in (pair.cert, pair.key, authority.ca, tokens):
+            Path(path).chmod(0o666)
+        findings = found(*["ok"] * 2, *["warn"] * 4, "ok", "warn", of=list(trust(scene_of(config))))
+        bad = [each for each in findings if each.verdict is Verdict.WARN]
+        writable = (pair.cert, pair.key, authority.ca)
+        assert [each.do for each in bad[:3]] == [f"chmod go-w {path}" for path in writable]
+        assert "every user can read the private key" in bad[3].seen
+        assert bad[3].do.startswith(f"chmod o-rwx {pair.key} ")
+        assert bad[4].do == f"chmod go-w {tokens}"
+        tokens.chmod(0o620)
+        assert found("ok", "ok", *["warn"] * 4, "ok", "warn", of=list(trust(scene_of(config))))[-1].do == bad[4].do
+
+    @pytest.mark.parametrize(
+        ("text", "seen"),
+        [
+            (None, "cannot be read: No such file or directory"),
+            ("[[tokens]]\nname = 7\n", "Expected `str`, got `int`"),
+            ("[[tokens]", "Expected ']]'"),
+            (TOKEN + TOKEN, "is there twice"),
+        ],
+    )
+    def test_tokens_that_cannot_be_used(self, tokens: Path, text: str | None, seen: str) -> None:
+        """In the words of the server, too."""
+        tokens.unlink()
+        if text is not None:
+            tokens.write_text(text)
+            tokens.chmod(0o600)
+        config = config_of(tokens=tokens)
+        [finding] = found("fail", of=list(trust(scene_of(config))))
+        with pytest.raises(TrustError) as refused:
+            Trust(config)
+        assert finding.seen == str(refused.value)
+        assert seen in finding.seen
+
+    @pytest.mark.parametrize(
+        ("text", "verdict", "seen"),
+        [
+            ("", "warn", "tokens: 0, certificates: 0, expired: 0"),
+            (f"{TOKEN}expires = 2020-01-01T00:00:00Z\n", "warn", "tokens: 1, certificates: 0, expired: 1"),
+            (
+                f'{TOKEN}expires = 2020-01-01T00:00:00\n[[certificates]]\nname = "c"\nroles = ["admin"]\n',
+                "ok",
+                "tokens: 1, certificates: 1, expired: 1",
+            ),
+        ],
+    )
+    def test_tokens_that_let_nobody_in(self, tokens: Path, text: str, verdict: str, seen: str) -> None:
+        """An empty file, or one of which all has expired."""
+        tokens.write_text(text)
+        [finding] = found(verdict, of=list(trust(scene_of(config_of(tokens=tokens)))))
+        assert seen in finding.seen
+
+
+class TestTiers:
+    @pytest.mark.parametrize(
+        ("source", "verdict", "seen"),
+        [
+            ("from harness.bad_tiers import BadTier as Odd", "ok", "tier odd: odd_doctor:Odd can be imported"),
+            (None, "fail", "cannot import odd_doctor:Odd: No module named 'odd_doctor'"),
+            ("import no_such_module", "fail", "cannot import odd_doctor:Odd: No module named 'no_such_module'"),
+            ("Even = 1", "fail", "has no attribute 'Odd'"),
+            ("Odd = dict", "fail", "odd_doctor:Odd is not a SecondaryTier"),
+            ("raise SystemExit(3)", "fail", "cannot import odd_doctor:Odd: SystemExit: 3"),
+            ("1 / 0", "fail", "cannot import odd_doctor:Odd: ZeroDivisionError: division by zero"),
+        ],
+    )
+    def test_classes(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        source: str | None,
+        verdict: str,
+        seen: str,
+    ) -> None:
+        """Each way of not being there; what a module prints is not on standard output. Nothing is opened."""
+        if source is not None:
+            (tmp_path / "odd_doctor.py").write_text(f"print('hello')\n{source}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "odd_doctor", raising=False)
+        tier = TierConfig(type="odd_doctor:Odd", name="odd", path=tmp_path / "odd", size=1 << 24)
+        [finding] = found(verdict, of=list(tiers(scene_of(config_of(tiers=(tier,))))))
+        assert seen in finding.seen
+        assert capsys.readouterr().out == ""
+        assert not tier.path.exists()
+
+    def test_none(self) -> None:
+        """A line; and none where the configuration cannot be used."""
+        found("ok", of=list(tiers(scene_of(config_of()))))
+        assert list(tiers(scene_of(None))) == []
+
+
+def test_the_command_says_it_once(tmp_path: Path, authority: Authority, tokens: Path) -> None:
+    """As a table and as JSON, with exit code 1, and with nothing on standard error; `kvtier config` is content with the same."""
+    pair = private(authority.issue("server", days=(-2, -1)))
+    config = tmp_path / "kvtier.toml"
+    config.write_text(
+        f'[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n[auth]\ntokens = "{tokens}"\n'
+        f'[[tiers]]\ntype = "no_such_module:Odd"\npath = "{tmp_path}/odd"\nsize = "16MiB"\n'
+    )
+    flags = ("--config", str(config), "--region-size", "64MiB")
+    only = ("--only", "trust", "--only", "tiers")
+    findings = answer_of("doctor", *flags, *only, code=1)["findings"]
+    verdicts = [(each["check"], each["verdict"]) for each in findings]
+    assert verdicts == [("trust", "fail"), ("trust", "ok"), ("tiers", "fail")]
+    said = kvtier("doctor", *flags, *only, code=1)
+    assert said.stderr == ""
+    assert f"fail trust: {pair.cert}: certificate has expired\n     why: every client refuses it\n" in said.stdout
+    kvtier("config", *flags)
