@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Sequence
 
 from ...protos.endpoint import EndpointError, client_endpoint
 from .. import fsck
 from ..config import ConfigError, TierConfig
-from ..units import parse_size
+from ..units import KIB, human_size, parse_size
 from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, refuse, say
 from .progress import progress_bar
 from .settings import load
@@ -17,6 +18,8 @@ __all__ = ["run"]
 
 _ONLY_OFFLINE = ("config", "data_dir")
 _ONLY_ONLINE = ("endpoint", "rate")
+_LEAST_RATE = 64 * KIB
+"""Less is a unit that was left out: such a check would not end."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -82,7 +85,7 @@ def _follow(options: argparse.Namespace, reports: dict[str, fsck.TierReport]) ->
     from .fsck_client import check_by_server
 
     endpoint = client_endpoint(options.endpoint)
-    rate = parse_size(options.rate or 0)
+    rate = _read_rate(options.rate)
     steps = check_by_server(endpoint, options.tier, repair=options.repair, rate=rate, timeout=options.timeout)
     with progress_bar("fsck") as progress:
         for report, total, found in steps:
@@ -91,6 +94,21 @@ def _follow(options: argparse.Namespace, reports: dict[str, fsck.TierReport]) ->
                 progress(report.blocks, total)
             if not options.json:
                 _say_all(fsck.finding_lines(report.name, found))
+
+
+def _read_rate(text: str | None) -> int:
+    """Returns bytes in a second; 0 where they are not bounded. Raises ValueError."""
+    if text is None:
+        return 0
+    try:
+        rate = parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--rate {text}: {error}") from None
+    number = re.sub(r"[^\d.]", "", text)
+    if rate < _LEAST_RATE and float(number):
+        least = f"at least {human_size(_LEAST_RATE)}/s, or 0 for no bound"
+        raise ValueError(f"--rate {text}: {human_size(rate)}/s; did you mean {number}MiB? It takes {least}")
+    return rate
 
 
 def _say_all(lines: Iterable[str]) -> None:

@@ -166,7 +166,9 @@ def _add_fsck(commands: Any) -> None:
     )
     online = fsck.add_argument_group("with a running server, at --endpoint")
     online.add_argument("--online", action="store_true", help="let the running server check its tiers")
-    online.add_argument("--rate", metavar="SIZE", help="read at most so much in a second, like 100MiB")
+    online.add_argument(
+        "--rate", metavar="SIZE", help="read at most so much in a second, like 100MiB; 64KiB at least (0: no bound)"
+    )
 
 
 def _add_bench(commands: Any) -> None:

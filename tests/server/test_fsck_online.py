@@ -231,13 +231,35 @@ def test_refusals(server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp
     assert fsck(server, "--tier", "nvme") == 4
     assert "there is no tier 'nvme' to check; there are lmdb" in capsys.readouterr().err
     assert fsck(server, "--rate", "fast") == 2
-    assert "not a size" in capsys.readouterr().err
+    assert "--rate fast: not a size" in capsys.readouterr().err
     assert fsck(server, "--config", "x.toml") == 2
     assert "--config does not go with --online" in capsys.readouterr().err
     assert main(["fsck", "--rate", "1MiB"]) == 2
     assert "--rate does not go without --online" in capsys.readouterr().err
     assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/nobody"]) == 2
     assert "no server answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        ("5", "5 B/s; did you mean 5MiB?"),
+        ("0.5", "0 B/s; did you mean 0.5MiB?"),
+        ("63 KiB", "63.0 KiB/s; did you mean 63MiB?"),
+        ("64KiB", None),
+        ("0", None),
+    ],
+)
+def test_a_rate_without_its_unit(
+    rate: str, said: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A check that would not end is wrong usage before anybody is asked; 0 is no bound."""
+    assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/nobody", "--rate", rate]) == 2
+    error = capsys.readouterr().err
+    if said:
+        assert error == f"kvtier: error: --rate {rate}: {said} It takes at least 64.0 KiB/s, or 0 for no bound\n"
+    else:
+        assert "no server answers" in error
 
 
 def test_nothing_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
