@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ __all__ = [
     "check_offline",
     "exit_code",
     "finding_lines",
+    "holds_others",
     "lines",
     "summary_lines",
     "to_json",
@@ -34,7 +36,10 @@ EXIT_DAMAGED = 1
 EXIT_REPAIRED = 3
 """There was damage; all of it was put out of the way."""
 EXIT_UNCHECKED = 4
-"""A tier could not be checked: a server has it, say."""
+"""A tier could not be checked: a server has it, say, or its directory is somewhere else."""
+
+_OF_THE_DISK = frozenset({"lost+found"})
+_MOST_NAMED = 3
 
 Progress = Callable[[int, int], None]
 """Is told how many blocks have been checked, and of how many."""
@@ -71,6 +76,7 @@ def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None
     report = TierReport(config.name, config.type, config.path)
     try:
         if not config.path.is_dir() or not any(config.path.iterdir()):
+            _see_the_place(config)
             report.note = "no files"
             return report
         with _opened(config, report, repair=repair) as tier:
@@ -93,6 +99,35 @@ def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None
     except Exception as error:  # noqa: BLE001 - a tier's own; the other tiers are checked all the same
         report.error = f"tier {config.name}: {type(error).__name__}: {error}"
     return report
+
+
+def holds_others(data_dir: Path, tiers: Sequence[TierConfig]) -> str | None:
+    """Returns why a data directory cannot be that of these tiers: it has none of theirs, and something else."""
+    homes = [tier.path for tier in tiers if tier.path.parent == data_dir]
+    try:
+        if not data_dir.is_dir() or any(os.path.lexists(home) for home in homes):
+            return None
+        others = sorted(entry.name for entry in data_dir.iterdir() if entry.name not in _OF_THE_DISK)
+    except OSError:
+        return None  # each tier says so itself
+    if not others:
+        return None
+    named = ", ".join(others[:_MOST_NAMED]) + (", …" if len(others) > _MOST_NAMED else "")
+    return f"nothing in {data_dir} is of these tiers; there is {named}"
+
+
+def _see_the_place(config: TierConfig) -> None:
+    """Sees whether a tier without files has a place for them at least. Raises TierError.
+
+    Who has nothing to check where nothing can be has been told a wrong name, or has a disk that is not mounted.
+    """
+    if config.is_custom:
+        return  # it may have files elsewhere, or none
+    if os.path.lexists(config.path):
+        if not config.path.is_dir():
+            raise TierError(f"{config.path} is not a directory")
+    elif not config.path.parent.is_dir():
+        raise TierError(f"there is no directory {config.path.parent}: no server has run with it, or it is another one")
 
 
 @contextlib.contextmanager

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ...protos.endpoint import EndpointError, client_endpoint
 from .. import fsck
-from ..config import ConfigError, TierConfig
+from ..config import Config, ConfigError
 from ..units import KIB, human_size, parse_size
 from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, refuse, say
 from .progress import progress_bar
@@ -18,6 +18,7 @@ __all__ = ["run"]
 
 _ONLY_OFFLINE = ("config", "data_dir")
 _ONLY_ONLINE = ("endpoint", "rate")
+_NO_TIER = "nothing to check: there is no tier below the CPU tier"
 _LEAST_RATE = 64 * KIB
 """Less is a unit that was left out: such a check would not end."""
 
@@ -35,25 +36,32 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         return refuse(error.problems, EXIT_CONFIG)
     complain(f"warning: {warning}" for warning in loaded.warnings)
-    return _offline(loaded.config.tiers, options)
+    return _offline(loaded.config, options)
 
 
-def _offline(tiers: Sequence[TierConfig], options: argparse.Namespace) -> int:
-    """Checks these tiers, or those of them that were asked for; returns the exit code."""
+def _offline(config: Config, options: argparse.Namespace) -> int:
+    """Checks the tiers, or those of them that were asked for; returns the exit code."""
+    tiers = config.tiers
     names = [tier.name for tier in tiers]
     unknown = [name for name in options.tier if name not in names]
     if unknown:
         return refuse([f"there is no tier {name!r}; there are {', '.join(names)}" for name in unknown], EXIT_USAGE)
+    others = fsck.holds_others(config.data_dir, tiers)
     reports = []
     for tier in tiers:
         if options.tier and tier.name not in options.tier:
             continue
-        with progress_bar(tier.name) as progress:
-            reports.append(fsck.check_offline(tier, repair=options.repair, progress=progress))
+        if others and tier.path.parent == config.data_dir and not tier.is_custom:
+            reports.append(fsck.TierReport(tier.name, tier.type, tier.path, error=others))
+        else:
+            with progress_bar(tier.name) as progress:
+                reports.append(fsck.check_offline(tier, repair=options.repair, progress=progress))
         if not options.json:
             _say_all(fsck.lines(reports[-1]))
     if options.json:
         say(fsck.to_json(reports))
+    elif not tiers:
+        say(_NO_TIER)
     return fsck.exit_code(reports)
 
 
@@ -73,7 +81,7 @@ def _online(options: argparse.Namespace) -> int:
     if options.json:
         say(fsck.to_json(list(reports.values())))
     elif not reports:
-        say("nothing to check: there is no tier below the CPU tier")
+        say(_NO_TIER)
     else:
         for report in reports.values():
             _say_all(fsck.summary_lines(report))

@@ -50,6 +50,7 @@ class Desk:
         self._work = directory / "work"
         for made in (self._runtime, self._work, directory / "home", directory / "bin"):
             made.mkdir()
+        (directory / "home" / "data" / "kvtier").mkdir(mode=0o700, parents=True)  # a server was here
         for name in ("deploy", "docs", "examples", "tests", "bench"):
             (self._work / name).symlink_to(ROOT / name)
         for name, program in _PROGRAMS.items():

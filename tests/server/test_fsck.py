@@ -127,11 +127,56 @@ def test_a_damaged_index(config: Path, capsys: pytest.CaptureFixture[str], name:
     assert run(config) == 0
 
 
-def test_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("there", [[], ["lost+found"], ["lmdb"]], ids=str)
+def test_no_files(tmp_path: Path, there: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Where nothing was ever stored there is nothing to check, and nothing is made."""
-    assert main(["fsck", "--data-dir", str(tmp_path / "data")]) == 0
+    data = tmp_path / "data"
+    for name in ("", *there):
+        (data / name).mkdir()
+    assert main(["fsck", "--data-dir", str(data)]) == 0
     assert "nothing to check: no files" in capsys.readouterr().out
-    assert not (tmp_path / "data").exists()
+    assert sorted(entry.name for entry in data.rglob("*")) == there
+
+
+@pytest.mark.parametrize("given", ["flag", "file", "environment", "path"])
+def test_no_directory(
+    tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A data directory that is not there was not checked, whoever has named it: a typo, or a disk that is not mounted."""
+    data, file = tmp_path / "data", tmp_path / "kvtier.toml"
+    arguments = ["fsck", "--data-dir", str(data)] if given == "flag" else ["fsck"]
+    if given == "environment":
+        monkeypatch.setenv("KVTIER_DATA_DIR", str(data))
+    elif given != "flag":
+        tier = f'tiers = [{{type = "disk", path = "{data}/nvme", size = "1GiB"}}]'
+        file.write_text(f'data_dir = "{data}"' if given == "file" else f'data_dir = "{tmp_path}"\n{tier}')
+        arguments += ["--config", str(file)]
+    assert main(arguments) == fsck.EXIT_UNCHECKED
+    assert f"not checked: there is no directory {data}: no server has run with it" in capsys.readouterr().out
+    assert not data.exists()
+
+
+def test_a_directory_of_others(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither was one that has other things and none of the tiers; a tier that is new beside another has nothing to check."""
+    for wrong in (config.parent, config.parent / "data" / "disk"):
+        assert run(config, "--data-dir", str(wrong)) == 4
+        said = capsys.readouterr().out.splitlines()
+        assert [line.partition(" not checked: ")[0] for line in said] == ["lmdb:", "disk:"]
+        assert all(f"nothing in {wrong} is of these tiers; there is data" in line for line in said)
+    shutil.rmtree(config.parent / "data" / "lmdb")
+    assert run(config) == 0
+    assert "lmdb: nothing to check: no files" in capsys.readouterr().out
+    (config.parent / "data" / "lmdb").symlink_to(config.parent / "unmounted")
+    assert run(config) == 4
+    assert f"lmdb: not checked: {config.parent}/data/lmdb is not a directory" in capsys.readouterr().out
+
+
+def test_the_cpu_tier_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server without tiers below it has nothing to check, whatever there is on disk."""
+    file = tmp_path / "kvtier.toml"
+    file.write_text(f'tiers = []\ndata_dir = "{tmp_path}/data"')
+    assert main(["fsck", "--config", str(file)]) == 0
+    assert capsys.readouterr().out == "nothing to check: there is no tier below the CPU tier\n"
 
 
 def test_a_directory_that_is_no_store(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
