@@ -28,6 +28,7 @@ T = TypeVar("T")
 Health = Callable[[], str | None]
 
 _REQUEST_SECONDS = 10.0
+_TEXT = "text/plain; charset=utf-8"
 
 
 class MetricsServerError(Exception):
@@ -136,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, *file)
         elif path != "/healthz" and not self.server.admits(self.headers.get("Authorization")):
             body = b"a token with the role metrics is needed\n"
-            self._answer(HTTPStatus.UNAUTHORIZED, "text/plain; charset=utf-8", body)
+            self._answer(HTTPStatus.UNAUTHORIZED, _TEXT, body)
         elif path == "/status.json" and page:
             self._figures(page)
         elif path == "/metrics":
@@ -145,13 +146,23 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/healthz":
             trouble = self._trouble()
             status = HTTPStatus.SERVICE_UNAVAILABLE if trouble else HTTPStatus.OK
-            self._answer(status, "text/plain; charset=utf-8", f"{trouble or 'ok'}\n".encode())
+            self._answer(status, _TEXT, f"{trouble or 'ok'}\n".encode())
         else:
             paths = "/, /status.json, /metrics, /healthz" if page else "/metrics, /healthz"
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", f"{paths}\n".encode())
+            self._answer(HTTPStatus.NOT_FOUND, _TEXT, f"{paths}\n".encode())
 
     def do_HEAD(self) -> None:
         self.do_GET()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answers what the base class refuses, as everything else is answered; and ends the connection, whose rest nobody reads."""
+        status = HTTPStatus(code)
+        if status is HTTPStatus.NOT_IMPLEMENTED:  # a method that has no do_
+            status = HTTPStatus.METHOD_NOT_ALLOWED
+        self.request_version = self.protocol_version  # or an answer to what is no HTTP would have no headers
+        self.close_connection = True
+        said = "only GET and HEAD" if status is HTTPStatus.METHOD_NOT_ALLOWED else status.phrase.lower()
+        self._answer(status, _TEXT, f"{said}\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         """Says nothing: a scrape every few seconds is no news."""
@@ -183,6 +194,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         if status is HTTPStatus.UNAUTHORIZED:
             self.send_header("WWW-Authenticate", "Bearer")
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
             with contextlib.suppress(ConnectionError):

@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.server.metrics_http import MetricsServer, MetricsServerError, on_loop
+from kvtier.server.status_page import SECURITY_HEADERS
 
 REGISTRY = CollectorRegistry()
 
@@ -62,7 +64,36 @@ class TestEndpoint:
         assert get(server.port, "/")[0] == 404
         assert get(server.port, "/metrics", "HEAD")[::2] == (200, "")
         assert get(server.port, "/metrics?x=1")[0] == 200
-        assert get(server.port, "/metrics", "POST")[0] == 501
+        assert get(server.port, "/metrics", "POST") == (405, "text/plain; charset=utf-8", "only GET and HEAD\n")
+
+    @pytest.mark.parametrize(
+        ("request_", "status"),
+        [
+            (b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\nhi", 405),
+            (b"PUT /metrics HTTP/1.1\r\n\r\n", 405),
+            (b"OPTIONS * HTTP/1.0\r\n\r\n", 405),
+            (b"GET / HTTP/1.1 <b>\r\n\r\n", 400),
+            (b"<script>\r\n\r\n", 400),
+            (b"GET / HTTP/2.0\r\n\r\n", 505),
+            (b"GET /".ljust(65537, b"a"), 414),  # and not a byte that nobody reads: it would be a reset
+            (b"GET / HTTP/1.1\r\n" + b"a: ".ljust(65537, b"a"), 431),
+            (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 101, 431),
+        ],
+        ids=lambda value: f"{value[:16]}" if isinstance(value, bytes) else "",
+    )
+    def test_refusals(self, server: MetricsServer, request_: bytes, status: int) -> None:
+        """What is refused is refused in plain text, with the headers of every other answer, and ends the connection."""
+        said = "only GET and HEAD" if status == 405 else HTTPStatus(status).phrase.lower()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            connection.sendall(request_)
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert (answer.status, answer.read().decode()) == (status, f"{said}\n")
+            assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
+            assert answer.headers["Allow"] == ("GET, HEAD" if status == 405 else None)
+            assert (answer.headers["Connection"], connection.recv(1)) == ("close", b"")
+            assert {name: answer.headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
+            assert "Python" not in answer.headers["Server"]
 
     def test_port_in_use(self, server: MetricsServer) -> None:
         """A port that is taken is an error at once, in one line that names it."""

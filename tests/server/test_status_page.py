@@ -107,7 +107,7 @@ class TestServing:
         for path in ("/index.html", "/status_page.py", "/../status_page.py", "/%2e%2e/status_page.py", "/page"):
             assert get(port, path)[0] == 404, path
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-            assert get(port, "/status.json", method)[0] == 501, method
+            assert get(port, "/status.json", method)[0] == 405, method
 
     def test_who_may_see(self, start: Start) -> None:
         """Figures are for those that are admitted; the page that asks for a token, and health, are for everybody."""
