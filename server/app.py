@@ -50,7 +50,7 @@ from .services.transfer import TransferService
 from .sessions import SessionRegistry
 from .sockets import SocketClaim, SocketError, trouble_with_port
 from .status_page import StatusPage
-from .tenants import keeping_of
+from .tenants import keeping_of, why_refused
 from .tierfactory import open_tiers
 from .tracing import Tracing, TracingError, open_tracing
 from .trust import Trust, TrustError
@@ -231,7 +231,7 @@ class Server:
                 keeping = keeping_of(self.config, region_bytes, tiers)
                 runtime = TierRuntime(region, tiers, keeping, stall_seconds=self.config.limits.tier_stall)
             except ValueError as error:
-                raise StartError(str(error)) from error
+                raise StartError(why_refused(error)) from error
             opened.pop_all()  # they are the runtime's from here on
         self._closers.push_async_callback(self._close_runtime, runtime)
         return runtime

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from .config import TenantConfig, TierConfig
 from .settings import LISTS, SETTINGS, TABLES, TENANT_SETTINGS, TIER_SETTINGS, Setting
 from .sources import Loaded
+from .toml import toml_text
 
 __all__ = ["reference", "to_json", "to_toml"]
 
@@ -30,7 +30,7 @@ def to_toml(loaded: Loaded) -> str:
     for tier in loaded.config.tiers:
         lines += ["", f"[[tiers]]  # {loaded.origins['tiers']}", *_toml_tier(tier)]
     for tenant in loaded.config.tenants:
-        lines += ["", f"[tenants.{_toml(tenant.name)}]  # {loaded.origins['tenants']}", *_toml_tenant(tenant)]
+        lines += ["", f"[tenants.{toml_text(tenant.name)}]  # {loaded.origins['tenants']}", *_toml_tenant(tenant)]
     return "\n".join(lines) + "\n"
 
 
@@ -99,29 +99,14 @@ def _amounts(tenant: TenantConfig) -> dict[str, dict[str, Any]]:
 
 
 def _toml_tenant(tenant: TenantConfig) -> list[str]:
-    return [f"{key} = {_toml(value)}" for key, value in _amounts(tenant).items()]
+    return [f"{key} = {toml_text(value)}" for key, value in _amounts(tenant).items()]
 
 
 def _toml_value(setting: Setting, value: Any) -> str:
     if setting.unit is not None:
         text = setting.show(value)
         return text if text.isdigit() else f'"{text}"'
-    return _toml("off" if value is None else value)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (str, Path)):
-        # JSON's strings are TOML's, but for DEL, which TOML wants escaped.
-        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, msgspec.Struct):
-        value = {key: item for key, item in msgspec.structs.asdict(value).items() if item is not None}
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return str(value)
+    return toml_text("off" if value is None else value)
 
 
 def _aligned(rows: list[tuple[str, str]]) -> list[str]:

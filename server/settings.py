@@ -50,7 +50,9 @@ class Setting:
             return "off"
         if self.unit == "bytes":
             return format_size(int(value))
-        return format_duration(value) if self.unit == "seconds" else f"{value}"
+        if self.unit == "seconds":
+            return format_duration(value)
+        return f"{value}".lower() if isinstance(value, bool) else f"{value}"
 
     def read(self, value: Any, *, is_text: bool = False) -> Any:
         """Returns a value in its type, checked; `is_text` says that it comes from where there is nothing but text.

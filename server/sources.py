@@ -23,6 +23,7 @@ from .machine import memory_bytes
 from .settings import LISTS, SETTINGS, TABLES, nearest
 from .tenants import read_tenants
 from .tierconfig import default_tiers, read_tiers
+from .toml import toml_text
 from .units import GIB, MIB
 
 __all__ = ["CONFIG_VARIABLE", "Loaded", "load"]
@@ -71,8 +72,7 @@ class _Draft:
             )
             self.origins[key] = origin
         except ValueError as error:
-            shown = f'"{value}"' if isinstance(value, str) else f"{value}"
-            self.problems.append(f"{origin}: {key} = {shown}: {error}")
+            self.problems.append(f"{origin}: {key} = {toml_text(value)}: {error}")
 
 
 def load(

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..tiers.base import SecondaryTier
 from ..tiers.keeping import CPU_TIER, Keeping
-from ..tiers.shares import Shares, Tenant
+from ..tiers.shares import QuotaError, Shares, Tenant
 from .config import Amount, Config, RateConfig, TenantConfig, TierConfig
 from .namespaces import tenant_tag
 from .settings import SETTINGS, TENANT_SETTINGS, nearest
-from .units import parse_size
+from .toml import toml_text
+from .units import human_size, parse_size
 
-__all__ = ["keeping_of", "read_tenants"]
+__all__ = ["keeping_of", "read_tenants", "why_refused"]
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 _USABLE = {"lmdb": 0.8, "disk": 0.9}
@@ -60,6 +61,16 @@ def keeping_of(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]
     )
 
 
+def why_refused(error: ValueError) -> str:
+    """Returns what is wrong with shares, with sizes as people write them."""
+    if not isinstance(error, QuotaError):
+        return f"{error}"
+    quotas, over, room = map(
+        human_size, (error.quota_bytes, error.quota_bytes - error.capacity_bytes, error.capacity_bytes)
+    )
+    return f"tier {error.tier}: the quotas add up to {quotas}, {over} more than the {room} that it has for blocks"
+
+
 def _read_tenant(name: str, table: object, tiers: Sequence[str]) -> TenantConfig:
     if not isinstance(table, Mapping):
         raise _Problem("must be a table")
@@ -85,7 +96,7 @@ def _read_rates(table: object) -> RateConfig:
         try:
             values[key] = SETTINGS[f"rates.{key}"].read(value)
         except ValueError as error:
-            raise _Problem(f"rates.{key} = {value!r}: {error}") from None
+            raise _Problem(f"rates.{key} = {toml_text(value)}: {error}") from None
     return RateConfig(**values)
 
 
@@ -108,9 +119,11 @@ def _read_amount(key: str, value: object) -> Amount:
         try:
             return Amount(parse_size(value))
         except ValueError:
-            raise _Problem(f'{key} = {value!r}: must be a size like "2GiB", or a part of a tier like "25%"') from None
+            raise _Problem(
+                f'{key} = {toml_text(value)}: must be a size like "2GiB", or a part of a tier like "25%"'
+            ) from None
     if float(match[1]) > 100:
-        raise _Problem(f"{key} = {value!r}: is more than there is")
+        raise _Problem(f"{key} = {toml_text(value)}: is more than there is")
     return Amount(part=float(match[1]) / 100)
 
 
@@ -134,4 +147,4 @@ def _contradictions(tenants: Sequence[TenantConfig], capacities: Mapping[str, in
         try:
             Shares(tier, capacity, resolved)
         except ValueError as error:
-            yield f"tenants: {error}"
+            yield f"tenants: {why_refused(error)}"

@@ -10,6 +10,7 @@ from typing import Any
 from .config import TierConfig
 from .machine import disk_bytes
 from .settings import TIER_SETTINGS, nearest
+from .toml import toml_text
 from .units import GIB, MIB
 
 __all__ = ["BUILT_IN_TYPES", "default_size", "default_tiers", "read_tiers"]
@@ -72,8 +73,7 @@ def _read(key: str, value: object) -> Any:
     try:
         return TIER_SETTINGS[key].read(value)
     except ValueError as error:
-        shown = f'"{value}"' if isinstance(value, str) else f"{value}"
-        raise _Problem(f"{key} = {shown}: {error}") from None
+        raise _Problem(f"{key} = {toml_text(value)}: {error}") from None
 
 
 def _check_type(tier_type: str, given: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from .base import NamespaceId
 
-__all__ = ["REST", "TENANT_TAG_BYTES", "Budget", "Share", "Shares", "Tenant", "choose"]
+__all__ = ["REST", "TENANT_TAG_BYTES", "Budget", "QuotaError", "Share", "Shares", "Tenant", "choose"]
 
 T = TypeVar("T")
 
@@ -24,6 +24,16 @@ TENANT_TAG_BYTES = 4
 
 REST = ""
 """Name of the share of those who have none of their own."""
+
+
+class QuotaError(ValueError):
+    """The quotas of a tier add up to more than it has."""
+
+    def __init__(self, tier: str, quota_bytes: int, capacity_bytes: int) -> None:
+        super().__init__(f"tier {tier}: the quotas add up to {quota_bytes} bytes, it has {capacity_bytes}")
+        self.tier = tier
+        self.quota_bytes = quota_bytes
+        self.capacity_bytes = capacity_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +103,13 @@ class Shares:
         """`retained_part` bounds what may be retained, as a part of each quota and of what is nobody's quota.
 
         Raises:
-            ValueError: the quotas do not fit the tier, a limit is below its quota, or two tenants have one tag.
+            QuotaError: the quotas do not fit the tier.
+            ValueError: a limit is below its quota, or two tenants have one tag.
         """
         tenants = [tenant for tenant in tenants if tier in tenant.quotas or tier in tenant.limits]
         free = capacity_bytes - sum(tenant.quotas.get(tier, 0) for tenant in tenants)
         if free < 0:
-            raise ValueError(
-                f"tier {tier}: the quotas add up to {capacity_bytes - free} bytes, it has {capacity_bytes}"
-            )
+            raise QuotaError(tier, capacity_bytes - free, capacity_bytes)
         common = Budget(int(free * retained_part))
         self.rest = Share(REST, 0, None, common)
         self._all = [self.rest]

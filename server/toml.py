@@ -1,0 +1,31 @@
+"""Values as TOML has them: for the configuration that is printed, and for what is said of values that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import date, time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+__all__ = ["toml_text"]
+
+
+def toml_text(value: Any) -> str:
+    """Returns a value as a line of TOML; without what is None in a struct."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (str, Path)):
+        # JSON's strings are TOML's, but for DEL, which TOML wants escaped.
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    if isinstance(value, msgspec.Struct):
+        value = {key: item for key, item in msgspec.structs.asdict(value).items() if item is not None}
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml_text, value)) + "]"
+    return str(value)
