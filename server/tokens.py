@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import secrets
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +41,13 @@ ANY_TENANT = "*"
 _PREFIX = "sha256:"
 _MAX_FILE_BYTES = 4 << 20
 _TOKEN_BYTES = 32
+_OF_TOML = {
+    "bool": "boolean",
+    "datetime": "date and time",
+    "int": "integer",
+    "object": "table",
+    "str": "string",
+}
 _TENANT_ROLES = {"engine", "reader"}
 
 
@@ -131,12 +139,10 @@ def read_directory(path: Path) -> Directory:
         raise TokensError(f"{path}: is larger than {_MAX_FILE_BYTES} bytes")
     try:
         parsed = msgspec.convert(tomllib.loads(text.decode()), _File)
-    except (
-        ValueError,
-        msgspec.ValidationError,
-        RecursionError,
-    ) as error:  # a number of 5,000 digits is a plain ValueError
-        raise TokensError(f"{path}: {error}") from None
+    except msgspec.ValidationError as error:
+        raise TokensError(f"{path}: {_in_words_of_toml(f'{error}')}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a plain ValueError
+        raise TokensError(f"{path}: is not TOML: {error}") from None
     for entry in (*parsed.tokens, *parsed.certificates):
         if entry.tenant is None and _TENANT_ROLES & set(entry.roles):
             raise TokensError(f'{path}: {entry.name}: an engine or reader has a tenant; write "*" for any')
@@ -156,6 +162,25 @@ def entry_text(name: str, hashed: str, tenant: str | None, roles: Sequence[str],
     if shared_memory:
         lines.append("shared_memory = true")
     return "\n".join(lines) + "\n"
+
+
+def _in_words_of_toml(problem: str) -> str:
+    """Returns what is wrong with the tables as whoever writes them has to know it: which one, counted from 1, and what it takes."""
+    what, _, where = problem.partition(" - at `$.")
+    place = re.fullmatch(r"(\w+)(?:\[(\d+)\])?\.?([\w\[\].]*)`", where)
+    if "matching regex" in what:
+        what = f"must be {_PREFIX} and 64 hexadecimal digits, as `kvtier token new` prints it"
+    elif what.startswith("Invalid enum value"):
+        what = f"{what}; there are {', '.join(role.value for role in Role)}"
+    elif what.startswith("Expected"):
+        what = re.sub(r"`(\w+)( \| null)?`", lambda found: f"`{_OF_TOML.get(found[1], found[1])}`", what)
+    what = re.sub(r"^Object (contains )?", "", what)
+    what = what[:1].lower() + what[1:]
+    if not place:
+        return what
+    table, number, key = place.groups()
+    numbered = f", number {int(number) + 1}" if number else ""
+    return f"{table}{numbered}: {key}{': ' if key else ''}{what}"
 
 
 def _digest(entry: _Token) -> bytes:

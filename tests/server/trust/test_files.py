@@ -63,14 +63,25 @@ SOUND = f'name = "n"\nhash = "{hash_of("t")}"\n'
     [
         (f'[[tokens]]\n{SOUND}roles = ["engine"]', "an engine or reader has a tenant"),
         (f'[[tokens]]\n{SOUND}roles = []\ntenant = "a"', "roles"),
-        (f'[[tokens]]\n{SOUND}roles = ["root"]\ntenant = "a"', "Invalid enum value 'root'"),
+        (
+            f'[[tokens]]\n{SOUND}roles = ["root"]\ntenant = "a"',
+            r"tokens, number 1: roles\[0\]: invalid enum value 'root'; there are engine, reader,",
+        ),
         (f'[[tokens]]\n{SOUND}roles = ["admin"]\ntennant = "a"', "unknown field `tennant`"),
-        ('[[tokens]]\nname = "n"\nhash = "secret"\nroles = ["admin"]', "matching regex"),
+        (
+            '[[tokens]]\nname = "n"\nhash = "secret"\nroles = ["admin"]',
+            "number 1: hash: must be sha256: and 64 hexadecimal digits",
+        ),
         (f'[[tokens]]\n{SOUND}roles = ["admin"]\n[[tokens]]\n{SOUND}roles = ["admin"]', "there twice"),
-        ("tokens = 3", "Expected `array`"),
-        ("\x00", "toml"),
+        ("tokens = 3", "tokens: expected `array`, got `integer`"),
+        (
+            f'[[tokens]]\n{SOUND}roles = ["admin"]\nexpires = 2030-01-01',
+            "expires: expected `date and time`, got `date`",
+        ),
+        ("\x00", "is not TOML: "),
         ("tokens = " + "9" * 5000, "4300 digits"),
-        ("[[certificates]]\n" * 2, "missing required field"),
+        ("[[certificates]]\n" * 2, "certificates, number 1: missing required field `name`"),
+        ("[[token]]", ": unknown field `token`"),
     ],
 )
 def test_a_file_that_makes_no_sense(tmp_path: Path, text: str, message: str) -> None:

@@ -240,7 +240,7 @@ UNUSABLE = {
     "no key": "server.pem and {0}/junk.pem: the key is not a private key in PEM",
     "another's key": "the key is not this certificate's (KEY_VALUES_MISMATCH)",
     "no authority": "TLS with {0}/junk.pem: not certificates in PEM",
-    "no tokens": "Expected `str`, got `int`",
+    "no tokens": "tokens, number 1: name: expected `string`, got `integer`",
 }
 
 
