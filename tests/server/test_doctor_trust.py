@@ -188,7 +188,7 @@ class TestTrust:
         ("text", "seen"),
         [
             (None, "cannot be read: No such file or directory"),
-            ("[[tokens]]\nname = 7\n", "Expected `str`, got `int`"),
+            ("[[tokens]]\nname = 7\n", "tokens, number 1: name: expected `string`, got `integer`"),
             ("[[tokens]", "Expected ']]'"),
             (TOKEN + TOKEN, "is there twice"),
         ],
