@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import grpc
 
 from .endpoint import CREDENTIAL_VARIABLES, Endpoint
-from .pem import PemError, check_certificates, check_pair
+from .pem import PairError, PemError, check_pair
 
 __all__ = ["Credentials", "CredentialsError"]
 
@@ -103,7 +103,10 @@ class Credentials:
             return None
         ca = None if self.ca == _SYSTEM else self.ca
         roots, key, chain = _contents("ca", ca), _contents("key", self.key), _contents("cert", self.cert)
-        _check_pem(ca, self.cert, self.key)
+        _check_pem("ca", ca, roots, b"CERTIFICATE")
+        _check_pem("cert", self.cert, chain, b"CERTIFICATE")
+        _check_pem("key", self.key, key, b"PRIVATE KEY")
+        _check_pair(self.cert, self.key)
         return grpc.ssl_channel_credentials(root_certificates=roots, private_key=key, certificate_chain=chain)
 
     def _bearer(self) -> Callable[[], str]:
@@ -154,21 +157,30 @@ def _contents(name: str, path: str | None) -> bytes | None:
         raise CredentialsError(f"{name} {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _check_pem(ca: str | None, cert: str | None, key: str | None) -> None:
-    """Raises CredentialsError for files that gRPC would not use: it reports them as a server that is not there."""
-    for name, path in (("ca", ca), ("cert", cert)):
-        if path is not None:
-            try:
-                check_certificates(os.path.expanduser(path))  # noqa: PTH111 - as what `_contents` has read
-            except PemError as error:
-                raise CredentialsError(f"{name} {path}: {error}") from None
-    if cert is not None and key is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.set_ciphers("ALL:@SECLEVEL=0")  # how long keys must be is for who is shown them
-        try:
-            check_pair(os.path.expanduser(cert), os.path.expanduser(key), context)  # noqa: PTH111
-        except PemError as error:
-            raise CredentialsError(f"cert {cert}, key {key}: {error}") from None
+def _check_pem(name: str, path: str | None, contents: bytes | None, kind: bytes) -> None:
+    """Raises CredentialsError for a file without any of what it is for: gRPC reports it as a server that is not there.
+
+    What is damaged behind something sound is not looked at: gRPC goes by the sound part.
+    """
+    if contents is not None and kind + b"-----" not in contents:
+        raise CredentialsError(f"{name} {path}: there is no {kind.decode().lower()} in PEM in it")
+
+
+def _check_pair(cert: str | None, key: str | None) -> None:
+    """Raises CredentialsError for a certificate and a key that do not belong together; a pipe was read already, and is empty."""
+    if cert is None or key is None:
+        return
+    cert_path, key_path = (Path(path).expanduser() for path in (cert, key))
+    if not (cert_path.is_file() and key_path.is_file()):
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_ciphers("ALL:@SECLEVEL=0")  # how long keys must be is for who is shown them
+    try:
+        check_pair(str(cert_path), str(key_path), context)
+    except PairError as error:
+        raise CredentialsError(f"cert {cert}, key {key}: {error}") from None
+    except PemError:
+        pass  # gRPC may take it, and else it says that it does not connect
 
 
 def _with(details: Any, value: str) -> Any:

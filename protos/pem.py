@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ssl
 
-__all__ = ["PemError", "check_certificates", "check_pair"]
+__all__ = ["PairError", "PemError", "check_certificates", "check_pair"]
 
+_MISMATCH = "KEY_VALUES_MISMATCH"
 _SAYINGS = {
-    "KEY_VALUES_MISMATCH": "the key is not this certificate's (KEY_VALUES_MISMATCH)",
+    _MISMATCH: f"the key is not this certificate's ({_MISMATCH})",
     "NO_CERTIFICATE_OR_CRL_FOUND": "there is none in it",
 }
 
 
 class PemError(ValueError):
     """A file cannot be used; the message says why, and does not name it."""
+
+
+class PairError(PemError):
+    """A key is another certificate's, or has a password: whoever reads the files, they are of no use."""
 
 
 def check_certificates(path: str) -> None:
@@ -25,15 +30,19 @@ def check_certificates(path: str) -> None:
 
 
 def check_pair(cert: str, key: str, context: ssl.SSLContext) -> None:
-    """Loads a certificate, of which `check_certificates` thinks well, with its key. Raises PemError."""
+    """Loads a certificate, of which `check_certificates` thinks well, with its key. Raises PemError, PairError."""
     try:
         context.load_cert_chain(cert, key, password=_no_password)
+    except PairError:
+        raise
     except (OSError, ValueError) as error:
+        if getattr(error, "reason", "") == _MISMATCH:
+            raise PairError(_SAYINGS[_MISMATCH]) from None
         raise PemError(_said(error, "the key is not a private key in PEM")) from None
 
 
 def _no_password() -> str:
-    raise ValueError("the key has a password")
+    raise PairError("the key has a password")
 
 
 def _said(error: Exception, otherwise: str) -> str:

@@ -326,7 +326,9 @@ class Server:
             except RuntimeError as error:
                 # gRPC does not say: another address than this host's, a name that nobody knows, a port that is taken.
                 trouble = None if endpoint.is_unix else trouble_with_port(endpoint)
-                why = trouble.strerror if trouble is not None else "is the port in use?"
+                secure = not endpoint.is_unix and trust.credentials is not None
+                otherwise = "gRPC cannot use the certificate or its key" if secure else "is the port in use?"
+                why = trouble.strerror if trouble is not None else otherwise
                 raise StartError(f"cannot listen on {endpoint}: {why}") from error
             if not endpoint.is_unix:
                 self.ports.append(port)

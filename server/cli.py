@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _forget_output()
         return EXIT_FAILURE
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno != errno.ENOSPC or error.filename is not None or options.command == "serve":
             raise
         _forget_output()
         return refuse([f"the answer cannot be written: {error.strerror}"], EXIT_FAILURE)

@@ -77,6 +77,8 @@ def trouble_with_port(endpoint: Endpoint) -> OSError | None:
         with socket.socket(family, kind, number) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
+    except UnicodeError:  # a label that is empty, or too long
+        return OSError(errno.EINVAL, "not the name of a host")
     except OSError as error:
         return error
     return None

@@ -14,6 +14,9 @@ __all__ = ["Sheet"]
 _ANY_WIDTH = 10_000
 _TELLING = 12
 """Characters that a name may be cut to, and tells something still. A figure may not be cut at all."""
+_BORDER = 1
+_AROUND = 3
+"""Characters of a column that are no text of its: blanks on both sides, and the line on one."""
 
 
 class Sheet(Table):
@@ -27,13 +30,19 @@ class Sheet(Table):
             yield from super().__rich_console__(console, options)
             return
         rows = list(zip(*(column.cells for column in self.columns), strict=True))
-        title = self.title
-        while rows:
-            taken = len(rows)
-            while taken > 1 and _width(console, options, [self._turned(rows[:taken], title)]) > options.max_width:
-                taken -= 1
-            yield self._turned(rows[:taken], title)
-            rows, title = rows[taken:], None
+        room = (
+            options.max_width - _BORDER - _width(console, options, [column.header for column in self.columns]) - _AROUND
+        )
+        taken: list[Sequence[RenderableType]] = []
+        title, left = self.title, room
+        for row in rows:
+            width = _width(console, options, row) + _AROUND
+            if taken and width > left:
+                yield self._turned(taken, title)
+                taken, title, left = [], None, room
+            taken.append(row)
+            left -= width
+        yield self._turned(taken, title)
 
     def _least(self, console: Console, options: ConsoleOptions) -> int:
         """Returns how wide it must be to be read."""

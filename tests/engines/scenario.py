@@ -58,14 +58,15 @@ def wait_until_durable(server: ServerProcess, seconds: float = 20) -> dict[str, 
     """Waits until the lower tier has every block of the CPU tier; returns the number of blocks per tier.
 
     Blocks that a rank left half written, as one does whose call met its deadline on a busy machine, are not waited for: what
-    counts then is that nothing is being stored, or waits for the lower tier.
+    counts then is that nothing is being stored or waits for the lower tier, and that it took all.
     """
     deadline = time.monotonic() + seconds
     while True:
         status = server.status()
         tiers = {tier["name"]: tier for tier in status["tiers"]}
         blocks = {name: tier["blocks"] for name, tier in tiers.items()}
-        at_rest = not (status["stores"] or tiers["lmdb"]["queued_bytes"] or tiers["lmdb"]["jobs"])
+        unfinished = ("queued_bytes", "jobs", "dropped_blocks", "declined")
+        at_rest = not (status["stores"] or any(tiers["lmdb"][figure] for figure in unfinished))
         if blocks["lmdb"] and (blocks["lmdb"] >= blocks["cpu"] > 0 or at_rest):
             return blocks
         assert time.monotonic() < deadline, blocks

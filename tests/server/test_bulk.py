@@ -399,7 +399,7 @@ def test_one_that_hangs_is_killed(server: ServerProcess, session: RawSession) ->
     with pushing(session, store_id):
         pid = kill_bulk(server, signal.SIGSTOP)
         abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
-        session.cache.CompleteStore(abort, timeout=TIMEOUT)
+        session.cache.CompleteStore(abort, timeout=TIMEOUT / 2)
         assert Timeouts().call / 2 >= supervisor._QUIET_SECONDS
         assert bulk_pid(server.pid) != pid
     assert server.status().quarantined_bytes == 0

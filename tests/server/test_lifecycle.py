@@ -169,7 +169,7 @@ class TestCollisions:
             assert not list(directory.glob("s2*"))
             assert_stored(f"unix:{directory}/s", keys)
 
-    @pytest.mark.parametrize("where", ["taken", "elsewhere"])
+    @pytest.mark.parametrize("where", ["taken", "elsewhere", "no name"])
     def test_same_port(self, directory: Path, where: str) -> None:
         """A port that another program has, an address that is another host's: it says which."""
         with socket.create_server(("127.0.0.1", 0)) as other:
@@ -177,6 +177,7 @@ class TestCollisions:
             address, why = {
                 "taken": (taken, "Address already in use"),
                 "elsewhere": ("192.0.2.1:7070", "Cannot assign requested address"),  # TEST-NET-1: nobody's
+                "no name": ("a..b:7070", "not the name of a host"),
             }[where]
             reason = refused_start(directory, "--insecure", listen=address)
         assert reason == f"cannot listen on {address}: {why}"

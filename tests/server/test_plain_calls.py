@@ -156,6 +156,7 @@ def test_ports_that_are_set(tmp_path: Path) -> None:
             port_of(session)
             where = locate(session)
             assert [where.plain_port, where.port] == ports
+            socket.create_connection(("127.0.0.1", where.plain_port), TIMEOUT).close()  # it is no dead process' port
             pid = bulk_pid(server.pid)
             assert pid is not None
             assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, server.pid)

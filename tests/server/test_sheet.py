@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.measure import Measurement
 from rich.text import Text
 
 from kvtier.server.commands.sheet import Sheet
@@ -80,6 +82,25 @@ def test_rows_stand_beside_each_other_where_there_is_room() -> None:
 
     assert [line.strip() for line in lines[1].split("┃")[1:-1]] == ["tier", "cpu", "lmdb"]
     assert len(lines) == 3 + 6 + 1
+
+
+def test_many_rows_are_no_more_work_each_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a narrow terminal the work grows with the rows, and no faster."""
+    measured = 0
+    original = Measurement.get
+
+    def get(*arguments: Any) -> Measurement:
+        nonlocal measured
+        measured += 1
+        return original(*arguments)
+
+    monkeypatch.setattr(Measurement, "get", get)
+    counts = []
+    for rows in (100, 200):
+        measured = 0
+        assert max(map(len, shown(of_sessions(rows), 60))) <= 60
+        counts.append(measured)
+    assert counts[1] < 2.5 * counts[0]
 
 
 def test_an_empty_table_is_no_defect() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import ssl
@@ -85,16 +86,33 @@ def test_files_that_cannot_be_used_are_not_a_server_that_is_gone(tmp_path: Path)
     junk = tmp_path / "junk.pem"
     junk.write_text("no PEM")
     for files, wanted in (
-        ({"ca": str(junk)}, f"ca {junk}: not certificates in PEM: there is none in it"),
-        ({"cert": str(junk), "key": pair.key}, f"cert {junk}: not certificates in PEM"),
+        ({"ca": str(junk)}, f"ca {junk}: there is no certificate in PEM in it"),
+        ({"cert": str(junk), "key": pair.key}, f"cert {junk}: there is no certificate in PEM in it"),
         ({"cert": pair.cert, "key": other.key}, "the key is not this certificate's"),
-        ({"cert": pair.cert, "key": str(junk)}, "the key is not a private key in PEM"),
+        ({"cert": pair.cert, "key": str(junk)}, f"key {junk}: there is no private key in PEM in it"),
     ):
         with pytest.raises(InvalidRequest, match=re.escape(wanted)):
             Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=Credentials(**files))
     usable = Credentials(ca=authority.ca, cert=pair.cert, key=pair.key)
     with Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=usable) as client:
         assert isinstance(error_of(client, 1.5), NotConnected)
+
+
+def test_authorities_that_grpc_can_use_are_used(site: Site, tmp_path: Path) -> None:
+    """A file whose end is damaged, and a pipe, which can be read once: a look at them is no reason to refuse them."""
+    sound = Path(site.authority.ca).read_bytes()
+    damaged = tmp_path / "damaged.pem"
+    damaged.write_bytes(sound + sound[:200])
+    reading, writing = os.pipe()
+    os.write(writing, sound)
+    os.close(writing)
+    try:
+        for ca in (str(damaged), f"/dev/fd/{reading}"):
+            credentials = Credentials(ca=ca, token=site.tokens.token["acme-far"])
+            with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials) as client:
+                client.wait_until_connected(10)
+    finally:
+        os.close(reading)
 
 
 def test_the_environment_has_credentials(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
