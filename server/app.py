@@ -318,18 +318,21 @@ class Server:
 
     def _listen(self, server: grpc.aio.Server, trust: Trust) -> None:
         for endpoint in self.config.endpoints:
+            credentials = None if endpoint.is_unix else trust.credentials
             try:
-                if endpoint.is_unix or trust.credentials is None:
+                if credentials is None:
                     port = server.add_insecure_port(endpoint.target)
                 else:
-                    port = server.add_secure_port(endpoint.target, trust.credentials)
+                    port = server.add_secure_port(endpoint.target, credentials)
             except RuntimeError as error:
                 # gRPC does not say: another address than this host's, a name that nobody knows, a port that is taken.
                 trouble = None if endpoint.is_unix else trouble_with_port(endpoint)
-                secure = not endpoint.is_unix and trust.credentials is not None
-                otherwise = "gRPC cannot use the certificate or its key" if secure else "is the port in use?"
-                why = trouble.strerror if trouble is not None else otherwise
-                raise StartError(f"cannot listen on {endpoint}: {why}") from error
+                otherwise = (
+                    "is the port in use?" if credentials is None else "gRPC cannot use the certificate or its key"
+                )
+                raise StartError(
+                    f"cannot listen on {endpoint}: {trouble.strerror if trouble else otherwise}"
+                ) from error
             if not endpoint.is_unix:
                 self.ports.append(port)
 
