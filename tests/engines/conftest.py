@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from engine_nursery import EngineNursery  # noqa: E402
 from scenario import RunEngine  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 from tiny_models import make_dense, make_hybrid, make_state  # noqa: E402
@@ -52,8 +53,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
-def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
-    """Runs one engine over steps and returns the results of the named ones."""
+def nursery() -> Iterator[EngineNursery]:
+    """The process that engines come out of."""
+    engines = EngineNursery()
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="session")
+def run_engine(models: Path, nursery: EngineNursery, tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
+    """Runs one engine over steps and returns the results of the named ones; `afresh` as a user starts one, which takes longer."""
     folder = tmp_path_factory.mktemp("engines")
 
     def run(
@@ -66,6 +75,7 @@ def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEng
         extra: dict[str, Any] | None = None,
         runner: str = "engine_run.py",
         seconds: float = ENGINE_SECONDS,
+        afresh: bool = False,
         **llm: Any,
     ) -> dict[str, Any]:
         settings = {"model": str(models / model), "block_size": 32, **llm}
@@ -85,16 +95,27 @@ def run_engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunEng
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         }
         environment.pop("PYTHONHASHSEED", None)
-        command = [sys.executable, HERE / runner, path.with_suffix(".job"), path.with_suffix(".json")]
-        with path.with_suffix(".log").open("wb") as log:
-            done = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=seconds, check=False)
-        log_text = path.with_suffix(".log").read_text(errors="replace")
-        if done.returncode:
-            pytest.fail(f"engine ended with {done.returncode}:\n{log_text[-4000:]}")
+        files, log = [path.with_suffix(".job"), path.with_suffix(".json")], path.with_suffix(".log")
+        start = _run_afresh if afresh else nursery.run
+        status = start(HERE / runner, files, log, environment, seconds)
+        log_text = log.read_text(errors="replace")
+        if status:
+            pytest.fail(f"engine ended with {status}:\n{log_text[-4000:]}")
         results = json.loads(path.with_suffix(".json").read_text())
         return {"log": log_text} | {result["name"]: result for result in results if result.get("name")}
 
     return run
+
+
+def _run_afresh(
+    program: Path, arguments: Sequence[Path], log: Path, environment: dict[str, str], seconds: float
+) -> int:
+    """As `EngineNursery.run`, with a Python of its own for each process of the engine."""
+    with log.open("wb") as output:
+        command = [sys.executable, program, *arguments]
+        return subprocess.run(
+            command, stdout=output, stderr=output, env=environment, timeout=seconds, check=False
+        ).returncode
 
 
 def connector_config(endpoint: str, extra: dict[str, Any]) -> dict[str, Any]:

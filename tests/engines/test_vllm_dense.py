@@ -48,6 +48,7 @@ def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
     results = run_engine(
         steps,
         endpoint=server.endpoint,
+        afresh=True,
         kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events},
     )
     return results | {"blocks": wait_until_durable(server)}
@@ -76,6 +77,7 @@ def second(
         ],
         endpoint=server.endpoint,
         extra={"transport": "grpc"},
+        afresh=True,
     )
     return results | {"next turn prompts": next_turn}
 
