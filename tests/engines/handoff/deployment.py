@@ -22,7 +22,7 @@ SETTLE_SECONDS = 60.0
 VAIN_SECONDS = 20.0
 SOON_SECONDS = 3.0
 LONGEST_HOLD = 7200.0
-"""So long D holds what it has after a last turn: longer than all tests take, on a slow machine too, since they count what is open."""
+"""So long D holds what it has after a last turn: longer than all tests take on a slow machine, for they count what is open."""
 
 HELD_PART = 0.9
 """There are to be many of them."""
