@@ -100,7 +100,7 @@ def run_engine(models: Path, nursery: EngineNursery, tmp_path_factory: pytest.Te
         status = start(HERE / runner, files, log, environment, seconds)
         log_text = log.read_text(errors="replace")
         if status:
-            pytest.fail(f"engine ended with {status}:\n{log_text[-4000:]}")
+            pytest.fail(f"engine ended with {status}:\n{log_text[-8000:]}")
         results = json.loads(path.with_suffix(".json").read_text())
         return {"log": log_text} | {result["name"]: result for result in results if result.get("name")}
 

@@ -52,14 +52,17 @@ class EngineNursery:
         assert child.stdout is not None
         print(json.dumps(job), file=child.stdin, flush=True)
         pid = int(child.stdout.readline())
-        overdue = threading.Timer(seconds, os.killpg, (pid, signal.SIGKILL))
+        overdue = threading.Timer(seconds, _kill_group, [pid])
         overdue.start()
         try:
             return int(child.stdout.readline())
+        except BaseException:  # such as the end of a test's time: what it says of this job is nothing for the next one
+            self._child = None
+            child.kill()
+            raise
         finally:
             overdue.cancel()
-            with contextlib.suppress(ProcessLookupError):  # nothing that it has started may outlive it
-                os.killpg(pid, signal.SIGKILL)
+            _kill_group(pid)  # nothing that it has started may outlive it
 
     def close(self) -> None:
         """Ends it."""
@@ -72,6 +75,11 @@ class EngineNursery:
             environment = {**environment, **_THREADS}
             self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
         return self._child
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def main() -> None:
