@@ -12,6 +12,9 @@ import msgspec
 
 __all__ = ["toml_text"]
 
+_LONG_BITS = 1024
+"""Python writes no decimal number of thousands of digits, though it reads a hexadecimal one."""
+
 
 def toml_text(value: Any) -> str:
     """Returns a value as a line of TOML; without what is None in a struct."""
@@ -28,4 +31,4 @@ def toml_text(value: Any) -> str:
         return "{" + ", ".join(f"{json.dumps(key)} = {toml_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_text, value)) + "]"
-    return str(value)
+    return hex(value) if isinstance(value, int) and value.bit_length() > _LONG_BITS else str(value)

@@ -44,33 +44,51 @@ _SIZES = {
 _HUMAN = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _SIZES_FOLDED = {unit.lower(): size for unit, size in _SIZES.items()}
 _DURATIONS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_MOST_BYTES = 2**63
+"""Sizes are signed 64-bit numbers wherever they go: files, memory, messages."""
+
+_MOST_SECONDS = 2**63 / 1e9
+"""Durations are nanoseconds of 64 bits in some places."""
+
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(value: object) -> int:
     """Returns bytes from an int or from text such as "2GiB", "1.5 GB", "4096". Raises `ValueError` with a reason."""
     if isinstance(value, int) and not isinstance(value, bool):
-        if value < 0:
-            raise ValueError("a size is not negative")
-        return value
+        return _checked_size(value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     unit = _SIZES_FOLDED.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ValueError('not a size; write it like "2GiB", "512MiB" or a number of bytes')
-    size = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
+    rough = float(match[1]) * unit
+    return _checked_size(rough if "." in match[1] or rough > 2 * _MOST_BYTES else int(match[1]) * unit)
+
+
+def _checked_size(size: float) -> int:
+    if size < 0:
+        raise ValueError("a size is not negative")
+    if size >= _MOST_BYTES:
+        raise ValueError("a size is less than 8 EiB")
     return int(size)
 
 
 def parse_duration(value: object) -> float:
     """Returns seconds from a number or from text such as "30s", "5m", "250ms". Raises `ValueError` with a reason."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not 0 <= value < math.inf:
-            raise ValueError("a duration is finite and not negative")
-        return float(value)
+        return _checked_duration(value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _DURATIONS:
         raise ValueError('not a duration; write it like "30s", "5m", "250ms" or a number of seconds')
-    return float(match[1]) * _DURATIONS[match[2].lower()]
+    return _checked_duration(float(match[1]) * _DURATIONS[match[2].lower()])
+
+
+def _checked_duration(seconds: float) -> float:
+    if not 0 <= seconds < math.inf:
+        raise ValueError("a duration is finite and not negative")
+    if seconds >= _MOST_SECONDS:
+        raise ValueError("a duration is less than 292 years")
+    return float(seconds)
 
 
 def format_size(size: int) -> str:

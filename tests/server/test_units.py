@@ -9,6 +9,14 @@ import pytest
 from kvtier.server import machine
 from kvtier.server.units import GIB, MIB, format_duration, format_size, human_size, parse_duration, parse_size
 
+TOO_LARGE = ["8388608TiB", "8388608.0TiB", "9" * 400 + ".5", "9" * 5000, 2**63, 1 << 24_000]
+TOO_LONG = ["106752d", "9" * 400 + "s", 1e10, 1 << 24_000]
+"""More than 64 bits have room for; some more than a float."""
+
+
+def _brief(value: object) -> str:
+    return (value if isinstance(value, str) else hex(value) if isinstance(value, int) else repr(value))[:20]
+
 
 @pytest.mark.parametrize(
     ("text", "size"),
@@ -20,6 +28,8 @@ from kvtier.server.units import GIB, MIB, format_duration, format_size, human_si
         ("7", 7),
         ("7B", 7),
         (7, 7),
+        ("8388607.5TiB", 2**63 - 2**39),
+        (2**63 - 1, 2**63 - 1),
     ],
 )
 def test_sizes(text: object, size: int) -> None:
@@ -28,7 +38,9 @@ def test_sizes(text: object, size: int) -> None:
     assert parse_size(format_size(size)) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "2G", "-1GiB", "1e3", "2GiB2", None, True, 1.5, [], "٣GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "2G", "-1GiB", "1e3", "2GiB2", None, True, 1.5, [], "٣GiB", *TOO_LARGE], ids=_brief
+)
 def test_no_sizes(text: object) -> None:
     """What is not clearly a size is refused; a bare G could mean either."""
     with pytest.raises(ValueError, match="size"):
@@ -45,7 +57,9 @@ def test_durations(text: object, seconds: float) -> None:
     assert parse_duration(format_duration(seconds)) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "s", "-1s", "5 minutes", None, True, -1, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "text", ["", "s", "-1s", "5 minutes", None, True, -1, float("inf"), float("nan"), *TOO_LONG], ids=_brief
+)
 def test_no_durations(text: object) -> None:
     """What is not clearly a duration is refused."""
     with pytest.raises(ValueError, match="duration"):
