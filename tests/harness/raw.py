@@ -49,7 +49,7 @@ class RawSession:
         self.push = self.channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
         self.pull = self.channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
         self.capabilities = self.sessions.Capabilities(
-            session_pb2.CapabilitiesRequest(), timeout=5, wait_for_ready=True
+            session_pb2.CapabilitiesRequest(), timeout=60, wait_for_ready=True
         )
         self.request = session_pb2.OpenRequest(
             protocol_version=1,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "TIMEOUTS",
     "Site",
     "Tokens",
+    "connected",
     "error_of",
     "make_site",
     "ready_line",
@@ -35,7 +37,7 @@ __all__ = [
 
 PART = 16 << 10
 KEYS = [key_of(number) for number in range(8)]
-TIMEOUTS = Timeouts(connect=10.0, call=10.0, transfer=30.0)
+TIMEOUTS = Timeouts(connect=30.0, call=30.0, transfer=60.0)
 
 
 @dataclass
@@ -89,8 +91,11 @@ class Site:
         return [line for line in self.server.log.splitlines() if '"event": "audit"' in line]
 
 
-def make_site(directory: Path, *, config: str = "", tls: str = "", auth: str = "") -> Site:
-    """Returns a server that listens on TLS, not started; `tls` and `auth` are more of their tables."""
+def make_site(directory: Path, *, config: str = "", tls: str = "", auth: str = "", heartbeat: float = 1.0) -> Site:
+    """Returns a server that listens on TLS, not started; `tls` and `auth` are more of their tables.
+
+    A client takes five heartbeats that it does not hear for the end: not less than a busy machine may be silent.
+    """
     authority = Authority(directory)
     pair = authority.issue("server")
     tokens = Tokens(directory / "tokens.toml")
@@ -104,10 +109,18 @@ def make_site(directory: Path, *, config: str = "", tls: str = "", auth: str = "
     tokens.add("old", "acme", "engine", more="expires = 2020-01-01T00:00:00Z\n")
     text = (
         f'{config}\n[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n{tls}\n'
-        f'[auth]\ntokens = "{tokens.path}"\n{auth}\n[sessions]\nheartbeat_interval = 0.2'
+        f'[auth]\ntokens = "{tokens.path}"\n{auth}\n[sessions]\nheartbeat_interval = {heartbeat}'
     )
     server = ServerProcess(directory, region=16 * MIB, lmdb=32 * MIB, config=text, tcp=True, insecure=False)
     return Site(server, authority, tokens)
+
+
+@contextlib.contextmanager
+def connected(channel: grpc.Channel) -> Iterator[grpc.Channel]:
+    """Waits until a channel's handshake is over, and closes the channel: on a busy machine the first one may take too long."""
+    with channel:
+        grpc.channel_ready_future(channel).result(60)
+        yield channel
 
 
 def status_of(call: Callable[[], object]) -> str:

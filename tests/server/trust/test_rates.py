@@ -224,16 +224,16 @@ def test_streams_are_bounded_by_what_they_move(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, region=16 * MIB, config=config) as server:
         server.start()
         with Client(
-            server.endpoint, namespace=namespace_of(PART, tenant="slow"), transport="grpc", timeouts=TIMEOUTS
+            server.endpoint, namespace=namespace_of(MIB // 2, tenant="slow"), transport="grpc", timeouts=TIMEOUTS
         ) as client:
-            blocks = [(key_of(number), payload(key_of(number), PART)) for number in range(20)]
+            client.store([key_of(0)], [payload(key_of(0), MIB // 2)])  # what minutes are worth
             with pytest.raises(LimitExceeded) as refused:
-                [client.store([key], [block]) for key, block in blocks]
+                client.store([key_of(1)], [payload(key_of(1), MIB // 2)])
             assert refused.value.reason == "RATE_LIMITED"
             wait_for_bulk(client)  # the search for it makes calls, too
             before = calls_of(server)
             with pytest.raises(LimitExceeded):
-                client.store([key_of(99)], [payload(key_of(99), PART)])
+                client.store([key_of(2)], [payload(key_of(2), MIB // 2)])
             # PrepareStore, the stream, and the end of the store: what cannot succeed now is not tried again at once.
             assert calls_of(server) - before <= 3
         server.wait_for(lambda status: not status.stores)

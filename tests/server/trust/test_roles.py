@@ -25,7 +25,18 @@ from harness.bulk import locate, wait_for_bulk
 from harness.launch import launch
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.raw import RawSession, attach_reply, refusal_of
-from harness.trust_site import KEYS, PART, Site, error_of, make_site, ready_line, status_of, wait_for, why_refused
+from harness.trust_site import (
+    KEYS,
+    PART,
+    Site,
+    connected,
+    error_of,
+    make_site,
+    ready_line,
+    status_of,
+    wait_for,
+    why_refused,
+)
 
 from kvtier.client import AccessDenied, Client, Credentials, SessionLost
 from kvtier.client.link import AttachError, Attachment
@@ -91,7 +102,7 @@ class TestWithoutCredentials:
         """UNAUTHENTICATED, whatever is called, with no token and with one that nobody has; but for the health of the server."""
         for token in (None, "kvt_" + "x" * 43, "x"):
             credentials = Credentials(ca=site.authority.ca, token=token)
-            with credentials.channel(parse_endpoint(site.server.tcp), CHANNEL_OPTIONS) as channel:
+            with connected(credentials.channel(parse_endpoint(site.server.tcp), CHANNEL_OPTIONS)) as channel:
                 for method, roles in RPC_ROLES.items():
                     call = channel.unary_unary(f"/{method}", None, None)
                     if roles is None:
@@ -109,7 +120,7 @@ class TestWithoutCredentials:
 
     def test_what_is_no_bearer_token(self, site: Site) -> None:
         """Another scheme, nothing at all, and a header of a kilobyte."""
-        with Credentials(ca=site.authority.ca).channel(parse_endpoint(site.server.tcp)) as channel:
+        with connected(Credentials(ca=site.authority.ca).channel(parse_endpoint(site.server.tcp))) as channel:
             stub = session_pb2_grpc.SessionServiceStub(channel)
             for value in ("Basic abc", "Bearer", "Bearer ", site.tokens.token["acme-far"], "Bearer " + "x" * 1000):
                 metadata = [("authorization", value)]
@@ -155,7 +166,7 @@ class TestTenants:
                 frame = transfer_pb2.PushRequest(session=ref, store_id=store.store_id)
                 assert refused(lambda f=frame: zeta.push(iter([f.SerializeToString()]), timeout=5))[1] == reason  # type: ignore[misc]
                 endpoint = f"127.0.0.1:{locate(acme).port}"
-                with site.credentials("zeta-engine").channel(parse_endpoint(endpoint)) as bulk:
+                with connected(site.credentials("zeta-engine").channel(parse_endpoint(endpoint))) as bulk:
                     push = bulk.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
                     assert refused(lambda f=frame, p=push: p(iter([f.SerializeToString()]), timeout=5))[1] == reason  # type: ignore[misc]
             made_up = common_pb2.SessionRef(session_id=b"\0" * 16, epoch=acme.ref.epoch)
@@ -199,7 +210,7 @@ class TestRoles:
             frame = transfer_pb2.PushRequest(session=mine.ref, store_id=store.store_id).SerializeToString()
             assert refused(lambda: mine.push(iter([frame]), timeout=5)) == NOT_FOR_YOU
             port = wait_for(lambda: locate(mine).port)
-            with site.credentials("acme-reader").channel(parse_endpoint(f"127.0.0.1:{port}")) as bulk:
+            with connected(site.credentials("acme-reader").channel(parse_endpoint(f"127.0.0.1:{port}"))) as bulk:
                 push = bulk.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
                 assert refused(lambda: push(iter([frame]), timeout=5)) == NOT_FOR_YOU
         # What is logged is written a moment later.
@@ -209,7 +220,7 @@ class TestRoles:
         """AdminService is the admin's, and nothing else is."""
         endpoint = parse_endpoint(site.server.tcp)
         for name, statuses in (("boss", ("OK", "PERMISSION_DENIED")), ("acme-far", ("PERMISSION_DENIED", "OK"))):
-            with site.credentials(name).channel(endpoint, CHANNEL_OPTIONS) as channel:
+            with connected(site.credentials(name).channel(endpoint, CHANNEL_OPTIONS)) as channel:
                 admin = admin_pb2_grpc.AdminServiceStub(channel)
                 sessions = session_pb2_grpc.SessionServiceStub(channel)
                 opening = session_pb2.OpenRequest(
@@ -357,7 +368,7 @@ def test_a_token_that_is_taken_away_ends_its_sessions(tmp_path: Path) -> None:
 
 def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path) -> None:
     """The stream of its session cannot end then; its calls, its connections and the region do."""
-    site = make_site(tmp_path)
+    site = make_site(tmp_path, heartbeat=0.2)
     with site.server.start():
         # A window of 64 bytes is full after the second heartbeat.
         options = [("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
@@ -391,7 +402,7 @@ def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path
 
 def test_streams_of_a_token_that_is_taken_away_end(tmp_path: Path) -> None:
     """Also those that the server itself serves, for a client that does not read its heartbeats: no frame is taken or given."""
-    site = make_site(tmp_path, config='limits = {max_frame_bytes = "4KiB"}')
+    site = make_site(tmp_path, config='limits = {max_frame_bytes = "4KiB"}', heartbeat=0.2)
     options = [*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
     with site.server.start(), site.client("acme-far") as other:
         other.store(KEYS, [payload(key, PART) for key in KEYS])
@@ -458,7 +469,7 @@ class TestAudit:
 
     def test_refusals_and_admin_calls_are_written_now_and_then(self, site: Site) -> None:
         """A line names who, what and how it ended; a flood of the same is one line; no token is in the log."""
-        with site.credentials("boss").channel(parse_endpoint(site.server.tcp)) as channel:
+        with connected(site.credentials("boss").channel(parse_endpoint(site.server.tcp))) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             list(admin.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=20))
             wait_for(lambda: any("AdminService/Evict" in line for line in site.audits()))
@@ -466,12 +477,12 @@ class TestAudit:
             for _ in range(50):
                 admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=5)
             list(admin.Fsck(admin_pb2.FsckRequest(), timeout=20))
-        with site.credentials("acme-far").channel(parse_endpoint(site.server.tcp)) as channel:
+        with connected(site.credentials("acme-far").channel(parse_endpoint(site.server.tcp))) as channel:
             for _ in range(50):
                 status_of(
                     lambda c=channel: admin_pb2_grpc.AdminServiceStub(c).GetStatus(admin_pb2.GetStatusRequest())  # type: ignore[misc]
                 )
-        with Credentials(ca=site.authority.ca).channel(parse_endpoint(site.server.tcp)) as channel:
+        with connected(Credentials(ca=site.authority.ca).channel(parse_endpoint(site.server.tcp))) as channel:
             status_of(lambda c=channel: admin_pb2_grpc.AdminServiceStub(c).GetStatus(admin_pb2.GetStatusRequest()))  # type: ignore[misc]
         # What is logged is written a moment later.
         wait_for(lambda: any("AdminService/Fsck" in line for line in site.audits()[before:]))
