@@ -17,13 +17,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from engine_nursery import EngineNursery  # noqa: E402
+from patience import PATIENCE_SECONDS  # noqa: E402
 from scenario import RunEngine  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 from tiny_models import make_dense, make_hybrid, make_state  # noqa: E402
 
-ENGINE_SECONDS = 240
-PATIENCE_SECONDS = 20.0
-"""Lookup budget where hits are counted: the ranks of a CPU engine spin, and may starve a server on the same cores."""
+ENGINE_SECONDS = 600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that is not running yet."""
-    process = ServerProcess(tmp_path_factory.mktemp("kvtier"))
+    process = ServerProcess(tmp_path_factory.mktemp("kvtier"), patient=True)
     yield process
     process.kill()
 
@@ -62,7 +61,10 @@ def nursery() -> Iterator[EngineNursery]:
 
 @pytest.fixture(scope="session")
 def run_engine(models: Path, nursery: EngineNursery, tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
-    """Runs one engine over steps and returns the results of the named ones; `afresh` as a user starts one, which takes longer."""
+    """Runs one engine over steps and returns the results of the named ones.
+
+    ``afresh``: as a user starts one, which takes longer. ``patient``: see `patience`.
+    """
     folder = tmp_path_factory.mktemp("engines")
 
     def run(
@@ -76,12 +78,13 @@ def run_engine(models: Path, nursery: EngineNursery, tmp_path_factory: pytest.Te
         runner: str = "engine_run.py",
         seconds: float = ENGINE_SECONDS,
         afresh: bool = False,
+        patient: bool = True,
         **llm: Any,
     ) -> dict[str, Any]:
         settings = {"model": str(models / model), "block_size": 32, **llm}
         if endpoint is not None:
             settings["kv_transfer_config"] = connector_config(
-                endpoint, {"lookup_timeout_s": lookup_timeout_s, **(extra or {})}
+                endpoint, {"lookup_timeout_s": lookup_timeout_s, **(extra or {})}, patient=patient
             )
         path = folder / str(time.monotonic_ns())
         path.with_suffix(".job").write_text(json.dumps({"llm": settings, "steps": steps}))
@@ -118,11 +121,11 @@ def _run_afresh(
         ).returncode
 
 
-def connector_config(endpoint: str, extra: dict[str, Any]) -> dict[str, Any]:
+def connector_config(endpoint: str, extra: dict[str, Any], *, patient: bool) -> dict[str, Any]:
     """Returns the engine's `kv_transfer_config`."""
     return {
         "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.client.engines.vllm",
+        "kv_connector_module_path": "patient" if patient else "kvtier.client.engines.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": endpoint, **extra},

@@ -31,10 +31,10 @@ def generate(name: str, prompts: list[list[int]], **options: Any) -> dict[str, A
     return {"op": "generate", "name": name, "prompts": prompts, **options}
 
 
-def server_step(server: ServerProcess, action: str) -> dict[str, Any]:
+def server_step(server: ServerProcess, action: str, *more: str) -> dict[str, Any]:
     """Returns a step in which the engine process does something to the server."""
     script = Path(__file__).with_name("server_process.py")
-    return {"op": "shell", "command": [sys.executable, str(script), str(server.folder), action]}
+    return {"op": "shell", "command": [sys.executable, str(script), str(server.folder), action, *more]}
 
 
 def hit_limit(prompts: list[list[int]]) -> int:
@@ -54,7 +54,7 @@ def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
             assert all(math.isclose(left[token], right[token], abs_tol=TOLERANCE) for token in common), where
 
 
-def wait_until_durable(server: ServerProcess, seconds: float = 20) -> dict[str, int]:
+def wait_until_durable(server: ServerProcess, seconds: float = 120) -> dict[str, int]:
     """Waits until the lower tier has every block of the CPU tier; returns the number of blocks per tier.
 
     Blocks that a rank left half written, as one does whose call met its deadline on a busy machine, are not waited for: what

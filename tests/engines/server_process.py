@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,9 +15,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ServerProcess"]
+__all__ = ["ServerProcess", "free_port"]
 
 _KVTIER = Path(sys.executable).with_name("kvtier")
+_PATIENT = {"KVTIER_SESSIONS_HEARTBEAT_INTERVAL": "10s"}
+START_SECONDS = 120
+_given: set[int] = set()
+
+
+def free_port() -> int:
+    """Returns a port of the loopback address that nobody has now, nor gets unasked: it is none of those for whoever connects."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    while True:
+        port = random.randrange(1024, 65536)
+        if first <= port <= last or port in _given:
+            continue
+        with contextlib.suppress(OSError), socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
+            _given.add(port)
+            return port
 
 
 def _is_stopped(task: Path) -> bool:
@@ -23,10 +41,16 @@ def _is_stopped(task: Path) -> bool:
 
 
 class ServerProcess:
-    """A server whose socket, data and process id are in `folder`; `region` is the size of its CPU tier, `flags` are others."""
+    """A server whose socket, data and process id are in `folder`; `region` is the size of its CPU tier, `flags` are others.
 
-    def __init__(self, folder: Path, region: str = "512MiB", flags: Sequence[str] = ()) -> None:
+    Clients of one that is ``patient`` do not give it up when it is silent for seconds, as all of a machine may be.
+    """
+
+    def __init__(
+        self, folder: Path, region: str = "512MiB", flags: Sequence[str] = (), *, patient: bool = False
+    ) -> None:
         self.folder, self.region, self.flags = folder, region, tuple(flags)
+        self._environment = {**os.environ, **(_PATIENT if patient else {})}
         self.endpoint = f"unix:{folder / 'kvtier.sock'}"
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -41,13 +65,17 @@ class ServerProcess:
         self._reap()
         with (self.folder / "server.log").open("ab") as log:
             self._child = subprocess.Popen(
-                [*command, "--data-dir", self.folder / "data"], stdout=log, stderr=log, start_new_session=True
+                [*command, "--data-dir", self.folder / "data"],
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
             )
         (self.folder / "pid").write_text(str(self._child.pid))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.CalledProcessError):
-                self.status()
+                self._ask("status", 2)
                 return
             time.sleep(0.1)
         raise TimeoutError((self.folder / "server.log").read_text()[-2000:])
@@ -75,7 +103,7 @@ class ServerProcess:
         """Waits for the one that was started here, if any; another process may have killed it."""
         child, self._child = self._child, None
         if child is not None:
-            child.wait(20)
+            child.wait(START_SECONDS)
 
     def restart_twice(self) -> None:
         """Kills it twice, and starts it each time."""
@@ -91,9 +119,9 @@ class ServerProcess:
         """Asks which requests it holds for other engines."""
         return self._ask("handoffs")
 
-    def _ask(self, what: str) -> dict[str, Any]:
-        command = [_KVTIER, what, "--json", "--timeout", "2", "--endpoint", self.endpoint]
-        done = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    def _ask(self, what: str, seconds: int = 60) -> dict[str, Any]:
+        command = [_KVTIER, what, "--json", "--timeout", str(seconds), "--endpoint", self.endpoint]
+        done = subprocess.run(command, capture_output=True, check=True, timeout=seconds + 60)
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 
@@ -117,5 +145,13 @@ if __name__ == "__main__":
                 server.restart_twice()
             finally:
                 os.kill(int(sys.argv[3]), signal.SIGCONT)
+        case "await-holds":  # so many of a direction, published since it started
+            while {row["direction"]: row["published"] for row in server.handoffs()["totals"]}[sys.argv[3]] < int(
+                sys.argv[4]
+            ):
+                time.sleep(0.1)
+        case "await-session":
+            while not server.status()["sessions"]:
+                time.sleep(0.1)
         case "status":
             print(json.dumps(server.status()))

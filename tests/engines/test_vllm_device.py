@@ -68,12 +68,12 @@ class Worker:
             route_of=lambda layouts, _, log: DeviceRoute(self.driver, layouts, lambda: self.stream, log),
         )
         self.client = self.connect(service, "test")
-        self.client.wait_until_connected(10)
+        self.client.wait_until_connected(60)
 
     @staticmethod
     def connect(service: Service, name: str) -> Client:
         """A client of the engine."""
-        timeouts = Timeouts(connect=10, call=10)
+        timeouts = Timeouts(connect=60, call=60, device=60)
         return Client(service.server.endpoint, namespace=NAMESPACE, name=name, engine_id="engine", timeouts=timeouts)
 
     def fill(self, seed: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ def test_blocks_go_over_the_mover_and_come_back(service: Service, worker: Worker
 def test_saves_and_loads_wait_for_the_compute(worker: Worker) -> None:
     """B4.11: the mover reads nothing before the step's compute is over; the marks are given back with the last job (B4.4)."""
     over = threading.Event()
-    worker.driver._streams[worker.stream].submit(lambda: over.wait(30) and None)
+    worker.driver._streams[worker.stream].submit(lambda: over.wait(60) and None)
     worker.fill(3)
     worker.side.start_saves(StepMetadata([], [SaveJob(1, "r", worker.keys, GROUPS, [0, 1, 2, 3])], "ns"))
     wait_for(lambda: KeyStatus.HIT_PENDING in worker.client.lookup(worker.keys, prefix=False).statuses)

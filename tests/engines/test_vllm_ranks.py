@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE_SECONDS, patience
 from server_process import ServerProcess
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -67,7 +68,7 @@ class Engine:
         self.scheduler.set_xfer_handshake_metadata_pp_aware(told)
         for worker in self.workers:
             if worker._worker is not None and worker._worker._client is not None:
-                worker._worker._client.wait_until_connected(20)
+                worker._worker._client.wait_until_connected(PATIENCE_SECONDS)
 
     def config(self, rank: int) -> Any:
         transfer = SimpleNamespace(
@@ -154,7 +155,7 @@ class Engine:
         worker, groups = self.workers[number], groups or [0] * len(block_ids)
         keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
         self.step(worker, [], [SaveJob(1, "r", keys, groups, block_ids)])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while (report := worker.build_connector_worker_meta()) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -174,7 +175,7 @@ class Engine:
         for worker in self.workers:
             read = BlockRead(lease.id, [0, 1], groups or [0, 0], block_ids)
             self.step(worker, [LoadJob("r", [read])], [])
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE_SECONDS
             while not (results := worker.get_transfer_results(set())).finished_recving:
                 assert time.monotonic() < deadline
             assert not results.failed_recving
@@ -190,6 +191,13 @@ def running(server: ServerProcess) -> ServerProcess:
     """One server for all tests here."""
     server.start()
     return server
+
+
+@pytest.fixture(autouse=True)
+def _patience() -> Iterator[None]:
+    """What is stored and found is counted."""
+    with patience():
+        yield
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import pytest
+from patience import PATIENCE_SECONDS
 from scenario import BLOCK, RunEngine, assert_same, generate, hit_limit, server_step, tokens, wait_until_durable
 from server_process import ServerProcess
 
@@ -17,10 +18,9 @@ HALF = BASE[0][: 8 * BLOCK] + tokens(85, 100)
 CROWD = [*BASE, HALF, tokens(86, 300)]
 RESET = {"op": "reset"}
 RESET_ALL = {"op": "reset", "reset_connector": True}
-PATIENCE_SECONDS = 20.0
 
 
-def _tiering(endpoint: str, **tier: Any) -> dict[str, Any]:
+def _tiering(endpoint: str, module: str = "patient", **tier: Any) -> dict[str, Any]:
     """Returns the engine's `kv_transfer_config`."""
     return {
         "kv_connector": "OffloadingConnector",
@@ -33,7 +33,7 @@ def _tiering(endpoint: str, **tier: Any) -> dict[str, Any]:
             "secondary_tiers": [
                 {
                     "type": "KVTierSecondaryTier",
-                    "module_path": "kvtier.client.engines.vllm_tier",
+                    "module_path": module,
                     "endpoint": endpoint,
                     **tier,
                 }
@@ -58,7 +58,7 @@ def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
     """An engine with an empty store."""
     server.start()
     config = _tiering(server.endpoint, lookup_timeout_s=PATIENCE_SECONDS, transport="shm")
-    results = run_engine([generate("base", BASE)], kv_transfer_config=config)
+    results = run_engine([generate("base", BASE), RESET_ALL], kv_transfer_config=config)
     return results | {"blocks": wait_until_durable(server)}
 
 
@@ -68,7 +68,8 @@ def second(run_engine: RunEngine, server: ServerProcess, first: dict[str, Any]) 
     assert first["blocks"]["lmdb"] > 0
     server.kill()
     server.start()
-    config = _tiering(server.endpoint, lookup_timeout_s=PATIENCE_SECONDS / 2, transport="grpc")
+    module = "kvtier.client.engines.vllm_tier"  # it is to give up a server that hangs
+    config = _tiering(server.endpoint, module, lookup_timeout_s=10.0, transport="grpc")
     return run_engine(
         [
             generate("base", BASE),
@@ -82,7 +83,8 @@ def second(run_engine: RunEngine, server: ServerProcess, first: dict[str, Any]) 
             generate("killed", BASE),
             RESET_ALL,
             server_step(server, "start"),
-            {"op": "shell", "command": ["sleep", "4"]},
+            server_step(server, "await-session"),
+            {"op": "shell", "command": ["sleep", "4"]},  # it is left in peace for a moment
             generate("back", BASE),
         ],
         kv_transfer_config=config,
@@ -130,7 +132,7 @@ def test_a_hybrid_model(run_engine: RunEngine, server: ServerProcess, second: di
     """B4.10 Windows and full attention: another engine finds what all groups can serve, and answers the same."""
     assert second["back"]["external_hits"]
     config = _tiering(server.endpoint, lookup_timeout_s=PATIENCE_SECONDS, transport="shm")
-    fills = run_engine([generate("base", BASE)], model="hybrid", kv_transfer_config=config)
+    fills = run_engine([generate("base", BASE), RESET_ALL], model="hybrid", kv_transfer_config=config)
     wait_until_durable(server)
     server.kill()
     server.start()

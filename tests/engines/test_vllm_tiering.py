@@ -9,21 +9,25 @@ from pathlib import Path
 
 import pytest
 from connector_fakes import wait_for
+from patience import PATIENCE_SECONDS
+from scenario import wait_until_durable
 from server_process import ServerProcess
 from tiering_world import content_of, keys_of, request_of, world
 from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
+from kvtier.client.engines.vllm_tier import manager
+
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 FLAG = {"do_remote_decode": True}
-BOUND_SECONDS = 12.0
+BOUND_SECONDS = 60.0
 ROOM_BYTES = 32 << 20
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that runs."""
-    server = _start(ServerProcess(tmp_path_factory.mktemp("kvtier")))
+    server = _start(ServerProcess(tmp_path_factory.mktemp("kvtier"), patient=True))
     yield server
     server.kill()
 
@@ -153,8 +157,9 @@ def test_a_request_that_ends_while_it_is_looked_up_or_loaded_leaves_nothing(runn
         assert reader.read(context, keys) == [content_of(key) for key in keys]
 
 
-def test_a_reset_keeps_what_the_server_has(running: ServerProcess) -> None:
+def test_a_reset_keeps_what_the_server_has(running: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """B3.19 Jobs end, the primary tier is emptied, and what kvtier has is found again, by requests from before as well."""
+    monkeypatch.setattr(manager, "_DRAIN_SECONDS", PATIENCE_SECONDS)
     keys = keys_of(8, seed=5)
     with world(running.endpoint) as engine:
         context = request_of("r", keys)
@@ -193,7 +198,7 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
     """A server that hangs: lookups become misses, stores, loads and a reset end, all in bounded time; then it goes on."""
     stored, others = keys_of(8, seed=6), keys_of(8, seed=7)
     table = {"lookup_timeout_s": 1.0, "transport": transport}
-    with world(server.endpoint, tier=table) as engine:
+    with world(server.endpoint, tier=table, patient=False) as engine:
         engine.run("stores", stored)
         engine.reset()
         pinned = request_of("pinned", stored)
@@ -212,7 +217,7 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
         engine.reset()
         assert engine.store(pinned, others) == others
         engine.reset()
-        assert time.monotonic() - start < 2 * BOUND_SECONDS
+        assert time.monotonic() - start < BOUND_SECONDS
         server.signal(signal.SIGCONT)
         engine.until(
             lambda: bool(engine.tier._client and engine.tier._client.connected and not engine.tier._lookups.cooling)
@@ -229,8 +234,9 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
 def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerProcess, transport: str) -> None:
     """B3.18 Loads and stores that a dead server took are reported once, nothing of them is used, and a new server's are."""
     stored, others = keys_of(8, seed=8), keys_of(8, seed=9)
-    with world(server.endpoint, tier={"transport": transport}) as engine:
+    with world(server.endpoint, tier={"transport": transport}, patient=False) as engine:
         engine.run("stores", stored)
+        wait_until_durable(server)
         engine.reset()
         context = request_of("r", stored)
         engine.manager.on_new_request(context)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from patience import PATIENCE_SECONDS, patience
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -25,7 +26,6 @@ __all__ = ["ROW", "World", "content_of", "keys_of", "make_config", "request_of",
 
 ROW = 4096
 MODULE = "kvtier.client.engines.vllm_tier"
-PATIENCE_SECONDS = 20.0
 
 
 def make_config(extra: dict[str, Any], *, groups: int = 1, **fields: Any) -> OffloadingConfig:
@@ -74,7 +74,7 @@ class World:
         """Ends a step in which the requests `new` were scheduled for the first time."""
         self.manager.on_schedule_end(ScheduleEndContext(new, ()))
 
-    def until(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 2 * PATIENCE_SECONDS) -> None:
         """Steps until a condition holds."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -141,15 +141,22 @@ class World:
 
 @contextlib.contextmanager
 def world(
-    endpoint: str, *, rows: int = 64, groups: int = 1, tier: dict[str, Any] | None = None, **fields: Any
+    endpoint: str,
+    *,
+    rows: int = 64,
+    groups: int = 1,
+    tier: dict[str, Any] | None = None,
+    patient: bool = True,
+    **fields: Any,
 ) -> Iterator[World]:
-    """The tiering of an engine over kvtier, made from a configuration as a user would write it."""
+    """The tiering of an engine over kvtier, made from a configuration as a user would write it; `patient`: see `patience`."""
     table = {"type": "KVTierSecondaryTier", "module_path": MODULE, "endpoint": endpoint, "identity": "test"}
     extra = {
         "cpu_bytes_to_use": rows * ROW,
         "secondary_tiers": [table | {"lookup_timeout_s": PATIENCE_SECONDS} | (tier or {})],
     }
-    made = World(TieringOffloadingSpec(make_config(extra, groups=groups, **fields)))
+    with patience() if patient else contextlib.nullcontext():
+        made = World(TieringOffloadingSpec(make_config(extra, groups=groups, **fields)))
     try:
         yield made
     finally:

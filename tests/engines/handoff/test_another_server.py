@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_server import free_port
-from scenario import RunEngine, assert_same, generate, tokens
-from server_process import ServerProcess
+from deployment import eventually
+from scenario import RunEngine, assert_same, generate, server_step, tokens
+from server_process import ServerProcess, free_port
 
 LONG, SHORT, EDGE, SAID, MORE = 333, 70, 383, 30, 25
 """Tokens: a first question longer than the windows of 128, one that they all see, and one whose last token, which is always
@@ -22,7 +22,7 @@ ASKED_NEXT = [tokens(63, MORE), tokens(64, MORE), tokens(66, MORE)]
 PREFILL, DECODE = {"max_tokens": 1}, {"max_tokens": SAID}
 FIRST_TURN = [{"do_remote_decode": True}] * len(ASKED)
 ALONE = {"skip_load": True, "skip_save": True}
-EXTRA = {"bidirectional_kv_xfer": True, "claim_timeout_s": 10.0, "kv_lease_duration": 300.0}
+EXTRA = {"bidirectional_kv_xfer": True, "claim_timeout_s": 60.0, "kv_lease_duration": 900.0}
 """The first engine's holds outlive it until the other one has started."""
 
 
@@ -49,7 +49,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Both servers, running."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     servers = [
-        ServerProcess(tmp_path_factory.mktemp("host"), region="64MiB", flags=["--insecure", "--listen", address])
+        ServerProcess(
+            tmp_path_factory.mktemp("host"), region="64MiB", flags=["--insecure", "--listen", address], patient=True
+        )
         for address in addresses
     ]
     try:
@@ -86,6 +88,7 @@ def turns(run_engine: RunEngine, hosts: Hosts, first: dict[str, Any]) -> dict[st
         generate("P 2", second, **PREFILL) | {"takes_over": "D 1"},
         {"op": "reset"},
         generate("D 2", second, **DECODE) | {"takes_over": "P 2"},
+        server_step(hosts.servers[1], "await-holds", "decode to prefill", "6"),
     ]
     return first | run_engine(steps, **hosts.engine_of(1))
 
@@ -111,4 +114,4 @@ def test_each_server_has_what_its_own_engine_holds(hosts: Hosts, turns: dict[str
     assert {row["transfer"]["remote_port"] for row in turns["P 1"]["rows"]} == {int(hosts.addresses[0].split(":")[1])}
     assert hosts.totals(0) == {"prefill to decode": [3, 3, 3], "decode to prefill": [0, 0, 0]}
     assert hosts.totals(1) == {"prefill to decode": [3, 3, 3], "decode to prefill": [6, 3, 3]}
-    assert not any(host.status()["leases"] for host in hosts.servers)
+    eventually(lambda: not any(host.status()["leases"] for host in hosts.servers), "leases are left")
