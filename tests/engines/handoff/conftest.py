@@ -38,8 +38,9 @@ def _deployment(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def deployment(_deployment: Deployment) -> Deployment:
-    """A server, two engines and a proxy, all of them up."""
+    """A server, two engines and a proxy, all of them up, and nothing on its way between them."""
     _deployment.heal()
+    _deployment.await_decoders()
     return _deployment
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,14 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from calls import post
+from server_process import free_port
 
-__all__ = ["EngineServer", "Sources", "free_port"]
+__all__ = ["EngineServer", "Sources"]
 
 START_SECONDS = 300.0
 """Several engines start at once, on cores that others use too."""
 
-SETTLE_SECONDS = 60.0
+SETTLE_SECONDS = 240.0
 GONE_SECONDS = 10.0
+_MODULES = Path(__file__).parents[1]
 _METRIC = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -84,6 +85,7 @@ class EngineServer:
         """Starts it; `wait_ready` waits until it answers."""
         environment = {**os.environ, **_ENVIRONMENT}
         environment.pop("PYTHONHASHSEED", None)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_MODULES), os.environ.get("PYTHONPATH")]))
         self._lives += 1
         config = json.dumps(self._config | {"engine_id": self.engine_id})
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._flags]
@@ -106,7 +108,7 @@ class EngineServer:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait(20)
+        child.wait(SETTLE_SECONDS)
         deadline = time.monotonic() + GONE_SECONDS
         with contextlib.suppress(ProcessLookupError):
             while (
@@ -175,11 +177,3 @@ class EngineServer:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
         return False
-
-
-def free_port() -> int:
-    """Returns a port of the loopback address that nobody has now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 from server_process import ServerProcess
 
-from kvtier.client import Client, Group, Namespace, make_key
+from kvtier.client import Client, Group, Namespace, Timeouts, make_key
 
 __all__ = ["crowd_out"]
 
 _PAGE = 1 << 20
 _ROUNDS = 2
+_TIMEOUTS = Timeouts(connect=60, call=60)
 
 
 def crowd_out(server: ServerProcess) -> None:
@@ -19,7 +20,7 @@ def crowd_out(server: ServerProcess) -> None:
     count = _ROUNDS * cpu["capacity_bytes"] // _PAGE
     page = np.zeros(_PAGE, np.uint8)
     namespace = Namespace("others", "float32", (Group(_PAGE, 32),))
-    with Client(server.endpoint, namespace=namespace, engine_id="others", rank=0) as client:
+    with Client(server.endpoint, namespace=namespace, engine_id="others", rank=0, timeouts=_TIMEOUTS) as client:
         for number in range(count):
             client.store([make_key(b"%016d" % number, 0)], [page])
     [crowded] = [tier for tier in server.status()["tiers"] if tier["name"] == "cpu"]

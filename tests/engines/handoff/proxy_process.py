@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_server import EngineServer, free_port
+from engine_server import EngineServer
+from server_process import free_port
 
 __all__ = ["ProxyProcess"]
 
 _PROGRAM = Path(__file__).parents[3] / "examples" / "disagg_proxy"
-START_SECONDS = 60.0
+START_SECONDS = 240.0
 
 
 class ProxyProcess:
@@ -63,7 +64,7 @@ class ProxyProcess:
         child, self._child = self._child, None
         if child is not None:
             child.kill()
-            child.wait(20)
+            child.wait(START_SECONDS)
 
     @property
     def log(self) -> str:

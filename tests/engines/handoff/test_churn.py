@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from calls import Stream, post, question
 from conversations import LONG, TURNS, Truth
-from deployment import Deployment, eventually
+from deployment import Deployment
 from talk import Talk
 
 SECONDS = float(os.environ.get("HANDOFF_CHURN_SECONDS", "20"))
@@ -67,10 +67,9 @@ def test_a_churn_of_conversations(deployment: Deployment, truth: Truth, talk: Ta
             over.set()
         forgetting.result()
     assert all(client.answered for client in clients)
-    eventually(lambda: not deployment.totals("to_decode")["open"], "what nobody decodes is still held")
-    after = deployment.totals("to_prefill")
-    assert after["claimed"] > before["claimed"]
-    deployment.assert_idle(to_prefill=after["open"])
+    deployment.await_decoders()
+    assert deployment.totals("to_prefill")["claimed"] > before["claimed"]
+    deployment.assert_idle()
     deployment.renew_server()  # what D holds now would leave too little room for other tests
 
 

@@ -16,6 +16,9 @@ CACHED = local_blocks(held_by_decode(1))
 FROM_CACHE = Sources(prompt_tokens(2) - CACHED, 0, CACHED)
 FROM_HOLD = Sources(prompt_tokens(2) - held_by_decode(1), 0, held_by_decode(1))
 MARGIN = 5.0
+ENDS_HERE = {"do_remote_decode": True, "kvtier": {"hold": False}}
+"""Nobody decodes, so that P is to hold nothing."""
+
 SHORT = 6.0
 """Seconds: so long a hold lasts that is to be over soon. P's heartbeat makes it last for 4 s more: not enough to be read."""
 
@@ -32,7 +35,7 @@ def test_what_parameters_say(deployment: Deployment, talk: Talk, name: str, left
     assert params is not None
     assert params["remote_blocks_expiry_time"] > time.time() + 60
     with deployment.watch(d=0, ended=1) as moved:
-        talk.direct("P", name, 2, {**params, "remote_blocks_expiry_time": time.time() + left, "do_remote_decode": True})
+        talk.direct("P", name, 2, {**params, "remote_blocks_expiry_time": time.time() + left, **ENDS_HERE})
     assert moved.p == sources
     assert moved.to_prefill["claimed"] == (sources == FROM_HOLD)
     assert moved.to_prefill["released"] == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from calls import CallError, Stream, question
 from conversations import LONG, Truth, held_by_decode, local_blocks, prompt_tokens
-from deployment import Deployment, eventually
+from deployment import Deployment
 from engine_server import Sources
 from talk import Talk
 
@@ -40,8 +40,8 @@ def test_engines_that_are_killed(deployment: Deployment, truth: Truth, talk: Tal
     assert moved.p == PULLED
     assert moved.d == Sources(0, 0, prompt_tokens(2))
     talk.turn("decode killed", 2, reuses=False)
-    eventually(lambda: not deployment.totals("to_decode")["open"], "what nobody decoded is still held")
-    deployment.assert_idle(to_prefill=deployment.totals("to_prefill")["open"])
+    deployment.await_decoders()
+    deployment.assert_idle()
 
 
 def test_a_proxy_that_is_killed(deployment: Deployment, talk: Talk) -> None:
@@ -70,4 +70,4 @@ def test_a_server_that_is_killed(deployment: Deployment, talk: Talk) -> None:
         deployment.empty()
         moved = talk.turn("after the server", turn)
     assert moved.p == PULLED
-    deployment.assert_idle(to_prefill=deployment.totals("to_prefill")["open"])
+    deployment.assert_idle()

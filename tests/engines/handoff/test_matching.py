@@ -61,7 +61,7 @@ def test_parameters_of_another_conversation(deployment: Deployment, talk: Talk) 
         params = talk.direct("D", "mixed up", 1, DECODES)
     assert params is not None
     with deployment.watch(d=0, ended=1) as moved:
-        talk.direct("P", "another one", 2, params)
+        talk.direct("P", "another one", 2, {**params, "kvtier": {"hold": False}})
     assert moved.pulled == (0, 0)
     assert moved.p == Sources(prompt_tokens(2), 0, 0)
     assert moved.to_prefill["released"] == 1
