@@ -25,7 +25,8 @@ ABORTED = 0.4
 ALONE = 0.15
 """The share of requests that share blocks with nobody, so that all of their prompt is computed, in chunks."""
 STEPS_BETWEEN_RESTS = 400
-SETTLE_SECONDS = 20.0
+SETTLE_SECONDS = 60.0
+RESET_SECONDS = 20.0
 EXTRA_SECONDS = 150.0
 """What it takes longer at most until every moment has come: on a slow machine a minute has few steps."""
 MOMENTS = ("arrived", "waiting", "loading", "prefill", "decode")
@@ -136,7 +137,7 @@ def _held(live: LiveEngine) -> dict[str, int]:
         if not any(held.values()) or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    held["not emptied"] = client.reset(wait=SETTLE_SECONDS)
+    held["not emptied"] = client.reset(wait=RESET_SECONDS)
     return {**held, "blocks": client.status().tiers[0].blocks}
 
 

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESET_SECONDS = 60.0
+RESET_SECONDS = 240.0
+STEP_SECONDS = 300.0
 
 
 def main() -> None:
@@ -31,9 +32,13 @@ def main() -> None:
     )
     events = _subscribe(job["llm"].get("kv_events_config"))
     results: list[dict[str, Any]] = []
+    seen: list[list[Any]] = []
     for step in job["steps"]:
         results.append(_step(llm, _continued(dict(step), results)))
-        results[-1]["events"] = _take_events(events)
+        seen += _take_events(events)
+        if results[-1].get("name"):
+            results[-1]["events"], seen = seen, []
+    _reset(llm, {})  # what is still being saved would end with the engine
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 
@@ -56,7 +61,7 @@ def _step(llm: Any, step: dict[str, Any]) -> dict[str, Any]:
         case "reset":
             return _reset(llm, step)
         case "shell":
-            done = subprocess.run(step["command"], capture_output=True, text=True, check=True, timeout=60)
+            done = subprocess.run(step["command"], capture_output=True, text=True, check=True, timeout=STEP_SECONDS)
             return {"stdout": done.stdout}
         case unknown:
             raise ValueError(unknown)
@@ -104,7 +109,7 @@ def _generate(
     batches = [asked] if at_once else [[one] for one in asked]
     outputs = [out for batch in batches for out in llm.generate(*map(list, zip(*batch, strict=True)), use_tqdm=False)]
     seconds = time.perf_counter() - start
-    time.sleep(0.3)  # idle steps, in which the last saves end
+    time.sleep(0.3)  # idle steps, in which the last saves end: mostly, and for sure with a reset
     after = _counters(llm)
     return {
         "name": name,
@@ -148,8 +153,11 @@ def _subscribe(config: dict[str, Any] | None) -> Any:
     import zmq
 
     socket = zmq.Context.instance().socket(zmq.SUB)
-    socket.connect(config["endpoint"])
     socket.setsockopt(zmq.SUBSCRIBE, b"")
+    with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as greeted:
+        socket.connect(config["endpoint"])
+        assert greeted.poll(1000 * STEP_SECONDS), "the engine publishes nothing"
+        socket.disable_monitor()
     return socket
 
 

@@ -11,7 +11,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 __all__ = ["LiveEngine"]
 
-IDLE_SECONDS = 60.0
+IDLE_SECONDS = 120.0
 """So long an engine that has nothing to compute may step on for its connector: then it hangs."""
 
 
@@ -82,7 +82,7 @@ class LiveEngine:
         """Empties the engine's own prefix cache; returns whether that was possible."""
         return bool(self.llm.reset_prefix_cache())
 
-    def meet(self, epoch: int, seconds: float = 30.0) -> None:
+    def meet(self, epoch: int, seconds: float = 120.0) -> None:
         """Waits until the connector's sessions are with this life of the server, and it shuns it no more for what went wrong."""
         remote, worker, walk = self.side._remote, self._worker(), self.side._core._walk
         deadline = time.monotonic() + seconds
@@ -93,6 +93,15 @@ class LiveEngine:
         ):
             assert time.monotonic() < deadline, "the connector does not find the server"
             time.sleep(0.02)
+
+    def hear(self) -> None:
+        """Waits until every lookup that has begun is answered, so that what happens to the server then concerns none of them."""
+        from kvtier.client.engines.vllm.lookup import LookupState
+
+        deadline = time.monotonic() + IDLE_SECONDS
+        while any(lookup.state is LookupState.PENDING for lookup in self.side._remote._lookups.values()):
+            assert time.monotonic() < deadline, "a lookup never ends"
+            time.sleep(0.002)
 
     def counters(self) -> dict[str, float]:
         """Returns vLLM's own counters, each summed over its labels."""

@@ -13,7 +13,8 @@ from typing import Any
 from engine_run import describe
 from live_engine import LiveEngine
 
-SETTLE_SECONDS = 30.0
+SETTLE_SECONDS = 120.0
+STEP_SECONDS = 300.0
 
 
 def main() -> None:
@@ -60,6 +61,8 @@ def _generate(
         def once() -> None:
             if not acted:
                 acted.append(act["when"])
+                if act["when"] != "asking":
+                    live.hear()
                 _run([*act["command"], str(os.getpid())])
 
         live.moments = {act["when"]: once}
@@ -101,7 +104,7 @@ def _settle(live: LiveEngine, command: list[str]) -> dict[str, Any]:
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=STEP_SECONDS)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
 

@@ -43,8 +43,8 @@ def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
     """An engine with an empty store."""
     server.start()
     events = f"ipc://{server.folder}/events"
-    # The last prompts give what the first ones saved the time to be counted, and published.
-    steps = [QUESTIONS[0], generate("after", [tokens(50, 2 * BLOCK)]), generate("later", [tokens(51, BLOCK)])]
+    # A reset waits for what is being saved; it is counted and published with what comes then.
+    steps = [QUESTIONS[0], RESET, generate("after", [tokens(50, 2 * BLOCK)]), generate("later", [tokens(51, BLOCK)])]
     results = run_engine(
         steps,
         endpoint=server.endpoint,
