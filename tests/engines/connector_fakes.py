@@ -14,6 +14,7 @@ from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.peers import Peers
 from kvtier.client.engines.vllm.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.stats import Tally
+from kvtier.client.engines.vllm.worker import WorkerSide
 from kvtier.client.handoff import Identity
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
@@ -25,6 +26,7 @@ __all__ = [
     "FakePool",
     "FakeTransfers",
     "alone",
+    "close_at_rest",
     "make_request",
     "make_step",
     "scheduler_side",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 PAGE = 64
+WAIT_SECONDS = 120.0
 FULL = CacheGroup(0, 4, None, ("a", "b"), (PAGE, PAGE))
 WINDOW = CacheGroup(1, 4, 7, ("c", "d"), (PAGE, PAGE))
 
@@ -99,13 +102,16 @@ def alone(client: Any) -> dict[str, Any]:
 def scheduler_side(
     client: FakeClient, world_size: int = 1, *, may_load: bool = True, tally: Tally | None = None, events: bool = False
 ) -> Iterator[tuple[SchedulerSide, FakePool]]:
-    """The scheduler's half over one group of full attention, in an engine whose own prefix cache is empty."""
+    """The scheduler's half over one group of full attention, in an engine whose own prefix cache is empty.
+
+    Nothing is late, and when it is left all that it had to say has been said.
+    """
     pool = FakePool()
     side = SchedulerSide(
         client,  # type: ignore[arg-type]
         CacheGeometry((FULL,), 4, 4),
         "ns",
-        ConnectorConfig(),
+        ConnectorConfig(lookup_timeout_s=60.0, claim_timeout_s=60.0, kv_lease_duration=3600.0),
         world_size,
         may_load=may_load,
         may_save=True,
@@ -116,6 +122,9 @@ def scheduler_side(
     )
     side.bind_pool(pool)
     yield side, pool
+    calls, service = side._handoffs._calls, side._remote._service
+    for threads in (*calls._claims.values(), *calls._words.values(), service._lookups, service._returns):
+        threads.close(WAIT_SECONDS)
     side.close()
 
 
@@ -206,9 +215,16 @@ class FakeTransfers:
         pass
 
 
+def close_at_rest(worker: WorkerSide) -> None:
+    """Closes a worker when all that it was given has ended; it does not wait for that as long itself."""
+    for threads in worker._threads or ():
+        threads.close(WAIT_SECONDS)
+    worker.close()
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits for a condition, for half a minute: machines are slow at times."""
-    deadline = time.monotonic() + 30
+    """Waits for a condition, for minutes: machines are slow at times."""
+    deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

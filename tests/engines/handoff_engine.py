@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from connector_fakes import FULL, PAGE, FakePool, make_step, wait_for
+from connector_fakes import FULL, PAGE, WAIT_SECONDS, FakePool, make_step, wait_for
 
 from kvtier.client import Client, Group, Namespace, Timeouts
 from kvtier.client.engines.vllm.background import LimitedLog
@@ -89,6 +90,7 @@ class ToyEngine:
     may_save: bool = True
 
     def __post_init__(self) -> None:
+        self.config = replace(self.config, lookup_timeout_s=60.0, claim_timeout_s=60.0)  # nothing is late
         self.tally, self.reports, self.pool = Tally(), WorkerReports(), FakePool(BLOCKS)
         self.caches = {layer: torch.zeros(BLOCKS * PAGE, dtype=torch.uint8).view(BLOCKS, PAGE) for layer in FULL.layers}
         client, log = self._connect(self.endpoint), LimitedLog()
@@ -174,13 +176,17 @@ class ToyEngine:
         return self.scheduler.request_finished(request, [list(table)])
 
     def settle(self) -> None:
-        """Steps until nothing is left to be sent or reported."""
+        """Steps until nothing is left to be sent or reported, and servers have been told of what is handed over."""
 
         def is_settled() -> bool:
             self.step()
             return not self.scheduler.has_pending_work()
 
         wait_for(is_settled)
+        for threads in self.scheduler._handoffs._calls._words.values():
+            told = threading.Event()
+            threads.submit(told.set)
+            assert told.wait(WAIT_SECONDS)
         assert {block.ref_cnt for block in self.pool.blocks} == {1}, "every reference was given back"
 
     def step(self, **scheduled: int) -> None:
@@ -242,7 +248,7 @@ class ToyEngine:
                 self.caches[layer][table[number]] = page
 
     def _connect(self, endpoint: str) -> Client:
-        client = Client(endpoint, namespace=NAMESPACE, engine_id=self.name, timeouts=Timeouts(connect=10, call=10))
+        client = Client(endpoint, namespace=NAMESPACE, engine_id=self.name, timeouts=Timeouts(connect=60, call=60))
         client.wait_until_connected()
         return client
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +11,7 @@ from typing import Any
 import pytest
 from connector_fakes import wait_for
 from handoff_engine import BLOCK, FIRST_TURN, ToyEngine
-from server_process import ServerProcess
+from server_process import ServerProcess, free_port
 
 from kvtier.client.engines.vllm.config import ConnectorConfig
 
@@ -59,16 +55,9 @@ def decode(make: MakeEngine) -> ToyEngine:
     return make("D")
 
 
-def report_of(server: ServerProcess) -> Any:
-    """Returns what the server says of what is held, and was."""
-    command = [Path(sys.executable).with_name("kvtier"), "handoffs", "--json", "--endpoint", server.endpoint]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
-
-
 def holds_of(server: ServerProcess) -> list[str]:
     """Returns the names of what is held."""
-    return [hold["request_id"] for hold in report_of(server)["handoffs"]]
+    return [hold["request_id"] for hold in server.handoffs()["handoffs"]]
 
 
 def params_of(engine: ToyEngine, tokens: list[int], params: Any = FIRST_TURN, new_tokens: int = 0) -> dict[str, Any]:
@@ -94,7 +83,7 @@ def test_a_conversation_of_three_turns(server: ServerProcess, prefill: ToyEngine
     assert counts["pull_tokens"] == sum(len(PROMPT) + 9 + 15 * turn for turn in range(2))
     assert counts["pull_blocks:pulled"] == sum(-(-(len(PROMPT) + 9 + 15 * turn) // BLOCK) for turn in range(2))
     assert holds_of(server) == [params["remote_request_id"]], "the others were released by who pulled them"
-    totals = {total["direction"]: total["published"] for total in report_of(server)["totals"]}
+    totals = {total["direction"]: total["published"] for total in server.handoffs()["totals"]}
     assert totals == {"prefill to decode": 3, "decode to prefill": 3}
 
 
@@ -204,9 +193,7 @@ def test_servers_of_two_hosts(tmp_path: Path, make: MakeEngine, *, known: bool) 
     """Blocks are pulled from the peer's server, and from none that the settings do not name: parameters come from outside."""
     (tmp_path / "far").mkdir()
     far = ServerProcess(tmp_path / "far", "64MiB", ["--insecure"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        far.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    far.endpoint = f"127.0.0.1:{free_port()}"
     far.start()
     try:
         params = params_of(make("P", endpoint=far.endpoint), PROMPT)

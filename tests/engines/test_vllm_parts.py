@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, wait_for
+from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close_at_rest, wait_for
 
 from kvtier.client import NotConnected, make_key
+from kvtier.client.engines.vllm import calls
 from kvtier.client.engines.vllm.announcements import Announcement
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
@@ -137,7 +138,7 @@ def _hashes(*counts: int) -> dict[int, list[bytes]]:
 
 
 @contextlib.contextmanager
-def _lookups(client: FakeClient, geometry: CacheGeometry, timeout_s: float = 1.0) -> Iterator[LookupService]:
+def _lookups(client: FakeClient, geometry: CacheGeometry, timeout_s: float = 60.0) -> Iterator[LookupService]:
     service = LookupService(client, geometry, timeout_s, LimitedLog())  # type: ignore[arg-type]
     yield service
     service.close()
@@ -157,19 +158,20 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
         wait_for(lambda: sorted(client.released) == [1, 2])
 
 
-def test_a_lookup_that_nobody_waits_for_gives_its_lease_back() -> None:
+def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """B4.3 A lookup dropped while it runs releases what it finds."""
+    monkeypatch.setattr(calls, "_COOL_DOWN_S", 600.0)
     started, gate = threading.Event(), threading.Event()
 
     def hang() -> None:
         started.set()
-        gate.wait(5)
+        gate.wait(60)
 
     client = FakeClient({make_key(bytes(32), 0)}, before=hang)
-    with _lookups(client, CacheGeometry((FULL,), 4, 4), 0.5) as service:
+    with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         lookup = service.start(Announcement("r"), _hashes(1), 0, 4)
         assert lookup is not None
-        assert started.wait(5)
+        assert started.wait(60)
         service.timed_out(lookup)
         assert service.start(Announcement("s"), _hashes(1), 0, 4) is None  # left in peace for a moment
         gate.set()
@@ -179,7 +181,7 @@ def test_a_lookup_that_nobody_waits_for_gives_its_lease_back() -> None:
 def test_a_lookup_that_only_queued_says_nothing_of_the_server() -> None:
     """After a restart many requests wait for a disk at once: whoever did not get his turn is computed, and the next may ask."""
     gate = threading.Event()
-    client = FakeClient({make_key(bytes(32), 0)}, before=lambda: gate.wait(20) and None)
+    client = FakeClient({make_key(bytes(32), 0)}, before=lambda: gate.wait(60) and None)
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         lookups = [service.start(Announcement(f"r{number}"), _hashes(1), 0, 4) for number in range(20)]
         queued = next(lookup for lookup in reversed(lookups) if lookup is not None)
@@ -226,13 +228,13 @@ def test_a_request_is_finished_after_its_last_lookup() -> None:
 
     def hang() -> None:
         started.set()
-        gate.wait(5)
+        gate.wait(60)
 
     client, request = FakeClient({make_key(bytes(32), 0)}, before=hang), Announcement("r", 5, {"peer": object()})
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         lookup = service.start(request, _hashes(1), 0, 4)
         assert lookup is not None
-        assert started.wait(5)
+        assert started.wait(60)
         service.drop(lookup)
         service.finish_request(request)
         time.sleep(0.05)
@@ -275,7 +277,7 @@ def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None
     assert failed == ({"good", "impossible"} if error else {"impossible"})
     if error is None:
         assert bytes(client.memory[:PAGE]) == bytes(caches["a"].view(8, PAGE)[5].tolist())
-    worker.close()
+    close_at_rest(worker)
 
 
 def test_a_worker_of_another_namespace_moves_nothing() -> None:
@@ -290,7 +292,7 @@ def test_a_worker_of_another_namespace_moves_nothing() -> None:
     worker.start_saves(step)
     assert reports.take_results(idle=False).failed_recving == {"r"}
     assert reports.take_report() == WorkerReport({1: 1}, {1: {0}})
-    worker.close()
+    close_at_rest(worker)
 
 
 def test_a_worker_says_what_it_did_not_store() -> None:
@@ -301,7 +303,7 @@ def test_a_worker_says_what_it_did_not_store() -> None:
     keys = [bytes([number]) * 8 for number in range(6)]
     job = SaveJob(1, "r", keys, [0] * 6, [1, 2, 3, 4, 5, 6])
     worker.start_saves(StepMetadata(saves=[job], namespace_digest="ns"))
-    worker.close()
+    close_at_rest(worker)
     assert client.written == [keys[:4], keys[4:]]
     assert reports.take_report() == WorkerReport({1: 1}, {1: {2, 3}})
 
@@ -322,7 +324,7 @@ def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> N
     worker.start_loads(StepMetadata(loads, [], "ns"))
     worker.start_saves(StepMetadata([], saves, "ns"))
     worker.start_saves(StepMetadata([], [SaveJob(3, "t", [b"k0", b"k1"], [0, 0], [4, 7])], "ns"))
-    worker.close()
+    close_at_rest(worker)
     expected = [([2], "loads 1"), ([3], "loads 1"), ([5], "saves 1"), ([6], "saves 1"), ([7], "saves 2")]
     assert sorted(copied) == expected
 
@@ -342,7 +344,7 @@ def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(WorkerSide, "_pin_for", lambda *_: pin)
     worker = WorkerSide(connect, [FULL], "ns", 8, WorkerReports(), LimitedLog(), peers_of=peers_of)  # type: ignore[arg-type]
     worker.register(_caches(8))
-    worker.close()
+    close_at_rest(worker)
     assert given == [pin, pin]
 
 
@@ -354,6 +356,6 @@ def test_a_save_that_is_old_is_not_begun(*, late: bool) -> None:
     worker.register(_caches(8))
     sent_at = time.time() - (SAVE_WITHIN_S if late else 0)
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns", sent_at=sent_at))
-    worker.close()
+    close_at_rest(worker)
     assert client.written == ([] if late else [[b"k0", b"k1"]])
     assert reports.take_report() == WorkerReport({1: 1}, {1: {0, 1}} if late else {})

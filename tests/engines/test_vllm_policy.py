@@ -6,7 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_fakes import FULL, PAGE, FakeClient, FakeTransfers, make_request, make_step, scheduler_side, wait_for
+from connector_fakes import (
+    FULL,
+    PAGE,
+    FakeClient,
+    FakeTransfers,
+    close_at_rest,
+    make_request,
+    make_step,
+    scheduler_side,
+    wait_for,
+)
 from server_process import ServerProcess
 
 from kvtier.client import Client, Group, InvalidRequest, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
@@ -199,7 +209,7 @@ def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
         mark=lambda: None, copy_out=lambda _group, ids, _memory, _offsets, _after: copied.extend(ids)
     )
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", _keys(2), [0, 0], [4, 5])], "ns"))
-    worker.close()
+    close_at_rest(worker)
     assert client.written == [_keys(2)]
     assert copied == [5], "block 4 is PRESENT"
     assert reports.take_report() == WorkerReport({1: 1}), "and both are stored"
@@ -211,8 +221,8 @@ def test_votes_and_resets_of_a_real_server(server: ServerProcess) -> None:
     namespace = Namespace("policy", "uint8", (Group(PAGE, 4),))
 
     def connect(engine: str) -> Any:
-        client = Client(server.endpoint, namespace=namespace, engine_id=engine, timeouts=Timeouts(call=20))
-        client.wait_until_connected(20)
+        client = Client(server.endpoint, namespace=namespace, engine_id=engine, timeouts=Timeouts(call=60))
+        client.wait_until_connected(60)
         return client
 
     with connect("writer") as writer:

@@ -42,7 +42,7 @@ class Gate:
 
     def __call__(self) -> int:
         self.entered.set()
-        assert self._open.wait(5)
+        assert self._open.wait(60)
         return self._answer
 
     def open(self) -> None:
@@ -68,7 +68,7 @@ def test_until_the_server_has_emptied_its_cpu_tier_all_is_a_miss() -> None:
         assert scheduler.reset(), "the server is not waited for"
         wait_for(lambda: client.released == [1])
         for number, gate in enumerate(gates):
-            assert gate.entered.wait(5)
+            assert gate.entered.wait(60)
             assert scheduler.matched_tokens(found, 0) == (0, False)
             assert _is_miss(scheduler, f"r{number}")
             gate.open()
@@ -89,7 +89,7 @@ def test_saves_in_flight_end_before_the_server_is_asked() -> None:
         assert not scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
         assert not gate.entered.wait(0.05), "a copy still runs"
         scheduler.saves_reported(WorkerReport({job.job_id: 1}))
-        assert gate.entered.wait(5)
+        assert gate.entered.wait(60)
         assert not scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
         gate.open()
         wait_for(lambda: not scheduler._remote.resets.pending)
@@ -125,7 +125,7 @@ def test_a_reset_that_fails_is_tried_until_it_works(monkeypatch: Any, error: Exc
     client.resets = [gate, fail, fail]
     with scheduler_side(client) as (scheduler, _):
         assert scheduler.reset()
-        assert gate.entered.wait(5)
+        assert gate.entered.wait(60)
         assert _is_miss(scheduler, "r")
         gate.open()
         wait_for(lambda: not scheduler._remote.resets.pending)
@@ -138,7 +138,7 @@ def test_a_reset_that_somebody_else_began_is_not_enough() -> None:
     client.resets = [last, 0]
     with scheduler_side(client) as (scheduler, _):
         scheduler.reset()
-        assert last.entered.wait(5)
+        assert last.entered.wait(60)
         assert scheduler._remote.resets.pending
         last.open()
         wait_for(lambda: not scheduler._remote.resets.pending)
@@ -150,7 +150,7 @@ def test_a_reset_during_a_reset_is_one_more() -> None:
     client.resets = [0, 0, 0, first]
     with scheduler_side(client) as (scheduler, _):
         scheduler.reset()
-        assert first.entered.wait(5)
+        assert first.entered.wait(60)
         scheduler.reset()
         first.open()
         wait_for(lambda: not scheduler._remote.resets.pending)

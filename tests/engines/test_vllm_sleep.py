@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from connector_fakes import FULL, PAGE, FakeTransfers
+from connector_fakes import FULL, PAGE, FakeTransfers, close_at_rest
 
 from kvtier.client import InvalidRequest, KVTierError, LimitExceeded
+from kvtier.client.engines.vllm import worker
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.device_route import StepMark
 from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
@@ -41,7 +42,7 @@ def _worker(client: Any) -> Iterator[tuple[WorkerSide, WorkerReports, list[int]]
     side = WorkerSide(connect, [FULL], "ns", 8, reports, LimitedLog())
     side.register(_caches())
     yield side, reports, made
-    side.close()
+    close_at_rest(side)
 
 
 class Slow:
@@ -56,7 +57,7 @@ class Slow:
     def copy_out(self, *_: Any) -> None:
         """Copies."""
         self.begun.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self.done += 1
 
     copy_in = copy_out
@@ -70,13 +71,13 @@ def test_a_sleep_waits_for_copies_that_run_and_lets_none_begin(step: StepMetadat
         side._copier = slow
         side.start_loads(step)
         side.start_saves(step)
-        assert slow.begun.wait(10)
+        assert slow.begun.wait(60)
         sleeping = threading.Thread(target=side.suspend, daemon=True)
         sleeping.start()
         sleeping.join(0.1)
         assert sleeping.is_alive(), "it waits for the copy"
         slow.gate.set()
-        sleeping.join(10)
+        sleeping.join(60)
         assert slow.done == 1
         side.start_loads(LOADS)
         side.start_saves(SAVES)
@@ -135,8 +136,11 @@ def test_the_gate_counts_copies() -> None:
 
 
 @pytest.mark.parametrize(("error", "again"), [(InvalidRequest("odd"), True), (LimitExceeded("full"), False)])
-def test_a_refusal_of_one_save_holds_up_no_other(error: KVTierError, *, again: bool) -> None:
+def test_a_refusal_of_one_save_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch, error: KVTierError, *, again: bool
+) -> None:
     """What the server refuses of one request says nothing of the next; after a failure it is left in peace for a moment."""
+    monkeypatch.setattr(worker, "_COOL_DOWN_S", 600.0)
     client = FakeTransfers(error)
     with _worker(client) as (side, _, _):
         side._copier = SimpleNamespace(mark=lambda: None, copy_out=lambda *_: None)  # type: ignore[assignment]

@@ -11,13 +11,23 @@ import msgspec
 import prometheus_client
 import pytest
 import torch
-from connector_fakes import FULL, PAGE, FakeClient, FakeTransfers, make_request, make_step, scheduler_side, wait_for
+from connector_fakes import (
+    FULL,
+    PAGE,
+    FakeClient,
+    FakeTransfers,
+    close_at_rest,
+    make_request,
+    make_step,
+    scheduler_side,
+    wait_for,
+)
 
 from kvtier.client import KVTierError, NotConnected, make_key
-from kvtier.client.engines.vllm import KVTierConnector
+from kvtier.client.engines.vllm import KVTierConnector, calls
 from kvtier.client.engines.vllm.announcements import Announcement
 from kvtier.client.engines.vllm.background import LimitedLog
-from kvtier.client.engines.vllm.lookup import LookupService, LookupState
+from kvtier.client.engines.vllm.lookup import LookupService
 from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.metrics import METRICS
 from kvtier.client.engines.vllm.reports import WorkerReports
@@ -117,7 +127,7 @@ def test_a_worker_counts_what_it_copied(error: KVTierError | None) -> None:
     loads = [LoadJob("r", [BlockRead(1, [0, 1], [0, 0], [2, 3])])]
     worker.start_loads(StepMetadata(loads, [], "ns"))
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", KEYS[:2], [0, 0], [4, 5])], "ns"))
-    worker.close()
+    close_at_rest(worker)
     counted = _drain(tally)
     assert [len(counted.pop(name)) for name in ("load_seconds", "save_seconds")] == [1, 1]
     assert counted == ({} if error else {"load_bytes": 2 * 2 * PAGE, "save_bytes": 2 * PAGE})
@@ -162,20 +172,21 @@ def _fail() -> None:
 def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], None] | None, outcome: str) -> None:
     """One count and one duration for each."""
     tally, client = Tally(), FakeClient(set(KEYS[:found]), before or (lambda: None))
-    service = LookupService(client, CacheGeometry((FULL,), 4, 4), 5.0, LimitedLog(), tally)  # type: ignore[arg-type]
+    service = LookupService(client, CacheGeometry((FULL,), 4, 4), 60.0, LimitedLog(), tally)  # type: ignore[arg-type]
     lookup = service.start(Announcement("r"), {0: [key[:32] for key in KEYS]}, 0, 16)
     assert lookup is not None
-    wait_for(lambda: lookup.state is LookupState.DONE)
+    wait_for(lambda: bool(service.take_done()))
     service.close()
     counted = _drain(tally)
     assert len(counted.pop("lookup_seconds")) == 1
     assert counted == {f"lookups:{outcome}": 1}
 
 
-def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin() -> None:
+def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given up once is one count, whenever the answer comes; so is a server that is left in peace, or away."""
+    monkeypatch.setattr(calls, "_COOL_DOWN_S", 600.0)
     gate, tally = threading.Event(), Tally()
-    client = FakeClient(set(KEYS), lambda: gate.wait(5) and None)
+    client = FakeClient(set(KEYS), lambda: gate.wait(60) and None)
     service = LookupService(client, CacheGeometry((FULL,), 4, 4), 30.0, LimitedLog(), tally)  # type: ignore[arg-type]
     hashes = {0: [key[:32] for key in KEYS]}
     lookup = service.start(Announcement("slow"), hashes, 0, 16)

@@ -86,7 +86,7 @@ class Room:
 def make_room() -> Iterator[Room]:
     """Transfers and lookups over a client that is a stand-in."""
     client, rows, log = SlotClient(), np.full((len(KEYS), ROW), 1, np.int8), LimitedLog()
-    lookups = TierLookups(client, 1.0, log, BackgroundThreads("lookup", log))  # type: ignore[arg-type]
+    lookups = TierLookups(client, 60.0, log, BackgroundThreads("lookup", log))  # type: ignore[arg-type]
     threads = [BackgroundThreads(name, log) for name in ("load", "store")]
     primary = PrimaryTier(rows.ctypes.data, ROW, len(rows))
     yield Room(client, rows, lookups, Transfers(client, primary, lookups, log, threads))  # type: ignore[arg-type]
