@@ -24,11 +24,12 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """Returns a port of the loopback address that nobody has now, nor gets unasked: it is none of those for whoever connects."""
+    """Returns a port of the loopback address that nobody has now, nor gets unasked: of those that are not for whoever connects."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    others = [*range(1024, first), *range(last + 1, 65536)] or range(first, last + 1)
     while True:
-        port = random.randrange(1024, 65536)
-        if first <= port <= last or port in _given:
+        port = random.choice(others)
+        if port in _given:
             continue
         with contextlib.suppress(OSError), socket.socket() as taken:
             taken.bind(("127.0.0.1", port))

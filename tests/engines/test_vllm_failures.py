@@ -60,9 +60,14 @@ def case_steps(server: ServerProcess, case: tuple[str, str], *, lazy: bool) -> l
         *forget,
         {"op": "generate", "name": f"{deed} {moment}", "prompts": prompts, "act": act, "at_once": not lazy},
         *([{"op": "server", "command": server_do(server, heal)}] if heal else []),
-        *meet(server),
-        *forget,
-        {"op": "generate", "name": f"{deed} {moment}, then", "prompts": prompts, "at_once": False},
+        {
+            "op": "find",
+            "name": f"{deed} {moment}, then",
+            "status": server_do(server, "status"),
+            "prompts": prompts,
+            "at_once": False,
+            "forget": not lazy,
+        },
         {"op": "settle", "name": f"{deed} {moment}, left", "command": server_do(server, "status")},
     ]
 
