@@ -69,7 +69,9 @@ class Setting:
         return result
 
     def _convert(self, value: Any, *, is_text: bool) -> Any:
-        if self.default is None and (value is None or str(value).lower() in ("off", "none", "")):
+        if self.default is None and (
+            value is None or (isinstance(value, str) and value.lower() in ("off", "none", ""))
+        ):
             return None
         if self.unit == "bytes":
             return parse_size(value)

@@ -12,8 +12,8 @@ import msgspec
 
 __all__ = ["toml_text"]
 
-_LONG_BITS = 1024
-"""Python writes no decimal number of thousands of digits, though it reads a hexadecimal one."""
+_LONG_BITS = 14_000
+"""Python writes no decimal number of more than 4,300 digits, though it reads a hexadecimal one."""
 
 
 def toml_text(value: Any) -> str:

@@ -62,7 +62,7 @@ def parse_size(value: object) -> int:
     if match is None or unit is None:
         raise ValueError('not a size; write it like "2GiB", "512MiB" or a number of bytes')
     rough = float(match[1]) * unit
-    return _checked_size(rough if "." in match[1] or rough > 2 * _MOST_BYTES else int(match[1]) * unit)
+    return _checked_size(rough if "." in match[1] or rough > 2 * _MOST_BYTES else int(match[1].lstrip("0") or 0) * unit)
 
 
 def _checked_size(size: float) -> int:
@@ -104,7 +104,8 @@ def format_duration(seconds: float) -> str:
     for unit in ("h", "m"):
         if seconds and seconds % _DURATIONS[unit] == 0:
             return f"{seconds / _DURATIONS[unit]:.0f}{unit}"
-    return f"{seconds * 1000:g}ms" if 0 < seconds < 1 else f"{seconds:g}s"
+    value, unit = (seconds * 1000, "ms") if 0 < seconds < 1 else (seconds, "s")
+    return f"{value:.9f}".rstrip("0").rstrip(".") + unit
 
 
 def human_size(size: float) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.engines)
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(2400))
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +65,8 @@ def nursery() -> Iterator[EngineNursery]:
 def run_engine(models: Path, nursery: EngineNursery, tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
     """Runs one engine over steps and returns the results of the named ones.
 
-    ``afresh``: as a user starts one, which takes longer. ``patient``: see `patience`.
+    ``afresh``: each of its processes starts as a user's do, which takes longer, and ``bind`` says on which cores it computes.
+    ``patient``: see `patience`.
     """
     folder = tmp_path_factory.mktemp("engines")
 
@@ -116,9 +119,13 @@ def _run_afresh(
     """As `EngineNursery.run`, with a Python of its own for each process of the engine."""
     with log.open("wb") as output:
         command = [sys.executable, program, *arguments]
-        return subprocess.run(
-            command, stdout=output, stderr=output, env=environment, timeout=seconds, check=False
-        ).returncode
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        try:
+            return process.wait(seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def connector_config(endpoint: str, extra: dict[str, Any], *, patient: bool) -> dict[str, Any]:

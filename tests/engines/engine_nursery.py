@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 __all__ = ["EngineNursery"]
 
@@ -50,19 +50,21 @@ class EngineNursery:
         }
         assert child.stdin is not None
         assert child.stdout is not None
-        print(json.dumps(job), file=child.stdin, flush=True)
-        pid = int(child.stdout.readline())
-        overdue = threading.Timer(seconds, _kill_group, [pid])
-        overdue.start()
+        groups: list[int] = []
+        overdue = threading.Timer(seconds, lambda: _kill_groups(groups))
         try:
-            return int(child.stdout.readline())
+            print(json.dumps(job), file=child.stdin, flush=True)
+            groups.append(_number(child.stdout))
+            overdue.start()
+            return _number(child.stdout)
         except BaseException:  # such as the end of a test's time: what it says of this job is nothing for the next one
             self._child = None
             child.kill()
+            child.wait()
             raise
         finally:
             overdue.cancel()
-            _kill_group(pid)  # nothing that it has started may outlive it
+            _kill_groups(groups)  # nothing that it has started may outlive it
 
     def close(self) -> None:
         """Ends it."""
@@ -77,9 +79,17 @@ class EngineNursery:
         return self._child
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+def _number(answers: IO[str]) -> int:
+    line = answers.readline()
+    if not line:
+        raise RuntimeError("the process that engines come out of has ended")
+    return int(line)
+
+
+def _kill_groups(groups: Sequence[int]) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def main() -> None:

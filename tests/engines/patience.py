@@ -12,6 +12,7 @@ from unittest import mock
 
 from kvtier.client import Timeouts, link
 from kvtier.client.engines.vllm import connector, holds, worker
+from kvtier.client.engines.vllm_tier import manager
 
 __all__ = ["PATIENCE_SECONDS", "patience"]
 
@@ -20,6 +21,8 @@ _DEADLINES = (
     (connector, "_START_SECONDS"),
     (holds, "_CONNECT_WITHIN_S"),
     (link, "_ATTACH_SECONDS"),
+    (manager, "_DRAIN_SECONDS"),
+    (manager, "_START_SECONDS"),
     (worker, "_CONNECT_WITHIN_S"),
 )
 

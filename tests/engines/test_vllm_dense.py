@@ -77,7 +77,6 @@ def second(
         ],
         endpoint=server.endpoint,
         extra={"transport": "grpc"},
-        afresh=True,
     )
     return results | {"next turn prompts": next_turn}
 
@@ -165,6 +164,17 @@ def test_blocks_filled_by_decoding_are_stored(second: dict[str, Any]) -> None:
     assert second["next turn"]["external_hits"] == answered
     assert second["next turn again"]["external_hits"] == hit_limit(prompts)
     assert_same(second["next turn"], second["next turn again"])
+
+
+def test_an_engine_with_the_deadlines_of_the_product(
+    run_engine: RunEngine, server: ServerProcess, truth: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """Just as a user starts it, it answers as without us. What it finds in time is the machine's matter."""
+    assert second["base"]["external_hits"]
+    life = run_engine(QUESTIONS[:1], endpoint=server.endpoint, lookup_timeout_s=2.0, afresh=True, patient=False)
+    assert_same(truth["base"], life["base"])
+    assert "kvtier: namespace" in life["log"]
+    assert not [line for line in life["log"].splitlines() if "background.py" in line and "Traceback" in line]
 
 
 def test_recomputing_stores_nothing_twice(run_engine: RunEngine, server: ServerProcess, second: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ BUDGET_SECONDS = 2.5
 """Less than it takes to notice that a server is silent, which would end a lookup as well."""
 
 LIFE_SECONDS = 800
-HUNG_SECONDS = 180.0
+HUNG_SECONDS = 110.0
 """Tells an engine that hangs from one that does not: some budgets and deadlines of a few seconds are less."""
 MOMENTS = ("asking", "loading", "saving", "decoding")
 DEEDS = ("kill", "hang", "restart-twice")

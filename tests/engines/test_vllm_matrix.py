@@ -82,7 +82,8 @@ def test_what_one_engine_stores_another_finds(
     length = {"max_model_len": 32 * BLOCK}  # part of the namespace
     pool = {"num_gpu_blocks_override": POOL_BLOCKS[cell.model]} if lazy else {}
     steps = [STEPS[0], generate("flood", FLOOD), generate("again", BASE)] if lazy else STEPS[:1]
-    first = run_engine(steps, endpoint=server.endpoint, **cell.settings, **pool, **length)
+    afresh = cell.ranks > 1 and not lazy  # ranks that are spawned, and bound to cores
+    first = run_engine(steps, endpoint=server.endpoint, afresh=afresh, **cell.settings, **pool, **length)
     assert f"transport {cell.transport}" in first["log"]
     assert_same(truth["base"], first["base"])
     assert first["base"]["external_hits"] == 0

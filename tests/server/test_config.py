@@ -147,6 +147,7 @@ class TestRefusals:
             ('insecure = "yes"', '{file}: insecure = "yes": must be true or false'),
             ("region_size = -1", "{file}: region_size = -1: a size is not negative"),
             ("region_size = 0x" + "f" * 6000, "{file}: region_size = 0xfff"),
+            ("[cpu]\nttl = 0x" + "f" * 6000, "{file}: cpu.ttl = 0xfff"),
             ('region_size = "4K"', '{file}: region_size = "4K": not a size'),
             ("region_size = 4096", "{file}: region_size = 4096: must be at least 1MiB"),
             ('[leases]\nmax = "10 parsecs"', '{file}: leases.max = "10 parsecs": not a duration'),

@@ -49,7 +49,18 @@ def test_no_sizes(text: object) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("30s", 30), ("5m", 300), ("2h", 7200), ("250ms", 0.25), ("1d", 86400), ("3", 3), (0.5, 0.5)],
+    [
+        ("30s", 30),
+        ("5m", 300),
+        ("2h", 7200),
+        ("250ms", 0.25),
+        ("1d", 86400),
+        ("3", 3),
+        (0.5, 0.5),
+        (1000001, 1000001),
+        (86401.25, 86401.25),
+        (0.0123456, 0.0123456),
+    ],
 )
 def test_durations(text: object, seconds: float) -> None:
     """Durations are written with a unit, or in seconds."""
