@@ -40,7 +40,7 @@ demo-vllm: $(VLLM)/.stamp  ## The same with vLLM on the CPU (installs it in buil
 test: $(VENV)/.stamp  ## Run every test that needs no LLM server (about 10 minutes on 2 quiet cores, 15 on slow ones)
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
-test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 16 minutes on 2 quiet cores)
+test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 20 minutes on 2 quiet cores, twice that on slow ones)
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines $(ARGS)
 
 test-handoff: $(VLLM)/.stamp  ## Of these, run only the ones with a prefill engine, a decode engine and the proxy

@@ -291,7 +291,7 @@ def test_want_of_a_processor_is_no_crowd(late: SimpleNamespace, monkeypatch: pyt
     assert [how for how, _ in late.moved] == ["free"] * 40
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: whoever is late was kept from that")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one processor every late copy was preempted")
 def test_a_thread_that_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another thread in a loop of Python, long copies find out that the GIL does not come back at once."""
     crowd = copy._Crowd()

@@ -26,8 +26,14 @@ from typing import IO, Any, NoReturn
 
 __all__ = ["EngineNursery"]
 
-_NEEDED = ("vllm", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
-_NEEDED_BY_RANKS = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.distributed.kv_transfer")
+_NEEDED = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.distributed.kv_transfer",
+)
 _THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -69,7 +75,8 @@ class EngineNursery:
     def close(self) -> None:
         """Ends it."""
         if self._child is not None:
-            self._child.communicate(timeout=20)
+            self._child.kill()  # it has nothing to lose
+            self._child.communicate()
 
     def _started(self, environment: dict[str, str]) -> subprocess.Popen[str]:
         if self._child is None:
@@ -96,7 +103,7 @@ def main() -> None:
     """Forks for each job, tells its process id, waits for it, and tells how it ended."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for name in (*_NEEDED, *_NEEDED_BY_RANKS):
+    for name in _NEEDED:
         importlib.import_module(name)
     context_of = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: context_of("fork" if method == "spawn" else method)

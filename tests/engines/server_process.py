@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,26 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ServerProcess", "free_port"]
+__all__ = ["ServerProcess"]
 
 _KVTIER = Path(sys.executable).with_name("kvtier")
 _PATIENT = {"KVTIER_SESSIONS_HEARTBEAT_INTERVAL": "10s"}
 START_SECONDS = 120
-_given: set[int] = set()
-
-
-def free_port() -> int:
-    """Returns a port of the loopback address that nobody has now, nor gets unasked: of those that are not for whoever connects."""
-    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    others = [*range(1024, first), *range(last + 1, 65536)] or range(first, last + 1)
-    while True:
-        port = random.choice(others)
-        if port in _given:
-            continue
-        with contextlib.suppress(OSError), socket.socket() as taken:
-            taken.bind(("127.0.0.1", port))
-            _given.add(port)
-            return port
 
 
 def _is_stopped(task: Path) -> bool:

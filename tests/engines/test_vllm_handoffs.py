@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from connector_fakes import wait_for
 from handoff_engine import BLOCK, FIRST_TURN, ToyEngine
-from server_process import ServerProcess, free_port
+from harness.ports import ReservedPort
+from server_process import ServerProcess
 
 from kvtier.client.engines.vllm.config import ConnectorConfig
 
@@ -193,7 +194,8 @@ def test_servers_of_two_hosts(tmp_path: Path, make: MakeEngine, *, known: bool) 
     """Blocks are pulled from the peer's server, and from none that the settings do not name: parameters come from outside."""
     (tmp_path / "far").mkdir()
     far = ServerProcess(tmp_path / "far", "64MiB", ["--insecure"])
-    far.endpoint = f"127.0.0.1:{free_port()}"
+    reserved = ReservedPort()
+    far.endpoint = f"127.0.0.1:{reserved.number}"
     far.start()
     try:
         params = params_of(make("P", endpoint=far.endpoint), PROMPT)
@@ -205,6 +207,7 @@ def test_servers_of_two_hosts(tmp_path: Path, make: MakeEngine, *, known: bool) 
         assert make("D2").run(PROMPT).computed == len(PROMPT) - 6 * BLOCK, "its own server has it, too, now"
     finally:
         far.kill()
+        reserved.close()
 
 
 def test_roles_are_about_the_cache(make: MakeEngine) -> None:

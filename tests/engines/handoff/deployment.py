@@ -104,7 +104,7 @@ class Deployment:
             proxy.wait_ready()
             yield proxy
         finally:
-            proxy.kill()
+            proxy.end()
 
     def renew_server(self, longest_hold: float = LONGEST_HOLD) -> None:
         """Kills the server and starts it again; no hold of the new one lasts longer than so many seconds."""
@@ -136,8 +136,9 @@ class Deployment:
 
     def end(self) -> None:
         """Ends all of it."""
-        for part in (self.proxy, self.p, self.d, self.server):
-            part.kill()
+        for part in (self.proxy, self.p, self.d):
+            part.end()
+        self.server.kill()
 
     def empty(self) -> None:
         """Empties the prefix caches of both engines: what they have of a prompt afterwards comes from outside."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from calls import post
-from server_process import free_port
+from harness.ports import ReservedPort
 
 __all__ = ["EngineServer", "Sources"]
 
@@ -51,7 +51,8 @@ class EngineServer:
     """An engine named `name`, always at the same port; its logs are in `folder`. Each of its lives has an engine id of its own."""
 
     def __init__(self, folder: Path, name: str, model: Path, config: dict[str, Any]) -> None:
-        self.name, self.port = name, free_port()
+        self.name, self._reserved = name, ReservedPort()
+        self.port = self._reserved.number
         self._log = folder / f"{name}.log"
         self._flags = [
             *("--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)),
@@ -100,6 +101,11 @@ class EngineServer:
             assert self.is_running, f"{self.name} ended:\n{self.log[-4000:]}"
             assert time.monotonic() < deadline, f"{self.name} does not start:\n{self.log[-4000:]}"
             time.sleep(0.25)
+
+    def end(self) -> None:
+        """Kills it, and gives up its port."""
+        self.kill()
+        self._reserved.close()
 
     def kill(self) -> None:
         """Kills all of its processes without notice, and waits until they are gone."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_server import EngineServer
-from server_process import free_port
+from harness.ports import ReservedPort
 
 __all__ = ["ProxyProcess"]
 
@@ -24,7 +24,8 @@ class ProxyProcess:
     """In front of these engines, always at the same port. It probes an engine that decodes once in that one's life."""
 
     def __init__(self, folder: Path, prefill: Sequence[EngineServer], decode: Sequence[EngineServer]) -> None:
-        self.port = free_port()
+        self._reserved = ReservedPort()
+        self.port = self._reserved.number
         self._prefill, self._decode = tuple(prefill), tuple(decode)
         self._log = folder / f"proxy{self.port}.log"
         self._flags = ["--port", str(self.port), "--check-interval", "0.5", "--probe-interval", "86400"]
@@ -58,6 +59,11 @@ class ProxyProcess:
             assert self.is_running, self.log
             assert time.monotonic() < deadline, f"{health}\n{self.log}"
             time.sleep(0.1)
+
+    def end(self) -> None:
+        """Kills it, and gives up its port."""
+        self.kill()
+        self._reserved.close()
 
     def kill(self) -> None:
         """Kills it without notice."""

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from deployment import eventually
+from harness.ports import ReservedPort
 from scenario import RunEngine, assert_same, generate, server_step, tokens
-from server_process import ServerProcess, free_port
+from server_process import ServerProcess
 
 LONG, SHORT, EDGE, SAID, MORE = 333, 70, 383, 30, 25
 """Tokens: a first question longer than the windows of 128, one that they all see, and one whose last token, which is always
@@ -47,7 +48,8 @@ class Hosts:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Both servers, running."""
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    ports = [ReservedPort() for _ in range(2)]
+    addresses = [f"127.0.0.1:{port.number}" for port in ports]
     servers = [
         ServerProcess(
             tmp_path_factory.mktemp("host"), region="64MiB", flags=["--insecure", "--listen", address], patient=True
@@ -61,6 +63,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     finally:
         for server in servers:
             server.kill()
+        for port in ports:
+            port.close()
 
 
 @pytest.fixture(scope="module")
