@@ -37,6 +37,8 @@ _NOT_SHARED = "the server does not share its memory with these credentials (shar
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 1.0
 
+_random = random.Random()  # noqa: S311 - not a secret; and none of ours, as an engine may have seeded that
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -127,7 +129,7 @@ class Keeper:
                 self._report(ServerError(f"{type(error).__name__}: {error}"))
                 delay = _LAST_RETRY_SECONDS
             # Jittered, so that the engines of a host do not come back in step.
-            self._closing.wait(delay * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret
+            self._closing.wait(delay * _random.uniform(0.5, 1.0))
 
     def _hold_session(self) -> None:
         """Opens a session and returns when it is over; raises if it cannot be opened."""

@@ -21,8 +21,9 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # A server that comes back is to be found within a second.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # Not a pause, whatever its name: how long an attempt may take at least. A busy host, or a far one, is slow to shake hands.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # Channels of one process would share a connection, and a bulk stream would hold up another client's calls.
     ("grpc.use_local_subchannel_pool", 1),
     # A server whose host is gone is noticed; one that hangs is noticed by its heartbeats.

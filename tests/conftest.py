@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from harness.patience import patience
 from hypothesis import settings
 
 from kvtier.cuda import copy
@@ -61,7 +62,14 @@ def pytest_handlecrashitem(report: Any) -> None:
         file.unlink()
 
 
-SETTLE_SECONDS = 20.0
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """A test that is about a deadline says which one; the others are patient."""
+    with patience():
+        yield
+
+
+SETTLE_SECONDS = 60.0
 """How long threads and descriptors may take to go after the test has closed what it opened."""
 
 

@@ -119,7 +119,7 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     servers: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         _start_and_fail(tmp_path, servers)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60
     while _runs(servers[0]):
         assert time.monotonic() < deadline
         time.sleep(0.01)

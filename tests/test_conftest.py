@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -25,8 +27,12 @@ def test_thread(no_leaks):
 """
 
 
-def test_leaks_are_found(pytester: pytest.Pytester, request: pytest.FixtureRequest) -> None:
+def test_leaks_are_found(
+    pytester: pytest.Pytester, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A test that leaves a thread or a descriptor behind fails; one that cleans up passes."""
-    pytester.makeconftest((request.config.rootpath / "tests" / "conftest.py").read_text())
+    tests = request.config.rootpath / "tests"
+    monkeypatch.setenv("PYTHONPATH", str(tests), prepend=os.pathsep)
+    pytester.makeconftest((tests / "conftest.py").read_text())
     pytester.makepyfile(PLANTED)
     pytester.runpytest_subprocess("-p", "no:asyncio").assert_outcomes(passed=3, errors=2)

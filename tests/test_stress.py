@@ -68,7 +68,7 @@ def test_nothing_outlives_it(tmp_path: Path) -> None:
 
 def wait_for(what: object, name: str) -> None:
     """Waits until something holds."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not what():  # type: ignore[operator]
         assert time.monotonic() < deadline, f"still waiting for {name}"
         time.sleep(0.1)

@@ -50,7 +50,7 @@ class _OnRealServer(CacheClientContract):
         for client in clients:
             client.close()
         # The server learns of the end a moment after the client has done with it.
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (status := server.status()).sessions and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (status.leases, status.stores, status.holds, len(status.sessions)) == (0, 0, 0, 0)
@@ -141,7 +141,7 @@ class _Blocking:
         self._loop.close()
 
     def _wait(self, awaitable: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result(60)
 
 
 class _BlockingLease:

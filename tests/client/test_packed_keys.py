@@ -52,7 +52,7 @@ def test_they_name_the_same_blocks(tmp_path: Path, *, taken: bool) -> None:
         Client(server.endpoint, namespace=NAMESPACE) as other,
     ):
         for client, packs in ((one, taken), (other, not taken)):
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             link = client._wire.link
             assert link is not None
             assert link.takes_packed_keys

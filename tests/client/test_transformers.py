@@ -50,7 +50,7 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
     command = [Path(sys.executable).with_name("kvtier"), "serve", "--listen", address]
     command += ["--region-size", "64MiB", "--data-dir", str(tmp_path / "data")]
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (tmp_path / "kvtier.sock").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         yield address

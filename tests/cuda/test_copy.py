@@ -328,7 +328,7 @@ def test_pieces_of_two_threads_are_all_of_a_batch(monkeypatch: pytest.MonkeyPatc
     def move(*block: int) -> None:
         if threading.get_ident() not in threads:
             threads.add(threading.get_ident())
-            both.wait(20)
+            both.wait(60)
         moved.append(block)  # type: ignore[arg-type]
 
     monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)

@@ -28,7 +28,7 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Helper:
 def assert_helps(helper: Helper) -> None:
     """Two threads are at work."""
     both = threading.Barrier(2)
-    assert helper.share(range(2), lambda _: both.wait(20))
+    assert helper.share(range(2), lambda _: both.wait(60))
 
 
 def test_every_piece_is_done_once(helper: Helper) -> None:
@@ -46,7 +46,7 @@ def test_both_threads_work(helper: Helper) -> None:
 
     def work(_: int) -> None:
         threads.add(threading.current_thread().name)
-        both.wait(20)
+        both.wait(60)
 
     assert helper.share(range(2), work)
     assert threads == {threading.current_thread().name, "kvtier-copy"}
@@ -119,12 +119,12 @@ def test_two_that_ask_are_two_without_the_helper(helper: Helper) -> None:
         names.append(name)
         if name == "kvtier-copy":
             helped.set()
-            assert came.wait(20)
+            assert came.wait(60)
         elif piece < 100:
-            assert over.wait(20)
+            assert over.wait(60)
 
     def other() -> None:
-        assert helped.wait(20)
+        assert helped.wait(60)
         assert helper.share(range(50), lambda _: (late.append(threading.current_thread().name), came.set()))
         over.set()
 
@@ -147,7 +147,7 @@ def test_what_goes_wrong_is_raised_where_the_work_was_asked_for(helper: Helper, 
 
     def work(piece: int) -> None:
         if piece < 2:
-            both.wait(20)
+            both.wait(60)
             if threading.current_thread().name == name:
                 raise OSError("broken")
             time.sleep(0.05)
@@ -185,7 +185,7 @@ def test_an_interrupt_waits_for_the_piece_that_the_helper_is_at(helper: Helper) 
 
     def work(piece: int) -> None:
         if threading.current_thread().name != "kvtier-copy":
-            assert begun.wait(20)
+            assert begun.wait(60)
             return
         begun.set()
         for _ in range(2):  # the second while he waits after the first
@@ -210,7 +210,7 @@ def test_an_interrupt_when_the_helper_has_just_been_told(helper: Helper) -> None
         def put(self, *job: Any) -> None:
             super().put(*job)
             if not begun.is_set():
-                assert begun.wait(20)
+                assert begun.wait(60)
                 signal.raise_signal(signal.SIGUSR1)
 
     def work(piece: int) -> None:

@@ -65,7 +65,7 @@ def test_stores_that_make_no_sense(caller: Caller, name: str) -> None:
     good = transfer_pb2.StoreFromDeviceRequest(
         session=caller.raw.ref, buffers_id=caller.buffers_id, store_id=store_id, blocks=[4, 2], items=[2, 0]
     )
-    assert caller.calls.StoreFromDevice(good, timeout=5).moved_bytes == 2 * PART
+    assert caller.calls.StoreFromDevice(good, timeout=60).moved_bytes == 2 * PART
     caller.abort(store_id)
     assert caller.store(store_id, blocks=[0, 1, 2]) == "STORE_NOT_FOUND"
 
@@ -89,7 +89,7 @@ def test_loads_that_make_no_sense(caller: Caller, name: str) -> None:
     request = cache_pb2.LookupRequest(
         session=caller.raw.ref, keys=[*keys, *keys_of(1, "never")], mode=cache_pb2.LOOKUP_MODE_EACH
     )
-    lease_id = caller.raw.cache.Lookup(request, timeout=5).lease_id
+    lease_id = caller.raw.cache.Lookup(request, timeout=60).lease_id
     fields, reason = LOADS[name]
     assert caller.load(lease_id, **fields) == reason
     assert caller.engine.contents() == caller.engine.expected(0)
@@ -102,7 +102,7 @@ def test_what_is_open_stays_open(caller: Caller) -> None:
     assert caller.buffers_id == first
     other = caller.registration()
     del other.event_handles[1:]
-    assert caller.calls.RegisterDeviceBuffers(other, timeout=5).buffers_id != first
+    assert caller.calls.RegisterDeviceBuffers(other, timeout=60).buffers_id != first
     assert caller.store(caller.prepare(keys_of(1, "replaced")), blocks=[0]) == "DEVICE_LOST"
 
 
@@ -120,14 +120,14 @@ def test_what_is_somebody_elses(caller: Caller, start: Callable[[str], Caller]) 
     unregister = transfer_pb2.UnregisterDeviceBuffersRequest(session=caller.raw.ref, buffers_id=other.buffers_id)
     assert why(caller.calls.UnregisterDeviceBuffers, unregister) == "NOT_OWNER"
     unregister.buffers_id = caller.buffers_id
-    caller.calls.UnregisterDeviceBuffers(unregister, timeout=5)
+    caller.calls.UnregisterDeviceBuffers(unregister, timeout=60)
     assert caller.store(mine, blocks=[0]) == "DEVICE_LOST"
     caller.register()
     assert caller.store(mine, blocks=[0], session=other.raw.ref) == "NOT_OWNER"
     good = transfer_pb2.StoreFromDeviceRequest(
         session=caller.raw.ref, buffers_id=caller.buffers_id, store_id=mine, blocks=[0]
     )
-    assert caller.calls.StoreFromDevice(good, timeout=5).moved_bytes == PART
+    assert caller.calls.StoreFromDevice(good, timeout=60).moved_bytes == PART
 
 
 Request = transfer_pb2.RegisterDeviceBuffersRequest
@@ -157,7 +157,7 @@ def test_registrations_that_make_no_sense(caller: Caller, name: str) -> None:
     good = transfer_pb2.StoreFromDeviceRequest(
         session=caller.raw.ref, buffers_id=caller.buffers_id, store_id=store_id, blocks=[0]
     )
-    assert caller.calls.StoreFromDevice(good, timeout=5).moved_bytes == PART
+    assert caller.calls.StoreFromDevice(good, timeout=60).moved_bytes == PART
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_memory_that_cannot_be_opened(caller: Caller, field: str, value: Any, ca
     setattr(request.origin, field, value)
     request.allocations[0].handle = bytes(64)
     with pytest.raises(Exception, match=cause):
-        caller.calls.RegisterDeviceBuffers(request, timeout=5)
+        caller.calls.RegisterDeviceBuffers(request, timeout=60)
     assert why(caller.calls.RegisterDeviceBuffers, request) == "DEVICE_UNAVAILABLE"
 
 
@@ -178,7 +178,7 @@ def test_events_of_another_shm(caller: Caller) -> None:
     """Where /dev/shm is not shared the answer says that the caller waits; an event that is named all the same is refused."""
     request = caller.registration()
     request.origin.shm_device = 1
-    answer = caller.calls.RegisterDeviceBuffers(request, timeout=5)
+    answer = caller.calls.RegisterDeviceBuffers(request, timeout=60)
     assert answer.order == 2  # DEVICE_ORDER_CALLER_WAITS
     caller.buffers_id = answer.buffers_id
     store_id = caller.prepare(keys_of(1, "another shm"))

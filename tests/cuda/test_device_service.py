@@ -104,7 +104,7 @@ def test_what_one_engine_stored_another_loads(service: Service) -> None:
         Engine(service.server.endpoint).register() as one,
         Client(service.server.endpoint, namespace=namespace_of(JOINED)) as other,
     ):
-        other.wait_until_connected(10)
+        other.wait_until_connected(60)
         other.store(keys[:3], JOINED.parts(7)[:3])
         assert one.client.store_from_device(keys, range(BLOCKS)) == bytes([StoreStatus.PRESENT]) * 3 + GRANTED[3:]
         one.clear()
@@ -159,7 +159,7 @@ def test_a_store_waits_for_the_engines_compute(service: Service) -> None:
             assert set(engine.client.lookup(keys, prefix=False).statuses) == {KeyStatus.HIT_PENDING}
             engine.fill(2)
             release()
-            storing.join(30)
+            storing.join(60)
         assert statuses == [GRANTED]
         assert engine.stored(keys) == JOINED.parts(2)
 

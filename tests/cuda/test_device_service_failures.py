@@ -104,7 +104,7 @@ def test_a_mover_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecut
         service.gate.wait_reached()
         os.kill(mover, number)
         with pytest.raises(DeviceUnavailable) as caught:
-            storing.result(30)
+            storing.result(60)
         assert caught.value.reason == "DEVICE_LOST"
         service.gate.open()
         status = service.server.wait_for(lambda status: not status.stores)
@@ -146,7 +146,7 @@ def test_a_server_that_is_killed(service: Service) -> None:
         engine.client.store_from_device(KEYS, range(BLOCKS))
         service.server.restart()
         eventually(lambda: not Path(f"/proc/{mover}").exists())
-        engine.client.wait_until_connected(20)
+        engine.client.wait_until_connected(60)
 
         def stored() -> bool:
             try:
@@ -231,7 +231,7 @@ def test_a_session_that_falls_in_mid_copy(service: Service, aside: ThreadPoolExe
         Engine(service.server.endpoint).register() as engine,
         Client(service.server.endpoint, namespace=namespace_of(JOINED)) as other,
     ):
-        other.wait_until_connected(10)
+        other.wait_until_connected(60)
         service.gate.close()
         storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
@@ -241,7 +241,7 @@ def test_a_session_that_falls_in_mid_copy(service: Service, aside: ThreadPoolExe
         service.gate.open()
         assert isinstance(storing.exception(60), KVTierError)
         service.server.wait_for(lambda status: not status.quarantined_bytes)
-        engine.client.wait_until_connected(20)
+        engine.client.wait_until_connected(60)
         assert_all_memory_is_there(service, other)
 
 
@@ -254,7 +254,7 @@ def test_a_store_is_not_aborted_under_its_copy(service: Service, aside: ThreadPo
             session=caller.raw.ref, buffers_id=caller.buffers_id, store_id=store_id, blocks=range(BLOCKS)
         )
         service.gate.close()
-        storing = caller.calls.StoreFromDevice.future(request, timeout=30)
+        storing = caller.calls.StoreFromDevice.future(request, timeout=60)
         service.gate.wait_reached()
         storing.cancel()
         aborting = aside.submit(caller.abort, store_id)
@@ -262,7 +262,7 @@ def test_a_store_is_not_aborted_under_its_copy(service: Service, aside: ThreadPo
         assert not aborting.done()
         assert service.server.status().stores == 1
         service.gate.open()
-        aborting.result(30)
+        aborting.result(60)
         service.server.wait_for(lambda status: not status.stores and not status.quarantined_bytes)
 
 
@@ -271,14 +271,14 @@ def test_a_lease_that_ends_in_mid_load(service: Service, aside: ThreadPoolExecut
     with closing(Caller(service, "raw")) as caller:
         caller.register()
         caller.engine.client.store(KEYS, JOINED.parts(1))
-        found = caller.raw.cache.Lookup(cache_pb2.LookupRequest(session=caller.raw.ref, keys=KEYS), timeout=5)
+        found = caller.raw.cache.Lookup(cache_pb2.LookupRequest(session=caller.raw.ref, keys=KEYS), timeout=60)
         service.gate.close()
         loading = aside.submit(caller.load, found.lease_id, blocks=range(BLOCKS), items=range(BLOCKS))
         service.gate.wait_reached()
         release = cache_pb2.ReleaseLeaseRequest(session=caller.raw.ref, lease_ids=[found.lease_id])
-        caller.raw.cache.ReleaseLease(release, timeout=5)
+        caller.raw.cache.ReleaseLease(release, timeout=60)
         service.gate.open()
-        assert loading.result(30) == "LEASE_NOT_FOUND"
+        assert loading.result(60) == "LEASE_NOT_FOUND"
 
 
 def test_a_server_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecutor) -> None:

@@ -33,7 +33,7 @@ def test_a_mover_that_takes_long_to_start(tmp_path: Path) -> None:
     with service, Engine(service.server.endpoint, call=1).register() as engine:
         service.gate.close()
         service.server.restart()
-        engine.client.wait_until_connected(20)
+        engine.client.wait_until_connected(60)
         with pytest.raises(DeviceUnavailable, match="starting"):
             engine.client.store_from_device(KEYS, range(BLOCKS))
         service.gate.open()

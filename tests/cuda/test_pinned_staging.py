@@ -145,7 +145,7 @@ def test_what_an_engine_writes_to_and_reads_from_is_pinned(server: ServerProcess
     """Of a server on another host an engine with a GPU has staging buffers; at the client's end nothing is left pinned."""
     keys, data = new_keys(3), bytes(range(250)) * (SMALL // 250)
     with Client(server.tcp, namespace=NAMESPACE, transport=transport, pin=pins(notes)) as client:  # type: ignore[arg-type]
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         with client.write(keys) as batch:
             assert notes.registered == spans(batch.memory)
             with batch.memory as memory:

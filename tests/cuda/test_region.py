@@ -249,9 +249,9 @@ def test_close_while_backing() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert started.wait(30)
+    assert started.wait(60)
     region.close()
-    thread.join(30)
+    thread.join(60)
     assert refused.is_set()
     gc.collect()
     assert not mappings()

@@ -97,5 +97,5 @@ def test_it_works_with_a_real_server(toy: ModuleType, tmp_path: Path) -> None:
         server.wait_ready()
         for computed in (100, 4):
             client = Client(f"unix:{tmp_path}/s", namespace=toy.namespace_of("toy"))
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             assert _answer(toy, client, PROMPT) == (_plain(toy, PROMPT), computed)

@@ -19,7 +19,7 @@ from .raw import RawSession
 
 __all__ = ["bulk_pid", "bulk_streams", "locate", "wait_for_bulk", "wait_until", "wait_until_received"]
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def wait_until(what: Any, seconds: float = PATIENCE) -> Any:
@@ -60,7 +60,7 @@ def locate(session: RawSession, store_id: int = 0) -> transfer_pb2.LocateRespons
     """Asks where the bulk process is."""
     call = session.channel.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
     answer: transfer_pb2.LocateResponse = call(
-        transfer_pb2.LocateRequest(session=session.ref, store_id=store_id), timeout=5
+        transfer_pb2.LocateRequest(session=session.ref, store_id=store_id), timeout=60
     )
     return answer
 
@@ -70,7 +70,7 @@ def wait_until_received(client: Client, source: Source, nbytes: int) -> None:
     channel = client._wire._channel  # type: ignore[attr-defined]
     call = channel.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
     request = transfer_pb2.LocateRequest(session=source._ref, store_id=source._store_id)
-    wait_until(lambda: call(request, timeout=5).received_bytes >= nbytes)
+    wait_until(lambda: call(request, timeout=60).received_bytes >= nbytes)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
                 self.spans += (_span(span, source.resource) for span in scope.spans)
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    def wait_for(self, wanted: Callable[[Span], bool], seconds: float = 20.0) -> Span:
+    def wait_for(self, wanted: Callable[[Span], bool], seconds: float = 60.0) -> Span:
         """Returns the first span of which this is true, once it has come."""
         deadline = time.monotonic() + seconds
         while True:

@@ -34,7 +34,7 @@ def why_not() -> str | None:
     if not shutil.which("ip") or not Path("/dev/net/tun").exists():
         return "there is no ip, or no /dev/net/tun"
     probe = f"kvtp{os.getpid() % 100_000}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, timeout=20, check=False)
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, timeout=60, check=False)
     if made.returncode:
         return f"no network namespaces here: {made.stderr.strip()}"
     _ip("netns", "del", probe)
@@ -113,4 +113,4 @@ class FarLink:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)

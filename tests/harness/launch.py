@@ -14,8 +14,8 @@ from typing import Any, Self
 
 __all__ = ["Launched", "launch", "refused_start"]
 
-READY_SECONDS = 30.0
-END_SECONDS = 45.0
+READY_SECONDS = 60.0
+END_SECONDS = 60.0
 
 
 class Launched:

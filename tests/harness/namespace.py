@@ -21,7 +21,7 @@ from typing import Self
 __all__ = ["OwnNamespace", "why_not"]
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 20.0
+START_SECONDS = 60.0
 _FLAGS = ("--mount", "--pid", "--cgroup", "--ipc", "--uts")
 
 # Mounts are seen by this namespace only.
@@ -136,7 +136,7 @@ class OwnNamespace:
             with contextlib.suppress(OSError, IndexError, ValueError):
                 os.kill(self._init(), signal.SIGKILL)  # and with it all that is in its namespace
             try:
-                self._unshare.wait(5.0)
+                self._unshare.wait(60)
             except subprocess.TimeoutExpired:
                 self._unshare.kill()
                 self._unshare.wait()

@@ -97,7 +97,7 @@ def refusal_of(error: grpc.RpcError) -> tuple[str, str | None]:
 def attach_reply(path: str, ref: common_pb2.SessionRef) -> int | None:
     """Asks for the region and hangs up; returns its size, or None if the server refused."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(5)
+        connection.settimeout(60)
         connection.connect(path)
         connection.sendall(pack_request(ref.session_id, ref.epoch))
         reply, descriptors, _, _ = socket.recv_fds(connection, REPLY_BYTES, 1)

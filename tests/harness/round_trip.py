@@ -15,7 +15,7 @@ from kvtier.client import Client, DurableStatus, Group, Namespace, make_key
 
 PART_BYTES = 64 << 10
 COUNT = 8
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 def main() -> int:

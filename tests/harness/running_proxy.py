@@ -98,7 +98,7 @@ async def run_proxy(settings: Settings, clock: Clock | None = None) -> AsyncIter
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         await until(lambda: server.started or serving.done())
-        async with httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
             yield RunningProxy(url, http, clock)
     finally:
         server.should_exit = True

@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["stop"]
 
 
-def stop(pid: int, seconds: float = 10.0) -> None:
+def stop(pid: int, seconds: float = 60.0) -> None:
     """Sends SIGSTOP, and waits until all threads have stopped: they run on until one of them has taken the signal."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + seconds

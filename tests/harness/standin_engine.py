@@ -74,6 +74,11 @@ class StandinEngine:
     async def stop(self) -> None:
         """Dies: whatever is connected is cut off."""
         assert self._server is not None
+        loop = asyncio.get_running_loop()
+        for listening in self._server.sockets:
+            loop.remove_reader(listening.fileno())
+        for _ in range(5):  # whom it has let in already is on the way to `_serve`; asyncio would forget to close it
+            await asyncio.sleep(0)
         self._server.close()
         for writer in list(self._open):
             writer.transport.abort()

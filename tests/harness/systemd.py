@@ -58,7 +58,7 @@ class Systemd(OwnNamespace):
     ) -> None:
         super().__exit__(kind, error, trace)
         # What it has made for its units outlives it. A folder of the kernel's can go when nobody is in it.
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60
         while (left := _cgroups() - self._cgroups) and time.monotonic() < deadline:
             for folder in sorted(left, reverse=True):
                 with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ class Systemd(OwnNamespace):
         """Returns a property of a unit, as `systemctl show` prints it."""
         return self.run("systemctl", "show", "--value", "--property", name, unit).stdout.strip()
 
-    def wait_for(self, unit: str, name: str, value: str, seconds: float = 30.0) -> None:
+    def wait_for(self, unit: str, name: str, value: str, seconds: float = 60.0) -> None:
         """Waits until a property of a unit has this value."""
         deadline = time.monotonic() + seconds
         while (found := self.show(unit, name)) != value:

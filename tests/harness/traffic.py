@@ -14,7 +14,7 @@ PART = 64 << 10
 """Size of a block, in bytes."""
 
 
-def wait_connected(client: Client, seconds: float = 20.0) -> None:
+def wait_connected(client: Client, seconds: float = 60.0) -> None:
     """Waits for a session, over attempts that fail: the server may be starting, and the machine busy."""
     deadline = time.monotonic() + seconds
     while not client.connected:

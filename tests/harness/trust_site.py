@@ -137,7 +137,7 @@ def error_of(client: Client, seconds: float = 3.0) -> KVTierError:
     return error.value
 
 
-def why_refused(client: Client, seconds: float = 20.0) -> KVTierError:
+def why_refused(client: Client, seconds: float = 60.0) -> KVTierError:
     """Returns why a server refuses a client, as soon as it does."""
     deadline = time.monotonic() + seconds
     while isinstance(error := error_of(client, 0.05), Unavailable):
@@ -156,7 +156,7 @@ def ready_line(server: ServerProcess) -> dict[str, Any]:
     return line
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 10.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Waits until something is true."""
     deadline = time.monotonic() + seconds
     while not (found := what()):

@@ -40,7 +40,7 @@ def stub(server: ServerProcess) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
         if blocks(stub) < BLOCKS:
             keys = [key_of(number) for number in range(BLOCKS)]
             with Client(server.endpoint, namespace=namespace_of(PART), engine_id="e") as client:
-                client.wait_until_connected(10)
+                client.wait_until_connected(60)
                 client.store(keys, [payload(key, PART) for key in keys])
                 assert set(client.flush(keys, wait=30)) == {DurableStatus.DURABLE}
         yield stub
@@ -48,13 +48,13 @@ def stub(server: ServerProcess) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
 
 def blocks(stub: admin_pb2_grpc.AdminServiceStub) -> int:
     """Returns the blocks of the CPU tier."""
-    answer = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=5)
+    answer = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=60)
     return int(answer.tiers[0].blocks)
 
 
 def test_the_stream_says_how_far_it_has_come(stub: admin_pb2_grpc.AdminServiceStub) -> None:
     """It ends with the result, and only that is done; without tiers it is about all of them."""
-    steps = list(stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=30))
+    steps = list(stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60))
     assert [step.done for step in steps] == [False] * (len(steps) - 1) + [True]
     last = steps[-1]
     assert [tier.tier for tier in last.tiers] == ["cpu", "lmdb"]
@@ -72,7 +72,7 @@ def test_what_is_asked_for_wrongly(stub: admin_pb2_grpc.AdminServiceStub) -> Non
         negative,
     ):
         with pytest.raises(grpc.RpcError) as refused:
-            list(stub.Evict(request, timeout=5))
+            list(stub.Evict(request, timeout=60))
         assert reason_of(refused.value.trailing_metadata()) == "INVALID_ARGUMENT"
     assert blocks(stub) == BLOCKS
 
@@ -81,14 +81,14 @@ def test_a_mode_of_a_drain_that_is_not_known(stub: admin_pb2_grpc.AdminServiceSt
     """Is refused: a newer client that means something else by it must not end this server."""
     request = admin_pb2.DrainRequest.FromString(bytes((1 << 3, 99)))
     with pytest.raises(grpc.RpcError) as refused:
-        list(stub.Drain(request, timeout=5))
+        list(stub.Drain(request, timeout=60))
     assert reason_of(refused.value.trailing_metadata()) == "INVALID_ARGUMENT"
     assert blocks(stub) == BLOCKS
 
 
 def test_too_many_at_once(stub: admin_pb2_grpc.AdminServiceStub) -> None:
     """Some wait for each other, more are refused; afterwards there is room again."""
-    calls = [stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=30) for _ in range(4 * _MOST_EVICTIONS)]
+    calls = [stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60) for _ in range(4 * _MOST_EVICTIONS)]
     reasons = []
     for call in calls:
         try:
@@ -97,17 +97,17 @@ def test_too_many_at_once(stub: admin_pb2_grpc.AdminServiceStub) -> None:
             reasons.append(reason_of(error.trailing_metadata()))
     assert set(reasons) == {"LIMIT_EXCEEDED"}
     assert len(reasons) <= 3 * _MOST_EVICTIONS
-    assert list(stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=30))[-1].done
+    assert list(stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60))[-1].done
 
 
 def test_who_hangs_up_leaves_it_at_what_has_gone(server: ServerProcess, stub: admin_pb2_grpc.AdminServiceStub) -> None:
     """The server says in its log what that was, and takes the next wish."""
     before = server.log.count("evicted on demand")
-    call = stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=30)
+    call = stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60)
     next(call)
     call.cancel()
     server.wait_for(lambda _: server.log.count("evicted on demand") > before)
-    assert list(stub.Evict(admin_pb2.EvictRequest(tiers=["cpu"]), timeout=30))[-1].tiers[0].blocks == BLOCKS
+    assert list(stub.Evict(admin_pb2.EvictRequest(tiers=["cpu"]), timeout=60))[-1].tiers[0].blocks == BLOCKS
     assert blocks(stub) == 0
 
 
@@ -193,8 +193,8 @@ def test_it_cannot_be_undone_once_it_ends(tmp_path: Path) -> None:
     """Of a real server: the call is refused, or finds nobody any more."""
     with ServerProcess(tmp_path).start() as server, grpc.insecure_channel(server.endpoint) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        next(stub.Drain(admin_pb2.DrainRequest(mode=admin_pb2.DRAIN_MODE_END), timeout=30))
+        next(stub.Drain(admin_pb2.DrainRequest(mode=admin_pb2.DRAIN_MODE_END), timeout=60))
         with pytest.raises(grpc.RpcError) as refused:
-            list(stub.Drain(admin_pb2.DrainRequest(mode=admin_pb2.DRAIN_MODE_UNDO), timeout=30))
+            list(stub.Drain(admin_pb2.DrainRequest(mode=admin_pb2.DRAIN_MODE_UNDO), timeout=60))
         assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert server.wait() == 0

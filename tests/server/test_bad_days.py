@@ -217,7 +217,7 @@ def test_terminate_under_load(tmp_path: Path) -> None:
         read_when_back(server, client, stored)
 
 
-def wait_until(what: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(what: Callable[[], object], seconds: float = 60.0) -> None:
     """Waits until something holds."""
     deadline = time.monotonic() + seconds
     while not what():

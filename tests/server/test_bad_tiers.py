@@ -82,7 +82,7 @@ class World:
     def health(self, tier: str) -> int:
         with grpc.insecure_channel(self.server.endpoint) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=f"kvtier.tier.{tier}"), timeout=5)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=f"kvtier.tier.{tier}"), timeout=60)
         return int(answer.status)
 
 
@@ -98,7 +98,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             yield world
 
 
-def wait_until(what: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(what: Callable[[], object], seconds: float = 60.0) -> None:
     """Waits until something holds."""
     deadline = time.monotonic() + seconds
     while not what():

@@ -136,7 +136,7 @@ def test_the_size_is_learned_from_an_engine(server: ServerProcess, capsys: pytes
     """From the groups of whoever is connected; what he has in the cache stays."""
     namespace = namespace_of(16 * 512, 16 * 256, model="m/1")
     with Client(server.endpoint, namespace=namespace, engine_id="e") as engine:
-        engine.wait_until_connected(10)
+        engine.wait_until_connected(60)
         key = key_of(1)
         engine.store([key], [payload(key, 16 * 512)])
         report = told(capsys, server, *GIVEN, "--max-tokens", "128", "--rounds", "3")
@@ -152,7 +152,7 @@ def test_groups_travel_as_they_do(server: ServerProcess) -> None:
     """Every block of attention groups, one of a group of states; counted by the server."""
     geometry = Geometry((Group(1024, 16), Group(512, 32), Group(4096, 32, kind=GroupKind.STATE)))
     with Client(server.endpoint, namespace=TransferRig.namespace(geometry), engine_id="e") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         with TransferRig(client, geometry) as rig:
             rig.fill(256, 1 << 20)
             assert rig.lengths == [32, 64, 128, 256]
@@ -168,7 +168,7 @@ def test_a_reset_meanwhile_is_an_end(server: ServerProcess) -> None:
     """What was to be read is gone: that is said, and nothing is left."""
     geometry = Geometry.given(256, 16)
     with Client(server.endpoint, namespace=TransferRig.namespace(geometry), engine_id="e") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         with TransferRig(client, geometry) as rig:
             rig.fill(256, 1 << 20)
             rig.read(64)
@@ -188,7 +188,7 @@ def test_an_interrupt_leaves_nothing(
     """Ctrl-C when the server has done what was asked, and before we know of it."""
     geometry = Geometry.given(256, 16)
     with Client(server.endpoint, namespace=TransferRig.namespace(geometry), engine_id="e") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         done, calls = getattr(client, method), itertools.count(1)
 
         def interrupted(*args: Any, **more: Any) -> Any:

@@ -34,7 +34,7 @@ from kvtier.server.config import BulkConfig
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
 KEYS = [key_of(number) for number in range(48)]
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[Client]:
     """A client whose streams go to the bulk process."""
     with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         wait_for_bulk(client)
         yield client
 
@@ -180,7 +180,7 @@ def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monk
 
     async def run() -> None:
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
-            await client.wait_until_connected(10)
+            await client.wait_until_connected(60)
             await asyncio.to_thread(wait_for_bulk, client)
             await client.store(KEYS, [payload(key, PART) for key in KEYS])
             monkeypatch.setattr(streams.Sink, "take", take)
@@ -205,7 +205,7 @@ def test_an_asynchronous_store_that_is_cancelled(server: ServerProcess, monkeypa
 
     async def run() -> None:
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
-            await client.wait_until_connected(10)
+            await client.wait_until_connected(60)
             await asyncio.to_thread(wait_for_bulk, client)
             store = asyncio.ensure_future(client.store(KEYS, [payload(key, PART) for key in KEYS]))
             await asyncio.to_thread(sending.wait, TIMEOUT)
@@ -225,7 +225,7 @@ def test_streams_that_hang_keep_nothing_else_waiting(server: ServerProcess, clie
 
     async def run() -> None:
         other = AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc")
-        await other.wait_until_connected(10)
+        await other.wait_until_connected(60)
         await asyncio.to_thread(wait_for_bulk, other)
         pid = kill_bulk(server, signal.SIGSTOP)
         try:
@@ -233,7 +233,7 @@ def test_streams_that_hang_keep_nothing_else_waiting(server: ServerProcess, clie
             await asyncio.to_thread(wait_until, lambda: server.status().leases == len(loads))
             await asyncio.wait_for(asyncio.to_thread(time.sleep, 0), 5)
             loads[-1].cancel()
-            await asyncio.wait(loads[-1:], timeout=5)
+            await asyncio.wait(loads[-1:], timeout=60)
             assert loads[-1].cancelled()
             await asyncio.wait_for(other.close(), 10)
             outcomes = await asyncio.wait_for(asyncio.gather(*loads[:-1], return_exceptions=True), 10)
@@ -259,7 +259,7 @@ def test_a_channel_that_another_stream_has_given_up(
 
     async def run() -> None:
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as other:
-            await other.wait_until_connected(10)
+            await other.wait_until_connected(60)
             await asyncio.to_thread(wait_for_bulk, other)
             monkeypatch.setattr(BulkRoute, "watching", watching)
             assert await other.load(KEYS[:4], filled(4, PART)) == 4
@@ -400,7 +400,7 @@ def test_one_that_hangs_is_killed(server: ServerProcess, session: RawSession) ->
         pid = kill_bulk(server, signal.SIGSTOP)
         abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
         session.cache.CompleteStore(abort, timeout=TIMEOUT / 2)
-        assert Timeouts().call / 2 >= supervisor._QUIET_SECONDS
+        assert Timeouts.__dataclass_fields__["call"].default / 2 >= supervisor._QUIET_SECONDS
         assert bulk_pid(server.pid) != pid
     assert server.status().quarantined_bytes == 0
     prepare(session)
@@ -454,7 +454,7 @@ def test_a_slow_writer_keeps_its_store(tmp_path: Path) -> None:
 def test_a_slow_reader_is_not_waited_for_with_memory(server: ServerProcess, session: RawSession) -> None:
     """Of 600 MiB that nobody reads, the process holds a few frames; of those that it has, everybody else gets theirs."""
     with Client(server.endpoint, namespace=NAMESPACE) as writer:
-        writer.wait_until_connected(10)
+        writer.wait_until_connected(60)
         store_all(writer)
         lookup = cache_pb2.LookupRequest(session=session.ref, keys=KEYS)
         lease = session.cache.Lookup(lookup, timeout=TIMEOUT)
@@ -468,7 +468,7 @@ def test_a_slow_reader_is_not_waited_for_with_memory(server: ServerProcess, sess
         time.sleep(1)
         assert own_bytes(pid) < before + 100 * MIB
         with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as reader:
-            reader.wait_until_connected(10)
+            reader.wait_until_connected(60)
             wait_for_bulk(reader)
             assert_serves(reader, KEYS)
         for stream in stalled:
@@ -527,8 +527,8 @@ def test_where_one_port_is_open_streams_go_there(tmp_path: Path) -> None:
             Client(forward.address, namespace=NAMESPACE, transport="grpc") as far,
             Client(server.tcp, namespace=NAMESPACE, transport="grpc") as near,
         ):
-            far.wait_until_connected(10)
-            near.wait_until_connected(10)
+            far.wait_until_connected(60)
+            near.wait_until_connected(60)
             wait_for_bulk(near)
             store_all(far)
             assert not far._wire._bulk.found  # type: ignore[attr-defined]
@@ -556,7 +556,7 @@ def test_a_stream_too_many_is_refused(server: ServerProcess, session: RawSession
     """Streams that stand still hold threads, of which there are 64; a client goes to the server itself meanwhile."""
     store_ids = [prepare(session, [key_of(number, salt="many")]) for number in range(70)]
     with contextlib.ExitStack() as stack, Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         wait_for_bulk(client)
         go_on = threading.Event()
 

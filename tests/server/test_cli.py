@@ -96,7 +96,7 @@ class TestStart:
             f"sys.exit(str([name for name in {HEAVY!r} if name in sys.modules]))"
         )
         started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
         print(f"kvtier --help: {time.perf_counter() - started:.3f} s")
         assert done.stderr.strip() == "[]"
         assert "exit codes:" in done.stdout
@@ -111,7 +111,7 @@ class TestStart:
     def test_module(self) -> None:
         """`python -m kvtier.server` is `kvtier`."""
         command = [sys.executable, "-m", "kvtier.server", "--version"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         assert done.stdout == f"kvtier {__version__}\n"
 
     @pytest.mark.parametrize(
@@ -160,13 +160,13 @@ class TestConfig:
     def test_reader_goes_away(self) -> None:
         """`kvtier config | head -1` ends without a traceback."""
         command = f"{sys.executable} -u -m kvtier.server config | head -c 1"
-        done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True, timeout=60)
         assert (done.stdout, done.stderr) == ("#", "")
 
     def test_a_disk_that_is_full(self) -> None:
         """`kvtier config > file` says that there is no room for the file."""
         command = f"{sys.executable} -m kvtier.server config > /dev/full"
-        done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == cli.EXIT_FAILURE
         assert done.stderr == "kvtier: error: the answer cannot be written: No space left on device\n"
 

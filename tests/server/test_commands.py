@@ -45,7 +45,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 def client_of(server: ServerProcess, tenant: str = "", name: str = "unit") -> Client:
     """Returns a client that is connected."""
     client = Client(server.endpoint, namespace=namespace_of(PART, tenant=tenant), name=name, engine_id=f"e-{name}")
-    client.wait_until_connected(10)
+    client.wait_until_connected(60)
     return client
 
 
@@ -135,7 +135,7 @@ class TestTop:
         assert {share["tenant"] for share in look["tenants"]} == {""}
         assert (idle["lookup_keys_per_s"], idle["hit_ratio"]) == (0, None)
         done = subprocess.run(
-            [*command, "--endpoint", shared.endpoint], capture_output=True, text=True, check=True, timeout=30
+            [*command, "--endpoint", shared.endpoint], capture_output=True, text=True, check=True, timeout=60
         )
         [line] = done.stdout.splitlines()
         assert 1.9 <= json.loads(line)["interval_seconds"] < 20
@@ -155,7 +155,7 @@ class TestTop:
         leader, follower = pty.openpty()
         process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
         os.close(follower)
-        shown, deadline = b"", time.monotonic() + 30
+        shown, deadline = b"", time.monotonic() + 60
         try:
             while shown.count(b"keys/s") < 3:
                 assert time.monotonic() < deadline, shown
@@ -240,7 +240,7 @@ class TestEvict:
                 stdout=subprocess.PIPE,
                 stderr=follower,
                 check=True,
-                timeout=30,
+                timeout=60,
             )
             drawn = _read(leader)
         finally:
@@ -298,7 +298,7 @@ class TestDrain:
             assert "is drained" in ask(server, "drain", "--stay", "--wait").stdout, "twice is once"
             assert ask(server, "drain", "--undo").stdout == "it takes new work again\n"
             assert not answer_of("status", "--endpoint", server.endpoint)["draining"]
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             store(client, 9)
         assert server.terminate() == 0
 
@@ -324,7 +324,7 @@ class TestCompletion:
             '$(complete -p kvtier | sed \'s/.*-F \\([^ ]*\\).*/\\1/\') kvtier "${@: -1}" "${@: -2:1}"; echo "${COMPREPLY[@]}"; }\n'
             "complete_ kvtier do\ncomplete_ kvtier evict --dry\n"
         )
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=60)
         assert done.stdout.split() == ["doctor", "--dry-run"], done
 
     def test_an_unknown_shell(self) -> None:

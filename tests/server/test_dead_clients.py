@@ -35,7 +35,7 @@ from harness.payloads import key_of, namespace_of
 from kvtier.client import Client
 keys = [key_of(number) for number in range(16)]
 with Client(sys.argv[2], namespace=namespace_of(1 << 20), name="writer", transport=sys.argv[3]) as client:
-    client.wait_until_connected(10)
+    client.wait_until_connected(60)
     try:
         with client.write(keys) as batch:
             for number, view in enumerate(batch.views()):
@@ -120,7 +120,7 @@ def test_slots_of_a_fallen_session_wait_for_its_process(server: ServerProcess) -
     Otherwise its late bytes would end in another client's block: hole 1 of the peers.
     """
     with Client(server.endpoint, namespace=NAMESPACE) as other:
-        other.wait_until_connected(10)
+        other.wait_until_connected(60)
         with RawSession(server.endpoint, NAMESPACE, engine_id="raw", transport="shm") as raw:
             late = raw.attach()
             second = raw.attach()
@@ -170,7 +170,7 @@ def test_writer_that_hangs(tmp_path: Path) -> None:
         Client(server.endpoint, namespace=NAMESPACE) as other,
         writer(server, "shm", "sys.stdin.readline()") as process,
     ):
-        other.wait_until_connected(10)
+        other.wait_until_connected(60)
         os.kill(process.pid, signal.SIGSTOP)
         status = server.wait_for(lambda status: not status.stores, LEASE_SECONDS + 10)
         assert status.quarantined_bytes == len(KEYS) * PART

@@ -15,13 +15,13 @@ def test_a_writer_that_hangs_does_not_keep_the_others_from_being_flushed(tmp_pat
     keys = [key_of(number) for number in range(40)]
     with ServerProcess(tmp_path, region=64 * MIB, lmdb=256 * MIB).start() as server:
         with Client(server.endpoint, namespace=namespace) as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             client.store(keys, [payload(key, MIB) for key in keys])
             with pytest.raises(KVTierError), client.write([key_of(1000)]):
                 assert server.terminate() == 0
         server.start()
         with Client(server.endpoint, namespace=namespace) as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             assert_serves(client, keys)
             assert client.lookup([key_of(1000)]).id == 0
 

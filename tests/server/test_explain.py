@@ -33,7 +33,7 @@ def client(server: Launched, tmp_path: Path) -> Iterator[Client]:
     """A client of that server."""
     assert server.pid
     with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART), name="unit", engine_id="e7") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         yield client
 
 
@@ -42,7 +42,7 @@ def reader(server: Launched, tmp_path: Path) -> Iterator[Client]:
     """Another engine of the same namespace."""
     assert server.pid
     with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART), engine_id="d1") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         yield client
 
 
@@ -53,7 +53,7 @@ def kvtier(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=60,
     )
 
 
@@ -130,7 +130,7 @@ def test_below_threshold_and_other_format(client: Client, tmp_path: Path) -> Non
     keys = store(client, 0, 1)
     assert client.lookup(keys, request_id="short", min_hits=3).prefix_hits == 0
     with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART, model="other")) as other:
-        other.wait_until_connected(10)
+        other.wait_until_connected(60)
         other.lookup(keys, request_id="strange").release()
     for request, reason in (("short", "below_threshold"), ("strange", "format_mismatch")):
         [span] = answer(tmp_path, "explain", request)["lookups"][0]["spans"]
@@ -200,7 +200,7 @@ def test_a_hold_that_was_declined_or_cannot_be_read(client: Client, reader: Clie
     assert client.publish("big", keys, range(48), num_tokens=768, direction=back).status is PublishStatus.NO_ROOM
     client.publish("small", keys[:1], [0], num_tokens=16, hold_for=60)
     with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART, model="other"), engine_id="d2") as other:
-        other.wait_until_connected(10)
+        other.wait_until_connected(60)
         with pytest.raises(HoldGone):
             other.claim(HoldName("e7", "small"), request_id="d-2")
     client.publish("brief", keys[:1], [0], num_tokens=16, hold_for=4)

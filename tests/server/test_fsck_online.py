@@ -74,7 +74,7 @@ def tier_of(server: ServerProcess) -> admin_pb2.TierStatus:
     return server.status().tiers[1]
 
 
-def wait_until(what: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(what: Callable[[], object], seconds: float = 60.0) -> None:
     """Waits until something holds."""
     deadline = time.monotonic() + seconds
     while not what():

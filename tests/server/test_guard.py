@@ -139,15 +139,15 @@ def test_a_tier_that_is_always_late(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     assert "did not answer in time" in rig.guard.on_new_request(REQUEST).why
     hang.unlink()
     assert rig.guard._voting is not None
-    rig.guard._voting.result(10)
+    rig.guard._voting.result(60)
     assert "no vote within" in (rig.guard.trouble or ""), "that it has come at last does not make it good"
 
     go, honest = threading.Event(), rig.tier.on_new_request
-    monkeypatch.setattr(rig.tier, "on_new_request", lambda request: (go.wait(10), honest(request))[1])
+    monkeypatch.setattr(rig.tier, "on_new_request", lambda request: (go.wait(60), honest(request))[1])
     monkeypatch.setattr(guard, "VOTE_SECONDS", 600.0)
     assert "did not answer in time" in rig.guard.on_new_request(REQUEST).why, "nor is it waited for"
     go.set()
-    assert rig.guard._voting.result(10).policy is OffloadPolicy.REQUEST_LEVEL
+    assert rig.guard._voting.result(60).policy is OffloadPolicy.REQUEST_LEVEL
     assert rig.guard.trouble is None
     assert rig.guard.on_new_request(REQUEST).policy is OffloadPolicy.REQUEST_LEVEL, "this one is"
 
@@ -205,7 +205,7 @@ def test_jobs_whose_outcomes_cannot_be_looked_at(rig: Rig, monkeypatch: pytest.M
     ends: SimpleQueue[Sequence[Outcome]] = SimpleQueue()
     for _ in range(2):
         getattr(worker, work)([empty(b"a", (1,)), empty(b"b", (1,))], ends.put)
-        assert ends.get(timeout=10) == [FAILED, FAILED]
+        assert ends.get(timeout=60) == [FAILED, FAILED]
     assert worker.close()
     assert ends.empty()
     assert worker.tier.trouble == f"{work} failed: Unspeakable"
@@ -217,7 +217,7 @@ def test_lookups_that_get_past_the_guard(rig: Rig, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(worker.tier, "lookup", unspeakable)
     answers: SimpleQueue[Sequence[bool]] = SimpleQueue()
     worker.look_up([NAME], answers.put)
-    assert answers.get(timeout=10) == []
+    assert answers.get(timeout=60) == []
     assert worker.close()
     assert worker.tier.trouble == "lookup failed: Unspeakable"
 
@@ -238,7 +238,7 @@ def test_a_tier_that_releases_its_views(rig: Rig, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rig.tier, "load", load)
     target, ends = bytearray(5000), SimpleQueue[Sequence[Outcome]]()
     worker.load([BlockBytes(SPACE, b"a", (memoryview(target),))], ends.put)
-    assert ends.get(timeout=10) == [DONE]
+    assert ends.get(timeout=60) == [DONE]
     assert target == b"x" * 5000
     assert worker.close()
     assert worker.tier.trouble is None
@@ -355,9 +355,9 @@ def test_threads_go_on() -> None:
     begun, go = threading.Event(), threading.Event()
     for error in ERRORS.values():
         threads.submit(Line.STORE, "store", partial(fail, error))
-    threads.submit(Line.STORE, "store", lambda: (begun.set(), done.append(go.wait(10))))
+    threads.submit(Line.STORE, "store", lambda: (begun.set(), done.append(go.wait(60))))
     threads.submit(Line.STORE, "store", lambda: done.append("never"), lambda: done.append("taken back"))
-    assert begun.wait(10)
+    assert begun.wait(60)
     assert threads.overdue(0) == {Line.STORE: "store"}
     assert threads.overdue(60) == {}
     threads.abandon(Line.STORE)
@@ -370,7 +370,7 @@ def test_threads_that_hang() -> None:
     """The end waits for a thread for as long as it was told to, and says that it is not over."""
     threads, begun, go = TierThreads("t"), threading.Event(), threading.Event()
     threads.submit(Line.LOAD, "load", lambda: (begun.set(), go.wait()))
-    assert begun.wait(10)
+    assert begun.wait(60)
     assert not threads.close(0.1)
     go.set()
     assert threads.close(5)

@@ -106,7 +106,7 @@ class Claiming:
 
     def result(self) -> Lease | HoldGone:
         """Returns what came of it."""
-        self._thread.join(25)
+        self._thread.join(60)
         (found,) = self._found
         return found
 
@@ -199,8 +199,8 @@ def test_a_restart_ends_all_holds(prefill: Client, decode: Client, server: Serve
     published(prefill, [*keys, partial], hold_for=300)
     assert set(prefill.flush([*keys, partial], wait=10)) == {DurableStatus.DURABLE, DurableStatus.VOLATILE}
     server.restart()
-    decode.wait_until_connected(10)
-    deadline = time.monotonic() + 10
+    decode.wait_until_connected(60)
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:  # the client learns of the restart a moment later
         try:
             lease = decode.lookup([*keys, partial], prefix=False, wait=5)
@@ -228,7 +228,7 @@ def kvtier(server: ServerProcess, *arguments: str) -> subprocess.CompletedProces
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=60,
     )
 
 
@@ -272,7 +272,7 @@ def test_what_became_of_holds_is_counted(prefill: Client, decode: Client, server
     decode.release_holds(HOLD)
     server.wait_for(lambda status: status.holds == 0)
     (ready,) = [line for line in map(json.loads, server.log.splitlines()) if line["event"] == "ready"]
-    with urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=10) as answer:
+    with urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=60) as answer:
         lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line.startswith("kvtier_h"))
 
     def figure(name: str, direction: str = "prefill_to_decode") -> float:

@@ -48,7 +48,7 @@ Fixture = tuple[Health, health_pb2_grpc.HealthStub]
 
 async def said(stub: health_pb2_grpc.HealthStub, service: str) -> int:
     """Returns what it says of a service."""
-    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
     return int(answer.status)
 
 

@@ -69,14 +69,14 @@ class TestStart:
             server.wait_ready()
             health = health_pb2_grpc.HealthStub(channel)
             for name in ("", *SERVICES):
-                answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+                answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             requests = [
                 reflection_pb2.ServerReflectionRequest(list_services=""),
                 reflection_pb2.ServerReflectionRequest(file_containing_symbol="kvtier.v1.TransferService"),
             ]
-            listed, described = stub.ServerReflectionInfo(iter(requests), timeout=5)
+            listed, described = stub.ServerReflectionInfo(iter(requests), timeout=60)
             assert {service.name for service in listed.list_services_response.service} >= SERVICES
             file = FileDescriptorProto.FromString(described.file_descriptor_response.file_descriptor_proto[0])
             assert [service.name for service in file.service] == ["TransferService"]
@@ -126,7 +126,7 @@ class TestEnd:
                 started = time.monotonic()
                 assert server.end() == 0
                 print(f"ended after {time.monotonic() - started:.2f} s")
-                assert time.monotonic() - started < 5
+                assert time.monotonic() - started < 25
             with launch(directory) as server:
                 server.wait_ready()
                 wait_connected(client)
@@ -145,7 +145,7 @@ class TestEnd:
             server.wait_ready(backed=False)
             started = time.monotonic()
             assert server.end() == 0
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 25
 
 
 class TestCollisions:

@@ -59,7 +59,7 @@ class Line:
     def __init__(self, session: RawSession, ref: common_pb2.SessionRef | None = None) -> None:
         ref = ref or session.ref
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.settimeout(10)
+        self.socket.settimeout(60)
         self.socket.connect(session.capabilities.region.attach_path)
         self.socket.sendall(pack_request(ref.session_id, ref.epoch, Purpose.CALLS))
         reply = self.socket.recv(REPLY_BYTES, socket.MSG_WAITALL)
@@ -213,7 +213,7 @@ def test_requests_that_are_too_large(session: RawSession) -> None:
 def test_a_request_that_is_too_large_behind_one_that_waits(session: RawSession) -> None:
     """What piles up of it meanwhile is dropped, and the rest read: the line goes on here, too."""
     keys = [key_of(76)]  # not of KEYS: other tests miss those, also while this session is on its way out
-    session.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys), timeout=5)
+    session.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys), timeout=60)
     waits = cache_pb2.FlushRequest(session=session.ref, keys=keys, wait=Duration(seconds=1))
     with Line(session) as line:
         line.socket.sendall(pack_call(b"CacheService/Flush", waits.SerializeToString()))
@@ -240,7 +240,7 @@ def test_a_client_that_does_not_read(server: ServerProcess, session: RawSession)
                 sent += 1
         assert rest, "the server took it all"
         assert server.own_bytes() - before < 24 * MIB
-        line.socket.settimeout(10)
+        line.socket.settimeout(60)
         for _ in range(sent):
             assert line.answer()[0] == 0
 
@@ -275,7 +275,7 @@ def test_a_line_ends_with_its_session(server: ServerProcess) -> None:
         request = lookup_of(session, KEYS)
         assert busy.call("CacheService/Lookup", request)[0] == 0
         with Client(server.endpoint, namespace=NAMESPACE) as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             with client.write([key_of(78)]):
                 wait = lookup_of(session, [key_of(78)], wait=30).SerializeToString()
                 busy.socket.sendall(pack_call(b"CacheService/Lookup", wait))
@@ -292,7 +292,7 @@ def test_lines_of_one_session_are_bounded(server: ServerProcess) -> None:
         opened = [lines.enter_context(Line(session)) for _ in range(65)]
         assert [line.granted for line in opened] == [True] * 64 + [False]
         opened[0].socket.close()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (again := lines.enter_context(Line(session))).granted:
             assert time.monotonic() < deadline
         assert again.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
@@ -301,7 +301,7 @@ def test_lines_of_one_session_are_bounded(server: ServerProcess) -> None:
 def test_more_threads_than_lines(tmp_path: Path) -> None:
     """A hundred calls at once of one client are all answered."""
     with ServerProcess(tmp_path).start() as server, Client(server.endpoint, namespace=NAMESPACE) as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         with ThreadPoolExecutor(100) as threads:
             server.suspend()
             calls = [threads.submit(client.lookup, KEYS) for _ in range(100)]
@@ -313,7 +313,7 @@ def test_more_threads_than_lines(tmp_path: Path) -> None:
 def test_a_call_that_is_given_up_is_cancelled(server: ServerProcess, session: RawSession) -> None:
     """Whoever hangs up while the server waits for a block leaves no lease behind."""
     with Client(server.endpoint, namespace=NAMESPACE, engine_id="writer") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         key = key_of(77)
         with client.write([key]) as batch:
             batch.views()[0][:] = bytes(PART)
@@ -329,7 +329,7 @@ def test_a_late_answer_is_nobody_elses(tmp_path: Path) -> None:
     with ServerProcess(tmp_path).start() as server:
         timeouts = Timeouts(call=2.0)
         with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             server.suspend()
             with pytest.raises(DeadlineExceeded):
@@ -344,21 +344,21 @@ def test_calls_to_a_server_that_hangs_end_at_their_deadline(tmp_path: Path) -> N
     with ServerProcess(tmp_path).start() as server:
         timeouts = Timeouts(call=1.0)
         with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             client._wire._calls.clear()  # type: ignore[attr-defined]  # a call over gRPC raises a KeyError
             server.suspend()
             for _ in range(3):
                 began = time.monotonic()
                 with pytest.raises(Unavailable):
                     client.touch()
-                assert time.monotonic() - began < 10
+                assert time.monotonic() - began < 25
             server.resume()
 
 
 def test_connections_are_not_kept_for_ever(tmp_path: Path) -> None:
     """After a burst of calls from many threads the server gets its descriptors back."""
     with ServerProcess(tmp_path).start() as server, Client(server.endpoint, namespace=NAMESPACE) as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         before = server.descriptors()
         with ThreadPoolExecutor(40) as threads:
             server.suspend()
@@ -382,13 +382,13 @@ async def test_no_descriptor_for_a_connection(tmp_path: Path, monkeypatch: pytes
         ServerProcess(tmp_path).start() as server,
         Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client,
     ):
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         link = client._wire.link
         assert link is not None
         assert link.calls is not None
         link.calls._idle.pop().close()
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="shm") as other:
-            await other.wait_until_connected(10)
+            await other.wait_until_connected(60)
             monkeypatch.setattr(socket, "socket", none_left)
             assert client.lookup(KEYS).prefix_hits == 0
             assert (await other.lookup(KEYS)).prefix_hits == 0
@@ -400,7 +400,7 @@ async def test_the_asyncio_client_calls_that_way_too(tmp_path: Path) -> None:
     with ServerProcess(tmp_path).start() as server:
         timeouts = Timeouts(call=2.0)
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
-            await client.wait_until_connected(10)
+            await client.wait_until_connected(60)
             with pytest.raises(InvalidRequest):
                 await client.lookup([b"x"])
             server.suspend()
@@ -417,13 +417,13 @@ def test_calls_are_made_over_the_socket_and_counted(tmp_path: Path) -> None:
     """A client on this host needs gRPC for its session only: with gRPC's calls taken away it goes on."""
     with ServerProcess(tmp_path).start() as server:
         with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             client._wire._calls.clear()  # type: ignore[attr-defined]
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(client, KEYS)
             assert client.status().tiers
         with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             client._wire._calls.clear()  # type: ignore[attr-defined]
             with pytest.raises(KeyError):
                 client.lookup(KEYS)
@@ -433,14 +433,14 @@ def test_a_message_beyond_the_limit(server: ServerProcess) -> None:
     """Is refused as it is over gRPC."""
     for transport in ("shm", "grpc"):
         with Client(server.endpoint, namespace=NAMESPACE, transport=transport) as client:  # type: ignore[arg-type]
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             with pytest.raises(LimitExceeded):
                 client.begin_request("r", kv_transfer_params={"much": "x" * 8 * MIB})
             assert client.lookup(KEYS).prefix_hits == 0
 
 
 def _until(true: object) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not true():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -31,7 +31,7 @@ def server(no_leaks: None) -> Iterator[MetricsServer]:  # noqa: ARG001 - is to w
 
 def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
     """Returns status, content type and body."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()
@@ -84,7 +84,7 @@ class TestEndpoint:
     def test_refusals(self, server: MetricsServer, request_: bytes, status: int) -> None:
         """What is refused is refused in plain text, with the headers of every other answer, and ends the connection."""
         said = "only GET and HEAD" if status == 405 else HTTPStatus(status).phrase.lower()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(request_)
             answer = HTTPResponse(connection)
             answer.begin()
@@ -122,7 +122,7 @@ class TestEndpoint:
             started = time.monotonic()
             server.close()
             server.close()
-            assert time.monotonic() - started < 2
+            assert time.monotonic() - started < 9
 
 
 class TestOnLoop:

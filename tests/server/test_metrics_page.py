@@ -79,7 +79,7 @@ def test_a_server_exposes_the_table_and_nothing_else(tmp_path: Path) -> None:
             client.lookup(
                 [key_of(number) for number in range(10, 10_000)], prefix=False
             ).release()  # enough for a curve
-        connection = HTTPConnection("127.0.0.1", port, timeout=5)
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("GET", "/metrics")
         found = exposed(connection.getresponse().read().decode())
         connection.close()

@@ -25,7 +25,7 @@ def test_rules_decide_and_say_why(tmp_path: Path) -> None:
         ServerProcess(tmp_path, config=RULES).start() as server,
         Client(server.endpoint, namespace=namespace_of(MIB)) as client,
     ):
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         votes = {
             "short": client.begin_request("short", prompt_tokens=10),
             "long": client.begin_request("long", prompt_tokens=1000),
@@ -55,7 +55,7 @@ def test_a_request_is_settled_when_its_tiers_have_its_blocks(tmp_path: Path) -> 
         ServerProcess(tmp_path).start() as server,
         Client(server.endpoint, namespace=namespace_of(MIB)) as client,
     ):
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         client.begin_request("r", kv_transfer_params={"do_remote_decode": True})
         client.store(keys, [payload(key, MIB) for key in keys], request_id="r")
         outcome = client.finish_request("r", wait=10)

@@ -18,7 +18,7 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
     """The socket on which a service manager listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(f"{tmp_path}/notify")
-        listener.settimeout(20.0)
+        listener.settimeout(60)
         yield listener
 
 
@@ -61,7 +61,7 @@ def test_an_abstract_socket_is_one_too() -> None:
     name = f"kvtier-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(f"\0{name}")
-        listener.settimeout(5.0)
+        listener.settimeout(60)
         ServiceManager({"NOTIFY_SOCKET": f"@{name}"}).ready()
         assert _heard(listener) == "READY=1"
 

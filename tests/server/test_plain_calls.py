@@ -75,7 +75,7 @@ def test_calls_go_the_way_of_the_bytes(server: ServerProcess, monkeypatch: pytes
     """A client of another host makes no call of gRPC once it has found the port, and says how its bytes move."""
     keys = [key_of(number, salt="calls") for number in range(8)]
     with Client(server.tcp, namespace=NAMESPACE, engine_id="calls", transport="tcp") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         wait_for_bulk(client)
         assert client.transport == "tcp"
         monkeypatch.setattr(client._wire, "_calls", {})
@@ -102,7 +102,7 @@ def test_calls_of_asyncio(server: ServerProcess) -> None:
 
     async def run() -> None:
         async with AsyncClient(server.tcp, namespace=NAMESPACE, transport="tcp") as client:
-            await client.wait_until_connected(10)
+            await client.wait_until_connected(60)
             await asyncio.to_thread(wait_for_bulk, client)
             link = client._wire.link
             while link is None or link.calls is None:
@@ -183,7 +183,7 @@ def test_without_plain_sockets(tmp_path: Path) -> None:
         ServerProcess(tmp_path, config="[bulk]\ntcp = false", tcp=True).start() as server,
         Client(server.tcp, namespace=NAMESPACE, transport="tcp") as client,
     ):
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         wait_for_bulk(client)
         assert client.transport == "grpc"
         client.store(keys, [payload(key, PART) for key in keys])

@@ -34,7 +34,7 @@ from kvtier.server.bulk.plain import PlainServer
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
 KEYS = [key_of(number) for number in range(48)]
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[Client]:
     """A client whose streams go over plain sockets."""
     with Client(server.tcp, namespace=NAMESPACE, transport="tcp") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         wait_for_bulk(client)
         yield client
     server.wait_for(lambda status: not (status.leases or status.stores or status.quarantined_bytes))
@@ -141,7 +141,7 @@ def test_descriptors_beyond_what_select_knows(server: ServerProcess) -> None:
     """A connection is used again whatever its number is: it would be taken for one that is broken, and streams go the slow way."""
     keys = fresh("many", 8)
     with Client(server.tcp, namespace=NAMESPACE, transport="tcp") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         wait_for_bulk(client)
         way = client._wire._bulk._streams  # type: ignore[attr-defined]
         client.store(keys, [payload(key, PART) for key in keys])
@@ -395,7 +395,7 @@ def test_a_reader_that_stands_still(server: ServerProcess, session: RawSession, 
     """Bytes that nobody reads take no memory, and their lease can be given back."""
     keys = fresh("still", 16)
     with Client(server.endpoint, namespace=NAMESPACE) as writer:
-        writer.wait_until_connected(10)
+        writer.wait_until_connected(60)
         writer.store(keys, [payload(key, PART) for key in keys])
     lookup = cache_pb2.LookupRequest(session=session.ref, keys=keys)
     lease = session.cache.Lookup(lookup, timeout=TIMEOUT)

@@ -22,7 +22,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
         ServerProcess(tmp_path).start() as server,
         Client(server.endpoint, namespace=namespace_of(MIB)) as client,
     ):
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         yield client
 
 
@@ -46,7 +46,7 @@ def test_a_reset_waits_for_readers_and_keeps_what_the_tiers_below_have(client: C
     waiting.start()
     time.sleep(0.2)  # most likely the server waits by now
     lease.release()
-    waiting.join(20)
+    waiting.join(60)
     assert done == [0]
     assert (blocks_of(client, "cpu"), blocks_of(client, "lmdb")) == (0, 4)
     with client.lookup(KEYS, wait=10) as found:

@@ -32,7 +32,7 @@ def take(sink, message):
         print("loading now", flush=True)
 streams.Sink.take = take
 with Client(sys.argv[2], namespace=namespace_of(MIB), name="far", transport="grpc") as client:
-    client.wait_until_connected(20)
+    client.wait_until_connected(60)
     wait_for_bulk(client)
     try:
         statuses = client.store(keys, [payload(key, MIB) for key in keys])

@@ -39,12 +39,12 @@ def test_what_another_server_stored_is_found_by_asking(start: Callable[[str], Se
     """B3.15, B3.17: who waits gets the blocks; who does not gets RETRY at once, and the blocks when he asks again."""
     with start("a") as first, start("b") as second:
         with Client(first.endpoint, namespace=NAMESPACE) as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             client.flush(KEYS, wait=10)
             wait_for_files(first, len(KEYS))
         with Client(second.endpoint, namespace=NAMESPACE) as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             with client.lookup(KEYS[:4]) as lease:
                 assert lease.statuses == bytes([KeyStatus.RETRY]) * 4
             with client.lookup(KEYS[:4], wait=10) as lease:
@@ -57,7 +57,7 @@ def test_what_another_server_stored_is_found_by_asking(start: Callable[[str], Se
 def test_a_lookup_can_leave_it_out(start: Callable[[str], ServerProcess]) -> None:
     """B3.15: by name, by medium, by locality; then nobody is asked, and the answer comes at once."""
     with start("a") as server, Client(server.endpoint, namespace=NAMESPACE) as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         for without in (TierFilter(["shared"]), TierFilter(media=[Medium.NETWORK]), TierFilter(remote=True)):
             with client.lookup(KEYS, exclude=without, wait=10) as lease:
                 assert lease.statuses == bytes([KeyStatus.MISS]) * len(KEYS)
@@ -71,7 +71,7 @@ def test_a_lookup_can_leave_it_out(start: Callable[[str], ServerProcess]) -> Non
 def wait_for_files(server: ServerProcess, count: int) -> None:
     """Waits until the shared directory has so many blocks."""
     directory = server.directory.parent / "shared"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len([file for file in directory.iterdir() if file.suffix != ".new"]) < count:
         assert time.monotonic() < deadline
         time.sleep(0.01)

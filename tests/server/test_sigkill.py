@@ -107,7 +107,7 @@ def under(load: Load, clients: int) -> Iterator[None]:
     finally:
         load.stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
     assert not any(thread.is_alive() for thread in threads), "a client hangs"
 
 
@@ -182,7 +182,7 @@ def test_no_wrong_bytes_while_a_small_durable_tier_evicts(tmp_path: Path, tier: 
 
 def read_all(client: Client, keys: list[bytes]) -> None:
     """Reads all blocks; until the client is back, and while others crowd the CPU tier, it asks again."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             return assert_serves(client, keys, step=128)

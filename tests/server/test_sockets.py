@@ -70,7 +70,7 @@ def test_after_a_kill(tmp_path: Path) -> None:
         with pytest.raises(SocketError, match="in use"):
             SocketClaim(Endpoint(path=str(path)))
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
     assert path.exists()
     claim = SocketClaim(Endpoint(path=str(path)))
     assert not path.exists()

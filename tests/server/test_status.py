@@ -22,7 +22,7 @@ def status(endpoint: str, *flags: str) -> str:
     """Returns what `kvtier status` prints, told of the server by KVTIER_ENDPOINT."""
     command = [sys.executable, "-m", "kvtier.server", "status", *flags]
     environment = os.environ | {"KVTIER_ENDPOINT": endpoint}
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, env=environment).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment).stdout
 
 
 def test_status(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_status(tmp_path: Path) -> None:
 
         keys = [key_of(number) for number in range(4)]
         with Client(endpoint, namespace=namespace_of(PART, model="m/1"), name="unit", engine_id="e7") as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             client.store(keys, [payload(key, PART) for key in keys])
             client.flush(keys)
             with client.lookup([*keys, key_of(99)], prefix=False):
@@ -56,7 +56,7 @@ def test_status(tmp_path: Path) -> None:
         assert (session["transport"], session["attached"], session["pid"]) == ("shm", True, os.getpid())
         for piece in (endpoint, epoch, "80.0%", "unit", "e7", "shm", "m/1", "1 leases"):
             assert piece in text
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while json.loads(status(endpoint, "--json"))["sessions"]:
             assert time.monotonic() < deadline, "the session does not end"
         assert server.end() == 0

@@ -32,7 +32,7 @@ STATUS = GetStatusResponse(
 
 def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, HTTPMessage, bytes]:
     """Returns status, headers and body."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()
@@ -170,7 +170,7 @@ def test_same_as_the_command(tmp_path: Path) -> None:
     with launch(tmp_path, "--metrics", "127.0.0.1:0") as server:
         port = server.wait_ready()["metrics_port"]
         command = [sys.executable, "-m", "kvtier.server", "status", "--json", "--endpoint", f"unix:{tmp_path}/s"]
-        told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=30).stdout)
+        told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
         page = json.loads(get(port, "/status.json")[2])
         assert page.pop("uptime_seconds") >= told.pop("uptime_seconds") > 0
         assert min(page.pop("loop_lag_seconds"), told.pop("loop_lag_seconds")) >= 0  # of two moments

@@ -45,7 +45,7 @@ def look_up(raw: RawSession, request_id: str, traceparent: str = "") -> None:
     """Looks a block up, within a trace if one is given."""
     metadata = [("traceparent", traceparent)] if traceparent else []
     request = cache_pb2.LookupRequest(session=raw.ref, keys=[key_of(1)], request_id=request_id)
-    raw.cache.Lookup(request, timeout=5, metadata=metadata)
+    raw.cache.Lookup(request, timeout=60, metadata=metadata)
 
 
 def test_a_call_continues_the_trace_of_its_caller(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_call_continues_the_trace_of_its_caller(tmp_path: Path) -> None:
             with pytest.raises(Exception, match="another life"):
                 raw.cache.Lookup(
                     cache_pb2.LookupRequest(session=stale, keys=[key_of(1)]),
-                    timeout=5,
+                    timeout=60,
                     metadata=[("traceparent", f"00-{TRACE}-{PARENT}-01")],
                 )
         refused = found.wait_for(lambda span: span.attributes["rpc.grpc.status_code"] == "FAILED_PRECONDITION")
@@ -104,7 +104,7 @@ def test_an_exemplar_names_the_trace(tmp_path: Path) -> None:
             port = server.wait_ready()["metrics_port"]
             with RawSession(f"unix:{tmp_path}/s", namespace_of(PART), engine_id="e") as raw:
                 look_up(raw, "recorded", f"00-{TRACE}-{PARENT}-01")
-            connection = HTTPConnection("127.0.0.1", port, timeout=5)
+            connection = HTTPConnection("127.0.0.1", port, timeout=60)
             connection.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
             text = connection.getresponse().read().decode()
             connection.close()
@@ -127,15 +127,15 @@ def test_a_collector_that_is_gone_costs_nothing(tmp_path: Path, *, refuses: bool
         server.wait_ready()
         keys = store(f"unix:{tmp_path}/s")
         with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART)) as client:
-            client.wait_until_connected(10)
+            client.wait_until_connected(60)
             slowest = 0.0
             for _ in range(300):
                 began = time.monotonic()
                 client.lookup(keys).release()
                 slowest = max(slowest, time.monotonic() - began)
-        assert slowest < 2
+        assert slowest < 4.5
         if refuses:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while not complaints(server):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)

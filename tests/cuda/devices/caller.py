@@ -21,7 +21,7 @@ PART = JOINED.layout().part_bytes
 def why(call: Any, request: Any) -> str | None:
     """Returns the reason why a call is refused."""
     with pytest.raises(grpc.RpcError) as caught:
-        call(request, timeout=5)
+        call(request, timeout=60)
     return refusal_of(caught.value)[1]
 
 
@@ -42,18 +42,18 @@ class Caller:
 
     def register(self) -> None:
         """Registers them."""
-        self.buffers_id = self.calls.RegisterDeviceBuffers(self.registration(), timeout=30).buffers_id
+        self.buffers_id = self.calls.RegisterDeviceBuffers(self.registration(), timeout=60).buffers_id
 
     def prepare(self, keys: list[bytes]) -> int:
         """Returns a store of these keys."""
         request = cache_pb2.PrepareStoreRequest(session=self.raw.ref, keys=keys)
-        store_id: int = self.raw.cache.PrepareStore(request, timeout=5).store_id
+        store_id: int = self.raw.cache.PrepareStore(request, timeout=60).store_id
         return store_id
 
     def abort(self, store_id: int) -> None:
         """Ends a store."""
         request = cache_pb2.CompleteStoreRequest(session=self.raw.ref, store_id=store_id, abort=True)
-        self.raw.cache.CompleteStore(request, timeout=5)
+        self.raw.cache.CompleteStore(request, timeout=60)
 
     def store(self, store_id: int, **fields: Any) -> str | None:
         """Returns the reason why StoreFromDevice is refused."""

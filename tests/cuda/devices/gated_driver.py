@@ -30,7 +30,7 @@ class Gate:
         self._reached.unlink(missing_ok=True)
         self._path.touch()
 
-    def wait_reached(self, seconds: float = 30.0) -> None:
+    def wait_reached(self, seconds: float = 60.0) -> None:
         """Returns when a copy is held up."""
         deadline = time.monotonic() + seconds
         while not self._reached.exists():

@@ -25,7 +25,7 @@ class Notes:
         """See Registrar."""
         self.calls += 1
         self.threads.add(threading.current_thread().name)
-        assert self.hold.wait(20)
+        assert self.hold.wait(60)
         if self.error is not None:
             raise self.error
         assert address not in self.registered

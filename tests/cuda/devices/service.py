@@ -23,7 +23,7 @@ _CUDA_TESTS = Path(__file__).parent.parent
 _TESTS = _CUDA_TESTS.parent
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Returns when it is so."""
     deadline = time.monotonic() + seconds
     while not condition():

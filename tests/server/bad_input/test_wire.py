@@ -46,7 +46,7 @@ def test_bytes_that_are_no_grpc(world: World) -> None:
             connection.sendall(text)
             if text:
                 connection.shutdown(socket.SHUT_WR)
-                connection.settimeout(10)
+                connection.settimeout(60)
                 while connection.recv(4096):
                     pass
 
@@ -70,7 +70,7 @@ def test_attach_is_for_open_sessions_only(world: World) -> None:
 def test_attach_with_garbage(world: World, sent: bytes) -> None:
     """A connection that does not say what it should is closed, without a descriptor."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect(attach_path(world))
         try:
             connection.sendall(sent)
@@ -97,7 +97,7 @@ def test_attach_half_way(world: World) -> None:
     for connection in connections[50:]:
         connection.close()
     for connection in connections[:50]:
-        connection.settimeout(10)
+        connection.settimeout(60)
         assert connection.recv(1) == b""
         connection.close()
     world.server.wait_for(lambda _: world.server.descriptors() <= before + 2)

@@ -49,7 +49,7 @@ def dial(address: str) -> socket.socket:
     else:
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host, int(port)))
-    connection.settimeout(20)
+    connection.settimeout(60)
     return connection
 
 
@@ -73,7 +73,7 @@ def test_a_handshake_of_tls_that_does_not_go_on(site: Site, said: bytes) -> None
     for dawdler in dawdlers:
         dawdler.sendall(said)
     with site.client("acme-far") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
         client.lookup(KEYS).release()
     assert all(map(is_hung_up_on, dawdlers))
     for dawdler in dawdlers:
@@ -87,7 +87,7 @@ def test_an_attach_that_does_not_say_what_for(site: Site) -> None:
     for number, dawdler in enumerate(dawdlers):
         dawdler.sendall(b"KVT1"[: number % 4])
     with site.client("acme-engine", unix=True, transport="shm") as client:
-        client.wait_until_connected(10)
+        client.wait_until_connected(60)
     assert all(map(is_hung_up_on, dawdlers))
     for dawdler in dawdlers:
         dawdler.close()
@@ -118,7 +118,7 @@ def test_a_local_call_that_stays_half(tmp_path: Path, monkeypatch: pytest.Monkey
             halves.append(half)
         began = time.monotonic()
         assert all(map(is_hung_up_on, halves))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 25
         for half in halves:
             half.close()
 
@@ -130,7 +130,7 @@ def test_scrapes_that_dawdle(site: Site) -> None:
     for dawdler in dawdlers[:10]:
         dawdler.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
     for path in ("metrics", "healthz") * 5:
-        with urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer:
+        with urlopen(f"http://127.0.0.1:{port}/{path}", timeout=60) as answer:
             assert answer.status == 200
     dawdlers += [dial(f"127.0.0.1:{port}") for _ in range(patience._MAX_CONNECTIONS)]
     assert all(map(is_hung_up_on, dawdlers[: patience._MAX_CONNECTIONS]))
@@ -156,7 +156,7 @@ def test_a_message_too_large(site: Site) -> None:
         for _ in range(5):
             request = cache_pb2.LookupRequest(session=session.ref, keys=[bytes(1 << 20)] * 20)
             with pytest.raises(grpc.RpcError) as refused:
-                session.cache.Lookup(request, timeout=20)
+                session.cache.Lookup(request, timeout=60)
             assert refusal_of(refused.value)[0] == "RESOURCE_EXHAUSTED"
         assert site.server.own_bytes() < before + (64 << 20)
 
@@ -168,6 +168,6 @@ def test_metadata_too_large(site: Site) -> None:
     ) as session:
         request = cache_pb2.LookupRequest(session=session.ref)
         with pytest.raises(grpc.RpcError) as refused:
-            session.cache.Lookup(request, timeout=10, metadata=[("x-long", "y" * 100_000)])
+            session.cache.Lookup(request, timeout=60, metadata=[("x-long", "y" * 100_000)])
         assert refusal_of(refused.value)[0] == "RESOURCE_EXHAUSTED"
-        session.cache.Lookup(request, timeout=10)
+        session.cache.Lookup(request, timeout=60)

@@ -55,7 +55,7 @@ def test_its_commands_run(tmp_path: Path, port: int) -> None:
                 with (tmp_path / "log").open("w") as log:
                     servers.append(subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=log))
                 continue
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while True:
                 done = subprocess.run(
                     ["sh", "-c", line],

@@ -1,0 +1,33 @@
+"""Patience, for tests that are not about deadlines: a machine that they run on may pause for longer than an engine would wait.
+
+The product gives a server 2 s to answer. A host that is short of processors takes them from a virtual machine for ten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+from kvtier.client import Timeouts, bulk, link, local_calls, plain
+
+__all__ = ["PATIENCE_SECONDS", "patience"]
+
+PATIENCE_SECONDS = 60.0
+_DEADLINES = (
+    (bulk, "_CONNECT_SECONDS"),
+    (link, "_ATTACH_SECONDS"),
+    (local_calls, "_CONNECT_SECONDS"),
+    (plain, "_CONNECT_SECONDS"),
+)
+
+
+@contextlib.contextmanager
+def patience() -> Iterator[None]:
+    """Clients of this process wait long for an answer, unless they are told how long; what has died they notice as soon as ever."""
+    deadlines = (PATIENCE_SECONDS,) * len(Timeouts.__init__.__defaults__ or ())
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(mock.patch.object(Timeouts.__init__, "__defaults__", deadlines))
+        for module, name in _DEADLINES:
+            changes.enter_context(mock.patch.object(module, name, PATIENCE_SECONDS))
+        yield
