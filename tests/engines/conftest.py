@@ -53,6 +53,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process.kill()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> None:
+    """Here tests say for themselves whether their engines are patient (`patience`), in whichever process those live."""
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[EngineNursery]:
     """The process that engines come out of."""
@@ -97,6 +102,7 @@ def run_engine(models: Path, nursery: EngineNursery, tmp_path_factory: pytest.Te
             "VLLM_CPU_OMP_THREADS_BIND": bind,
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
             # With steps of its own between calls, whatever some module of the tests has set for an engine in its process.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         }

@@ -86,7 +86,9 @@ class EngineServer:
         """Starts it; `wait_ready` waits until it answers."""
         environment = {**os.environ, **_ENVIRONMENT}
         environment.pop("PYTHONHASHSEED", None)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_MODULES), os.environ.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(_MODULES), str(_MODULES.parent), os.environ.get("PYTHONPATH")])
+        )
         self._lives += 1
         config = json.dumps(self._config | {"engine_id": self.engine_id})
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._flags]
