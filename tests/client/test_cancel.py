@@ -154,7 +154,7 @@ async def test_calls_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: Path)
             tasks = [asyncio.ensure_future(call) for call in calls]
             await asyncio.sleep(0.1)
             await client.close()
-            errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+            errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
             server.resume()
             for error in errors:
                 assert isinstance(error, NotConnected), repr(error)

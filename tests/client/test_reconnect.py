@@ -100,7 +100,7 @@ def test_lease_of_the_earlier_life_is_refused(
         assert old.prefix_hits == len(keys)
         server.restart()
         wait_for(lambda: is_back(server, client))
-        new = client.lookup(keys, wait=5)
+        new = client.lookup(keys, wait=30)
         assert new.id != old.id
         with pytest.raises(LeaseLost) as refusal, client.read(old, range(8)):
             pytest.fail("gave access with a lease of an earlier life")
@@ -234,7 +234,7 @@ async def test_async_client_registers_again_by_itself(
                 pytest.fail("gave access with a lease of an earlier life")
         await old.release()
         buffers = filled(8, PART_BYTES)
-        assert await client.load(keys, buffers, wait=5) == 8
+        assert await client.load(keys, buffers, wait=30) == 8
         assert all(map(is_payload, keys, buffers))
 
 

@@ -244,7 +244,7 @@ class CacheClientContract:
         keys = new_keys(3)
         client.store(keys[:2], [os.urandom(SMALL) for _ in range(2)])
         durable, volatile = DurableStatus.DURABLE, DurableStatus.VOLATILE
-        assert client.flush(keys, wait=10) == bytes([durable, durable, volatile])
+        assert client.flush(keys, wait=30) == bytes([durable, durable, volatile])
 
     def test_input_that_cannot_be_right_is_refused(self, client: Any) -> None:
         """Before anything is stored."""
@@ -276,7 +276,7 @@ class CacheClientContract:
         assert (published.status, published.pending_blocks) == (PublishStatus.PUBLISHED, 0)
         assert 30 < published.remaining <= 60
         hold = HoldName("prefill", "r")
-        with decode.claim(hold, request_id="mine", wait=5, first_positions=[1]) as claim:
+        with decode.claim(hold, request_id="mine", wait=30, first_positions=[1]) as claim:
             assert claim.statuses == bytes([0, *[KeyStatus.HIT] * 3])
             assert (list(claim.hold.positions), claim.hold.num_tokens) == ([0, 1, 0, 1], 30)
             assert claim.hold.direction is HandoffDirection.PREFILL_TO_DECODE
@@ -321,7 +321,7 @@ class CacheClientContract:
             assert claim.statuses == bytes([KeyStatus.HIT, KeyStatus.HIT_PENDING])
             assert claim.hold.direction is HandoffDirection.DECODE_TO_PREFILL
         prefill.close()
-        with decode.claim(hold, wait=5) as claim:
+        with decode.claim(hold, wait=30) as claim:
             assert claim.statuses == bytes([KeyStatus.HIT, KeyStatus.MISS])
         decode.release_holds(hold)
 

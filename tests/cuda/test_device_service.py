@@ -109,7 +109,7 @@ def test_what_one_engine_stored_another_loads(service: Service) -> None:
         assert one.client.store_from_device(keys, range(BLOCKS)) == bytes([StoreStatus.PRESENT]) * 3 + GRANTED[3:]
         one.clear()
         assert one.client.load_to_device(keys, range(BLOCKS)) == BLOCKS
-        one.client.reset(wait=5)
+        one.client.reset(wait=30)
         keys = keys_of(BLOCKS, "as they are now")
         one.client.store_from_device(keys, range(BLOCKS))
         assert one.stored(keys) == [*JOINED.parts(7)[:3], *JOINED.parts(0)[3:]]
@@ -122,7 +122,7 @@ def test_a_prefix_that_is_there_is_loaded(service: Service) -> None:
         engine.client.store_from_device(keys[:2], [5, 4])
         engine.fill(1)
         assert engine.client.load_to_device(keys, range(BLOCKS)) == 2
-        engine.client.reset(wait=5)
+        engine.client.reset(wait=30)
         engine.client.store_from_device(keys, range(BLOCKS))
         assert engine.stored(keys) == [JOINED.parts(0)[5], JOINED.parts(0)[4], *JOINED.parts(1)[2:]]
         assert engine.client.load_to_device(keys_of(2, "never"), [0, 1]) == 0

@@ -42,7 +42,7 @@ def aside() -> Iterator[ThreadPoolExecutor]:
 
 def assert_all_memory_is_there(service: Service, client: Client) -> None:
     """As much can be stored as in a server that has just been started: no slot is lost."""
-    client.reset(wait=10)
+    client.reset(wait=30)
     service.server.wait_for(lambda status: not status.quarantined_bytes and not status.stores)
     fitting = service.server.status().tiers[0].capacity_bytes // PART * 9 // 10
     keys = keys_of(fitting, "all of it")

@@ -97,7 +97,7 @@ def test_nonsense_ends_it(region: HostRegion) -> None:
 
     async def script(child: Child) -> None:
         child.send({"op": "copy"})
-        assert await asyncio.wait_for(child.ended(), 30) == 1
+        assert await asyncio.wait_for(child.ended(), 60) == 1
 
     assert talk(script, region) == 1
 

@@ -30,9 +30,9 @@ def main() -> int:
             _wait_connected(client)
             if transport == "shm":
                 client.store(keys, blocks)
-                report["durable"] = set(client.flush(keys, wait=10)) == {DurableStatus.DURABLE}
+                report["durable"] = set(client.flush(keys, wait=30)) == {DurableStatus.DURABLE}
             found = [np.zeros(PART_BYTES, np.uint8) for _ in keys]
-            hits = client.load(keys, found, wait=5)
+            hits = client.load(keys, found, wait=30)
             same = all(np.array_equal(one, other) for one, other in zip(found, blocks, strict=True))
             report[transport] = (
                 "sound" if (hits, same, client.transport) == (COUNT, True, transport) else f"{hits} hits"

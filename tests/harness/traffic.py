@@ -29,7 +29,7 @@ def store(endpoint: str, count: int = 8, *, flush: bool = True) -> list[bytes]:
         wait_connected(client)
         client.store(keys, [payload(key, PART) for key in keys])
         if flush:
-            statuses = client.flush(keys, wait=10)
+            statuses = client.flush(keys, wait=30)
             assert set(statuses) == {DurableStatus.DURABLE}
     return keys
 

@@ -172,7 +172,7 @@ def test_a_reset_meanwhile_is_an_end(server: ServerProcess) -> None:
         with TransferRig(client, geometry) as rig:
             rig.fill(256, 1 << 20)
             rig.read(64)
-            assert client.reset(wait=5) == 0
+            assert client.reset(wait=30) == 0
             with pytest.raises(BreakEvenError, match="has dropped what was to be measured"):
                 rig.read(64)
     status = server.wait_for(lambda status: not status.sessions)

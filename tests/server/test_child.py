@@ -95,10 +95,10 @@ def test_messages_that_are_taken_as_they_come() -> None:
         child = await Child.start("echo", take=take)
         for number, size in enumerate(sizes):
             child.send({"n": number}, bytes(size))
-        await asyncio.wait_for(all_there.wait(), 10)
+        await asyncio.wait_for(all_there.wait(), 60)
         assert taken == list(enumerate(sizes))
         child.send({"nonsense": True})
-        await asyncio.wait_for(child.hung_up(), 10)
+        await asyncio.wait_for(child.hung_up(), 60)
         assert await child.ended() == -signal.SIGKILL
         await child.close(0)
         assert len(taken) == len(sizes)

@@ -107,7 +107,7 @@ def test_a_request_is_explained(client: Client, tmp_path: Path) -> None:
     assert {span.get("hit_tier") or span["miss_reason"] for span in spans} <= {"cpu", "evicted", "never_stored"}
     assert spans[-1] == {"keys": 1, "miss_reason": "never_stored"}
     client.lookup([key_of(9999)], request_id="chat-1").release()
-    client.finish_request("chat-1", wait=5)
+    client.finish_request("chat-1", wait=30)
     text = kvtier(tmp_path, "explain", "chat-1", "--engine", "e7").stdout
     for piece in ("chat-1", "e7", "finished", "block 0: miss, never_stored", key_of(9999).hex()):
         assert piece in text

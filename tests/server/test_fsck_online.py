@@ -137,7 +137,7 @@ def test_a_load_that_meets_damage(server: ServerProcess) -> None:
     """Damage that a load meets is a miss, counted and quarantined; the block may be stored again."""
     damage(server, 7)
     with connected(server) as client:
-        assert client.load([KEYS[7]], filled(1, PART), wait=5) == 0
+        assert client.load([KEYS[7]], filled(1, PART), wait=30) == 0
         assert client.lookup([KEYS[7]]).statuses == MISS
         assert (tier_of(server).blocks, tier_of(server).damaged_blocks) == (79, 1)
         assert fsck(server) == 0

@@ -197,13 +197,13 @@ def test_a_restart_ends_all_holds(prefill: Client, decode: Client, server: Serve
     partial = make_hold_key("prefill", "r", 0, 4)
     prefill.store([partial], [bytes(PART)])
     published(prefill, [*keys, partial], hold_for=300)
-    assert set(prefill.flush([*keys, partial], wait=10)) == {DurableStatus.DURABLE, DurableStatus.VOLATILE}
+    assert set(prefill.flush([*keys, partial], wait=30)) == {DurableStatus.DURABLE, DurableStatus.VOLATILE}
     server.restart()
     decode.wait_until_connected(60)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:  # the client learns of the restart a moment later
         try:
-            lease = decode.lookup([*keys, partial], prefix=False, wait=5)
+            lease = decode.lookup([*keys, partial], prefix=False, wait=30)
             break
         except Exception:  # noqa: BLE001 - whatever it says of the connection
             time.sleep(0.05)

@@ -58,6 +58,6 @@ def test_a_request_is_settled_when_its_tiers_have_its_blocks(tmp_path: Path) -> 
         client.wait_until_connected(60)
         client.begin_request("r", kv_transfer_params={"do_remote_decode": True})
         client.store(keys, [payload(key, MIB) for key in keys], request_id="r")
-        outcome = client.finish_request("r", wait=10)
+        outcome = client.finish_request("r", wait=30)
         assert (outcome.settled, outcome.incomplete_blocks) == (True, 0)
         assert set(client.flush(keys, wait=0)) == {DurableStatus.DURABLE}

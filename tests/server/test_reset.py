@@ -42,14 +42,14 @@ def test_a_reset_waits_for_readers_and_keeps_what_the_tiers_below_have(client: C
     with client.read(lease, [2]) as batch:
         assert bytes(batch.views()[0]) == bytes(payload(KEYS[2], MIB)), "who reads is not disturbed"
     done: list[int] = []
-    waiting = threading.Thread(target=lambda: done.append(client.reset(wait=8)))
+    waiting = threading.Thread(target=lambda: done.append(client.reset(wait=30)))
     waiting.start()
     time.sleep(0.2)  # most likely the server waits by now
     lease.release()
     waiting.join(60)
     assert done == [0]
     assert (blocks_of(client, "cpu"), blocks_of(client, "lmdb")) == (0, 4)
-    with client.lookup(KEYS, wait=10) as found:
+    with client.lookup(KEYS, wait=30) as found:
         assert found.statuses == HIT * 4
         assert set(found.sources) == {"lmdb"}
         with client.read(found, range(4)) as batch:
@@ -62,7 +62,7 @@ def test_what_was_being_written_is_not_found_afterwards(client: Client) -> None:
         for view, key in zip(batch.views(), KEYS, strict=True):
             view[:] = bytes(payload(key, MIB))
         assert client.reset() == 4, "not yet"
-    assert client.reset(wait=10) == 0
+    assert client.reset(wait=30) == 0
     assert client.lookup(KEYS, wait=1).statuses == MISS * 4
     assert (blocks_of(client, "cpu"), blocks_of(client, "lmdb")) == (0, 0)
     client.store(KEYS, [payload(key, MIB) for key in KEYS])

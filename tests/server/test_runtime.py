@@ -270,7 +270,7 @@ def test_a_tick_that_fails_is_counted_and_the_next_one_comes(monkeypatch: pytest
 
         runtime.observe_failures(observe)
         monkeypatch.setattr(runtime.core, "tick", tick)
-        await asyncio.wait_for(failed.wait(), 20)
+        await asyncio.wait_for(failed.wait(), 60)
         assert set(counted) == {"tick"}
 
     run(scenario)

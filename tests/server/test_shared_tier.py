@@ -41,16 +41,16 @@ def test_what_another_server_stored_is_found_by_asking(start: Callable[[str], Se
         with Client(first.endpoint, namespace=NAMESPACE) as client:
             client.wait_until_connected(60)
             client.store(KEYS, [payload(key, PART) for key in KEYS])
-            client.flush(KEYS, wait=10)
+            client.flush(KEYS, wait=30)
             wait_for_files(first, len(KEYS))
         with Client(second.endpoint, namespace=NAMESPACE) as client:
             client.wait_until_connected(60)
             with client.lookup(KEYS[:4]) as lease:
                 assert lease.statuses == bytes([KeyStatus.RETRY]) * 4
-            with client.lookup(KEYS[:4], wait=10) as lease:
+            with client.lookup(KEYS[:4], wait=30) as lease:
                 assert lease.prefix_hits == 4
             buffers = [bytearray(PART) for _ in KEYS]
-            assert client.load([*KEYS, key_of(99)], [*buffers, bytearray(PART)], wait=10) == len(KEYS)
+            assert client.load([*KEYS, key_of(99)], [*buffers, bytearray(PART)], wait=30) == len(KEYS)
             assert [bytes(buffer) for buffer in buffers] == [bytes(payload(key, PART)) for key in KEYS]
 
 
@@ -59,7 +59,7 @@ def test_a_lookup_can_leave_it_out(start: Callable[[str], ServerProcess]) -> Non
     with start("a") as server, Client(server.endpoint, namespace=NAMESPACE) as client:
         client.wait_until_connected(60)
         for without in (TierFilter(["shared"]), TierFilter(media=[Medium.NETWORK]), TierFilter(remote=True)):
-            with client.lookup(KEYS, exclude=without, wait=10) as lease:
+            with client.lookup(KEYS, exclude=without, wait=30) as lease:
                 assert lease.statuses == bytes([KeyStatus.MISS]) * len(KEYS)
         for name in ("shraed", "cpu"):
             with pytest.raises(InvalidRequest, match=name):

@@ -56,7 +56,7 @@ async def test_the_asyncio_client_too(site: Site) -> None:
         await client.wait_until_connected(60)
         await client.store(KEYS, [payload(key, PART) for key in KEYS])
         buffers = [payload(key, PART) * 0 for key in KEYS]
-        assert await client.load(KEYS, buffers, wait=5) == len(KEYS)
+        assert await client.load(KEYS, buffers, wait=30) == len(KEYS)
         assert all((found == payload(key, PART)).all() for key, found in zip(KEYS, buffers, strict=True))
 
 
