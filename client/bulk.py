@@ -29,7 +29,8 @@ __all__ = ["AnyStreams", "BulkRoute", "Streams"]
 
 _log = logging.getLogger(__name__)
 
-_CONNECT_SECONDS = 2.0
+_CONNECT_SECONDS = 5.0
+"""As long as `CHANNEL_OPTIONS` give a handshake."""
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 5.0
 _FULL_SECONDS = 1.0

@@ -37,7 +37,7 @@ _NOT_SHARED = "the server does not share its memory with these credentials (shar
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 1.0
 
-_random = random.Random()  # noqa: S311 - not a secret; and none of ours, as an engine may have seeded that
+_random = random.SystemRandom()  # an engine may have seeded the other one; and what it forks would be in step
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class Keeper:
         self._link: Link | None = None
         self._error: KVTierError | None = None
         self._closing = threading.Event()
+        self._asking: Any = None
         self._beats: _Beats | None = None
         self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
         self._thread.start()
@@ -111,6 +112,8 @@ class Keeper:
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
+        if self._asking is not None:
+            self._asking.cancel()
         if self._beats is not None:
             self._beats.cancel()
         self._thread.join()
@@ -134,7 +137,10 @@ class Keeper:
     def _hold_session(self) -> None:
         """Opens a session and returns when it is over; raises if it cannot be opened."""
         try:
-            capabilities = self._stub.Capabilities(session_pb2.CapabilitiesRequest(), timeout=self._call_timeout)
+            self._asking = self._stub.Capabilities.future(session_pb2.CapabilitiesRequest(), timeout=self._call_timeout)
+            if self._closing.is_set():  # `close` came before there was a call that it could have cancelled
+                self._asking.cancel()
+            capabilities = self._asking.result()
             transport = self._pick_transport(capabilities)
             self._beats = beats = _Beats(self._stub.Open(self._open_request(transport)))
             if self._closing.is_set():  # `close` came before there was a stream that it could have cancelled
@@ -152,6 +158,8 @@ class Keeper:
                 beats.cancel()
         except grpc.RpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+        except grpc.FutureCancelledError:
+            raise NotConnected("the client is closed") from None
         except TimeoutError:
             raise NotConnected("the server did not open a session in time") from None
 

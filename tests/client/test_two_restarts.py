@@ -29,6 +29,7 @@ NOISE = [key_of(number, salt="noise") for number in range(64)]
 _CLIENT = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
+from harness.patience import patience
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from kvtier.client import Client, KVTierError
 stored, written = ([key_of(number, salt=salt) for number in range(8)] for salt in ("stored", "written"))
@@ -41,7 +42,7 @@ def tell(name, step, *arguments):
     except KVTierError as error:
         said[name] = error.reason or type(error).__name__
 
-with Client(sys.argv[2], namespace=namespace_of(64 << 10), transport=sys.argv[3]) as client:
+with patience(), Client(sys.argv[2], namespace=namespace_of(64 << 10), transport=sys.argv[3]) as client:
     client.store(stored, [payload(key, 64 << 10) for key in stored])
     client.flush(stored)
     lease = client.lookup(stored)

@@ -183,7 +183,7 @@ def test_the_asyncio_client(service: Service) -> None:
 
     async def round_trip(engine: Engine) -> None:
         namespace = namespace_of(JOINED)
-        timeouts = Timeouts(connect=10, call=10)
+        timeouts = Timeouts(connect=60, call=60)
         async with AsyncClient(service.server.endpoint, namespace=namespace, timeouts=timeouts) as client:
             await client.register_kv_buffers(engine.buffers)
             assert await client.store_from_device(keys, range(BLOCKS)) == GRANTED

@@ -30,7 +30,7 @@ GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS
 def test_a_mover_that_takes_long_to_start(tmp_path: Path) -> None:
     """In a server's next life: calls are told to go another way, the second at once; later they go over the mover."""
     service = Service(tmp_path, driver="devices.gated_driver:make_late")
-    with service, Engine(service.server.endpoint, call=1).register() as engine:
+    with service, Engine(service.server.endpoint, call=4).register() as engine:
         service.gate.close()
         service.server.restart()
         engine.client.wait_until_connected(60)

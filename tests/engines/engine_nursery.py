@@ -76,7 +76,10 @@ class EngineNursery:
         """Ends it."""
         if self._child is not None:
             self._child.kill()  # it has nothing to lose
-            self._child.communicate()
+            self._child.wait()
+            for pipe in (self._child.stdin, self._child.stdout):
+                if pipe is not None:
+                    pipe.close()
 
     def _started(self, environment: dict[str, str]) -> subprocess.Popen[str]:
         if self._child is None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from .server_process import HEARTBEAT_INTERVAL
+
 __all__ = ["Launched", "launch", "refused_start"]
 
 READY_SECONDS = 60.0
@@ -23,6 +25,7 @@ class Launched:
 
     def __init__(self, arguments: list[str], log_path: Path) -> None:
         environment = {name: text for name, text in os.environ.items() if not name.startswith("KVTIER_")}
+        environment["KVTIER_SESSIONS_HEARTBEAT_INTERVAL"] = HEARTBEAT_INTERVAL
         self._log_path = log_path
         self.started = time.monotonic()
         with log_path.open("wb") as log:

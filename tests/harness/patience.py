@@ -11,7 +11,7 @@ from unittest import mock
 
 from kvtier.client import Timeouts, bulk, link, local_calls, plain
 
-__all__ = ["PATIENCE_SECONDS", "patience"]
+__all__ = ["DEFAULTS", "PATIENCE_SECONDS", "patience"]
 
 PATIENCE_SECONDS = 60.0
 _DEADLINES = (
@@ -20,6 +20,8 @@ _DEADLINES = (
     (local_calls, "_CONNECT_SECONDS"),
     (plain, "_CONNECT_SECONDS"),
 )
+DEFAULTS = {(module, name): getattr(module, name) for module, name in _DEADLINES}
+"""What the product sets, for the tests that are about it."""
 
 
 @contextlib.contextmanager

@@ -11,11 +11,12 @@ import time
 
 import numpy as np
 
-from kvtier.client import Client, DurableStatus, Group, Namespace, make_key
+from kvtier.client import Client, DurableStatus, Group, Namespace, Timeouts, make_key
 
 PART_BYTES = 64 << 10
 COUNT = 8
 WAIT_SECONDS = 60.0
+TIMEOUTS = Timeouts(connect=60, call=60)
 
 
 def main() -> int:
@@ -26,7 +27,7 @@ def main() -> int:
     blocks = [np.full(PART_BYTES, number + 1, np.uint8) for number in range(COUNT)]
     report: dict[str, object] = {}
     for transport in ("shm", "grpc"):
-        with Client(endpoint, namespace=namespace, transport=transport) as client:
+        with Client(endpoint, namespace=namespace, transport=transport, timeouts=TIMEOUTS) as client:
             _wait_connected(client)
             if transport == "shm":
                 client.store(keys, blocks)

@@ -75,7 +75,7 @@ class RunningProxy:
         await until(noticed)
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
     """Waits for something that is about to happen."""
     async with asyncio.timeout(timeout_s):
         while True:

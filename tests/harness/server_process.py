@@ -30,6 +30,8 @@ MIB = 1 << 20
 
 READY_SECONDS = 60.0
 END_SECONDS = 60.0
+LEASE = "10m"
+"""Unless a test sets another time: what is left behind by mistake does not end by itself while a test waits for that."""
 HEARTBEAT_INTERVAL = "10s"
 """Unless a test sets another one, clients do not give a server up that is silent for seconds: all of the machine may be."""
 
@@ -90,6 +92,8 @@ class ServerProcess:
         self._environment = {name: text for name, text in os.environ.items() if not name.startswith("KVTIER_")}
         if "heartbeat_interval" not in config:
             self._environment["KVTIER_SESSIONS_HEARTBEAT_INTERVAL"] = HEARTBEAT_INTERVAL
+        if "[leases]" not in config:
+            self._environment["KVTIER_LEASES_DEFAULT"] = LEASE
         self._standby = standby
         self._prefix = prefix
         self._spare: subprocess.Popen[bytes] | None = None

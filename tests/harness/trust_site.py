@@ -37,7 +37,7 @@ __all__ = [
 
 PART = 16 << 10
 KEYS = [key_of(number) for number in range(8)]
-TIMEOUTS = Timeouts(connect=30.0, call=30.0, transfer=60.0)
+TIMEOUTS = Timeouts(connect=60.0, call=60.0, transfer=60.0)
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Site:
         return [line for line in self.server.log.splitlines() if '"event": "audit"' in line]
 
 
-def make_site(directory: Path, *, config: str = "", tls: str = "", auth: str = "", heartbeat: float = 1.0) -> Site:
+def make_site(directory: Path, *, config: str = "", tls: str = "", auth: str = "", heartbeat: float = 4.0) -> Site:
     """Returns a server that listens on TLS, not started; `tls` and `auth` are more of their tables.
 
     A client takes five heartbeats that it does not hear for the end: not less than a busy machine may be silent.

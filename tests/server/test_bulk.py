@@ -18,13 +18,16 @@ import grpc
 import pytest
 import xxhash
 from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until, wait_until_received
+from harness.patience import DEFAULTS
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
 from harness.signals import stop
+from harness.slow_door import slow_door
 
-from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, Timeouts, streams
+from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, Timeouts, bulk, streams
 from kvtier.client.bulk import AnyStreams, BulkRoute, Streams
+from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.frames import decode_pull_frame, encode_push_frame
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.server.bulk import supervisor
@@ -224,7 +227,8 @@ def test_streams_that_hang_keep_nothing_else_waiting(server: ServerProcess, clie
     store_all(client)
 
     async def run() -> None:
-        other = AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc")
+        timeouts = Timeouts(connect=60, call=60, transfer=600)
+        other = AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc", timeouts=timeouts)
         await other.wait_until_connected(60)
         await asyncio.to_thread(wait_for_bulk, other)
         pid = kill_bulk(server, signal.SIGSTOP)
@@ -297,6 +301,21 @@ def test_a_store_goes_on_where_it_broke(
     assert 20 * MIB <= starts[1] < 31 * MIB
     monkeypatch.undo()
     assert_serves(client, KEYS)
+
+
+def test_one_that_is_slow_to_shake_hands(
+    server: ServerProcess, session: RawSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is short of processors: whoever gave it up, to try again, would never reach it."""
+    suffix = wait_until(lambda: locate(session).socket_suffix)
+    with slow_door(Path(f"{server.path}{suffix}"), 3.0) as address:
+        monkeypatch.setattr(bulk, "_CONNECT_SECONDS", DEFAULTS[bulk, "_CONNECT_SECONDS"])
+        monkeypatch.setattr(BulkRoute, "_endpoint_of", lambda *_: parse_endpoint(address))
+        with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+            client.wait_until_connected(60)
+            wait_for_bulk(client)
+            store_all(client)
+            assert_serves(client, KEYS)
 
 
 def test_attempts_are_bounded(server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,11 @@ LEASE_SECONDS = 3.0
 _WRITER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
+from harness.patience import patience
 from harness.payloads import key_of, namespace_of
 from kvtier.client import Client
 keys = [key_of(number) for number in range(16)]
-with Client(sys.argv[2], namespace=namespace_of(1 << 20), name="writer", transport=sys.argv[3]) as client:
+with patience(), Client(sys.argv[2], namespace=namespace_of(1 << 20), name="writer", transport=sys.argv[3]) as client:
     client.wait_until_connected(60)
     try:
         with client.write(keys) as batch:
@@ -111,7 +112,7 @@ def test_a_client_that_vanishes_is_noticed_at_once(tmp_path: Path, how: str) -> 
                 server.wait_for(lambda status: len(status.sessions) == 1)
                 time.sleep(0.1 + number * 0.003)
                 vanish()
-                server.wait_for(lambda status: not status.sessions, 3.0)  # what takes so long is a machine that is busy
+                server.wait_for(lambda status: not status.sessions, 9.0)  # what takes so long is a machine that is busy
 
 
 def test_slots_of_a_fallen_session_wait_for_its_process(server: ServerProcess) -> None:
@@ -172,7 +173,7 @@ def test_writer_that_hangs(tmp_path: Path) -> None:
     ):
         other.wait_until_connected(60)
         os.kill(process.pid, signal.SIGSTOP)
-        status = server.wait_for(lambda status: not status.stores, LEASE_SECONDS + 10)
+        status = server.wait_for(lambda status: not status.stores, LEASE_SECONDS + 60)
         assert status.quarantined_bytes == len(KEYS) * PART
         assert len(status.sessions) == 2
         assert statuses_of(other, KEYS) == {KeyStatus.MISS}
@@ -205,7 +206,7 @@ def test_reader_that_hangs(server: ServerProcess) -> None:
         assert_serves(reader, KEYS, wait=0)
         with contextlib.ExitStack() as reading:
             batch = reading.enter_context(reader.read(pinned, range(len(KEYS))))
-            server.wait_for(lambda status: not status.leases, LEASE_SECONDS + 10)
+            server.wait_for(lambda status: not status.leases, LEASE_SECONDS + 60)
             other.store(again, [payload(key, PART) for key in again])
             stale = [
                 not np.array_equal(view, payload(key, PART)) for view, key in zip(batch.views(), KEYS, strict=True)

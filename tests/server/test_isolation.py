@@ -23,7 +23,7 @@ PART = 16 << 10
 REGION = 16 * MIB
 KEEP = 128
 TENANTS = '[tenants.alice]\nquota = {cpu = "4MiB", lmdb = "25%"}\n'
-TIMEOUTS = Timeouts(connect=10.0, call=10.0, transfer=30.0)
+TIMEOUTS = Timeouts(connect=60.0, call=60.0, transfer=60.0)
 
 
 @pytest.fixture

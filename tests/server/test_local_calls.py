@@ -327,7 +327,7 @@ def test_a_call_that_is_given_up_is_cancelled(server: ServerProcess, session: Ra
 def test_a_late_answer_is_nobody_elses(tmp_path: Path) -> None:
     """After a call that was given up at its deadline, the next one gets its own answer."""
     with ServerProcess(tmp_path).start() as server:
-        timeouts = Timeouts(call=2.0)
+        timeouts = Timeouts(connect=60.0, call=5.0)
         with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
             client.wait_until_connected(60)
             client.store(KEYS, [payload(key, PART) for key in KEYS])
@@ -398,7 +398,7 @@ async def test_no_descriptor_for_a_connection(tmp_path: Path, monkeypatch: pytes
 async def test_the_asyncio_client_calls_that_way_too(tmp_path: Path) -> None:
     """Hits, refusals, deadlines and the end of a session are what they are over gRPC."""
     with ServerProcess(tmp_path).start() as server:
-        timeouts = Timeouts(call=2.0)
+        timeouts = Timeouts(connect=60.0, call=5.0)
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
             await client.wait_until_connected(60)
             with pytest.raises(InvalidRequest):

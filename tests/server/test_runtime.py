@@ -46,7 +46,7 @@ class Gated(SecondaryTier):
         return iter(())
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self.ended.set()
         self.stored += len(blocks)
         return [Outcome.DONE] * len(blocks)
@@ -61,7 +61,7 @@ class Gated(SecondaryTier):
         pass
 
 
-def run(scenario: Any, *, stall_seconds: float = 10.0) -> None:
+def run(scenario: Any, *, stall_seconds: float = 60.0) -> None:
     """Runs a scenario with a runtime whose region holds 16 blocks, all of them."""
 
     async def main() -> None:
@@ -97,8 +97,8 @@ async def store_beside_a_finished_job(runtime: TierRuntime, tier: Gated) -> Sess
     assert len(lease.slots) == 16 - blocks, "the rest of the region is being written to"
     runtime.pump()
     tier.gate.set()
-    assert tier.ended.wait(10)
-    deadline = runtime.now() + 10
+    assert tier.ended.wait(60)
+    deadline = runtime.now() + 60
     while not runtime._finished:
         assert runtime.now() < deadline
     answer = core.prepare_store(session, keys(200, 1), request_id="", expires_at=1e12)

@@ -19,6 +19,7 @@ _CLIENT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from harness.bulk import wait_for_bulk
+from harness.patience import patience
 from harness.payloads import filled, is_payload, key_of, namespace_of, payload
 from kvtier.client import Client, KVTierError, streams
 MIB = 1 << 20
@@ -31,7 +32,7 @@ def take(sink, message):
     if len(taken) == 4:
         print("loading now", flush=True)
 streams.Sink.take = take
-with Client(sys.argv[2], namespace=namespace_of(MIB), name="far", transport="grpc") as client:
+with patience(), Client(sys.argv[2], namespace=namespace_of(MIB), name="far", transport="grpc") as client:
     client.wait_until_connected(60)
     wait_for_bulk(client)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -128,12 +129,12 @@ def test_a_collector_that_is_gone_costs_nothing(tmp_path: Path, *, refuses: bool
         keys = store(f"unix:{tmp_path}/s")
         with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART)) as client:
             client.wait_until_connected(60)
-            slowest = 0.0
+            took = []
             for _ in range(300):
                 began = time.monotonic()
                 client.lookup(keys).release()
-                slowest = max(slowest, time.monotonic() - began)
-        assert slowest < 4.5
+                took.append(time.monotonic() - began)
+        assert statistics.median(took) < 1
         if refuses:
             deadline = time.monotonic() + 60
             while not complaints(server):
@@ -143,7 +144,7 @@ def test_a_collector_that_is_gone_costs_nothing(tmp_path: Path, *, refuses: bool
             time.sleep(2.5)  # for what is sent every second
         began = time.monotonic()
         assert server.end() == 0
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 45
         assert len(complaints(server)) <= 1
         assert not [line for line in server.log if "exception" in line]
 

@@ -45,7 +45,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
                     namespace=NAMESPACE,
                     engine_id=engine_id,
                     transport=request.param,
-                    timeouts=Timeouts(connect=10, call=10),
+                    timeouts=Timeouts(connect=60, call=60),
                 )
                 client.wait_until_connected()
                 return client

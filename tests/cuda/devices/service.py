@@ -96,7 +96,7 @@ class Engine:
         kv: Kv = JOINED,
         *,
         transport: str = "cuda_ipc",
-        call: float = 10.0,
+        call: float = 60.0,
         device: float = 30.0,
         backend: Backend | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class Engine:
         self.fill(0)
         self.stream = self.backend.driver.create_stream()
         self.buffers = KvBuffers(self.backend.driver, {0: (kv.layout(), self.addresses)}, events=4)
-        timeouts = Timeouts(connect=10, call=call, device=device)
+        timeouts = Timeouts(connect=60, call=call, device=device)
         self.client = Client(endpoint, namespace=namespace_of(kv), transport=transport, timeouts=timeouts)  # type: ignore[arg-type]
 
     def _allocate(self) -> list[int]:

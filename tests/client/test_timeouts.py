@@ -1,0 +1,96 @@
+"""The deadlines that the product has by itself, which other tests are more patient than (`harness.patience`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness.patience import DEFAULTS
+from harness.payloads import namespace_of
+from harness.server_process import ServerProcess
+
+from kvtier.client import Client, Timeouts, bulk, link, local_calls, plain
+
+NAMESPACE = namespace_of(4096)
+
+# An engine waits no longer for a server that does not answer, whichever way it hears nothing.
+_CLIENT = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from harness.payloads import key_of, namespace_of
+from kvtier.client import Client, Unavailable
+client = Client(sys.argv[2], namespace=namespace_of(4096))
+for _ in range(2):
+    began = time.monotonic()
+    try:
+        client.lookup([key_of(1)])
+    except Unavailable:
+        print(time.monotonic() - began)
+began = time.monotonic()
+client.close()
+print(time.monotonic() - began)
+"""
+
+
+def test_defaults() -> None:
+    """An engine waits for two seconds at most for an answer, where nothing is copied; for a connection as long as gRPC does."""
+    assert {field.name: field.default for field in dataclasses.fields(Timeouts)} == {
+        "connect": 2.0,
+        "call": 2.0,
+        "transfer": 60.0,
+        "device": 5.0,
+    }
+    assert {
+        (bulk, "_CONNECT_SECONDS"): 5.0,
+        (link, "_ATTACH_SECONDS"): 2.0,
+        (local_calls, "_CONNECT_SECONDS"): 2.0,
+        (plain, "_CONNECT_SECONDS"): 2.0,
+    } == DEFAULTS
+
+
+def test_a_server_that_never_answers(tmp_path: Path) -> None:
+    """Somebody listens, and says nothing: calls fail, and a client can be closed, in its own time and not in that of gRPC."""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "s"))
+        silent.listen()
+        tests = str(Path(__file__).parent.parent)
+        command = [sys.executable, "-c", _CLIENT, tests, f"unix:{tmp_path / 's'}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
+    took = [float(line) for line in done.stdout.splitlines()]
+    assert len(took) == 3
+    assert max(took) < 25
+
+
+def test_a_client_is_closed_while_it_asks(tmp_path: Path) -> None:
+    """Whatever it may wait for an answer: nobody wants that any more."""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "s"))
+        silent.listen()
+        client = Client(f"unix:{tmp_path / 's'}", namespace=NAMESPACE, timeouts=Timeouts(connect=600, call=600))
+        time.sleep(0.3)
+        began = time.monotonic()
+        client.close()
+        assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_silence_is_noticed(tmp_path: Path, transport: str) -> None:
+    """A server that hangs is noticed by the heartbeats that do not come, also by a client that asks for nothing."""
+    config = "[sessions]\nheartbeat_interval = 1.0"
+    with (
+        ServerProcess(tmp_path, config=config).start() as server,
+        Client(server.endpoint, namespace=NAMESPACE, transport=transport) as client,  # type: ignore[arg-type]
+    ):
+        client.wait_until_connected()
+        server.suspend()
+        deadline = time.monotonic() + 30
+        while client.connected:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server.resume()
+        client.wait_until_connected()
