@@ -218,7 +218,7 @@ def test_a_copy_that_takes_too_long(service: Service, aside: ThreadPoolExecutor)
         service.gate.close()
         storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
-        assert isinstance(storing.exception(30), Unavailable)
+        assert isinstance(storing.exception(60), Unavailable)
         status = service.server.wait_for(lambda status: not status.stores)
         assert status.quarantined_bytes == BLOCKS * PART
         service.gate.open()

@@ -14,8 +14,8 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 ROOMS = ("client", "cuda", "protos", "server", "tiers")
 RULES = ROOT / "dashboards" / "rules"
 
-OF_THE_SYSTEM = {"Permission denied"}
-"""What is quoted and not ours."""
+OF_THE_SYSTEM = {"Permission denied", "timed out before receiving SETTINGS frame"}
+"""What is quoted and not ours, but the kernel's or gRPC's."""
 
 
 def _section(title: str) -> str:

@@ -96,7 +96,7 @@ class Engine:
         kv: Kv = JOINED,
         *,
         transport: str = "cuda_ipc",
-        call: float = 60.0,
+        call: float = 20.0,
         device: float = 30.0,
         backend: Backend | None = None,
     ) -> None:
