@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.detour import detour
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.server_process import ServerProcess
-from harness.slow_door import slow_door
 
 from kvtier.client import AsyncClient, Client, KVTierError, LeaseLost, NotConnected, SessionLost, Timeouts, Unavailable
 
@@ -157,7 +157,7 @@ def test_a_server_that_is_slow_to_shake_hands(
     server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
 ) -> None:
     """Its host is busy, or far: whoever hung up on it, to try again, would never be let in. It takes longer than a call may."""
-    with slow_door(server.path, 3.0) as address:
+    with detour(server.path, delay=3.0) as address:
         with Client(address, namespace=NAMESPACE, transport="grpc", timeouts=Timeouts(call=1.0)) as hasty:
             hasty.wait_until_connected(60)
         with Client(address, namespace=NAMESPACE, transport="grpc") as client:

@@ -18,12 +18,12 @@ import grpc
 import pytest
 import xxhash
 from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until, wait_until_received
+from harness.detour import detour
 from harness.patience import DEFAULTS
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
 from harness.signals import stop
-from harness.slow_door import slow_door
 
 from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, Timeouts, bulk, streams
 from kvtier.client.bulk import AnyStreams, BulkRoute, Streams
@@ -308,7 +308,7 @@ def test_one_that_is_slow_to_shake_hands(
 ) -> None:
     """It is short of processors: whoever gave it up, to try again, would never reach it."""
     suffix = wait_until(lambda: locate(session).socket_suffix)
-    with slow_door(Path(f"{server.path}{suffix}"), 3.0) as address:
+    with detour(Path(f"{server.path}{suffix}"), delay=3.0) as address:
         monkeypatch.setattr(bulk, "_CONNECT_SECONDS", DEFAULTS[bulk, "_CONNECT_SECONDS"])
         monkeypatch.setattr(BulkRoute, "_endpoint_of", lambda *_: parse_endpoint(address))
         with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
@@ -506,44 +506,12 @@ def test_only_the_owner_can_connect(server: ServerProcess, session: RawSession) 
     assert locate(session).port == 0
 
 
-class Forward:
-    """A TCP port on another address that leads to one port of the server, and to no other: a firewall's view of it."""
-
-    def __init__(self, host: str, to: tuple[str, int]) -> None:
-        self._listener = socket.create_server((host, 0))
-        self._to = to
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                here, _ = self._listener.accept()
-                there = socket.create_connection(self._to)
-                for ends in ((here, there), (there, here)):
-                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
-
-    @staticmethod
-    def _copy(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 20):
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Accepts no more."""
-        self._listener.close()
-
-
 def test_where_one_port_is_open_streams_go_there(tmp_path: Path) -> None:
     """A client that reaches the server and not its bulk process stores and loads all the same; others go there by TCP."""
     with ServerProcess(tmp_path, region=128 * MIB, lmdb=16 * MIB, tcp=True).start() as server:
-        host, _, port = server.tcp.rpartition(":")
-        forward = Forward("127.0.0.2", (host, int(port)))
         with (
-            Client(forward.address, namespace=NAMESPACE, transport="grpc") as far,
+            detour(server.tcp, host="127.0.0.2") as through_a_firewall,
+            Client(through_a_firewall, namespace=NAMESPACE, transport="grpc") as far,
             Client(server.tcp, namespace=NAMESPACE, transport="grpc") as near,
         ):
             far.wait_until_connected(60)
@@ -554,7 +522,6 @@ def test_where_one_port_is_open_streams_go_there(tmp_path: Path) -> None:
             assert_serves(far, KEYS)
             assert_serves(near, KEYS)
             assert not far._wire._bulk.found  # type: ignore[attr-defined]
-        forward.close()
         listening = listeners(bulk_pid(server.pid))
         assert listening
         assert listening <= {"0100007F", "0000000000000000FFFF00000100007F"}, "127.0.0.1, plain or mapped to IPv6"
