@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from devices.backends import Backend, HostBackend
-from devices.engine import Engine, Watched, eventually
+from devices.engine import Engine, Watched
 from devices.kv import BLOCKS, JOINED, LAYOUTS, STEP, Kv, slots
+from harness.patience import wait_until
 
 from kvtier.cuda.device_copies import EngineBlocks
 from kvtier.cuda.driver import StreamId
@@ -62,7 +63,7 @@ def test_a_store_waits_for_the_engines_event(
     engine.tell("compute", 1)
     after = Watched(blocks.after_event(1))
     storing = aside.submit(blocks.copy_out, 0, [2], [0], after)
-    eventually(lambda: after.asked > 2 or storing.done())
+    wait_until(lambda: after.asked > 2 or storing.done())
     assert not storing.done()
     assert slots(region, [0], 8) == [bytes(8)]
     engine.tell("finish", 1)
@@ -79,7 +80,7 @@ def test_a_store_waits_for_the_engines_counter(
     engine.tell("count", 5)
     after = Watched(ValueAfter(region.memory[-8:], 5))
     storing = aside.submit(blocks.copy_out, 0, [2], [0], after)
-    eventually(lambda: after.asked > 2 or storing.done())
+    wait_until(lambda: after.asked > 2 or storing.done())
     assert not storing.done()
     assert slots(region, [0], 8) == [bytes(8)]
     engine.tell("finish", 1)

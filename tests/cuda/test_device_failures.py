@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from devices.backends import Backend, HostBackend
-from devices.engine import Engine, Watched, eventually
+from devices.engine import Engine, Watched
 from devices.kv import BLOCKS, JOINED, JOINED_LAYERS, STEP, Kv, slots
+from harness.patience import wait_until
 
 from kvtier.cuda.device_copies import Direction, EngineBlocks
 from kvtier.cuda.driver import StreamId
@@ -32,7 +33,7 @@ def test_an_engine_killed_before_its_event(
     engine.tell("compute", 0)
     after = Watched(blocks.after_event(0))
     storing = aside.submit(blocks.copy_out, 0, [0], [0], after)
-    eventually(lambda: after.asked > 2)
+    wait_until(lambda: after.asked > 2)
     engine.kill()
     blocks.cancel()
     with pytest.raises(CopyCancelled):
@@ -117,10 +118,10 @@ def test_slots_are_not_written_after_a_copy_has_returned(
     monkeypatch.setattr(backend.driver, "copy", count)
     release = backend.hold(blocks._streams[Direction.OUT])
     moving = aside.submit(blocks.copy_out, 0, [0, 2, 4], [0, STEP, 2 * STEP])
-    eventually(lambda: len(begun) == 2)
+    wait_until(lambda: len(begun) == 2)
     engine.kill()
     closing = aside.submit(blocks.close)
-    eventually(lambda: blocks._cancelled)
+    wait_until(lambda: blocks._cancelled)
     assert not moving.done()
     assert not closing.done()
     assert not any(region.memory)

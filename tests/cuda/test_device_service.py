@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from devices.backends import Backend
 from devices.kv import BLOCKS, JOINED, LAYOUTS
-from devices.service import Engine, Service, eventually, keys_of, namespace_of
+from devices.service import Engine, Service, keys_of, namespace_of
+from harness.patience import wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, DeviceUnavailable, KeyStatus, KvBuffers, LeaseLost, StoreStatus, Timeouts
@@ -155,7 +156,7 @@ def test_a_store_waits_for_the_engines_compute(service: Service) -> None:
                 target=lambda: statuses.append(engine.client.store_from_device(keys, range(BLOCKS), after=mark))
             )
             storing.start()
-            eventually(lambda: service.server.status().stores == 1)
+            wait_until(lambda: service.server.status().stores == 1)
             assert set(engine.client.lookup(keys, prefix=False).statuses) == {KeyStatus.HIT_PENDING}
             engine.fill(2)
             release()
@@ -219,11 +220,11 @@ def test_what_a_session_had_open_is_closed_with_it(service: Service) -> None:
     """An engine's memory is mapped once however often it is registered, and not any more when its session is gone."""
     with Engine(service.server.endpoint).register() as engine:
         [mover] = service.movers
-        eventually(lambda: service.open_allocations(mover) == JOINED.count + 4)  # three tensors, four events
+        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)  # three tensors, four events
         engine.register()
         assert service.open_allocations(mover) == JOINED.count + 4
         assert {session.transport for session in service.server.status().sessions} == {"cuda_ipc"}
-    eventually(lambda: service.open_allocations(mover) == 0)
+    wait_until(lambda: service.open_allocations(mover) == 0)
     assert service.movers == [mover]
 
 
@@ -251,7 +252,7 @@ def test_a_server_that_serves_no_devices_says_why(tmp_path: Path, config: str, c
     with ServerProcess(tmp_path, region=8 * MIB, config=config).start() as server, Engine(server.endpoint) as engine:
         with pytest.raises(DeviceUnavailable, match=cause):
             engine.register()
-        eventually(lambda: "engines' devices are not served" in server.log)
+        wait_until(lambda: "engines' devices are not served" in server.log)
         engine.client.store(KEYS, JOINED.parts(0))
         assert engine.stored(KEYS) == JOINED.parts(0)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from devices.caller import Caller
 from devices.kv import BLOCKS, JOINED
-from devices.service import Engine, KilledEngine, Service, eventually, keys_of, namespace_of
+from devices.service import Engine, KilledEngine, Service, keys_of, namespace_of
+from harness.patience import wait_until
 from harness.server_process import MIB
 
 from kvtier.client import Client, DeviceUnavailable, KeyStatus, KVTierError, StoreStatus, Unavailable
@@ -69,7 +70,7 @@ def test_an_engine_killed_in_mid_copy(service: Service) -> None:
         assert service.server.status().quarantined_bytes == BLOCKS * PART
         service.gate.open()
         service.server.wait_for(lambda status: not status.quarantined_bytes)
-        eventually(lambda: service.open_allocations(mover) == JOINED.count + 4)
+        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
         assert set(other.client.lookup(KEYS, prefix=False).statuses) == {KeyStatus.MISS}
         assert other.contents() == other.expected(0)
         assert service.movers == [mover]
@@ -88,7 +89,7 @@ def test_an_engine_killed_in_mid_load(service: Service) -> None:
             engine.kill()
         service.server.wait_for(lambda status: len(status.sessions) == 1 and status.leases == 0)
         service.gate.open()
-        eventually(lambda: service.open_allocations(mover) == JOINED.count + 4)
+        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
         other.clear()
         assert other.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
         assert other.contents() == other.expected(0)
@@ -116,7 +117,7 @@ def test_a_mover_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecut
         engine.clear()
         assert engine.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
         assert engine.contents() == engine.expected(0)
-        eventually(lambda: "a device's mover has ended" in service.server.log)
+        wait_until(lambda: "a device's mover has ended" in service.server.log)
         assert_all_memory_is_there(service, engine.client)
 
 
@@ -136,7 +137,7 @@ def test_a_mover_that_is_killed_again_and_again(service: Service) -> None:
                     return False
                 return True
 
-            eventually(stored)
+            wait_until(stored)
 
 
 def test_a_server_that_is_killed(service: Service) -> None:
@@ -145,7 +146,7 @@ def test_a_server_that_is_killed(service: Service) -> None:
         [mover] = service.movers
         engine.client.store_from_device(KEYS, range(BLOCKS))
         service.server.restart()
-        eventually(lambda: not Path(f"/proc/{mover}").exists())
+        wait_until(lambda: not Path(f"/proc/{mover}").exists())
         engine.client.wait_until_connected(60)
 
         def stored() -> bool:
@@ -154,7 +155,7 @@ def test_a_server_that_is_killed(service: Service) -> None:
             except (DeviceUnavailable, Unavailable):
                 return False
 
-        eventually(stored)
+        wait_until(stored)
         assert len(service.movers) == 1
         engine.clear()
         assert engine.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
@@ -310,5 +311,5 @@ def test_engines_killed_at_any_moment(tmp_path: Path) -> None:
         kill_at_random(service, random.Random(4).random, 8)
         [mover] = service.movers
         service.server.wait_for(lambda status: len(status.sessions) == 1 and not status.stores and not status.leases)
-        eventually(lambda: service.open_allocations(mover) == JOINED.count + 4)
+        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
         assert_all_memory_is_there(service, other.client)

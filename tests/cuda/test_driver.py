@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from devices.backends import Backend, HostBackend
-from devices.engine import Engine, eventually
+from devices.engine import Engine
 from devices.kv import LAYOUTS, Kv
+from harness.patience import wait_until
 
 from kvtier.cuda.driver import HANDLE_BYTES, MemoryKind
 from kvtier.cuda.errors import Cause, DeviceError
@@ -162,7 +163,7 @@ def test_an_engines_event_is_seen(backend: Backend, start_engine: StartEngine) -
         engine.tell("compute", 0)
         assert not backend.driver.reached(event)
         engine.tell("finish", seed)
-        eventually(lambda: backend.driver.reached(event))
+        wait_until(lambda: backend.driver.reached(event))
     backend.driver.destroy_event(event)
 
 
@@ -173,7 +174,7 @@ def test_the_engines_counter_is_seen(start_engine: StartEngine, region: HostRegi
     engine.tell("count", 7)
     assert word[0] == 0
     engine.tell("finish", 1)
-    eventually(lambda: word[0] == 7)
+    wait_until(lambda: word[0] == 7)
     word.release()
 
 

@@ -14,7 +14,8 @@ from devices.backends import HostBackend
 from devices.caller import PART, Caller, why
 from devices.gated_driver import Gate
 from devices.kv import BLOCKS, JOINED
-from devices.service import Engine, Service, eventually, keys_of
+from devices.service import Engine, Service, keys_of
+from harness.patience import wait_until
 
 from kvtier.client import DeviceUnavailable, StoreStatus
 from kvtier.cuda.exports import DeviceExport, export_blocks
@@ -48,7 +49,7 @@ def test_a_mover_that_takes_long_to_start(tmp_path: Path) -> None:
                 engine.client._operations._refused = None
                 return False
 
-        eventually(stored)
+        wait_until(stored)
         assert len(service.movers) == 1
 
 

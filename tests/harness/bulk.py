@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,10 @@ from kvtier.client.streams import Source
 from kvtier.client.wire import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
 from kvtier.protos.v1 import transfer_pb2
 
+from .patience import wait_until
 from .raw import RawSession
 
-__all__ = ["bulk_pid", "bulk_streams", "locate", "wait_for_bulk", "wait_until", "wait_until_received"]
-
-PATIENCE = 60.0
-
-
-def wait_until(what: Any, seconds: float = PATIENCE) -> Any:
-    """Waits until `what()` is true, and returns it."""
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it has not come about"
-        time.sleep(0.01)
-    return found
+__all__ = ["bulk_pid", "bulk_streams", "locate", "wait_for_bulk", "wait_until_received"]
 
 
 def wait_for_bulk(client: Any) -> None:

@@ -6,12 +6,16 @@ The product gives a server 2 s to answer. A host that is short of processors tak
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 from unittest import mock
 
 from kvtier.client import Timeouts, bulk, link, local_calls, plain
 
-__all__ = ["DEFAULTS", "PATIENCE_SECONDS", "patience"]
+__all__ = ["DEFAULTS", "PATIENCE_SECONDS", "patience", "wait_until"]
+
+T = TypeVar("T")
 
 PATIENCE_SECONDS = 60.0
 _DEADLINES = (
@@ -33,3 +37,12 @@ def patience() -> Iterator[None]:
         for module, name in _DEADLINES:
             changes.enter_context(mock.patch.object(module, name, PATIENCE_SECONDS))
         yield
+
+
+def wait_until(what: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:
+    """Waits until `what()` is true, and returns it."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it has not come about"
+        time.sleep(0.01)
+    return found

@@ -17,6 +17,7 @@ from kvtier.client import Client, Credentials, KVTierError, Timeouts, Unavailabl
 from kvtier.server.tokens import entry_text, hash_of, new_token
 
 from .certificates import Authority
+from .patience import wait_until
 from .payloads import key_of, namespace_of
 from .server_process import MIB, ServerProcess
 
@@ -31,7 +32,6 @@ __all__ = [
     "make_site",
     "ready_line",
     "status_of",
-    "wait_for",
     "why_refused",
 ]
 
@@ -152,14 +152,5 @@ def ready_line(server: ServerProcess) -> dict[str, Any]:
         lines = server.log.splitlines(keepends=True)
         return next((json.loads(line) for line in lines if '"event": "ready"' in line and line.endswith("\n")), None)
 
-    line: dict[str, Any] = wait_for(said)
+    line: dict[str, Any] = wait_until(said)
     return line
-
-
-def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Waits until something is true."""
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it has not come about"
-        time.sleep(0.02)
-    return found

@@ -7,10 +7,10 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.patience import wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.raw import attach_reply
 from harness.server_process import MIB, ServerProcess
@@ -215,14 +215,6 @@ def test_terminate_under_load(tmp_path: Path) -> None:
         assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("s")]
         server.start()
         read_when_back(server, client, stored)
-
-
-def wait_until(what: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits until something holds."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def wait_until_back(server: ServerProcess, client: Client) -> None:

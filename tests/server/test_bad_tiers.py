@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness.bad_tiers import ERRORS
 from harness.launch import refused_start
+from harness.patience import wait_until
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.server_process import MIB, ServerProcess
 from harness.traffic import wait_connected
@@ -107,14 +108,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         world = World(server)
         with world.client:
             yield world
-
-
-def wait_until(what: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits until something holds."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("work", ["store", "load", "remove"])

@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 import pytest
 import xxhash
-from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until, wait_until_received
+from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until_received
 from harness.detour import detour
-from harness.patience import DEFAULTS
+from harness.patience import DEFAULTS, wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess

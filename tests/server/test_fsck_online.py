@@ -6,13 +6,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import grpc
 import pytest
 from harness.launch import launch
+from harness.patience import wait_until
 from harness.payloads import assert_serves, filled, key_of, namespace_of, payload
 from harness.raw import refusal_of
 from harness.server_process import MIB, ServerProcess
@@ -72,14 +73,6 @@ def fsck(server: ServerProcess, *arguments: str) -> int:
 def tier_of(server: ServerProcess) -> admin_pb2.TierStatus:
     """Returns the status of the tier below the CPU tier."""
     return server.status().tiers[1]
-
-
-def wait_until(what: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits until something holds."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Running:

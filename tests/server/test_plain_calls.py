@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness.bulk import bulk_pid, locate, wait_for_bulk, wait_until
+from harness.bulk import bulk_pid, locate, wait_for_bulk
+from harness.patience import wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.ports import ReservedPort
 from harness.raw import RawSession

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import xxhash
-from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until, wait_until_received
+from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until_received
+from harness.patience import wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.raw import RawSession
 from harness.server_process import MIB, ServerProcess

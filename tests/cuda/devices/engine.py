@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,15 +14,9 @@ from kvtier.cuda.exports import DeviceExport
 from kvtier.cuda.ordering import After
 from kvtier.cuda.region import HostRegion
 
-__all__ = ["Engine", "Watched", "eventually"]
+__all__ = ["Engine", "Watched"]
 
 _HERE = Path(__file__).parent.parent
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Returns when it is so; the test's own time limit ends the wait."""
-    while not condition():
-        time.sleep(0.001)
 
 
 class Engine:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -17,18 +15,10 @@ from devices.gated_driver import Gate
 from devices.kv import BLOCKS, JOINED, Kv
 from kvtier.client import Client, Group, KvBuffers, Namespace, Timeouts, make_key
 
-__all__ = ["Engine", "KilledEngine", "Service", "eventually", "keys_of", "namespace_of"]
+__all__ = ["Engine", "KilledEngine", "Service", "keys_of", "namespace_of"]
 
 _CUDA_TESTS = Path(__file__).parent.parent
 _TESTS = _CUDA_TESTS.parent
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Returns when it is so."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)
 
 
 def namespace_of(kv: Kv) -> Namespace:

@@ -12,9 +12,10 @@ from urllib.request import urlopen
 import grpc
 import pytest
 from harness.bulk import wait_for_bulk
+from harness.patience import wait_until
 from harness.payloads import assert_serves, namespace_of, payload
 from harness.raw import RawSession, refusal_of
-from harness.trust_site import KEYS, PART, Site, make_site, ready_line, wait_for
+from harness.trust_site import KEYS, PART, Site, make_site, ready_line
 from prometheus_client import CollectorRegistry
 
 from kvtier.protos.attach import REPLY_BYTES, Purpose, pack_request
@@ -37,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield made
         # Nobody's connection is left but ours, and blocks are served.
         assert_serves(bystander, KEYS)
-        wait_for(lambda: made.server.descriptors() <= began + 2, 40)
+        wait_until(lambda: made.server.descriptors() <= began + 2, 40)
         assert '"call failed"' not in made.server.log
 
 

@@ -9,10 +9,11 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from harness.bulk import wait_for_bulk
+from harness.patience import wait_until
 from harness.payloads import key_of, namespace_of, payload
 from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
-from harness.trust_site import KEYS, PART, TIMEOUTS, error_of, wait_for
+from harness.trust_site import KEYS, PART, TIMEOUTS, error_of
 
 from kvtier.client import Client, LimitExceeded
 from kvtier.protos.reasons import status_within
@@ -154,7 +155,7 @@ def test_a_tenant_beyond_its_bounds_is_refused_and_others_are_not(tmp_path: Path
                     error = error_of(third, 0.05)
                     return isinstance(error, LimitExceeded) and error.reason == "LIMIT_EXCEEDED"
 
-                wait_for(is_one_too_many, 20)  # its first attempts may come while the calls above still count
+                wait_until(is_one_too_many, 20)  # its first attempts may come while the calls above still count
             other.wait_until_connected(60)
         with Client(server.endpoint, namespace=slow, timeouts=TIMEOUTS) as third:
             third.wait_until_connected(60)

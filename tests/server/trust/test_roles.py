@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from harness.bulk import locate, wait_for_bulk
 from harness.launch import launch
+from harness.patience import wait_until
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.raw import RawSession, attach_reply, refusal_of
 from harness.trust_site import (
@@ -34,7 +35,6 @@ from harness.trust_site import (
     make_site,
     ready_line,
     status_of,
-    wait_for,
     why_refused,
 )
 
@@ -209,12 +209,12 @@ class TestRoles:
             )
             frame = transfer_pb2.PushRequest(session=mine.ref, store_id=store.store_id).SerializeToString()
             assert refused(lambda: mine.push(iter([frame]), timeout=60)) == NOT_FOR_YOU
-            port = wait_for(lambda: locate(mine).port)
+            port = wait_until(lambda: locate(mine).port)
             with connected(site.credentials("acme-reader").channel(parse_endpoint(f"127.0.0.1:{port}"))) as bulk:
                 push = bulk.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
                 assert refused(lambda: push(iter([frame]), timeout=60)) == NOT_FOR_YOU
         # What is logged is written a moment later.
-        wait_for(lambda: any('"acme-reader"' in line and "TransferService/Push" in line for line in site.audits()))
+        wait_until(lambda: any('"acme-reader"' in line and "TransferService/Push" in line for line in site.audits()))
 
     def test_admins_see_and_do_not_store_and_engines_do_not_see(self, site: Site) -> None:
         """AdminService is the admin's, and nothing else is."""
@@ -349,8 +349,8 @@ def test_a_token_that_is_taken_away_ends_its_sessions(tmp_path: Path) -> None:
         stays.wait_until_connected(60)
         epoch = stays.epoch
         site.tokens.remove("acme-engine")
-        wait_for(lambda: not gone.connected)
-        wait_for(lambda: isinstance(error_of(gone, 0.1), AccessDenied))
+        wait_until(lambda: not gone.connected)
+        wait_until(lambda: isinstance(error_of(gone, 0.1), AccessDenied))
         added = site.tokens.add("new", "acme", "engine")
         deadline = time.monotonic() + 60
         with Client(
@@ -361,7 +361,7 @@ def test_a_token_that_is_taken_away_ends_its_sessions(tmp_path: Path) -> None:
             client.wait_until_connected(deadline - time.monotonic())
         # What cannot be read changes nothing.
         site.tokens.path.write_text("[[tokens]]\nname = 3")
-        wait_for(lambda: "the old ones stay" in site.server.log)
+        wait_until(lambda: "the old ones stay" in site.server.log)
         stays.lookup(KEYS).release()
         assert stays.epoch == epoch
 
@@ -390,7 +390,7 @@ def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path
             assert calls.call("CacheService/Lookup", lookup, 60)
             time.sleep(1.0)  # five heartbeats, of which it takes one
             site.tokens.remove("acme-engine")
-            wait_for(lambda: "tokens read again" in site.server.log)
+            wait_until(lambda: "tokens read again" in site.server.log)
             with pytest.raises(SessionLost):
                 calls.call("CacheService/Lookup", lookup, 60)
             assert not LocalCalls(path, ref).prepare()
@@ -432,7 +432,7 @@ def test_streams_of_a_token_that_is_taken_away_end(tmp_path: Path, monkeypatch: 
             next(pulling)
             time.sleep(1.0)  # five heartbeats, of which it takes one
             site.tokens.remove("acme-engine")
-            wait_for(lambda: "tokens read again" in site.server.log)
+            wait_until(lambda: "tokens read again" in site.server.log)
             frames.put(frame)
             frames.put(None)
             gone = ("UNAUTHENTICATED", "UNKNOWN_SESSION")
@@ -452,8 +452,8 @@ def test_a_client_reads_its_token_anew(tmp_path: Path) -> None:
             client.wait_until_connected(60)
             file.write_text(site.tokens.add("next", "acme", "engine"))
             site.tokens.remove("acme-engine")
-            wait_for(lambda: "tokens read again" in site.server.log)
-            wait_for(lambda: client.connected and not fails(client))
+            wait_until(lambda: "tokens read again" in site.server.log)
+            wait_until(lambda: client.connected and not fails(client))
 
 
 def fails(client: Client) -> bool:
@@ -473,7 +473,7 @@ class TestAudit:
         with connected(site.credentials("boss").channel(parse_endpoint(site.server.tcp))) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             list(admin.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60))
-            wait_for(lambda: any("AdminService/Evict" in line for line in site.audits()))
+            wait_until(lambda: any("AdminService/Evict" in line for line in site.audits()))
             before = len(site.audits())  # of other tests of this server: by now all of them are written
             for _ in range(50):
                 admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=60)
@@ -486,8 +486,8 @@ class TestAudit:
         with connected(Credentials(ca=site.authority.ca).channel(parse_endpoint(site.server.tcp))) as channel:
             status_of(lambda c=channel: admin_pb2_grpc.AdminServiceStub(c).GetStatus(admin_pb2.GetStatusRequest()))  # type: ignore[misc]
         # What is logged is written a moment later.
-        wait_for(lambda: any("AdminService/Fsck" in line for line in site.audits()[before:]))
-        wait_for(lambda: any("ipv4:127.0.0.1" in line for line in site.audits()))
+        wait_until(lambda: any("AdminService/Fsck" in line for line in site.audits()[before:]))
+        wait_until(lambda: any("ipv4:127.0.0.1" in line for line in site.audits()))
         lines = [json.loads(line) for line in site.audits()]
         looks = [line["who"] == "boss" and line["what"].endswith("GetStatus") for line in lines]
         refusals = [(line["who"], line["outcome"]) == ("acme-far", "refused: PERMISSION_DENIED") for line in lines]

@@ -14,8 +14,9 @@ from cryptography import x509
 from harness.bulk import wait_for_bulk
 from harness.certificates import Authority, Pair
 from harness.launch import launch, refused_start
+from harness.patience import wait_until
 from harness.payloads import assert_serves, namespace_of, payload
-from harness.trust_site import KEYS, PART, TIMEOUTS, Site, error_of, make_site, wait_for, why_refused
+from harness.trust_site import KEYS, PART, TIMEOUTS, Site, error_of, make_site, why_refused
 
 from kvtier.client import AsyncClient, Client, Credentials, InvalidRequest, NotConnected
 from kvtier.server.tls import server_credentials
@@ -154,7 +155,7 @@ def test_a_new_certificate_is_in_use_without_a_restart(tmp_path: Path) -> None:
             late.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(early, KEYS)
         assert early.epoch == epoch
-        wait_for(lambda: "a new certificate cannot be used" in site.server.log)
+        wait_until(lambda: "a new certificate cannot be used" in site.server.log)
 
 
 def test_a_client_whose_files_have_gone_goes_on(site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,10 +165,10 @@ def test_a_client_whose_files_have_gone_goes_on(site: Site, tmp_path: Path, capl
     credentials = Credentials(ca=str(ca), token=site.tokens.token["acme-far"])
     with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials, timeouts=TIMEOUTS) as client:
         # `wait_until_connected` would have it look for the bulk process at once, and the file would be gone too late.
-        wait_for(lambda: client.connected)
+        wait_until(lambda: client.connected)
         ca.unlink()
         client.store(KEYS, [payload(key, PART) for key in KEYS])
-        wait_for(lambda: "streams do not go to the bulk process" in caplog.text)
+        wait_until(lambda: "streams do not go to the bulk process" in caplog.text)
         assert_serves(client, KEYS)
 
 
@@ -298,5 +299,5 @@ def test_where_it_is_insecure_tokens_still_count(tmp_path: Path) -> None:
         with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials) as client:
             client.wait_until_connected(60)
             client.store(KEYS, [payload(key, PART) for key in KEYS])
-            wait_for(lambda: client._wire._bulk.streams(client._wire.link))  # type: ignore[attr-defined]
+            wait_until(lambda: client._wire._bulk.streams(client._wire.link))  # type: ignore[attr-defined]
             assert_serves(client, KEYS)
