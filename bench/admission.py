@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.tiers.admission import ADMISSION
-from kvtier.tiers.answers import Session
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import LoadFromTier, StoreInTier
-from kvtier.tiers.keeping import Keeping
-from kvtier.tiers.manager import TierManager
-from kvtier.tiers.rules import vote
+from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import Keeping
+from kvtier.tiers.eviction.admission import ADMISSION
+from kvtier.tiers.negotiation import vote
+from kvtier.tiers.types import Session
 
 from .policies import BLOCK_BYTES, FOREVER, GROUP, Trace, read_trace
 

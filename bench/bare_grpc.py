@@ -19,8 +19,8 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.cuda.malloc import tune_malloc
-from kvtier.protos.frames import FRAME_BYTES
+from kvtier.cuda.host.malloc import tune_malloc
+from kvtier.protos.wire.grpc_frames import FRAME_BYTES
 
 __all__ = ["BareGrpc"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier.cuda.copy import address_of, copy_batch
+from kvtier.cuda.host.copy import address_of, copy_batch
 
 from .measure import GB, interleave, rate, timed
 from .pool import BATCH, Pool, copy_blocks

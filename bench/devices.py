@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier.client import Client, Group, KvBuffers, Namespace, Timeouts, make_key
-from kvtier.cuda.cuda_driver import CudaDriver
-from kvtier.cuda.driver import Driver
-from kvtier.cuda.errors import DeviceError
-from kvtier.cuda.host_driver import HostDriver
-from kvtier.cuda.layout import BlockLayout, Run
-from kvtier.cuda.pinning import PIN_CHUNK_BYTES
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.device.cuda_driver import CudaDriver
+from kvtier.cuda.device.device_errors import DeviceError
+from kvtier.cuda.device.driver import Driver
+from kvtier.cuda.device.layout import BlockLayout, Run
+from kvtier.cuda.host.pinning import PIN_CHUNK_BYTES
+from kvtier.cuda.host.region import HostRegion
+from kvtier.cuda.testing.host_driver import HostDriver
 
 from .machine import facts
 from .measure import interleave, rate
@@ -152,7 +152,7 @@ def main() -> None:
         driver: Driver = CudaDriver() if options.driver == "cuda" else HostDriver()
     except DeviceError as error:
         parser.exit(1, f"no device to measure: {error}\n")
-    setting = "auto" if options.driver == "cuda" else "kvtier.cuda.host_driver:HostDriver"
+    setting = "auto" if options.driver == "cuda" else "kvtier.cuda.testing.host_driver:HostDriver"
     report = Report()
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as name:
         about = facts(Path(name)) | {"device": f"{driver.device}{' (no GPU)' if options.driver == 'host' else ''}"}

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.host.region import HostRegion
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.disk_slabs import IO_THREADS
+from kvtier.tiers.disk.slabs import IO_THREADS
+from kvtier.tiers.disk.tier import DiskTier
 
 from .measure import interleave, rate
 from .measure import timed as seconds_of

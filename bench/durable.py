@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.client import Client, DurableStatus
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.host.region import HostRegion
 
 from .measure import rate, timed
 from .pool import BATCH, Pool

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.server.garbage import collect_the_young_only
+from kvtier.server.process.gc_tuning import collect_the_young_only
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.blocks import SLOT_ALIGNMENT, NamespaceSpec
-from kvtier.tiers.catalog import Catalog
-from kvtier.tiers.history import History
-from kvtier.tiers.keeping import Keeping
-from kvtier.tiers.manager import TierManager
+from kvtier.tiers.core.block import SLOT_ALIGNMENT, NamespaceSpec
+from kvtier.tiers.core.catalog import Catalog
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import Keeping
+from kvtier.tiers.stats.eviction_history import History
 
 from .report import Report
 

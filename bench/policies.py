@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvtier.tiers.answers import Session
 from kvtier.tiers.base import NamespaceId, RequestInfo
-from kvtier.tiers.blocks import SLOT_ALIGNMENT, NamespaceSpec
-from kvtier.tiers.keeping import CPU_TIER, Keeping
-from kvtier.tiers.manager import TierManager
-from kvtier.tiers.policies import DEFAULT_POLICY, POLICIES
+from kvtier.tiers.core.block import SLOT_ALIGNMENT, NamespaceSpec
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import CPU_TIER, Keeping
+from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
+from kvtier.tiers.types import Session
 
 from .traces import MADE_UP, Trace, variants_of
 

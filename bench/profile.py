@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.client import Client, StoreStatus
 from kvtier.client.effects import Call, Connect, Copy, Effect, Pull, Push
-from kvtier.client.sync_wire import Wire
+from kvtier.client.transport.sync_wire import Wire
 
 from .measure import timed
 from .peers.base import free_port

@@ -17,7 +17,7 @@ from typing import Self
 
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1.admin_pb2 import GetStatusResponse
-from kvtier.server.commands.inquiry import InquiryError, ask_status
+from kvtier.server.commands.admin_client import InquiryError, ask_status
 
 __all__ = ["Service", "cpu_seconds_of", "memory_bytes_of"]
 

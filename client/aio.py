@@ -9,14 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
 
-from ..cuda.copy import HostBuffer
+from ..cuda.host.copy import HostBuffer
 from ..protos.credentials import Credentials
 from ..protos.v1 import admin_pb2
-from .aio_wire import AsyncWire
 from .device_calls import AsyncDeviceCalls
 from .effects import Connect, Operation
 from .errors import KVTierError
-from .keeper import Identity, Transport
 from .namespace import Namespace
 from .operations import Operations
 from .results import (
@@ -29,7 +27,9 @@ from .results import (
     TierFilter,
     WriteBatch,
 )
+from .session.connection import Identity, Transport
 from .timeouts import Timeouts
+from .transport.aio_wire import AsyncWire
 
 __all__ = ["AsyncClient", "AsyncLease"]
 

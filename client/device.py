@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from ..cuda.driver import Driver, EventId, StreamId
-from ..cuda.errors import DeviceError
-from ..cuda.exports import DeviceExport, export_blocks
-from ..cuda.layout import BlockLayout, Run
+from ..cuda.device.device_errors import DeviceError
+from ..cuda.device.driver import Driver, EventId, StreamId
+from ..cuda.device.exports import DeviceExport, export_blocks
+from ..cuda.device.layout import BlockLayout, Run
 from ..protos.v1 import devices_pb2, transfer_pb2
 from .errors import DeviceUnavailable
 
@@ -37,7 +37,7 @@ class KvBuffers:
         """``groups`` has, per KV cache group, where blocks lie and the addresses of the layout's buffers (tensors).
 
         Raises:
-            DeviceUnavailable: the memory cannot be shared; `reason` is the cause (`kvtier.cuda.errors.Cause`).
+            DeviceUnavailable: the memory cannot be shared; `reason` is the cause (`kvtier.cuda.device.device_errors.Cause`).
         """
         self._driver = driver
         self._lock = threading.Lock()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from .link import Link
-from .streams import Sink, Source
+from .part_streams import Sink, Source
+from .session.session import Link
 
 __all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Pull", "Push"]
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import grpc
 
-from ..protos.reasons import reason_of
+from ..protos.error_reasons import reason_of
 
 __all__ = [
     "AccessDenied",

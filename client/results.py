@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ..protos.v1 import cache_pb2, common_pb2, handoff_pb2
-from .link import Link
+from .session.session import Link
 
 __all__ = [
     "DurableStatus",

@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..cuda.copy import address_of
-from ..cuda.pinning import PIN_CHUNK_BYTES, Pin, PinError
+from ..cuda.host.copy import address_of
+from ..cuda.host.pinning import PIN_CHUNK_BYTES, Pin, PinError
 
 __all__ = ["StagingPool"]
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ..cuda.copy import HostBuffer
-from ..cuda.pinning import Pin
+from ..cuda.host.copy import HostBuffer
+from ..cuda.host.pinning import Pin
 from ..protos.credentials import Credentials
 from ..protos.v1 import admin_pb2
 from .device_calls import DeviceCalls
 from .effects import Connect, Operation
 from .errors import KVTierError
-from .keeper import Identity, Transport
 from .namespace import Namespace
 from .operations import Operations
 from .results import (
@@ -30,8 +29,9 @@ from .results import (
     TierFilter,
     WriteBatch,
 )
-from .sync_wire import GrpcWire, Wire
+from .session.connection import Identity, Transport
 from .timeouts import Timeouts
+from .transport.sync_wire import GrpcWire, Wire
 
 __all__ = ["Client", "Lease"]
 
@@ -90,10 +90,10 @@ class Client(DeviceCalls):
                 share a host, else "tcp"; "cuda_ipc" is like "auto", for a
                 client that registers its device (`register_kv_buffers`).
             timeouts: deadlines.
-            pin: makes what pins the server's region, and staging buffers, in a process that has a GPU; see `kvtier.cuda.pinning`.
+            pin: makes what pins the server's region, and staging buffers, in a process that has a GPU; see `kvtier.cuda.host.pinning`.
             credentials: what it shows the server, and how it knows the server: certificates, a token. By default what `KVTIER_CA`,
                 `KVTIER_CERT`, `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE` say.
-            wire: for tests, what stands in for a server; see `kvtier.client.testing`.
+            wire: for tests, what stands in for a server; see `kvtier.client.testing.fake_server`.
 
         Raises:
             InvalidRequest: the endpoint cannot be parsed, or the credentials cannot be used with it.

@@ -15,46 +15,46 @@ import grpc
 from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
-from ..cuda.malloc import tune_malloc
-from ..cuda.numa import choose_nodes, memory_nodes, read_placement
-from ..cuda.region import PAGE_BYTES, HostRegion, RegionError
+from ..cuda.host.malloc import tune_malloc
+from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
+from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint
 from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
 from ..tiers.base import TierError
-from .attach import AttachServer
-from .bulk.desk import BulkDesk
+from .access import Trust, TrustError
+from .bulk.broker import BulkDesk
 from .bulk.supervisor import BulkProcess
-from .config import Config
+from .config.machine import allow_descriptors
+from .config.schema import Config
+from .config.tenants import keeping_of, why_refused
 from .devices.offer import why_not
 from .devices.registry import DeviceRegistry
-from .drainage import Drainage
-from .edge import Edge
-from .errors import RefusalInterceptor
-from .garbage import OldGarbage, collect_the_young_only
-from .health import Health
-from .local_calls import LocalCalls
-from .logs import get_logger
-from .loop_lag import Lateness, watch_loop
-from .machine import allow_descriptors
-from .metrics import Metrics, ServerStats
-from .metrics_http import MetricsServer, MetricsServerError, on_loop
-from .notify import ServiceManager
+from .drain import Drainage
+from .process.gc_tuning import OldGarbage, collect_the_young_only
+from .process.systemd import ServiceManager
+from .rpc.attach import AttachServer
+from .rpc.interceptor import RefusalInterceptor
+from .rpc.request_checks import Edge
+from .rpc.sessions import SessionRegistry
+from .rpc.socket_calls import LocalCalls
+from .rpc.sockets import SocketClaim, SocketError, trouble_with_port
+from .rpc.writers import Writers
 from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.cache import CacheService
 from .services.devices import DeviceCalls, add_device_calls
 from .services.handoff import HandoffService
-from .services.overview import Overview
 from .services.session import SessionService
+from .services.status_builder import Overview
 from .services.transfer import TransferService
-from .sessions import SessionRegistry
-from .sockets import SocketClaim, SocketError, trouble_with_port
-from .status_page import StatusPage
-from .tenants import keeping_of, why_refused
-from .tierfactory import open_tiers
-from .tracing import Tracing, TracingError, open_tracing
-from .trust import Trust, TrustError
-from .writers import Writers
+from .telemetry.health import Health
+from .telemetry.http import MetricsServer, MetricsServerError, on_loop
+from .telemetry.logs import get_logger
+from .telemetry.loop_lag import Lateness, watch_loop
+from .telemetry.metrics import Metrics, ServerStats
+from .telemetry.status_page import StatusPage
+from .telemetry.tracing import Tracing, TracingError, open_tracing
+from .tier_host.factory import open_tiers
 
 __all__ = ["EXIT_LEFT_BEHIND", "Server", "StartError", "serve"]
 

@@ -17,10 +17,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from ..cuda.region import HostRegion, RegionError
+from ..cuda.host.region import HostRegion, RegionError
 from ..tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier
-from ..tiers.blocks import Block
-from ..tiers.commands import (
+from ..tiers.core.block import Block
+from ..tiers.core.commands import (
     Command,
     HoldChanged,
     JobId,
@@ -32,13 +32,13 @@ from ..tiers.commands import (
     StoreInTier,
     WorkLeft,
 )
-from ..tiers.holds import HoldName
-from ..tiers.keeping import Keeping
-from ..tiers.manager import TierManager
-from ..tiers.stats import ManagerStats
-from .guard import GuardedTier
-from .logs import get_logger
-from .worker import JobObserver, TierWorker, close_all
+from ..tiers.core.holds import HoldName
+from ..tiers.core.manager import TierManager
+from ..tiers.core.settings import Keeping
+from ..tiers.stats.snapshots import ManagerStats
+from .telemetry.logs import get_logger
+from .tier_host.guard import GuardedTier
+from .tier_host.worker import JobObserver, TierWorker, close_all
 
 __all__ = ["TierRuntime", "extent_bytes_for"]
 

@@ -17,7 +17,7 @@ import pytest
 from harness.patience import patience
 from hypothesis import settings
 
-from kvtier.cuda import copy
+from kvtier.cuda.host import copy
 
 # A machine that is busy is no defect: no example has a deadline.
 settings.register_profile("busy", deadline=None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiers.policies import DEFAULT_POLICY, POLICIES
+from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -35,11 +35,11 @@ async def lookup(*_):
 CacheService.Lookup = lookup
 """
 PARSERS = """
-from kvtier.protos import attach
+from kvtier.protos.wire import attach
 attach.unpack_request = lambda data: data[99]
 """
 DISKS = """
-from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk.tier import DiskTier
 load = DiskTier.load
 def damaging(self, blocks):
     outcomes = load(self, blocks)

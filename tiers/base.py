@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .rules import DEFAULT_RULES, Medium, NamespaceId, OffloadPolicy, RequestInfo, Rule, TierFilter, Vote
+from .negotiation import DEFAULT_RULES, Medium, NamespaceId, OffloadPolicy, RequestInfo, Rule, TierFilter, Vote
 
 __all__ = [
     "BlockBytes",

@@ -15,12 +15,13 @@ from typing import Any
 
 from kvtier.client import breakeven
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2
-from kvtier.server import fsck, status
 from kvtier.server.commands import bench_report, drain, evict, explain, handoffs, leases
 from kvtier.server.commands.console import EXIT_CODES
 from kvtier.server.commands.doctor import CHECKS
 from kvtier.server.commands.parser import new_parser
 from kvtier.server.commands.rates import rates
+from kvtier.server.telemetry import status
+from kvtier.server.tier_host import offline_fsck
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 
@@ -94,7 +95,7 @@ def json_fields() -> dict[str, list[str]]:
             )
         ],
     )
-    report = fsck.TierReport("lmdb", "lmdb", findings=[fsck.Finding(b"", 0, "", repaired=False)])
+    report = offline_fsck.TierReport("lmdb", "lmdb", findings=[offline_fsck.Finding(b"", 0, "", repaired=False)])
     return {
         name: sorted(_paths(document))
         for name, document in {
@@ -105,7 +106,7 @@ def json_fields() -> dict[str, list[str]]:
             "leases": json.loads(leases.to_json(admin_pb2.ListLeasesResponse(leases=[admin_pb2.LeaseStatus()]))),
             "handoffs": json.loads(handoffs.to_json(listed)),
             "explain": json.loads(explain.to_json(explained, "")),
-            "fsck": json.loads(fsck.to_json([report])),
+            "fsck": json.loads(offline_fsck.to_json([report])),
             "evict": {"dry_run": 0, "done": 0, "tiers": [dict.fromkeys(evict.FIGURES)]},
             "drain": dict.fromkeys(("mode", *drain.FIGURES, "ended")),
             "bench": json.loads(bench_report.to_json(_measured())),

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvtier.server.metrics_table import ROOMS, Row
+from kvtier.server.telemetry.definitions import ROOMS, Row
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 

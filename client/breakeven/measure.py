@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...protos.v1 import admin_pb2
 from ..errors import KVTierError, Unavailable
-from ..keeper import Transport
+from ..session.connection import Transport
 from ..sync import Client
 from ..timeouts import Timeouts
 from .compute import PrefillEngine

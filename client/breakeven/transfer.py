@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from ...cuda.copy import address_of, copy_batch
+from ...cuda.host.copy import address_of, copy_batch
 from ..errors import HoldGone, KVTierError
 from ..namespace import Namespace, make_hold_key
 from ..results import HoldName, PublishStatus, StoreStatus

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...protos.v1 import admin_pb2
 from ..effects import Call, Operation
 from .devices import Devices
-from .handoffs import Handoffs
+from .handoff import Handoffs
 from .loads import Loads, Reading
 from .stores import Stores, Writing
 

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from ...cuda.copy import HostBuffer, addresses_of
-from ...cuda.pinning import Pin
+from ...cuda.host.copy import HostBuffer, addresses_of
+from ...cuda.host.pinning import Pin
 from ...protos.v1 import common_pb2
 from ..effects import Call, Operation
 from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, SessionLost
-from ..link import Link
 from ..namespace import Namespace
+from ..session.session import Link
 from ..staging import StagingPool
 from ..timeouts import Timeouts
 

@@ -11,8 +11,8 @@ from ...protos.v1 import cache_pb2, devices_pb2, transfer_pb2
 from ..device import KvBuffers, Mark, registration_of
 from ..effects import Call, Connect, Copy, Operation
 from ..errors import DeadlineExceeded, DeviceUnavailable, InvalidRequest, KVTierError
-from ..link import Link
 from ..results import LookupResult, StoreStatus
+from ..session.session import Link
 from .base import duration, keys_for, message
 from .lookups import Lookups
 

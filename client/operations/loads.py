@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ...cuda.copy import HostBuffer, address_of, copy_batch
-from ...protos.packed import unpack_offsets
+from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
+from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Copy, Operation, Pull
 from ..errors import KVTierError, ServerError
-from ..link import Link
+from ..part_streams import ATTEMPTS, Sink, worth_another_try
 from ..results import LookupResult, ReadBatch
-from ..streams import ATTEMPTS, Sink, worth_another_try
+from ..session.session import Link
 from .base import consecutive, message
 from .lookups import Lookups
 

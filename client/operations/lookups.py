@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...protos.packed import unpack_offsets
 from ...protos.v1 import cache_pb2
+from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Operation
-from ..link import Link
 from ..results import LookupResult, OffloadPolicy, RequestOutcome, TierFilter, TierVote
+from ..session.session import Link
 from .base import Base, as_json, duration, keys_for, message
 
 __all__ = ["Lookups"]

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ...cuda.copy import HostBuffer, address_of, copy_batch
-from ...protos.frames import FRAME_BYTES
-from ...protos.packed import unpack_offsets
+from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
+from ...protos.wire.grpc_frames import FRAME_BYTES
+from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Copy, Operation, Push
 from ..errors import KVTierError, ServerError
-from ..link import Link
+from ..part_streams import ATTEMPTS, Source, worth_another_try
 from ..results import StoreStatus, WriteBatch
-from ..streams import ATTEMPTS, Source, worth_another_try
-from ..wire import LOCATE
+from ..session.session import Link
+from ..transport.grpc_methods import LOCATE
 from .base import Base, consecutive, duration, keys_for, message
 
 __all__ = ["Stores", "Writing"]

@@ -28,10 +28,10 @@ from kvtier.tiers.base import (
     TierOpenError,
     Vote,
 )
-from kvtier.tiers.checksum import block_checksum
-from kvtier.tiers.fsck import Finding, Slice
-from kvtier.tiers.rules import vote
-from kvtier.tiers.troubles import Troubles
+from kvtier.tiers.negotiation import vote
+from kvtier.tiers.storage.checksum import block_checksum
+from kvtier.tiers.storage.fsck import Finding, Slice
+from kvtier.tiers.storage.health import Troubles
 
 __all__ = ["SQLiteTier"]
 
@@ -132,7 +132,7 @@ class SQLiteTier(SecondaryTier):
         return int(count)
 
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
-        """Verifies the next blocks by name; see `kvtier.tiers.fsck.Checkable`."""
+        """Verifies the next blocks by name; see `kvtier.tiers.storage.fsck.Checkable`."""
         rows = self._connection().execute(
             "SELECT id, name, nbytes, sizes, checksum, content FROM blocks WHERE name > ? ORDER BY name LIMIT ?",
             (after, SLICE_BLOCKS),

@@ -2,7 +2,7 @@
 
 import sys
 
-from .process import main
+from .main import main
 
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:4]))

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from ...cuda.region import HostRegion
-from ...protos.attach import REQUEST_BYTES
-from ..child import Backoff, Child
-from ..config import Config
-from ..logs import get_logger
-from .desk import BulkDesk
+from ...cuda.host.region import HostRegion
+from ...protos.wire.attach import REQUEST_BYTES
+from ..config.schema import Config
+from ..process.child import Backoff, Child
+from ..telemetry.logs import get_logger
+from .broker import BulkDesk
 from .messages import Listening, Setup, ToChild, decode_from_child, encode
 
 __all__ = ["SOCKET_SUFFIX", "BulkProcess"]

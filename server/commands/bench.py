@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ...protos.endpoint import EndpointError, client_endpoint
-from ..units import parse_size
-from . import inquiry
+from ..config.units import parse_size
+from . import admin_client
 from .bench_report import show, to_json
 from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, refuse, say
 
@@ -41,9 +41,9 @@ def run(options: argparse.Namespace) -> int:
             report = breakeven.measure(_plan(options))
     except (UsageError, EndpointError) as error:
         return refuse([f"{error}"], EXIT_USAGE)
-    except (inquiry.UnreachableError, breakeven.NobodyAnswers) as error:
+    except (admin_client.UnreachableError, breakeven.NobodyAnswers) as error:
         return refuse([f"{error}"], EXIT_UNREACHABLE)
-    except (inquiry.InquiryError, breakeven.BreakEvenError) as error:
+    except (admin_client.InquiryError, breakeven.BreakEvenError) as error:
         return refuse([f"{error}"], EXIT_FAILURE)
     except KeyboardInterrupt:
         return refuse(["interrupted; nothing is left on the server"], EXIT_FAILURE)
@@ -63,7 +63,7 @@ def _plan(options: argparse.Namespace) -> breakeven.Plan:
     endpoint = client_endpoint(options.endpoint)
     return breakeven.Plan(
         endpoint=f"{endpoint}",
-        status=inquiry.ask_status(endpoint, options.timeout),
+        status=admin_client.ask_status(endpoint, options.timeout),
         compute=compute,
         transport=options.transport,
         timeout=options.timeout,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..units import human_size
-from .inquiry import plain_console
+from ..config.units import human_size
+from .admin_client import plain_console
 
 if TYPE_CHECKING:
     from ...client.breakeven import Computed, Proposal, Report, Samples, Transferred

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from .. import render
-from ..config import ConfigError
+from ..config import render
+from ..config.schema import ConfigError
 from .console import EXIT_CONFIG, complain, refuse, say
-from .settings import load
+from .load_config import load
 
 __all__ = ["run"]
 

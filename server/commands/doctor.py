@@ -13,7 +13,7 @@ from rich.text import Text
 from ...protos.endpoint import ENDPOINT_VARIABLE, Endpoint, EndpointError, client_endpoint
 from ...protos.v1.session_pb2 import CapabilitiesRequest, CapabilitiesResponse
 from ...protos.v1.session_pb2_grpc import SessionServiceStub
-from ..config import Config, ConfigError
+from ..config.schema import Config, ConfigError
 from ..doctor import (
     disk_checks,
     engine_checks,
@@ -24,9 +24,9 @@ from ..doctor import (
     trust_checks,
 )
 from ..doctor.finding import Check, Finding, Scene, Verdict, fail
+from .admin_client import InquiryError, ask_status, channel_to, explain, plain_console
 from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
-from .inquiry import InquiryError, ask_status, channel_to, explain, plain_console
-from .settings import load
+from .load_config import load
 
 __all__ = ["CHECKS", "run"]
 

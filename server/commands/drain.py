@@ -9,8 +9,8 @@ import time
 
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import DrainMode, DrainRequest, DrainResponse
+from .admin_client import InquiryError, UnreachableError, ask_status, follow, refuse_inquiry
 from .console import EXIT_FAILURE, refuse, say
-from .inquiry import InquiryError, UnreachableError, ask_status, follow, refuse_inquiry
 from .progress import progress_bar
 
 __all__ = ["FIGURES", "run"]

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from ...protos.endpoint import EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import EvictRequest, EvictResponse
-from ..units import human_size, parse_duration, parse_size
+from ..config.units import human_size, parse_duration, parse_size
+from .admin_client import InquiryError, follow, plain_console, refuse_inquiry
 from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
-from .inquiry import InquiryError, follow, plain_console, refuse_inquiry
 from .progress import progress_bar
-from .sheet import Sheet
+from .table import Sheet
 
 __all__ = ["FIGURES", "run"]
 

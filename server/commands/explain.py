@@ -22,10 +22,10 @@ from ...protos.v1.admin_pb2 import (
 )
 from ...protos.v1.cache_pb2 import OffloadPolicy
 from ...protos.v1.handoff_pb2 import PublishStatus
-from ..units import human_age, seconds_of
+from ..config.units import human_age, seconds_of
+from .admin_client import ask, inquire, plain_console
 from .console import say
 from .handoffs import DIRECTIONS
-from .inquiry import ask, inquire, plain_console
 
 __all__ = ["run", "show", "to_json"]
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterable
 
 from ...protos.endpoint import EndpointError, client_endpoint
-from .. import fsck
-from ..config import Config, ConfigError
-from ..units import KIB, human_size, parse_size
+from ..config.schema import Config, ConfigError
+from ..config.units import KIB, human_size, parse_size
+from ..tier_host import offline_fsck
 from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, refuse, say
+from .load_config import load
 from .progress import progress_bar
-from .settings import load
 
 __all__ = ["run"]
 
@@ -46,30 +46,30 @@ def _offline(config: Config, options: argparse.Namespace) -> int:
     unknown = [name for name in options.tier if name not in names]
     if unknown:
         return refuse([f"there is no tier {name!r}; there are {', '.join(names)}" for name in unknown], EXIT_USAGE)
-    others = fsck.holds_others(config.data_dir, tiers)
+    others = offline_fsck.holds_others(config.data_dir, tiers)
     reports = []
     for tier in tiers:
         if options.tier and tier.name not in options.tier:
             continue
         if others and tier.path.parent == config.data_dir and not tier.is_custom:
-            reports.append(fsck.TierReport(tier.name, tier.type, tier.path, error=others))
+            reports.append(offline_fsck.TierReport(tier.name, tier.type, tier.path, error=others))
         else:
             with progress_bar(tier.name) as progress:
-                reports.append(fsck.check_offline(tier, repair=options.repair, progress=progress))
+                reports.append(offline_fsck.check_offline(tier, repair=options.repair, progress=progress))
         if not options.json:
-            _say_all(fsck.lines(reports[-1]))
+            _say_all(offline_fsck.lines(reports[-1]))
     if options.json:
-        say(fsck.to_json(reports))
+        say(offline_fsck.to_json(reports))
     elif not tiers:
         say(_NO_TIER)
-    return fsck.exit_code(reports)
+    return offline_fsck.exit_code(reports)
 
 
 def _online(options: argparse.Namespace) -> int:
     """Lets a running server check its tiers; returns the exit code."""
-    from .inquiry import InquiryError, UnreachableError
+    from .admin_client import InquiryError, UnreachableError
 
-    reports: dict[str, fsck.TierReport] = {}
+    reports: dict[str, offline_fsck.TierReport] = {}
     try:
         _follow(options, reports)
     except (EndpointError, ValueError) as error:
@@ -77,18 +77,18 @@ def _online(options: argparse.Namespace) -> int:
     except UnreachableError as error:
         return refuse([f"{error}"], EXIT_UNREACHABLE)
     except InquiryError as error:
-        return refuse([f"{error}"], fsck.EXIT_UNCHECKED)
+        return refuse([f"{error}"], offline_fsck.EXIT_UNCHECKED)
     if options.json:
-        say(fsck.to_json(list(reports.values())))
+        say(offline_fsck.to_json(list(reports.values())))
     elif not reports:
         say(_NO_TIER)
     else:
         for report in reports.values():
-            _say_all(fsck.summary_lines(report))
-    return fsck.exit_code(list(reports.values()))
+            _say_all(offline_fsck.summary_lines(report))
+    return offline_fsck.exit_code(list(reports.values()))
 
 
-def _follow(options: argparse.Namespace, reports: dict[str, fsck.TierReport]) -> None:
+def _follow(options: argparse.Namespace, reports: dict[str, offline_fsck.TierReport]) -> None:
     """Takes in the steps of a check as they come, and names what they find."""
     from .fsck_client import check_by_server
 
@@ -101,7 +101,7 @@ def _follow(options: argparse.Namespace, reports: dict[str, fsck.TierReport]) ->
             if progress:
                 progress(report.blocks, total)
             if not options.json:
-                _say_all(fsck.finding_lines(report.name, found))
+                _say_all(offline_fsck.finding_lines(report.name, found))
 
 
 def _read_rate(text: str | None) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from ...protos.endpoint import Endpoint
 from ...protos.v1 import admin_pb2
-from ...tiers.fsck import Finding
-from ..fsck import TierReport
-from .inquiry import InquiryError, follow
+from ...tiers.storage.fsck import Finding
+from ..tier_host.offline_fsck import TierReport
+from .admin_client import InquiryError, follow
 
 __all__ = ["check_by_server"]
 

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import LeaseKind, LeaseStatus, ListLeasesRequest, ListLeasesResponse
-from ..units import human_age, human_size, seconds_of
+from ..config.units import human_age, human_size, seconds_of
+from .admin_client import ask, inquire, plain_console
 from .console import EXIT_USAGE, refuse, say
-from .inquiry import ask, inquire, plain_console
-from .sheet import Sheet
+from .table import Sheet
 
 __all__ = ["run", "show", "to_json"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 
-from .. import logs
-from ..config import ConfigError
+from ..config.schema import ConfigError
+from ..telemetry import logs
 from .console import EXIT_CONFIG, refuse
-from .settings import load
+from .load_config import load
 
 __all__ = ["run"]
 

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import GetStatusResponse
-from .. import status
-from ..units import human_age, human_size, seconds_of
+from ..config.units import human_age, human_size, seconds_of
+from ..telemetry import status
+from .admin_client import ask_status, inquire, plain_console
 from .console import say
-from .inquiry import ask_status, inquire, plain_console
-from .sheet import Sheet
+from .table import Sheet
 
 __all__ = ["run"]
 

@@ -9,11 +9,11 @@ from rich.console import Console
 
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import GetStatusResponse
-from .. import status
-from ..units import human_age, human_size, seconds_of
+from ..config.units import human_age, human_size, seconds_of
+from ..telemetry import status
 from . import tables
+from .admin_client import ask_status, inquire, plain_console
 from .console import say
-from .inquiry import ask_status, inquire, plain_console
 
 __all__ = ["run", "show"]
 

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ...protos.v1.admin_pb2 import GetStatusResponse
-from ..status import hit_rate
-from ..units import human_age, human_size, seconds_of
-from .sheet import Sheet
+from ..config.units import human_age, human_size, seconds_of
+from ..telemetry.status import hit_rate
+from .table import Sheet
 
 __all__ = ["print_troubles", "sessions", "shares", "tiers"]
 

@@ -10,12 +10,12 @@ from rich.text import Text
 
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import GetStatusResponse
-from .. import status
-from ..units import human_size
+from ..config.units import human_size
+from ..telemetry import status
 from . import tables
+from .admin_client import ask_status, inquire, plain_console
 from .console import say
-from .inquiry import ask_status, inquire, plain_console
-from .sheet import Sheet
+from .table import Sheet
 
 __all__ = ["run"]
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..tokens import TokensError, entry_text, hash_of, new_token, read_directory
+from ..auth.tokens import TokensError, entry_text, hash_of, new_token, read_directory
 from .console import EXIT_FAILURE, EXIT_USAGE, complain, refuse, say
 
 __all__ = ["run"]

@@ -14,12 +14,12 @@ from rich.live import Live
 from rich.text import Text
 
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
-from .. import status
-from ..units import human_age, human_size
+from ..config.units import human_age, human_size
+from ..telemetry import status
+from .admin_client import InquiryError, UnreachableError, ask_status, plain_console, refuse_inquiry
 from .console import EXIT_USAGE, refuse, say
-from .inquiry import InquiryError, UnreachableError, ask_status, plain_console, refuse_inquiry
 from .rates import rates
-from .sheet import Sheet
+from .table import Sheet
 
 __all__ = ["run"]
 

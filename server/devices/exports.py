@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...cuda.errors import Cause, DeviceError
-from ...cuda.exports import DeviceExport, ExportedAllocation
-from ...cuda.layout import BlockLayout, LayoutError, Run
-from ...cuda.origin import Origin
+from ...cuda.device.device_errors import Cause, DeviceError
+from ...cuda.device.exports import DeviceExport, ExportedAllocation
+from ...cuda.device.layout import BlockLayout, LayoutError, Run
+from ...cuda.device.origin import Origin
 from ...protos.v1 import devices_pb2, transfer_pb2
 
 __all__ = ["export_of"]

@@ -18,18 +18,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from ...cuda.cuda_driver import CudaDriver
-from ...cuda.device_copies import EngineBlocks
-from ...cuda.driver import Driver
-from ...cuda.errors import Cause, CopyCancelled, DeviceError, RegionError
-from ...cuda.exports import DeviceExport
-from ...cuda.handles import OpenHandles
-from ...cuda.layout import LayoutError
-from ...cuda.pinning import Pinning
-from ...cuda.region import HostRegion
-from ...cuda.warmup import warm_up
-from ..child_main import Channel, connect
-from .messages import unpack_plan
+from ...cuda.device.copies import EngineBlocks
+from ...cuda.device.cuda_driver import CudaDriver
+from ...cuda.device.device_errors import Cause, CopyCancelled, DeviceError, RegionError
+from ...cuda.device.driver import Driver
+from ...cuda.device.exports import DeviceExport
+from ...cuda.device.handles import OpenHandles
+from ...cuda.device.layout import LayoutError
+from ...cuda.host.pinning import Pinning
+from ...cuda.host.region import HostRegion
+from ...cuda.host.warmup import warm_up
+from ..process.child_main import Channel, connect
+from .plan_codec import unpack_plan
 
 __all__ = ["EXIT_BROKEN", "main"]
 

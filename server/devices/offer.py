@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 from pathlib import Path
 
-from ...cuda.errors import Cause, advice
+from ...cuda.device.device_errors import Cause, advice
 
 __all__ = ["why_not"]
 

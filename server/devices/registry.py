@@ -10,17 +10,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from ...cuda.exports import DeviceExport
-from ...cuda.origin import Origin, other_host
+from ...cuda.device.exports import DeviceExport
+from ...cuda.device.origin import Origin, other_host
 from ...protos.v1 import session_pb2
-from ...tiers.answers import Session
-from ...tiers.grants import Store
-from ..errors import Refused
-from ..logs import get_logger
+from ...tiers.core.in_flight import Store
+from ...tiers.types import Session
+from ..rpc.interceptor import Refused
+from ..rpc.sessions import SessionRegistry
+from ..rpc.writers import Writers
 from ..runtime import TierRuntime
-from ..sessions import SessionRegistry
-from ..writers import Writers
-from .process import CopyPlan, DeviceMover
+from ..telemetry.logs import get_logger
+from .mover_client import CopyPlan, DeviceMover
 
 __all__ = ["DeviceRegistry", "Registration"]
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..machine import disk_bytes
-from ..units import MIB, human_size
+from ..config.machine import disk_bytes
+from ..config.units import MIB, human_size
 from . import machine
 from .finding import Finding, Scene, fail, ok, warn
 

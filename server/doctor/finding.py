@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import GetStatusResponse
-from ..config import Config
+from ..config.schema import Config
 
 __all__ = ["Check", "Finding", "Scene", "Verdict", "fail", "ok", "warn"]
 

@@ -9,10 +9,10 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...cuda.host_memory import available_bytes
-from ...cuda.region import HUGE_PAGE_BYTES, HostRegion, RegionError
-from ..machine import memory_bytes
-from ..units import GIB, MIB, human_size
+from ...cuda.host.memory import available_bytes
+from ...cuda.host.region import HUGE_PAGE_BYTES, HostRegion, RegionError
+from ..config.machine import memory_bytes
+from ..config.units import GIB, MIB, human_size
 from . import machine
 from .finding import Finding, Scene, fail, ok, warn
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ... import __version__
 from ...protos.endpoint import Endpoint, default_endpoint, parse_endpoint
-from ..sessions import PROTOCOL_VERSIONS
-from ..sockets import trouble_with_port
-from ..units import human_age, human_size, seconds_of
+from ..config.units import human_age, human_size, seconds_of
+from ..rpc.sessions import PROTOCOL_VERSIONS
+from ..rpc.sockets import trouble_with_port
 from .finding import Finding, Scene, fail, ok, warn
 
 __all__ = ["configuration", "ports", "server", "socket_file", "versions"]

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 
 from ...tiers.base import TierError
-from ..config import TierConfig
-from ..strangers import said
-from ..tierfactory import tier_class
+from ..config.schema import TierConfig
+from ..tier_host.factory import tier_class
+from ..tier_host.strangers import said
 from .finding import Finding, Scene, fail, ok
 
 __all__ = ["tiers"]

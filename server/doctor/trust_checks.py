@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..tls import TlsError, TlsFiles, read_files
-from ..tokens import TokensError, read_directory
-from ..units import human_age
+from ..auth.tls import TlsError, TlsFiles, read_files
+from ..auth.tokens import TokensError, read_directory
+from ..config.units import human_age
 from .finding import Finding, Scene, fail, ok, warn
 
 __all__ = ["trust"]

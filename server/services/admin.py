@@ -10,17 +10,16 @@ import grpc
 
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
 from ...tiers.base import NamespaceId
-from ...tiers.clearing import Wanted
-from ...tiers.fsck import NAMESPACE_BYTES
-from ...tiers.grants import Store
-from ...tiers.leases import Lease
-from ..drainage import Drainage
-from ..errors import Refused
-from ..fsck_online import OnlineFsck
-from ..logs import get_logger
-from ..namespaces import tenant_tag
+from ...tiers.core.bulk_eviction import Wanted
+from ...tiers.core.in_flight import Store
+from ...tiers.core.leases import Lease
+from ...tiers.storage.fsck import NAMESPACE_BYTES
+from ..drain import Drainage
+from ..rpc.interceptor import Refused
+from ..rpc.namespaces import tenant_tag
+from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
-from ..sessions import SessionRegistry
+from ..telemetry.logs import get_logger
 from .admin_messages import (
     evict_step,
     explained,
@@ -29,7 +28,8 @@ from .admin_messages import (
     handoff_totals,
     lease_status,
 )
-from .overview import Overview
+from .online_fsck import OnlineFsck
+from .status_builder import Overview
 
 __all__ = ["AdminService"]
 

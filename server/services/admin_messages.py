@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
-from ...cuda.region import HostRegion
+from ...cuda.host.region import HostRegion
 from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
-from ...tiers.clearing import Clearing
-from ...tiers.fsck import NAMESPACE_BYTES
-from ...tiers.grants import Store
-from ...tiers.history import MissReason
-from ...tiers.holds import HandoffDirection, HandoffStats, Hold, HoldRecord
-from ...tiers.journal import LookupRecord, RequestRecord, Span
-from ...tiers.leases import Lease
-from ...tiers.stats import TierStats
-from ..fsck_online import Progress
-from ..sessions import OpenSession
+from ...tiers.core.bulk_eviction import Clearing
+from ...tiers.core.holds import HandoffDirection, HandoffStats, Hold, HoldRecord
+from ...tiers.core.in_flight import Store
+from ...tiers.core.leases import Lease
+from ...tiers.stats.eviction_history import MissReason
+from ...tiers.stats.request_log import LookupRecord, RequestRecord, Span
+from ...tiers.stats.snapshots import TierStats
+from ...tiers.storage.fsck import NAMESPACE_BYTES
+from ..rpc.sessions import OpenSession
+from .online_fsck import Progress
 
 __all__ = [
     "POLICIES",

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from ...protos.packed import pack_offsets
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
-from ...tiers.answers import DurableStatus, Session
+from ...protos.wire.packed_keys import pack_offsets
 from ...tiers.base import RequestInfo, TierFilter
-from ...tiers.commands import LeaseId, StoreId
+from ...tiers.core.commands import LeaseId, StoreId
+from ...tiers.core.leases import KeyStatus, Lease
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
-from ...tiers.leases import KeyStatus, Lease
-from ..edge import Edge
-from ..errors import Refused
+from ...tiers.types import DurableStatus, Session
+from ..rpc.interceptor import Refused
+from ..rpc.request_checks import Edge
+from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
-from ..sessions import SessionRegistry
 from .admin_messages import POLICIES
 
 __all__ = ["CacheService"]

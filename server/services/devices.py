@@ -10,18 +10,18 @@ from typing import Any
 import grpc
 from google.protobuf import message_factory
 
-from ...cuda.errors import DeviceError
+from ...cuda.device.device_errors import DeviceError
 from ...protos.v1 import devices_pb2, transfer_pb2
-from ...tiers.blocks import GROUP_INDEX_BYTES, Block
-from ...tiers.commands import LeaseId, StoreId
+from ...tiers.core.block import GROUP_INDEX_BYTES, Block
+from ...tiers.core.commands import LeaseId, StoreId
 from ..devices.exports import export_of
-from ..devices.process import CopyPlan
+from ..devices.mover_client import CopyPlan
 from ..devices.registry import DeviceRegistry, Registration
-from ..edge import Edge
-from ..errors import Refused
-from ..metrics import Metrics
+from ..rpc.interceptor import Refused
+from ..rpc.request_checks import Edge
+from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
-from ..sessions import SessionRegistry
+from ..telemetry.metrics import Metrics
 
 __all__ = ["DeviceCalls", "add_device_calls"]
 

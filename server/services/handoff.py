@@ -9,13 +9,13 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from ...protos.v1 import handoff_pb2, handoff_pb2_grpc
-from ...tiers.answers import Session
+from ...tiers.core.holds import HandoffDirection, Hold, HoldName, PublishStatus
 from ...tiers.errors import HoldExpired
-from ...tiers.holds import HandoffDirection, Hold, HoldName, PublishStatus
-from ..edge import Edge
-from ..errors import Refused
+from ...tiers.types import Session
+from ..rpc.interceptor import Refused
+from ..rpc.request_checks import Edge
+from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
-from ..sessions import SessionRegistry
 
 __all__ = ["HandoffService"]
 

@@ -11,12 +11,12 @@ import grpc
 
 from ... import __version__
 from ...protos.v1 import session_pb2, session_pb2_grpc
-from ..config import Config
-from ..errors import Refused
-from ..identity import CALLER
-from ..logs import get_logger
+from ..auth.roles import CALLER
+from ..config.schema import Config
+from ..rpc.interceptor import Refused
+from ..rpc.sessions import PROTOCOL_VERSIONS, SessionRegistry
 from ..runtime import TierRuntime
-from ..sessions import PROTOCOL_VERSIONS, SessionRegistry
+from ..telemetry.logs import get_logger
 
 __all__ = ["SessionService"]
 

@@ -14,18 +14,18 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 import xxhash
 
-from ...protos.frames import decode_push_frame, encode_pull_frame
-from ...protos.sequence import PartSequence
 from ...protos.v1 import common_pb2, transfer_pb2
-from ...tiers.answers import Session
-from ...tiers.commands import LeaseId, StoreId
+from ...protos.wire.grpc_frames import decode_push_frame, encode_pull_frame
+from ...protos.wire.part_sequence import PartSequence
+from ...tiers.core.commands import LeaseId, StoreId
+from ...tiers.types import Session
 from ..bulk.supervisor import BulkProcess
-from ..edge import Edge
-from ..errors import Refused
-from ..local_calls import LocalCalls
-from ..metrics import Metrics
+from ..rpc.interceptor import Refused
+from ..rpc.request_checks import Edge
+from ..rpc.sessions import SessionRegistry
+from ..rpc.socket_calls import LocalCalls
 from ..runtime import TierRuntime
-from ..sessions import SessionRegistry
+from ..telemetry.metrics import Metrics
 
 __all__ = ["TransferService"]
 

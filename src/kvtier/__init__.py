@@ -1,5 +1,1 @@
-"""kvtier: a tiered home for the KV cache of LLM inference engines."""
-
-__all__ = ["__version__"]
-
-__version__ = "0.1.0"
+../../__init__.py

@@ -10,8 +10,9 @@ import pytest
 from harness.payloads import assert_serves, filled, key_of, namespace_of, payload
 from harness.server_process import MIB, ServerProcess
 
-from kvtier.client import AsyncClient, Client, KVTierError, NotConnected, SessionLost, Timeouts, aio_wire
-from kvtier.client.keeper import Transport
+from kvtier.client import AsyncClient, Client, KVTierError, NotConnected, SessionLost, Timeouts
+from kvtier.client.session.connection import Transport
+from kvtier.client.transport import aio_wire
 
 NAMESPACE = namespace_of(MIB)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import combinations
 
 from kvtier.client import make_hold_key, make_key
-from kvtier.server.config import LimitConfig
-from kvtier.tiers.blocks import PRIVATE_KEY_PREFIX
+from kvtier.server.config.schema import LimitConfig
+from kvtier.tiers.core.block import PRIVATE_KEY_PREFIX
 
 
 def test_names_of_a_hold_are_all_different() -> None:

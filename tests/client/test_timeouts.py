@@ -14,7 +14,9 @@ from harness.patience import DEFAULTS
 from harness.payloads import namespace_of
 from harness.server_process import ServerProcess
 
-from kvtier.client import Client, Timeouts, bulk, link, local_calls, plain
+from kvtier.client import Client, Timeouts
+from kvtier.client.session import session, socket_calls
+from kvtier.client.transport import bulk_connector, tcp_streams
 
 NAMESPACE = namespace_of(4096)
 
@@ -46,10 +48,10 @@ def test_defaults() -> None:
         "device": 5.0,
     }
     assert {
-        (bulk, "_CONNECT_SECONDS"): 5.0,
-        (link, "_ATTACH_SECONDS"): 2.0,
-        (local_calls, "_CONNECT_SECONDS"): 2.0,
-        (plain, "_CONNECT_SECONDS"): 2.0,
+        (bulk_connector, "_CONNECT_SECONDS"): 5.0,
+        (session, "_ATTACH_SECONDS"): 2.0,
+        (socket_calls, "_CONNECT_SECONDS"): 2.0,
+        (tcp_streams, "_CONNECT_SECONDS"): 2.0,
     } == DEFAULTS
 
 

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from kvtier.client.engines.transformers.cache import is_plain
+from kvtier.client.engines.transformers.cache_layout import CacheLayout, UnsupportedModelError
 from kvtier.client.engines.transformers.fingerprint import config_digest, weights_digest
 from kvtier.client.engines.transformers.hashes import block_hashes
-from kvtier.client.engines.transformers.layout import CacheLayout, UnsupportedModelError
 
 SMALL = {
     "vocab_size": 64,

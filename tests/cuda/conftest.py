@@ -16,10 +16,10 @@ from devices.backends import Backend, make_backend
 from devices.engine import Engine
 from devices.kv import Kv
 
-from kvtier.cuda.device_copies import EngineBlocks, Tuning
-from kvtier.cuda.errors import DeviceError
-from kvtier.cuda.handles import OpenHandles
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.device.copies import EngineBlocks, Tuning
+from kvtier.cuda.device.device_errors import DeviceError
+from kvtier.cuda.device.handles import OpenHandles
+from kvtier.cuda.host.region import HostRegion
 
 REGION_BYTES = 4 << 20
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cuda import copy, copy_helper
-from kvtier.cuda.copy import HostBuffer, address_of, addresses_of, copy_batch
+from kvtier.cuda.host import copy, copy_helper
+from kvtier.cuda.host.copy import HostBuffer, address_of, addresses_of, copy_batch
 
 MIB = 1 << 20
 

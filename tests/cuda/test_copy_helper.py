@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.cuda import cgroup, copy, copy_helper
-from kvtier.cuda.copy_helper import Helper, usable_cores
+from kvtier.cuda.host import cgroup, copy, copy_helper
+from kvtier.cuda.host.copy_helper import Helper, usable_cores
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from devices.backends import GpuBackend, make_backend
 
-from kvtier.cuda.cuda_driver import CudaDriver
-from kvtier.cuda.driver import MemoryKind, StreamId
-from kvtier.cuda.errors import Cause, DeviceError
-from kvtier.cuda.gather import KernelCopier
-from kvtier.cuda.pinning import PIN_CHUNK_BYTES, PinError, Pinning
-from kvtier.cuda.region import PAGE_BYTES, HostRegion
+from kvtier.cuda.device.cuda_driver import CudaDriver
+from kvtier.cuda.device.device_errors import Cause, DeviceError
+from kvtier.cuda.device.driver import MemoryKind, StreamId
+from kvtier.cuda.device.gather import KernelCopier
+from kvtier.cuda.host.pinning import PIN_CHUNK_BYTES, PinError, Pinning
+from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 
 
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -40,8 +40,8 @@ def call(backend: GpuBackend, name: str, *arguments: object) -> int:
 def test_without_a_driver_there_is_a_reason() -> None:
     """No bindings or no driver: the error says which, also where this repository's own folder `cuda` hides NVIDIA's package."""
     program = (
-        "from kvtier.cuda.cuda_driver import CudaDriver\n"
-        "from kvtier.cuda.errors import Cause, DeviceError\n"
+        "from kvtier.cuda.device.cuda_driver import CudaDriver\n"
+        "from kvtier.cuda.device.device_errors import Cause, DeviceError\n"
         "try:\n    CudaDriver()\n"
         "except DeviceError as error:\n    assert error.cause in {Cause.NO_BINDINGS, Cause.NO_DRIVER}, error.cause\n"
     )

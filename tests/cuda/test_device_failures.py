@@ -14,11 +14,11 @@ from devices.engine import Engine, Watched
 from devices.kv import BLOCKS, JOINED, JOINED_LAYERS, STEP, Kv, slots
 from harness.patience import wait_until
 
-from kvtier.cuda.device_copies import Direction, EngineBlocks
-from kvtier.cuda.driver import StreamId
-from kvtier.cuda.errors import Cause, CopyCancelled, DeviceError
-from kvtier.cuda.handles import OpenHandles
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.device.copies import Direction, EngineBlocks
+from kvtier.cuda.device.device_errors import Cause, CopyCancelled, DeviceError
+from kvtier.cuda.device.driver import StreamId
+from kvtier.cuda.device.handles import OpenHandles
+from kvtier.cuda.host.region import HostRegion
 
 StartEngine = Callable[[Kv], Engine]
 Open = Callable[..., EngineBlocks]

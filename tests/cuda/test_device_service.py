@@ -18,8 +18,8 @@ from harness.patience import wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, DeviceUnavailable, KeyStatus, KvBuffers, LeaseLost, StoreStatus, Timeouts
-from kvtier.cuda.driver import MemoryKind
-from kvtier.cuda.host_driver import HostDriver
+from kvtier.cuda.device.driver import MemoryKind
+from kvtier.cuda.testing.host_driver import HostDriver
 
 KEYS = keys_of(BLOCKS)
 GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS

@@ -12,9 +12,9 @@ from devices.engine import Engine
 from devices.kv import LAYOUTS, Kv
 from harness.patience import wait_until
 
-from kvtier.cuda.driver import HANDLE_BYTES, MemoryKind
-from kvtier.cuda.errors import Cause, DeviceError
-from kvtier.cuda.region import PAGE_BYTES, HostRegion
+from kvtier.cuda.device.device_errors import Cause, DeviceError
+from kvtier.cuda.device.driver import HANDLE_BYTES, MemoryKind
+from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 
 StartEngine = Callable[[Kv], Engine]
 

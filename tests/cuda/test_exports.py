@@ -16,13 +16,13 @@ from devices.kv import LAYOUTS, Kv
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cuda.driver import HANDLE_BYTES, MemoryKind
-from kvtier.cuda.errors import Cause, DeviceError
-from kvtier.cuda.exports import DeviceExport, ExportedAllocation, export_blocks
-from kvtier.cuda.handles import OpenHandles
-from kvtier.cuda.layout import BlockLayout, Run
-from kvtier.cuda.origin import Origin, explain, obstacle
-from kvtier.cuda.region import PAGE_BYTES
+from kvtier.cuda.device.device_errors import Cause, DeviceError
+from kvtier.cuda.device.driver import HANDLE_BYTES, MemoryKind
+from kvtier.cuda.device.exports import DeviceExport, ExportedAllocation, export_blocks
+from kvtier.cuda.device.handles import OpenHandles
+from kvtier.cuda.device.layout import BlockLayout, Run
+from kvtier.cuda.device.origin import Origin, explain, obstacle
+from kvtier.cuda.host.region import PAGE_BYTES
 
 StartEngine = Callable[[Kv], Engine]
 

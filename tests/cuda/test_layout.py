@@ -12,9 +12,9 @@ from devices.kv import Array, gather, shape_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cuda.copy import copy_batch
-from kvtier.cuda.layout import BlockLayout, LayoutError, Run, TensorShape, describe
-from kvtier.cuda.plans import Planner
+from kvtier.cuda.device.copy_plan import Planner
+from kvtier.cuda.device.layout import BlockLayout, LayoutError, Run, TensorShape, describe
+from kvtier.cuda.host.copy import copy_batch
 
 CHUNK = 1 << 10
 

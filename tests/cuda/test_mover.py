@@ -13,17 +13,17 @@ import pytest
 from devices.backends import HostBackend
 from devices.kv import BLOCKS, JOINED, STEP, slots
 
-from kvtier.cuda.exports import export_blocks
-from kvtier.cuda.region import HostRegion
-from kvtier.server.child import Child
-from kvtier.server.devices.messages import pack_plan
+from kvtier.cuda.device.exports import export_blocks
+from kvtier.cuda.host.region import HostRegion
 from kvtier.server.devices.mover import EXIT_BROKEN
+from kvtier.server.devices.plan_codec import pack_plan
+from kvtier.server.process.child import Child
 
 FAR = 1 << 62
 
 
 @asynccontextmanager
-async def mover(region: HostRegion, driver: str = "kvtier.cuda.host_driver:HostDriver") -> AsyncIterator[Child]:
+async def mover(region: HostRegion, driver: str = "kvtier.cuda.testing.host_driver:HostDriver") -> AsyncIterator[Child]:
     """A running mover."""
     arguments = [str(region.fd), str(region.size_bytes), driver, "host"]
     child = await Child.start("kvtier.server.devices.mover", arguments, [region.fd])
@@ -108,7 +108,7 @@ def test_a_broken_context_ends_it(
 ) -> None:
     """Nothing is answered: nobody knows what is still copied before the process is gone."""
     program = (
-        "from kvtier.cuda.host_driver import HostDriver\n"
+        "from kvtier.cuda.testing.host_driver import HostDriver\n"
         "def make(device):\n    driver = HostDriver(device)\n    open_memory = driver.open_memory\n"
         "    def open_and_break(handle):\n        address = open_memory(handle)\n        driver.break_down('ECC')\n"
         "        return address\n    if {opening}:\n        driver.open_memory = open_and_break\n"

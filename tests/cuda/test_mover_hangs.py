@@ -12,11 +12,11 @@ import pytest
 from devices.backends import HostBackend
 from devices.kv import JOINED
 
-from kvtier.cuda.exports import export_blocks
-from kvtier.cuda.region import HostRegion
-from kvtier.server.devices import process
-from kvtier.server.devices.process import DeviceMover
-from kvtier.server.errors import Refused
+from kvtier.cuda.device.exports import export_blocks
+from kvtier.cuda.host.region import HostRegion
+from kvtier.server.devices import mover_client
+from kvtier.server.devices.mover_client import DeviceMover
+from kvtier.server.rpc.interceptor import Refused
 
 _PROGRAM = """
 import pathlib
@@ -56,7 +56,7 @@ def test_a_call_that_hangs(region: HostRegion, tmp_path: Path, monkeypatch: pyte
             await mover.open(1, export)
             flag.touch()
             with monkeypatch.context() as impatient:
-                impatient.setattr(process, "_HANDLES_SECONDS", 0.3)
+                impatient.setattr(mover_client, "_HANDLES_SECONDS", 0.3)
                 await hang(mover, opening=call == "open_memory")
             flag.unlink()
             await mover.open(3, export)

@@ -18,11 +18,11 @@ from devices.service import Engine, Service, keys_of
 from harness.patience import wait_until
 
 from kvtier.client import DeviceUnavailable, StoreStatus
-from kvtier.cuda.exports import DeviceExport, export_blocks
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.device.exports import DeviceExport, export_blocks
+from kvtier.cuda.host.region import HostRegion
 from kvtier.server.devices import registry as registry_module
 from kvtier.server.devices.registry import DeviceRegistry
-from kvtier.server.errors import Refused
+from kvtier.server.rpc.interceptor import Refused
 
 KEYS = keys_of(BLOCKS)
 GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS

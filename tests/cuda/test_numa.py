@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cuda import numa, region
-from kvtier.cuda.numa import choose_nodes, memory_nodes, place, read_placement
-from kvtier.cuda.region import HUGE_PAGE_BYTES, HostRegion
+from kvtier.cuda.host import numa, region
+from kvtier.cuda.host.numa import choose_nodes, memory_nodes, place, read_placement
+from kvtier.cuda.host.region import HUGE_PAGE_BYTES, HostRegion
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client
 from kvtier.client.staging import StagingPool
-from kvtier.cuda.copy import address_of
-from kvtier.cuda.pinning import PIN_CHUNK_BYTES, Pin, PinError, Pinning
+from kvtier.cuda.host.copy import address_of
+from kvtier.cuda.host.pinning import PIN_CHUNK_BYTES, Pin, PinError, Pinning
 
 SMALLEST = 4 << 20
 

@@ -13,9 +13,9 @@ from devices.registrar import Notes
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, KeyStatus
-from kvtier.cuda.pinning import PIN_CHUNK_BYTES, CudaRegistrar, PinError, Pinnable, Pinning, split_at_chunks
-from kvtier.cuda.region import PAGE_BYTES, HostRegion
-from kvtier.cuda.warmup import warm_up
+from kvtier.cuda.host.pinning import PIN_CHUNK_BYTES, CudaRegistrar, PinError, Pinnable, Pinning, split_at_chunks
+from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
+from kvtier.cuda.host.warmup import warm_up
 
 SIZE = 2 * PIN_CHUNK_BYTES + 3 * PAGE_BYTES
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cuda import region as region_module
-from kvtier.cuda.host_memory import available_bytes
-from kvtier.cuda.malloc import tune_malloc
-from kvtier.cuda.region import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, RegionError
+from kvtier.cuda.host import region as region_module
+from kvtier.cuda.host.malloc import tune_malloc
+from kvtier.cuda.host.memory import available_bytes
+from kvtier.cuda.host.region import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, RegionError
 
 SIZE = 2 * HUGE_PAGE_BYTES
 
@@ -90,7 +90,7 @@ def test_attaching_in_another_process(region: HostRegion) -> None:
     """A process that is handed the descriptor sees the bytes, and its writes are seen here."""
     region.memory[:3] = b"abc"
     program = (
-        "import sys; from kvtier.cuda.region import HostRegion\n"
+        "import sys; from kvtier.cuda.host.region import HostRegion\n"
         "r = HostRegion.attach(int(sys.argv[1]), int(sys.argv[2])); r.memory[3:6] = bytes(r.memory[:3])\n"
     )
     subprocess.run(
@@ -267,7 +267,7 @@ def test_available_memory_is_plausible() -> None:
 
 def test_cgroup_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tightest limit on the way up the cgroup tree wins, less what is used, plus what is only cache."""
-    from kvtier.cuda import cgroup
+    from kvtier.cuda.host import cgroup
 
     (tmp_path / "cgroup").write_text("0::/pods/one\n")
     for group, limit in (("pods/one", "max"), ("pods", "1000000")):
@@ -288,7 +288,7 @@ def test_tune_malloc_may_be_repeated() -> None:
 def test_nothing_heavy_is_imported() -> None:
     """The server's side of shared memory needs neither numpy nor torch, and NVIDIA's package only where there is a driver."""
     program = (
-        "import sys, kvtier.cuda.region, kvtier.cuda.copy, kvtier.cuda.malloc, kvtier.cuda.device_copies, kvtier.cuda.gather\n"
+        "import sys, kvtier.cuda.host.region, kvtier.cuda.host.copy, kvtier.cuda.host.malloc, kvtier.cuda.device.copies, kvtier.cuda.device.gather\n"
         "assert not {'numpy', 'torch', 'grpc', 'cuda'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

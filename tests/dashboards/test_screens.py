@@ -25,7 +25,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from dashboards.build import FOLDER, rendered
-from kvtier.server.metrics_table import METRICS
+from kvtier.server.telemetry.definitions import METRICS
 
 HISTOGRAM_ENDS = ("_bucket", "_sum", "_count")
 

@@ -15,7 +15,7 @@ import yaml
 from harness.namespace import OwnNamespace, why_not
 
 from kvtier import __version__
-from kvtier.server.sources import load
+from kvtier.server.config.loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "kvtier"

@@ -16,7 +16,7 @@ import pytest
 from harness.pages import ROOT, Block, blocks_of, commands_of, pages
 from harness.shell import Desk
 
-from kvtier.server.sources import load
+from kvtier.server.config.loader import load
 
 NEEDS = {
     "needs an index": "installs from a package index, or starts other targets of make",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvtier.client import errors, keeper
-from kvtier.protos.reasons import STATUS_OF
+from kvtier.client import errors
+from kvtier.client.session import connection
+from kvtier.protos.error_reasons import STATUS_OF
 from kvtier.protos.v1 import admin_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def test_every_exception_is_explained() -> None:
 
 def test_a_session_without_shared_memory_is_explained() -> None:
     """Where it is looked for: under what the client says."""
-    assert f'| "{keeper._NOT_SHARED.removesuffix(" (shared_memory)")}" |' in _section(
+    assert f'| "{connection._NOT_SHARED.removesuffix(" (shared_memory)")}" |' in _section(
         "An engine does not find the server"
     )
 

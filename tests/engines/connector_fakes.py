@@ -11,10 +11,10 @@ from typing import Any
 from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.peers import Peers
-from kvtier.client.engines.vllm.scheduler import SchedulerSide
+from kvtier.client.engines.vllm.scheduler.peers import Peers
+from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.stats import Tally
-from kvtier.client.engines.vllm.worker import WorkerSide
+from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.handoff import Identity
 from kvtier.client.offload import CacheGeometry, CacheGroup
 

@@ -96,7 +96,7 @@ class LiveEngine:
 
     def hear(self) -> None:
         """Waits until every lookup that has begun is answered, so that what happens to the server then concerns none of them."""
-        from kvtier.client.engines.vllm.lookup import LookupState
+        from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupState
 
         deadline = time.monotonic() + IDLE_SECONDS
         while any(lookup.state is LookupState.PENDING for lookup in self.side._remote._lookups.values()):

@@ -9,14 +9,16 @@ from unittest import mock
 from harness.patience import PATIENCE_SECONDS
 from harness.patience import patience as patience_of_clients
 
-from kvtier.client.engines.vllm import connector, holds, worker
+from kvtier.client.engines.vllm import connector
+from kvtier.client.engines.vllm.scheduler import hold_calls
+from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm_tier import manager
 
 __all__ = ["PATIENCE_SECONDS", "patience"]
 
 _DEADLINES = (
     (connector, "_START_SECONDS"),
-    (holds, "_CONNECT_WITHIN_S"),
+    (hold_calls, "_CONNECT_WITHIN_S"),
     (manager, "_DRAIN_SECONDS"),
     (manager, "_START_SECONDS"),
     (worker, "_CONNECT_WITHIN_S"),

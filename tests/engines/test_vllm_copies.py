@@ -12,12 +12,12 @@ import pytest
 import torch
 from connector_fakes import FULL, PAGE, WINDOW
 
-from kvtier.client.engines.vllm import copies
-from kvtier.client.engines.vllm.copies import CpuCopier, CudaCopier
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
+from kvtier.client.engines.vllm.worker import copies
+from kvtier.client.engines.vllm.worker.copies import CpuCopier, CudaCopier
 from kvtier.client.offload import CacheGroup
-from kvtier.cuda import pinning
+from kvtier.cuda.host import pinning
 
 BLOCKS = 16
 SLOT = 2 * PAGE

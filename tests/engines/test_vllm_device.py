@@ -22,15 +22,15 @@ from devices.service import Service
 from kvtier.client import Client, Group, KeyStatus, Namespace, Timeouts, make_key
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.device_route import DeviceRoute, cuda_route, describe_layout
 from kvtier.client.engines.vllm.layout import build_layouts
-from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.reports import WorkerReports
 from kvtier.client.engines.vllm.stats import Tally
-from kvtier.client.engines.vllm.worker import WorkerSide
+from kvtier.client.engines.vllm.worker.device_route import DeviceRoute, cuda_route, describe_layout
+from kvtier.client.engines.vllm.worker.metadata import StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.worker.reports import WorkerReports
+from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
-from kvtier.cuda.driver import MemoryKind, StreamId
-from kvtier.cuda.host_driver import HostDriver
+from kvtier.cuda.device.driver import MemoryKind, StreamId
+from kvtier.cuda.testing.host_driver import HostDriver
 
 BLOCKS = 8
 NAMESPACE = Namespace("vllm on a device", "uint8", (Group(2 * PAGE, 4), Group(2 * PAGE, 4)))

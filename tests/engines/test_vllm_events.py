@@ -9,7 +9,7 @@ from connector_fakes import FakeClient, make_request, make_step, scheduler_side,
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvtier.client.engines.vllm.metadata import SAVE_LOST_AFTER_S, WorkerReport
+from kvtier.client.engines.vllm.worker.metadata import SAVE_LOST_AFTER_S, WorkerReport
 
 TABLE = [[7, 8, 9]]
 
@@ -66,7 +66,7 @@ def test_a_save_of_which_nothing_is_heard_is_not_announced(monkeypatch: Any) -> 
     with scheduler_side(FakeClient(), events=True) as (scheduler, _):
         _save(scheduler)
         later = time.monotonic() + 2 * SAVE_LOST_AFTER_S
-        monkeypatch.setattr("kvtier.client.engines.vllm.scheduler.time.monotonic", lambda: later)
+        monkeypatch.setattr("kvtier.client.engines.vllm.scheduler.scheduler.time.monotonic", lambda: later)
         scheduler.build_step(make_step({}))
         assert not list(scheduler.take_events())
         assert scheduler._tally.take().data["save_blocks:not_stored"] == 3  # type: ignore[union-attr]

@@ -23,8 +23,8 @@ from kvtier.client import (
     PublishStatus,
     make_key,
 )
-from kvtier.client.engines.vllm import holds
-from kvtier.client.engines.vllm.metadata import WorkerReport
+from kvtier.client.engines.vllm.scheduler import hold_calls
+from kvtier.client.engines.vllm.worker.metadata import WorkerReport
 
 TABLE = [[1, 2, 3, 4, 5, 6]]
 KEYS = [make_key(bytes([number]) * 32) for number in range(6)]
@@ -57,7 +57,7 @@ class HoldsClient(FakeClient):
         )
 
     def renew_holds(self, *holds: HoldName) -> None:
-        self.renewed += holds
+        self.renewed += hold_calls
 
     def release_holds(self, *holds: HoldName) -> None:
         self.let_go += holds
@@ -121,7 +121,7 @@ def test_a_claim_that_nobody_wants_any_more_is_given_back(*, answered: bool) -> 
 )
 def test_a_server_that_fails_is_left_in_peace(monkeypatch: Any, error: KVTierError, *, asks_again: bool) -> None:
     """A claim that fails is a miss, and the next request is not made to wait for the same; unless it was refused for itself."""
-    monkeypatch.setattr(holds, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(hold_calls, "_COOL_DOWN_S", 600.0)
 
     def fail() -> None:
         raise error
@@ -231,8 +231,8 @@ def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
 
 def test_claims_behind_one_that_fails_are_not_made(monkeypatch: Any) -> None:
     """They would each wait as long as it did."""
-    monkeypatch.setattr(holds, "_COOL_DOWN_S", 600.0)
-    monkeypatch.setattr(holds, "_THREADS", 1)
+    monkeypatch.setattr(hold_calls, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(hold_calls, "_THREADS", 1)
     gate = threading.Event()
 
     def fail() -> None:

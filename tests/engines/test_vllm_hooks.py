@@ -12,14 +12,15 @@ import pytest
 import torch
 from connector_fakes import FULL, FakeClient, make_request
 
-from kvtier.client.engines.vllm import KVTierConnector, connector, namespace, worker
+from kvtier.client.engines.vllm import KVTierConnector, connector, namespace
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.compat import CacheHitSource, KVConnectorRole, KVConnectorTransferResults
 from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
-from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.ranks import Parts
+from kvtier.client.engines.vllm.worker import worker
+from kvtier.client.engines.vllm.worker.metadata import StepMetadata, WorkerReport
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
-from kvtier.cuda.region import PAGE_BYTES, HostRegion
+from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 LIFECYCLE = {"requires_kv_delivery", "build_kv_connector_stats", "build_prom_metrics", "log"}

@@ -14,8 +14,8 @@ from kvtier.client import make_key
 from kvtier.client.engines.vllm import KVTierConnector, connector
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.metadata import WorkerReport
-from kvtier.client.engines.vllm.scheduler import SchedulerSide
+from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
+from kvtier.client.engines.vllm.worker.metadata import WorkerReport
 from kvtier.client.offload import CacheGeometry
 
 

@@ -14,18 +14,18 @@ import torch
 from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close_at_rest, wait_for
 
 from kvtier.client import NotConnected, make_key
-from kvtier.client.engines.vllm import calls
-from kvtier.client.engines.vllm.announcements import Announcement
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.copies import make_copier
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
-from kvtier.client.engines.vllm.lookup import LookupService, LookupState
-from kvtier.client.engines.vllm.metadata import SAVE_WITHIN_S, StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.peers import Peers
-from kvtier.client.engines.vllm.reports import WorkerReports
-from kvtier.client.engines.vllm.worker import WorkerSide
+from kvtier.client.engines.vllm.scheduler import calls
+from kvtier.client.engines.vllm.scheduler.announcements import Announcement
+from kvtier.client.engines.vllm.scheduler.peers import Peers
+from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, LookupState
+from kvtier.client.engines.vllm.worker.copies import make_copier
+from kvtier.client.engines.vllm.worker.metadata import SAVE_WITHIN_S, StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.worker.reports import WorkerReports
+from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.handoff import HandoffOptions
 from kvtier.client.offload import BlockRead, CacheGeometry, CacheGroup, LoadJob, SaveJob
 

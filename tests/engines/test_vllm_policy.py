@@ -20,12 +20,12 @@ from connector_fakes import (
 from server_process import ServerProcess
 
 from kvtier.client import Client, Group, InvalidRequest, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
-from kvtier.client.engines.vllm import calls
 from kvtier.client.engines.vllm.background import LimitedLog
-from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.reports import WorkerReports
-from kvtier.client.engines.vllm.scheduler import SchedulerSide
-from kvtier.client.engines.vllm.worker import WorkerSide
+from kvtier.client.engines.vllm.scheduler import calls
+from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
+from kvtier.client.engines.vllm.worker.metadata import StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.worker.reports import WorkerReports
+from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import SaveJob
 
 FLAG = {"do_remote_decode": True}

@@ -27,8 +27,8 @@ from kvtier.client import KeyStatus, make_key
 from kvtier.client.engines.vllm import KVTierConnector
 from kvtier.client.engines.vllm.compat import KVConnectorRole
 from kvtier.client.engines.vllm.groups import Unsupported
-from kvtier.client.engines.vllm.metadata import StepMetadata
 from kvtier.client.engines.vllm.ranks import Parts, Ranks, merge_stages, resolve_ranks
+from kvtier.client.engines.vllm.worker.metadata import StepMetadata
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 
 TOKENS, BLOCKS = 4, 8

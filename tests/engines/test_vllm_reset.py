@@ -9,8 +9,8 @@ import pytest
 from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
 
 from kvtier.client import NotConnected, make_key
-from kvtier.client.engines.vllm import resets
-from kvtier.client.engines.vllm.metadata import WorkerReport
+from kvtier.client.engines.vllm.scheduler import resets
+from kvtier.client.engines.vllm.worker.metadata import WorkerReport
 
 KEYS = [make_key(bytes([number]) * 32, 0) for number in range(3)]
 TABLE = [[7, 8, 9]]

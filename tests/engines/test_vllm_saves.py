@@ -8,8 +8,8 @@ from typing import Any
 from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
 
 from kvtier.client import make_key
-from kvtier.client.engines.vllm.metadata import WorkerReport
 from kvtier.client.engines.vllm.stats import Tally
+from kvtier.client.engines.vllm.worker.metadata import WorkerReport
 
 
 def _counted(tally: Tally, name: str) -> Any:

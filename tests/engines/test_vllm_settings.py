@@ -8,7 +8,7 @@ import pytest
 from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
 
 from kvtier.client import Medium, TierFilter, make_key
-from kvtier.client.engines.vllm.settings import RequestSettings
+from kvtier.client.engines.vllm.request_settings import RequestSettings
 
 KEYS = [make_key(bytes([number]) * 32, 0) for number in range(6)]
 TABLE = [[1, 2, 3, 4, 5, 6]]

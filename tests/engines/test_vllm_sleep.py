@@ -13,13 +13,13 @@ import torch
 from connector_fakes import FULL, PAGE, FakeTransfers, close_at_rest
 
 from kvtier.client import InvalidRequest, KVTierError, LimitExceeded
-from kvtier.client.engines.vllm import worker
 from kvtier.client.engines.vllm.background import LimitedLog
-from kvtier.client.engines.vllm.device_route import StepMark
-from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.reports import WorkerReports
 from kvtier.client.engines.vllm.sleep import Asleep, SleepGate
-from kvtier.client.engines.vllm.worker import WorkerSide
+from kvtier.client.engines.vllm.worker import worker
+from kvtier.client.engines.vllm.worker.device_route import StepMark
+from kvtier.client.engines.vllm.worker.metadata import StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.worker.reports import WorkerReports
+from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 
 LOADS = StepMetadata([LoadJob("r", [BlockRead(1, [0], [0], [2])])], [], "ns")

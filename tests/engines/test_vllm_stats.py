@@ -24,15 +24,16 @@ from connector_fakes import (
 )
 
 from kvtier.client import KVTierError, NotConnected, make_key
-from kvtier.client.engines.vllm import KVTierConnector, calls
-from kvtier.client.engines.vllm.announcements import Announcement
+from kvtier.client.engines.vllm import KVTierConnector
 from kvtier.client.engines.vllm.background import LimitedLog
-from kvtier.client.engines.vllm.lookup import LookupService
-from kvtier.client.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.client.engines.vllm.metrics import METRICS
-from kvtier.client.engines.vllm.reports import WorkerReports
+from kvtier.client.engines.vllm.scheduler import calls
+from kvtier.client.engines.vllm.scheduler.announcements import Announcement
+from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService
 from kvtier.client.engines.vllm.stats import ConnectorStats, Tally
-from kvtier.client.engines.vllm.worker import WorkerSide
+from kvtier.client.engines.vllm.worker.metadata import StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.worker.reports import WorkerReports
+from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 
 KEYS = [make_key(bytes([number]) * 32, 0) for number in range(4)]

@@ -13,7 +13,7 @@ from tier_room import KEYS, Room, make_room
 from tiering_world import ROW
 
 from kvtier.client.engines.vllm_tier import transfers
-from kvtier.client.engines.vllm_tier.lookups import Answer, Pin
+from kvtier.client.engines.vllm_tier.tier_lookups import Answer, Pin
 
 PATIENCE_SECONDS = 30.0
 

@@ -19,13 +19,13 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvtier.client import LeaseLost, NotConnected, OffloadPolicy, StoreStatus, TierFilter
-from kvtier.client.engines.vllm import calls
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.namespace import namespace_digest
+from kvtier.client.engines.vllm.scheduler import calls
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
 from kvtier.client.engines.vllm_tier.config import TierConfig
-from kvtier.client.engines.vllm_tier.lookups import Answer
-from kvtier.client.engines.vllm_tier.namespace import build_tier_namespace
+from kvtier.client.engines.vllm_tier.tier_lookups import Answer
+from kvtier.client.engines.vllm_tier.tier_namespace import build_tier_namespace
 
 FLAG = {"do_remote_decode": True}
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL

@@ -14,7 +14,7 @@ from tiering_world import ROW, keys_of
 
 from kvtier.client import StoreStatus
 from kvtier.client.engines.vllm.background import BackgroundThreads, LimitedLog
-from kvtier.client.engines.vllm_tier.lookups import Pin, TierLookups, TierRequest
+from kvtier.client.engines.vllm_tier.tier_lookups import Pin, TierLookups, TierRequest
 from kvtier.client.engines.vllm_tier.transfers import Job, PrimaryTier, Transfers
 
 __all__ = ["KEYS", "Room", "SlotClient", "make_room"]

@@ -19,10 +19,7 @@ import grpc
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 
-from kvtier.client.wire import CHANNEL_OPTIONS
-from kvtier.protos import plain
-from kvtier.protos.attach import REPLY_BYTES, Purpose, pack_request
-from kvtier.protos.local_calls import LENGTH_BYTES, pack_call, unpack_answer, unpack_length
+from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS
 from kvtier.protos.v1 import (
     admin_pb2,
     cache_pb2,
@@ -32,10 +29,13 @@ from kvtier.protos.v1 import (
     session_pb2_grpc,
     transfer_pb2,
 )
-from kvtier.server import logs
+from kvtier.protos.wire import tcp_frames
+from kvtier.protos.wire.attach import REPLY_BYTES, Purpose, pack_request
+from kvtier.protos.wire.call_frames import LENGTH_BYTES, pack_call, unpack_answer, unpack_length
 from kvtier.server.app import Server
-from kvtier.server.config import LogConfig
-from kvtier.server.sources import load
+from kvtier.server.config.loader import load
+from kvtier.server.config.schema import LogConfig
+from kvtier.server.telemetry import logs
 
 from .tape import Tape, byte, piece
 
@@ -366,8 +366,8 @@ class Calls:
     def _push_plainly(self, said: bytes) -> None:
         """A push on a plain socket that is sound up to its frames."""
         request = transfer_pb2.PushRequest(session=self._ref, store_id=self._stores[-1])
-        head = plain.pack_request(plain.Method.PUSH, request.SerializeToString())
-        frame = plain.pack_frame_head(0, min(len(said), _PART), 0)
+        head = tcp_frames.pack_request(tcp_frames.Method.PUSH, request.SerializeToString())
+        frame = tcp_frames.pack_frame_head(0, min(len(said), _PART), 0)
         self._say(socket.AF_INET, ("127.0.0.1", self._plain_port), head + frame + said)
 
 
@@ -418,8 +418,8 @@ def seeds() -> Iterator[bytes]:
     yield byte(249) + piece(b"kvt_abc")
     for purpose in Purpose:
         yield byte(250) + piece(pack_request(bytes(16), 1, purpose))
-    for method in plain.Method:
-        yield byte(251) + piece(plain.pack_request(method, b""))
+    for method in tcp_frames.Method:
+        yield byte(251) + piece(tcp_frames.pack_request(method, b""))
     yield byte(252) + piece(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
     yield byte(253) + piece(pack_call(b"CacheService/Lookup", b""))
     yield byte(254) + piece(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")

@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.server.config import TierConfig
-from kvtier.server.fsck import check_offline
-from kvtier.server.tierfactory import open_tier
+from kvtier.server.config.schema import TierConfig
+from kvtier.server.tier_host.factory import open_tier
+from kvtier.server.tier_host.offline_fsck import check_offline
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, TierError
 
 from .tape import Tape, byte

@@ -10,13 +10,15 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvtier.protos import attach, frames, local_calls, packed, plain
 from kvtier.protos.v1 import transfer_pb2
-from kvtier.server import child_main, tokens
+from kvtier.protos.wire import attach, call_frames, grpc_frames, packed_keys, tcp_frames
+from kvtier.server.auth import tokens
 from kvtier.server.bulk import messages
-from kvtier.server.config import ConfigError
-from kvtier.server.sources import load
-from kvtier.tiers import disk_format, lmdb_format
+from kvtier.server.config.loader import load
+from kvtier.server.config.schema import ConfigError
+from kvtier.server.process import child_main
+from kvtier.tiers.disk import format as disk_format
+from kvtier.tiers.lmdb import format as lmdb_format
 
 from .tape import Tape, byte
 
@@ -31,17 +33,17 @@ class Parsers:
     def __init__(self, directory: Path) -> None:
         self._file = directory / "file.toml"
         self._parsers: list[tuple[Callable[[bytes], object], tuple[type[Exception], ...]]] = [
-            (frames.decode_push_frame, _BAD),
-            (frames.decode_pull_frame, _BAD),
-            (local_calls.unpack_call, _BAD),
-            (local_calls.unpack_answer, _BAD),
+            (grpc_frames.decode_push_frame, _BAD),
+            (grpc_frames.decode_pull_frame, _BAD),
+            (call_frames.unpack_call, _BAD),
+            (call_frames.unpack_answer, _BAD),
             (attach.unpack_request, _BAD),
             (attach.unpack_reply, _BAD),
             (self._plain_request, _BAD),
             (self._plain_frame, _BAD),
-            (plain.unpack_refusal, _BAD),
-            (packed.unpack_offsets, _BAD),
-            (lambda data: packed.unpack_keys(data[1:], data[0] if data else 0), _BAD),
+            (tcp_frames.unpack_refusal, _BAD),
+            (packed_keys.unpack_offsets, _BAD),
+            (lambda data: packed_keys.unpack_keys(data[1:], data[0] if data else 0), _BAD),
             (self._child, _BAD),
             (messages.decode_to_child, _BAD),
             (messages.decode_from_child, _BAD),
@@ -68,13 +70,13 @@ class Parsers:
 
     @staticmethod
     def _plain_request(data: bytes) -> None:
-        if len(data) >= plain.REQUEST_BYTES:
-            plain.unpack_request(data[: plain.REQUEST_BYTES])
+        if len(data) >= tcp_frames.REQUEST_BYTES:
+            tcp_frames.unpack_request(data[: tcp_frames.REQUEST_BYTES])
 
     @staticmethod
     def _plain_frame(data: bytes) -> None:
-        if len(data) >= plain.FRAME_HEAD_BYTES:
-            plain.unpack_frame_head(data[: plain.FRAME_HEAD_BYTES])
+        if len(data) >= tcp_frames.FRAME_HEAD_BYTES:
+            tcp_frames.unpack_frame_head(data[: tcp_frames.FRAME_HEAD_BYTES])
 
     @staticmethod
     def _child(data: bytes) -> None:
@@ -104,14 +106,14 @@ def seeds() -> Iterator[bytes]:
     sound: list[bytes] = [
         push,
         push,
-        local_calls.pack_call(b"a/b", b"c")[4:],
-        local_calls.pack_answer(0, b"c")[4:],
+        call_frames.pack_call(b"a/b", b"c")[4:],
+        call_frames.pack_answer(0, b"c")[4:],
         attach.pack_request(bytes(16), 1),
         attach.pack_reply(1, granted=True),
-        plain.pack_request(plain.Method.PUSH, b""),
-        plain.pack_frame_head(1, 2, 3),
-        plain.pack_refusal("INTERNAL", "x")[plain.ANSWER_BYTES :],
-        packed.pack_offsets([1, 2]),
+        tcp_frames.pack_request(tcp_frames.Method.PUSH, b""),
+        tcp_frames.pack_frame_head(1, 2, 3),
+        tcp_frames.pack_refusal("INTERNAL", "x")[tcp_frames.ANSWER_BYTES :],
+        packed_keys.pack_offsets([1, 2]),
         byte(3) + b"onetwo",
         child_main.pack({"a": 1}, b"x"),
         messages.encode(messages.Granted(1, [0], [1])),

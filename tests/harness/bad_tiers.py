@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.rules import vote
+from kvtier.tiers.negotiation import vote
 
 __all__ = ["HONEST_ENTRY", "BadTier"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from kvtier.client import Client
-from kvtier.client.streams import Source
-from kvtier.client.wire import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
+from kvtier.client.part_streams import Source
+from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
 from kvtier.protos.v1 import transfer_pb2
 
 from .patience import wait_until

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 from unittest import mock
 
-from kvtier.client import Timeouts, bulk, link, local_calls, plain
+from kvtier.client import Timeouts
+from kvtier.client.session import session, socket_calls
+from kvtier.client.transport import bulk_connector, tcp_streams
 
 __all__ = ["DEFAULTS", "PATIENCE_SECONDS", "patience", "wait_until"]
 
@@ -19,10 +21,10 @@ T = TypeVar("T")
 
 PATIENCE_SECONDS = 60.0
 _DEADLINES = (
-    (bulk, "_CONNECT_SECONDS"),
-    (link, "_ATTACH_SECONDS"),
-    (local_calls, "_CONNECT_SECONDS"),
-    (plain, "_CONNECT_SECONDS"),
+    (bulk_connector, "_CONNECT_SECONDS"),
+    (session, "_ATTACH_SECONDS"),
+    (socket_calls, "_CONNECT_SECONDS"),
+    (tcp_streams, "_CONNECT_SECONDS"),
 )
 DEFAULTS = {(module, name): getattr(module, name) for module, name in _DEADLINES}
 """What the product sets, for the tests that are about it."""

@@ -9,13 +9,12 @@ from typing import Self
 
 import grpc
 
-from kvtier.client.link import Attachment
 from kvtier.client.namespace import Namespace
-from kvtier.client.wire import CHANNEL_OPTIONS, PULL, PUSH
-from kvtier.protos.attach import REPLY_BYTES, pack_request, unpack_reply
+from kvtier.client.session.session import Attachment
+from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, PULL, PUSH
 from kvtier.protos.credentials import Credentials
 from kvtier.protos.endpoint import parse_endpoint
-from kvtier.protos.reasons import reason_of
+from kvtier.protos.error_reasons import reason_of
 from kvtier.protos.v1 import (
     cache_pb2_grpc,
     common_pb2,
@@ -24,6 +23,7 @@ from kvtier.protos.v1 import (
     session_pb2_grpc,
     transfer_pb2,
 )
+from kvtier.protos.wire.attach import REPLY_BYTES, pack_request, unpack_reply
 
 __all__ = ["RawSession", "attach_reply", "refusal_of"]
 

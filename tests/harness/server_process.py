@@ -18,7 +18,7 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvtier.client.wire import CHANNEL_OPTIONS
+from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 
 from .ports import ReservedPort
@@ -37,7 +37,7 @@ HEARTBEAT_INTERVAL = "10s"
 
 # Imports what takes time, says so, and begins to serve when it is told to: restarts take a tenth of a second.
 _STANDBY = (
-    "import sys, kvtier.server.app, kvtier.tiers.lmdb, kvtier.server.cli as cli;"
+    "import sys, kvtier.server.app, kvtier.tiers.lmdb.tier, kvtier.server.cli as cli;"
     "sys.stdin.readline() or sys.exit(0); sys.exit(cli.main(sys.argv[1:]))"
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtier.tiers.base import BlockBytes, Entry, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.rules import vote
+from kvtier.tiers.negotiation import vote
 
 __all__ = ["SharedDirectory"]
 

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvtier.client import Client, Credentials, KVTierError, Timeouts, Unavailable
-from kvtier.server.tokens import entry_text, hash_of, new_token
+from kvtier.server.auth.tokens import entry_text, hash_of, new_token
 
 from .certificates import Authority
 from .patience import wait_until

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.protos.frames import decode_pull_frame, decode_push_frame, encode_pull_frame, encode_push_frame
 from kvtier.protos.v1.common_pb2 import SessionRef
 from kvtier.protos.v1.transfer_pb2 import PullResponse, PushRequest
+from kvtier.protos.wire.grpc_frames import decode_pull_frame, decode_push_frame, encode_pull_frame, encode_push_frame
 
 U64 = st.integers(0, 2**64 - 1)
 PIECES = st.lists(st.binary(max_size=300), max_size=4)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.protos.local_calls import (
+from kvtier.protos.wire.call_frames import (
     LENGTH_BYTES,
     STATUS_OF_CODE,
     pack_answer,

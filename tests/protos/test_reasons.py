@@ -9,10 +9,12 @@ import pytest
 from kvtier.client import StoreStatus
 from kvtier.client.errors import ERROR_OF
 from kvtier.client.results import DurableStatus, KeyStatus
-from kvtier.protos.reasons import STATUS_OF
+from kvtier.protos.error_reasons import STATUS_OF
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, errors_pb2, handoff_pb2
-from kvtier.tiers import answers, base, handoff_notes, history, holds, leases
+from kvtier.tiers import base, types
+from kvtier.tiers.core import handoff_notes, holds, leases
 from kvtier.tiers.errors import CoreError
+from kvtier.tiers.stats import eviction_history
 
 
 def test_every_reason_has_its_status_and_its_exception() -> None:
@@ -32,13 +34,13 @@ def test_every_reason_has_its_status_and_its_exception() -> None:
     ("ours", "wire"),
     [
         (leases.KeyStatus, common_pb2.KeyStatus),
-        (answers.StoreStatus, common_pb2.StoreStatus),
-        (answers.DurableStatus, common_pb2.DurableStatus),
+        (types.StoreStatus, common_pb2.StoreStatus),
+        (types.DurableStatus, common_pb2.DurableStatus),
         (base.OffloadPolicy, cache_pb2.OffloadPolicy),
         (KeyStatus, common_pb2.KeyStatus),
         (StoreStatus, common_pb2.StoreStatus),
         (DurableStatus, common_pb2.DurableStatus),
-        (history.MissReason, admin_pb2.MissReason),
+        (eviction_history.MissReason, admin_pb2.MissReason),
         (holds.PublishStatus, handoff_pb2.PublishStatus),
         (holds.HoldEnd, admin_pb2.HoldEnd),
         (handoff_notes.ClaimOutcome, admin_pb2.ClaimOutcome),

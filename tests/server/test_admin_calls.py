@@ -14,12 +14,12 @@ from harness.payloads import key_of, namespace_of, payload
 from harness.server_process import ServerProcess
 
 from kvtier.client import Client, DurableStatus
-from kvtier.protos.reasons import reason_of
+from kvtier.protos.error_reasons import reason_of
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
-from kvtier.server.drainage import Drainage
-from kvtier.server.errors import Refused
+from kvtier.server.drain import Drainage
+from kvtier.server.rpc.interceptor import Refused
 from kvtier.server.services.admin import _MOST_EVICTIONS, AdminService
-from kvtier.tiers.clearing import Cleared
+from kvtier.tiers.core.bulk_eviction import Cleared
 
 PART = 4096
 BLOCKS = 4096

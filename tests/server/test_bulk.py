@@ -25,14 +25,15 @@ from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
 from harness.signals import stop
 
-from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, Timeouts, bulk, streams
-from kvtier.client.bulk import AnyStreams, BulkRoute, Streams
+from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, Timeouts, part_streams
+from kvtier.client.transport import bulk_connector
+from kvtier.client.transport.bulk_connector import AnyStreams, BulkRoute, Streams
 from kvtier.protos.endpoint import parse_endpoint
-from kvtier.protos.frames import decode_pull_frame, encode_push_frame
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.protos.wire.grpc_frames import decode_pull_frame, encode_push_frame
 from kvtier.server.bulk import supervisor
 from kvtier.server.bulk.supervisor import BulkProcess
-from kvtier.server.config import BulkConfig
+from kvtier.server.config.schema import BulkConfig
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -152,7 +153,7 @@ def test_a_load_goes_on_where_it_broke(
     store_all(client)
     asked = count_asked(monkeypatch)
     taken: list[int] = []
-    original = streams.Sink.take
+    original = part_streams.Sink.take
 
     def take(sink: Any, message: bytes) -> None:
         original(sink, message)
@@ -160,7 +161,7 @@ def test_a_load_goes_on_where_it_broke(
         if len(taken) == 8:
             BREAKS[what](server)
 
-    monkeypatch.setattr(streams.Sink, "take", take)
+    monkeypatch.setattr(part_streams.Sink, "take", take)
     buffers = filled(len(KEYS), PART)
     assert client.load(KEYS, buffers) == len(KEYS)
     assert all(is_payload(key, found) for key, found in zip(KEYS, buffers, strict=True))
@@ -173,7 +174,7 @@ def test_a_load_goes_on_where_it_broke(
 def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """So does one of the asyncio client."""
     taken: list[int] = []
-    original = streams.Sink.take
+    original = part_streams.Sink.take
 
     def take(sink: Any, message: bytes) -> None:
         original(sink, message)
@@ -186,7 +187,7 @@ def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monk
             await client.wait_until_connected(60)
             await asyncio.to_thread(wait_for_bulk, client)
             await client.store(KEYS, [payload(key, PART) for key in KEYS])
-            monkeypatch.setattr(streams.Sink, "take", take)
+            monkeypatch.setattr(part_streams.Sink, "take", take)
             buffers = filled(len(KEYS), PART)
             assert await client.load(KEYS, buffers) == len(KEYS)
             assert all(is_payload(key, found) for key, found in zip(KEYS, buffers, strict=True))
@@ -197,7 +198,7 @@ def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monk
 def test_an_asynchronous_store_that_is_cancelled(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever cancels a store in mid-stream has it cancelled, not begun again, and its slots back at once."""
     begun, sending = [], threading.Event()
-    original = streams.Source.frames
+    original = part_streams.Source.frames
 
     def frames(source: Any, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
         begun.append(start)
@@ -217,7 +218,7 @@ def test_an_asynchronous_store_that_is_cancelled(server: ServerProcess, monkeypa
                 await store
             assert (await client.status()).stores == 0
 
-    monkeypatch.setattr(streams.Source, "frames", frames)
+    monkeypatch.setattr(part_streams.Source, "frames", frames)
     asyncio.run(run())
     assert begun == [0]
 
@@ -284,7 +285,7 @@ def test_a_store_goes_on_where_it_broke(
 ) -> None:
     """When process or connection end in mid-store, what the server has is not sent again, but for the last few frames."""
     starts: list[int] = []
-    original = streams.Source.frames
+    original = part_streams.Source.frames
 
     def frames(source: Any, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
         starts.append(start)
@@ -294,7 +295,7 @@ def test_a_store_goes_on_where_it_broke(
                 BREAKS[what](server)
             yield frame
 
-    monkeypatch.setattr(streams.Source, "frames", frames)
+    monkeypatch.setattr(part_streams.Source, "frames", frames)
     store_all(client)
     assert starts[0] == 0
     assert len(starts) == 2
@@ -309,7 +310,7 @@ def test_one_that_is_slow_to_shake_hands(
     """It is short of processors: whoever gave it up, to try again, would never reach it."""
     suffix = wait_until(lambda: locate(session).socket_suffix)
     with detour(Path(f"{server.path}{suffix}"), delay=3.0) as address:
-        monkeypatch.setattr(bulk, "_CONNECT_SECONDS", DEFAULTS[bulk, "_CONNECT_SECONDS"])
+        monkeypatch.setattr(bulk_connector, "_CONNECT_SECONDS", DEFAULTS[bulk_connector, "_CONNECT_SECONDS"])
         monkeypatch.setattr(BulkRoute, "_endpoint_of", lambda *_: parse_endpoint(address))
         with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
             client.wait_until_connected(60)
@@ -322,10 +323,10 @@ def test_attempts_are_bounded(server: ServerProcess, client: Client, monkeypatch
     """A load whose frames always arrive damaged fails after a few attempts, and pins nothing."""
     store_all(client)
     asked = count_asked(monkeypatch)
-    monkeypatch.setattr(streams.xxhash, "xxh3_64_intdigest", lambda _: 0)
-    with pytest.raises(streams.ChecksumMismatch):
+    monkeypatch.setattr(part_streams.xxhash, "xxh3_64_intdigest", lambda _: 0)
+    with pytest.raises(part_streams.ChecksumMismatch):
         client.load(KEYS, filled(len(KEYS), PART))
-    assert len(asked) == streams.ATTEMPTS
+    assert len(asked) == part_streams.ATTEMPTS
     server.wait_for(lambda status: not status.leases)
 
 

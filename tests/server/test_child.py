@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.server import child as child_module
-from kvtier.server.child import Backoff, Child
-from kvtier.server.child_main import MAX_MESSAGE_BYTES, SIZES_BYTES, pack, read_sizes, unpack
+from kvtier.server.process import child as child_module
+from kvtier.server.process.child import Backoff, Child
+from kvtier.server.process.child_main import MAX_MESSAGE_BYTES, SIZES_BYTES, pack, read_sizes, unpack
 
 _ECHO = """
 import os, sys, time
-from kvtier.server.child_main import connect
+from kvtier.server.process.child_main import connect
 channel = connect(int(sys.argv[1]))
 for header, payload in channel:
     if header.get("die"):
@@ -138,7 +138,7 @@ def test_a_child_that_hangs_is_killed() -> None:
 def test_a_child_dies_with_its_parent() -> None:
     """However the parent dies, and whatever the child is doing."""
     program = (
-        "import asyncio\nfrom kvtier.server.child import Child\n"
+        "import asyncio\nfrom kvtier.server.process.child import Child\n"
         "async def main():\n    child = await Child.start('echo')\n    child.send({'number': 1})\n"
         "    await anext(child.messages())\n    child.send({'hang': True})\n    await asyncio.sleep(0.1)\n"
         "    print(child.pid, flush=True)\n    await asyncio.sleep(600)\nasyncio.run(main())"

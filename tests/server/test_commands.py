@@ -21,8 +21,9 @@ from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, KVTierError, StoreStatus
 from kvtier.protos.v1 import admin_pb2
-from kvtier.server import cli, status
+from kvtier.server import cli
 from kvtier.server.commands.rates import rates
+from kvtier.server.telemetry import status
 
 PART = 64 << 10
 ASK = ("status", "top", "tiers", "sessions", "leases", "handoffs", "explain r", "evict --all", "drain", "fsck --online")

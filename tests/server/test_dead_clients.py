@@ -19,8 +19,8 @@ from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, KeyStatus, StoreStatus
-from kvtier.protos.packed import unpack_offsets
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import unpack_offsets
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -33,8 +33,9 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 from harness.patience import patience
 from harness.payloads import key_of, namespace_of
-from kvtier.client import Client, keeper
-keeper._SILENT_INTERVALS = 10_000  # it is to be killed, or cut off, and not to give up
+from kvtier.client import Client
+from kvtier.client.session import connection
+connection._SILENT_INTERVALS = 10_000  # it is to be killed, or cut off, and not to give up
 keys = [key_of(number) for number in range(16)]
 with patience(), Client(sys.argv[2], namespace=namespace_of(1 << 20), name="writer", transport=sys.argv[3]) as client:
     client.wait_until_connected(60)

@@ -11,12 +11,12 @@ from harness.certificates import Authority, Pair
 from harness.command_line import answer_of, kvtier
 
 from kvtier.protos.endpoint import parse_endpoint
-from kvtier.server.config import AuthConfig, Config, TierConfig, TlsConfig
+from kvtier.server.access import Trust, TrustError
+from kvtier.server.auth.tokens import entry_text, hash_of
+from kvtier.server.config.schema import AuthConfig, Config, TierConfig, TlsConfig
 from kvtier.server.doctor.finding import Finding, Scene, Verdict
 from kvtier.server.doctor.tier_checks import tiers
 from kvtier.server.doctor.trust_checks import trust
-from kvtier.server.tokens import entry_text, hash_of
-from kvtier.server.trust import Trust, TrustError
 
 LONG = (-1, 100)
 TOKEN = entry_text("me", hash_of("t"), "acme", ["engine"], shared_memory=False)

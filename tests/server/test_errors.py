@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtier.server.errors import RefusalInterceptor, Refused
+from kvtier.server.rpc.interceptor import RefusalInterceptor, Refused
 
 SOON = 30.0
 """Seconds that a busy machine may take to notice; what is not noticed waits for a minute, or for ever."""

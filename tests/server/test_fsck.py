@@ -9,12 +9,12 @@ import pytest
 from contracts.secondary_tier import DONE, MIB, SPACE, content, full
 from harness.launch import launch
 
-from kvtier.server import fsck
 from kvtier.server.cli import main
+from kvtier.server.tier_host import offline_fsck
 from kvtier.tiers.base import SecondaryTier
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.disk_format import PAGE_BYTES, Record
-from kvtier.tiers.lmdb import LMDBTier
+from kvtier.tiers.disk.format import PAGE_BYTES, Record
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.lmdb.tier import LMDBTier
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -60,7 +60,7 @@ def run(config: Path, *arguments: str) -> int:
 
 def test_sound(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sound tiers are counted and end in 0."""
-    assert run(config) == fsck.EXIT_CLEAN == 0
+    assert run(config) == offline_fsck.EXIT_CLEAN == 0
     lmdb, disk = capsys.readouterr().out.splitlines()
     assert lmdb.startswith("lmdb: 10 blocks, ")
     assert disk.startswith("disk: 10 blocks, ")
@@ -72,12 +72,12 @@ def test_damage_and_repair(config: Path, capsys: pytest.CaptureFixture[str]) -> 
     """Damage ends in 1 as often as it is looked at, in 3 when it is repaired, and in 0 afterwards."""
     damage_a_block(config)
     for _ in range(2):
-        assert run(config) == fsck.EXIT_DAMAGED == 1
+        assert run(config) == offline_fsck.EXIT_DAMAGED == 1
         out = capsys.readouterr().out
         assert f"disk: {SPACE.hex()} {b'3'.hex()}: its bytes are not those that were stored\n" in out
         assert "disk: 10 blocks" in out
         assert "1 damaged" in out
-    assert run(config, "--repair") == fsck.EXIT_REPAIRED == 3
+    assert run(config, "--repair") == offline_fsck.EXIT_REPAIRED == 3
     assert "quarantined" in capsys.readouterr().out
     assert run(config) == 0
     assert "disk: 9 blocks" in capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_no_directory(
         tier = f'tiers = [{{type = "disk", path = "{data}/nvme", size = "1GiB"}}]'
         file.write_text(f'data_dir = "{data}"' if given == "file" else f'data_dir = "{tmp_path}"\n{tier}')
         arguments += ["--config", str(file)]
-    assert main(arguments) == fsck.EXIT_UNCHECKED
+    assert main(arguments) == offline_fsck.EXIT_UNCHECKED
     assert f"not checked: there is no directory {data}: no server has run with it" in capsys.readouterr().out
     assert not data.exists()
 
@@ -185,7 +185,7 @@ def test_a_directory_that_is_no_store(config: Path, capsys: pytest.CaptureFixtur
     shutil.rmtree(directory)
     with lmdb.open(str(directory)) as env, env.begin(write=True) as txn:
         txn.put(b"their", b"data")
-    assert run(config) == fsck.EXIT_UNCHECKED == 4
+    assert run(config) == offline_fsck.EXIT_UNCHECKED == 4
     out = capsys.readouterr().out
     assert "lmdb: not checked: " in out
     assert "disk: 10 blocks" in out

@@ -22,7 +22,7 @@ from harness.traffic import wait_connected
 from kvtier.client import Client, DurableStatus, KeyStatus
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 from kvtier.server.cli import main
-from kvtier.server.namespaces import namespace_spec
+from kvtier.server.rpc.namespaces import namespace_spec
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -265,7 +265,7 @@ def test_nothing_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 CHECKS = """
 from harness.bad_tiers import BadTier
-from kvtier.tiers.fsck import Finding, Slice
+from kvtier.tiers.storage.fsck import Finding, Slice
 
 class None_(BadTier):
     pass

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from kvtier.server.garbage import OldGarbage
+from kvtier.server.process.gc_tuning import OldGarbage
 
 
 class Cycle:
@@ -36,7 +36,7 @@ def test_the_old_are_collected(calls_per_second: int, expected: int) -> None:
 def test_collections_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are made as seldom as their share of the time asks for, also where nobody calls."""
     clock = iter([0.0, 0.5] * 3)
-    monkeypatch.setattr("kvtier.server.garbage.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("kvtier.server.process.gc_tuning.time.perf_counter", lambda: next(clock))
     garbage = OldGarbage(0.0)
     assert [second for second in range(1, 2200) if garbage.tick(second, 0)] == [60, 1060, 2060]
 

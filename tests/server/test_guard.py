@@ -13,10 +13,10 @@ import pytest
 from contracts.tier import CORRUPT, DONE, FAILED, MIB, MISSING, SPACE, content, empty, full, held
 from harness.bad_tiers import ERRORS, HONEST_ENTRY, BadTier
 
-from kvtier.server import guard
-from kvtier.server.guard import GuardedTier
-from kvtier.server.tierthreads import Line, TierThreads
-from kvtier.server.worker import TierWorker
+from kvtier.server.tier_host import guard
+from kvtier.server.tier_host.guard import GuardedTier
+from kvtier.server.tier_host.threads import Line, TierThreads
+from kvtier.server.tier_host.worker import TierWorker
 from kvtier.tiers.base import BlockBytes, OffloadPolicy, Outcome, RequestInfo, Vote
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

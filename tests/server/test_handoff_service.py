@@ -10,19 +10,19 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from harness.payloads import key_of
 
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import handoff_pb2
-from kvtier.server.config import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
-from kvtier.server.edge import Edge
-from kvtier.server.errors import Refused
+from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
+from kvtier.server.rpc.interceptor import Refused
+from kvtier.server.rpc.request_checks import Edge
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.handoff import HandoffService
-from kvtier.tiers.answers import Session, StoreStatus
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.blocks import NamespaceSpec
+from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.core.handoff_notes import ClaimOutcome
+from kvtier.tiers.core.leases import KeyStatus
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, UnknownSession
-from kvtier.tiers.handoff_notes import ClaimOutcome
-from kvtier.tiers.leases import KeyStatus
+from kvtier.tiers.types import Session, StoreStatus
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
 HOLD = handoff_pb2.HoldRef(engine_id="e", request_id="r")

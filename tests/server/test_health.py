@@ -11,9 +11,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvtier.server import app
-from kvtier.server.errors import RefusalInterceptor
-from kvtier.server.health import Health, tier_service
-from kvtier.tiers.stats import ManagerStats, TierStats
+from kvtier.server.rpc.interceptor import RefusalInterceptor
+from kvtier.server.telemetry.health import Health, tier_service
+from kvtier.tiers.stats.snapshots import ManagerStats, TierStats
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

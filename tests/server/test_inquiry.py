@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.protos.credentials import Credentials, CredentialsError
 from kvtier.protos.endpoint import parse_endpoint
-from kvtier.server.commands.inquiry import explain
+from kvtier.server.commands.admin_client import explain
 
 SOCKET, ADDRESS = "unix:/run/kvtier/kvtier.sock", "10.0.0.7:7450"
 EXPIRED = (

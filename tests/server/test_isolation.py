@@ -16,8 +16,8 @@ from rich.console import Console
 
 from kvtier.client import Client, DurableStatus, InvalidRequest, KeyStatus, StoreStatus, Timeouts
 from kvtier.protos.endpoint import parse_endpoint
-from kvtier.server import status
 from kvtier.server.commands import status as status_command
+from kvtier.server.telemetry import status
 
 PART = 16 << 10
 REGION = 16 * MIB

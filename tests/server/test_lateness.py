@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 
-from kvtier.server.loop_lag import Lateness, watch_loop
+from kvtier.server.telemetry.loop_lag import Lateness, watch_loop
 
 
 def test_the_worst_of_the_last_seconds() -> None:

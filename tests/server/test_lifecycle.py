@@ -22,7 +22,7 @@ from harness.payloads import namespace_of
 from harness.traffic import PART, assert_stored, store, wait_connected
 
 from kvtier.client import Client
-from kvtier.server.drainage import DRAIN_SECONDS
+from kvtier.server.drain import DRAIN_SECONDS
 
 MIB = 1 << 20
 
@@ -58,7 +58,7 @@ class TestStart:
     def test_imports(self) -> None:
         """The whole server is imported without numpy, torch and engines."""
         code = (
-            "import sys, kvtier.server.app, kvtier.server.cli, kvtier.tiers.lmdb\n"
+            "import sys, kvtier.server.app, kvtier.server.cli, kvtier.tiers.lmdb.tier\n"
             "print([name for name in ('numpy', 'torch', 'transformers', 'vllm') if name in sys.modules])"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -24,13 +24,13 @@ from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client
 from kvtier.client.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
-from kvtier.client.local_calls import MAX_IDLE
+from kvtier.client.session.socket_calls import MAX_IDLE
 from kvtier.client.timeouts import Timeouts
-from kvtier.protos.attach import REPLY_BYTES, Purpose, pack_request, unpack_reply
-from kvtier.protos.local_calls import STATUS_OF_CODE, pack_call, unpack_answer, unpack_length
-from kvtier.protos.reasons import reason_within
+from kvtier.protos.error_reasons import reason_within
 from kvtier.protos.v1 import cache_pb2, common_pb2
-from kvtier.server.local_calls import _begin
+from kvtier.protos.wire.attach import REPLY_BYTES, Purpose, pack_request, unpack_reply
+from kvtier.protos.wire.call_frames import STATUS_OF_CODE, pack_call, unpack_answer, unpack_length
+from kvtier.server.rpc.socket_calls import _begin
 
 PART = 64 << 10
 NAMESPACE = namespace_of(PART)

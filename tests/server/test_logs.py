@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import structlog
 
-from kvtier.server import logs
-from kvtier.server.config import LogConfig
+from kvtier.server.config.schema import LogConfig
+from kvtier.server.telemetry import logs
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_stalled_reader() -> None:
 def test_last_lines() -> None:
     """What was logged before the end of the process is written, an uncaught exception included."""
     code = (
-        "from kvtier.server import logs; from kvtier.server.config import LogConfig\n"
+        "from kvtier.server import logs; from kvtier.server.config.schema import LogConfig\n"
         "logs.configure(LogConfig()); log = logs.get_logger('x')\n"
         "for _ in range(500): log.info('line')\n"
         "raise ValueError('end')"
@@ -167,7 +167,7 @@ def test_last_lines() -> None:
 def test_unread_pipe() -> None:
     """A process whose log nobody reads goes on, and ends."""
     code = (
-        "from kvtier.server import logs; from kvtier.server.config import LogConfig\n"
+        "from kvtier.server import logs; from kvtier.server.config.schema import LogConfig\n"
         "logs.configure(LogConfig()); log = logs.get_logger('x')\n"
         "for _ in range(20000): log.info('x' * 100)\n"
         "print('done', flush=True)"

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvtier.server.metrics_http import MetricsServer, MetricsServerError, on_loop
-from kvtier.server.status_page import SECURITY_HEADERS
+from kvtier.server.telemetry.http import MetricsServer, MetricsServerError, on_loop
+from kvtier.server.telemetry.status_page import SECURITY_HEADERS
 
 REGISTRY = CollectorRegistry()
 

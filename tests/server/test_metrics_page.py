@@ -14,7 +14,7 @@ from harness.traffic import PART, wait_connected
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.client import Client
-from kvtier.server.metrics_table import METRICS, Kind
+from kvtier.server.telemetry.definitions import METRICS, Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = '[tenants.acme]\nquota = "25%"\nlimit = "50%"\n'

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness.launch import launch
 
-from kvtier.server.notify import ServiceManager
+from kvtier.server.process.systemd import ServiceManager
 
 
 @pytest.fixture

@@ -22,14 +22,14 @@ from harness.raw import RawSession
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, StoreStatus
-from kvtier.protos import plain
-from kvtier.protos.attach import REPLY_BYTES, Purpose, pack_request, unpack_reply
-from kvtier.protos.local_calls import pack_call, unpack_answer, unpack_length
 from kvtier.protos.v1 import common_pb2, transfer_pb2
-from kvtier.server.bulk import control as control_module
-from kvtier.server.bulk import plain as plain_module
-from kvtier.server.bulk.control import Control
-from kvtier.server.bulk.plain import PlainServer
+from kvtier.protos.wire import tcp_frames
+from kvtier.protos.wire.attach import REPLY_BYTES, Purpose, pack_request, unpack_reply
+from kvtier.protos.wire.call_frames import pack_call, unpack_answer, unpack_length
+from kvtier.server.bulk import client as control_module
+from kvtier.server.bulk import tcp_streams as plain_module
+from kvtier.server.bulk.client import Control
+from kvtier.server.bulk.tcp_streams import PlainServer
 
 PART = 64 << 10
 NAMESPACE = namespace_of(PART)
@@ -237,7 +237,7 @@ def test_who_asks_for_nothing_makes_room(plain_server: Any) -> None:
 def test_a_request_that_trickles(plain_server: Any) -> None:
     """A request that does not come to its end holds no thread for long, however often a little of it comes."""
     with socket.create_connection(("127.0.0.1", plain_server.port), TIMEOUT) as connection:
-        connection.sendall(plain.pack_request(plain.Method.PUSH, bytes(1000))[:20])
+        connection.sendall(tcp_frames.pack_request(tcp_frames.Method.PUSH, bytes(1000))[:20])
         with pytest.raises(ConnectionError):  # noqa: PT012 - one of many sends
             for _ in range(int(TIMEOUT / 0.1)):
                 connection.sendall(b"x")

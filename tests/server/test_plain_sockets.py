@@ -21,16 +21,16 @@ from harness.payloads import assert_serves, filled, is_payload, key_of, namespac
 from harness.raw import RawSession
 from harness.server_process import MIB, ServerProcess
 
-from kvtier.client import Client, DeadlineExceeded, StoreStatus, streams
+from kvtier.client import Client, DeadlineExceeded, StoreStatus, part_streams
 from kvtier.client.effects import Pull
-from kvtier.client.link import Link
-from kvtier.client.plain import PlainStreams
-from kvtier.cuda.copy import address_of
-from kvtier.protos import plain
-from kvtier.protos.frames import encode_push_frame
+from kvtier.client.session.session import Link
+from kvtier.client.transport.tcp_streams import PlainStreams
+from kvtier.cuda.host.copy import address_of
 from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
-from kvtier.server.bulk import plain as plain_module
-from kvtier.server.bulk.plain import PlainServer
+from kvtier.protos.wire import tcp_frames
+from kvtier.protos.wire.grpc_frames import encode_push_frame
+from kvtier.server.bulk import tcp_streams as plain_module
+from kvtier.server.bulk.tcp_streams import PlainServer
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -88,13 +88,13 @@ def prepare(session: RawSession, keys: list[bytes]) -> int:
 def push_of(session: RawSession, store_id: int) -> bytes:
     """Returns the begin of a Push."""
     request = transfer_pb2.PushRequest(session=session.ref, store_id=store_id)
-    return plain.pack_request(plain.Method.PUSH, request.SerializeToString())
+    return tcp_frames.pack_request(tcp_frames.Method.PUSH, request.SerializeToString())
 
 
 def frame_of(data: bytes, offset: int = 0, checksum: int | None = None) -> bytes:
     """Returns a frame."""
     checksum = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
-    return plain.pack_frame_head(offset, len(data), checksum) + data
+    return tcp_frames.pack_frame_head(offset, len(data), checksum) + data
 
 
 def damaged_head(frame: bytes) -> bytes:
@@ -108,12 +108,12 @@ def refusal_of(connection: socket.socket, *, skip: int = 0) -> str:
     with contextlib.suppress(ConnectionResetError):  # it hangs up on what it has not read
         while piece := connection.recv(65536):
             data += piece
-    head = data[skip : skip + plain.ANSWER_BYTES]
-    granted, nbytes = plain.unpack_answer(head)
+    head = data[skip : skip + tcp_frames.ANSWER_BYTES]
+    granted, nbytes = tcp_frames.unpack_answer(head)
     assert not granted
-    message = data[skip + plain.ANSWER_BYTES :]
+    message = data[skip + tcp_frames.ANSWER_BYTES :]
     assert len(message) == nbytes
-    return plain.unpack_refusal(message)[0]
+    return tcp_frames.unpack_refusal(message)[0]
 
 
 def kill_bulk(server: ServerProcess) -> None:
@@ -178,7 +178,7 @@ def test_a_load_goes_on_where_it_broke(
     keys = fresh(f"load {what}")
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
     taken: list[int] = []
-    original = streams.Sink.took
+    original = part_streams.Sink.took
 
     def took(sink: Any, head: Any, views: Any) -> None:
         original(sink, head, views)
@@ -186,7 +186,7 @@ def test_a_load_goes_on_where_it_broke(
         if len(taken) == 8:
             BREAKS[what](server, calls)
 
-    monkeypatch.setattr(streams.Sink, "took", took)
+    monkeypatch.setattr(part_streams.Sink, "took", took)
     buffers = filled(len(keys), PART)
     assert client.load(keys, buffers) == len(keys)
     assert all(is_payload(key, found) for key, found in zip(keys, buffers, strict=True))
@@ -200,7 +200,7 @@ def test_a_store_goes_on_where_it_broke(
     """When process or connection end in mid-store, what the server has is not sent again, but for the last few frames."""
     keys = fresh(f"store {what}")
     starts: list[int] = []
-    original, original_frames = streams.Source.pieces, streams.Source.frames
+    original, original_frames = part_streams.Source.pieces, part_streams.Source.frames
 
     def pieces(source: Any, start: int, step: int) -> Iterator[Any]:
         starts.append(start)
@@ -214,8 +214,8 @@ def test_a_store_goes_on_where_it_broke(
         starts.append(start)
         return original_frames(source, start, step, complete=complete)
 
-    monkeypatch.setattr(streams.Source, "pieces", pieces)
-    monkeypatch.setattr(streams.Source, "frames", frames)
+    monkeypatch.setattr(part_streams.Source, "pieces", pieces)
+    monkeypatch.setattr(part_streams.Source, "frames", frames)
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
     assert starts[0] == 0
     assert len(starts) == 2
@@ -233,8 +233,8 @@ def test_what_is_shown_is_the_way_that_was_taken_last(
 
     def push_plainly(key: bytes) -> int:
         store_id = prepare(session, [key])
-        connection.sendall(push_of(session, store_id) + frame_of(data) + plain.pack_frame_head(0, 0, 0))
-        granted, nbytes = plain.unpack_answer(connection.recv(plain.ANSWER_BYTES, socket.MSG_WAITALL))
+        connection.sendall(push_of(session, store_id) + frame_of(data) + tcp_frames.pack_frame_head(0, 0, 0))
+        granted, nbytes = tcp_frames.unpack_answer(connection.recv(tcp_frames.ANSWER_BYTES, socket.MSG_WAITALL))
         assert granted
         connection.recv(nbytes, socket.MSG_WAITALL)
         return store_id
@@ -313,11 +313,11 @@ REFUSED: dict[str, tuple[Callable[[RawSession, int], bytes], str]] = {
     "unknown store": (lambda s, _: push_of(s, 4711), "STORE_NOT_FOUND"),
     "beyond the end": (lambda s, i: push_of(s, i) + frame_of(b"x", 2 * PART), "WRONG_SIZE"),
     "far beyond the end": (lambda s, i: push_of(s, i) + frame_of(b"x", 2**64 - 1), "WRONG_SIZE"),
-    "longer than the store": (lambda s, i: push_of(s, i) + plain.pack_frame_head(0, 2**63, 0), "WRONG_SIZE"),
+    "longer than the store": (lambda s, i: push_of(s, i) + tcp_frames.pack_frame_head(0, 2**63, 0), "WRONG_SIZE"),
     "damaged head": (lambda s, i: push_of(s, i) + damaged_head(frame_of(b"x" * 100)), "CHECKSUM_MISMATCH"),
     "damaged": (lambda s, i: push_of(s, i) + frame_of(b"x" * 100, 0, 1), "CHECKSUM_MISMATCH"),
-    "no message": (lambda *_: plain.pack_request(plain.Method.PUSH, b"\xff" * 9), "INVALID_ARGUMENT"),
-    "no session": (lambda *_: plain.pack_request(plain.Method.PUSH, b""), "STALE_EPOCH"),
+    "no message": (lambda *_: tcp_frames.pack_request(tcp_frames.Method.PUSH, b"\xff" * 9), "INVALID_ARGUMENT"),
+    "no session": (lambda *_: tcp_frames.pack_request(tcp_frames.Method.PUSH, b""), "STALE_EPOCH"),
 }
 
 
@@ -337,9 +337,9 @@ def test_bytes_that_come_twice_complete_nothing(session: RawSession, connection:
     store_id = prepare(session, fresh("twice", 2))
     request = transfer_pb2.PushRequest(session=session.ref, store_id=store_id, complete=True)
     frame = frame_of(b"\xee" * PART)
-    connection.sendall(plain.pack_request(plain.Method.PUSH, request.SerializeToString()) + 2 * frame)
-    connection.sendall(plain.pack_frame_head(0, 0, 0))
-    granted, nbytes = plain.unpack_answer(connection.recv(plain.ANSWER_BYTES, socket.MSG_WAITALL))
+    connection.sendall(tcp_frames.pack_request(tcp_frames.Method.PUSH, request.SerializeToString()) + 2 * frame)
+    connection.sendall(tcp_frames.pack_frame_head(0, 0, 0))
+    granted, nbytes = tcp_frames.unpack_answer(connection.recv(tcp_frames.ANSWER_BYTES, socket.MSG_WAITALL))
     assert granted
     answer = transfer_pb2.PushResponse.FromString(connection.recv(nbytes, socket.MSG_WAITALL))
     assert (answer.received_bytes, answer.completed) == (2 * PART, False)
@@ -373,8 +373,8 @@ def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pulls_that_are_refused(session: RawSession, connection: socket.socket) -> None:
     """A lease that there is not is a refusal behind the end of no frames."""
     request = transfer_pb2.PullRequest(session=session.ref, lease_id=4711, items=[0])
-    connection.sendall(plain.pack_request(plain.Method.PULL, request.SerializeToString()))
-    assert refusal_of(connection, skip=plain.FRAME_HEAD_BYTES) == "LEASE_NOT_FOUND"
+    connection.sendall(tcp_frames.pack_request(tcp_frames.Method.PULL, request.SerializeToString()))
+    assert refusal_of(connection, skip=tcp_frames.FRAME_HEAD_BYTES) == "LEASE_NOT_FOUND"
 
 
 @pytest.mark.parametrize(
@@ -403,8 +403,8 @@ def test_a_reader_that_stands_still(server: ServerProcess, session: RawSession, 
     before = own_bytes(bulk_pid(server.pid))
     items = [*range(len(keys))] * 30
     request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease.lease_id, items=items)
-    connection.sendall(plain.pack_request(plain.Method.PULL, request.SerializeToString()))
-    assert plain.unpack_frame_head(connection.recv(plain.FRAME_HEAD_BYTES, socket.MSG_WAITALL)).nbytes == PART
+    connection.sendall(tcp_frames.pack_request(tcp_frames.Method.PULL, request.SerializeToString()))
+    assert tcp_frames.unpack_frame_head(connection.recv(tcp_frames.FRAME_HEAD_BYTES, socket.MSG_WAITALL)).nbytes == PART
     time.sleep(0.5)
     assert own_bytes(bulk_pid(server.pid)) < before + 32 * MIB
     release = cache_pb2.ReleaseLeaseRequest(session=session.ref, lease_ids=[lease.lease_id])
@@ -426,7 +426,7 @@ def test_a_server_that_trickles_does_not_move_the_deadline() -> None:
         thread.start()
         streams_over = PlainStreams("127.0.0.1", listener.getsockname()[1])
         memory = bytearray(PART)
-        sink = streams.Sink([address_of(memory)[0]], [PART])
+        sink = part_streams.Sink([address_of(memory)[0]], [PART])
         link = Link(common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "")
         pull = Pull(link, transfer_pb2.PullRequest(), sink.take, 1.0, sink)
         started = time.monotonic()

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.server import render
-from kvtier.server.config import Config
-from kvtier.server.settings import SETTINGS, TIER_SETTINGS
-from kvtier.server.sources import load
-from kvtier.server.units import GIB, MIB
+from kvtier.server.config import render
+from kvtier.server.config.fields import SETTINGS, TIER_SETTINGS
+from kvtier.server.config.loader import load
+from kvtier.server.config.schema import Config
+from kvtier.server.config.units import GIB, MIB
 
 ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
 

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1.cache_pb2 import PrepareStoreRequest
-from kvtier.server.config import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
-from kvtier.server.edge import Edge
+from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
+from kvtier.server.rpc.request_checks import Edge
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
-from kvtier.tiers.answers import Session, StoreStatus
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.rules import vote
+from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.negotiation import vote
+from kvtier.tiers.types import Session, StoreStatus
 
 REGION = 64 << 10
 PART = 4096
@@ -208,7 +208,7 @@ def test_a_tier_is_back_however_late_the_server_is(monkeypatch: pytest.MonkeyPat
 def test_a_slice_that_fails_is_no_end_of_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is logged and counted, the rest is done later, and what happens meanwhile does not have it tried at once."""
     monkeypatch.setattr("kvtier.server.runtime._AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr("kvtier.tiers.primary.SLICE", 4)
+    monkeypatch.setattr("kvtier.tiers.core.cpu_tier.SLICE", 4)
     logged: list[str] = []
     counted: list[str] = []
 

@@ -21,17 +21,17 @@ sys.path.insert(0, sys.argv[1])
 from harness.bulk import wait_for_bulk
 from harness.patience import patience
 from harness.payloads import filled, is_payload, key_of, namespace_of, payload
-from kvtier.client import Client, KVTierError, streams
+from kvtier.client import Client, KVTierError, part_streams
 MIB = 1 << 20
 keys = [key_of(number, salt=sys.argv[3]) for number in range(16)]
 taken = []
-original = streams.Sink.take
+original = part_streams.Sink.take
 def take(sink, message):
     original(sink, message)
     taken.append(len(message))
     if len(taken) == 4:
         print("loading now", flush=True)
-streams.Sink.take = take
+part_streams.Sink.take = take
 with patience(), Client(sys.argv[2], namespace=namespace_of(MIB), name="far", transport="grpc") as client:
     client.wait_until_connected(60)
     wait_for_bulk(client)

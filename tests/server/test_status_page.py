@@ -15,9 +15,9 @@ from harness.launch import launch
 from prometheus_client import CollectorRegistry
 
 from kvtier.protos.v1.admin_pb2 import GetStatusResponse, MissCount, MissReason, TierStatus
-from kvtier.server import status_page
-from kvtier.server.metrics_http import MetricsServer
-from kvtier.server.status_page import SECURITY_HEADERS, StatusPage
+from kvtier.server.telemetry import status_page
+from kvtier.server.telemetry.http import MetricsServer
+from kvtier.server.telemetry.status_page import SECURITY_HEADERS, StatusPage
 
 FOLDER = Path(status_page.__file__).parent / "page"
 FILES = sorted(FOLDER.iterdir())

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from harness.payloads import namespace_of
 
-from kvtier.server.config import Admission, ConfigError, Eviction
-from kvtier.server.namespaces import namespace_spec, tenant_tag
-from kvtier.server.render import to_json, to_toml
-from kvtier.server.sources import Loaded, load
-from kvtier.server.tenants import keeping_of
-from kvtier.server.units import MIB
-from kvtier.tiers.admission import ADMISSION, DEFAULT_ADMISSION
-from kvtier.tiers.policies import DEFAULT_POLICY, POLICIES
+from kvtier.server.config.loader import Loaded, load
+from kvtier.server.config.render import to_json, to_toml
+from kvtier.server.config.schema import Admission, ConfigError, Eviction
+from kvtier.server.config.tenants import keeping_of
+from kvtier.server.config.units import MIB
+from kvtier.server.rpc.namespaces import namespace_spec, tenant_tag
+from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
+from kvtier.tiers.eviction.admission import ADMISSION, DEFAULT_ADMISSION
 
 BASE = 'region_size = "64MiB"\ntiers = [{type = "lmdb", size = "100MiB"}]\n'
 
@@ -94,7 +94,7 @@ def test_what_is_refused_and_how_that_is_said(tmp_path: Path, text: str, message
 
 def test_two_tenants_with_one_tag_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their blocks could not be told apart."""
-    monkeypatch.setattr("kvtier.server.tenants.tenant_tag", lambda _: b"same")
+    monkeypatch.setattr("kvtier.server.config.tenants.tenant_tag", lambda _: b"same")
     with pytest.raises(ConfigError, match="same tag"):
         read(tmp_path, '[tenants.a]\nquota = "1%"\n[tenants.b]\nquota = "1%"')
 

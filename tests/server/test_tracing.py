@@ -21,9 +21,9 @@ from harness.traffic import PART, assert_stored, store
 
 from kvtier.client import Client
 from kvtier.protos.v1 import cache_pb2, common_pb2
-from kvtier.server.config import ConfigError, TracingConfig
-from kvtier.server.sources import load
-from kvtier.server.tracing import TracingError, open_tracing
+from kvtier.server.config.loader import load
+from kvtier.server.config.schema import ConfigError, TracingConfig
+from kvtier.server.telemetry.tracing import TracingError, open_tracing
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.server import machine
-from kvtier.server.units import GIB, MIB, format_duration, format_size, human_size, parse_duration, parse_size
+from kvtier.server.config import machine
+from kvtier.server.config.units import GIB, MIB, format_duration, format_size, human_size, parse_duration, parse_size
 
 TOO_LARGE = ["8388608TiB", "8388608.0TiB", "9" * 400 + ".5", "9" * 5000, 2**63, 1 << 24_000]
 TOO_LONG = ["106752d", "9" * 400 + "s", 1e10, 1 << 24_000]

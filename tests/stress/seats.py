@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.client import AsyncClient, Client, Timeouts
-from kvtier.client.link import Link
+from kvtier.client.session.session import Link
 from stress.shape import Field
 
 __all__ = ["TIMEOUTS", "Blocking", "Seat", "Seats"]

@@ -4,13 +4,13 @@ import pytest
 from simulation import EXTENT, ModelTier
 from test_core import GRANTED, Rig, keys
 
-from kvtier.tiers.admission import SecondUse
-from kvtier.tiers.answers import DurableStatus
 from kvtier.tiers.base import OffloadPolicy, RequestInfo, Vote
-from kvtier.tiers.commands import StoreInTier
-from kvtier.tiers.history import MissReason
-from kvtier.tiers.keeping import Keeping
-from kvtier.tiers.manager import TierManager
+from kvtier.tiers.core.commands import StoreInTier
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import Keeping
+from kvtier.tiers.eviction.admission import SecondUse
+from kvtier.tiers.stats.eviction_history import MissReason
+from kvtier.tiers.types import DurableStatus
 
 
 class Choosy(Rig):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.answers import DurableStatus, StoreStatus
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
-from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
-from kvtier.tiers.history import MissReason
-from kvtier.tiers.leases import KeyStatus, Lease
-from kvtier.tiers.manager import TierManager
-from kvtier.tiers.stats import TierStats
+from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.core.commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.core.leases import KeyStatus, Lease
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.stats.eviction_history import MissReason
+from kvtier.tiers.stats.snapshots import TierStats
+from kvtier.tiers.types import DurableStatus, StoreStatus
 
 SPACE = NamespaceId(b"n" * 16)
 SPEC = NamespaceSpec(SPACE, world_size=1, part_bytes=(4096,))

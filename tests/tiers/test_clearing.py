@@ -6,12 +6,12 @@ import pytest
 from simulation import EXTENT, ModelTier
 from test_core import HIT, MISS, Rig, keys
 
-from kvtier.tiers import clearing
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.clearing import Clearing, Wanted
-from kvtier.tiers.commands import RemoveFromTier, WorkLeft
-from kvtier.tiers.history import MissReason
+from kvtier.tiers.core import bulk_eviction
+from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.core.bulk_eviction import Clearing, Wanted
+from kvtier.tiers.core.commands import RemoveFromTier, WorkLeft
+from kvtier.tiers.stats.eviction_history import MissReason
 
 SLOT = 4096
 OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(SLOT,))
@@ -203,7 +203,7 @@ def test_more_than_there_is() -> None:
 @pytest.mark.parametrize("tier", [CPU, BELOW])
 def test_what_goes_meanwhile_is_not_evicted_again(monkeypatch: pytest.MonkeyPatch, tier: int) -> None:
     """It was there when the walk began, and went for another reason: it is neither counted nor taken off the books twice."""
-    monkeypatch.setattr(clearing, "SLICE", 1)
+    monkeypatch.setattr(bulk_eviction, "SLICE", 1)
     rig = stocked(1, 2, 3, tier=ModelTier("near", 1 << 20))
     cleared = rig.core.evict(Wanted([tier]))
     rig.core.work()
@@ -219,7 +219,7 @@ def test_what_goes_meanwhile_is_not_evicted_again(monkeypatch: pytest.MonkeyPatc
 
 def test_what_comes_meanwhile_does_not_go_beyond_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """There was less than was wanted when it was counted, and more by the time it goes: no more than was wanted goes."""
-    monkeypatch.setattr(clearing, "SLICE", 1)
+    monkeypatch.setattr(bulk_eviction, "SLICE", 1)
     rig = stocked(1, 2, 3)
     cleared = rig.core.evict(Wanted([CPU], max_bytes=4 * SLOT))
     for _ in range(3):  # the first walk
@@ -232,7 +232,7 @@ def test_what_comes_meanwhile_does_not_go_beyond_what_was_asked_for(monkeypatch:
 
 def test_what_the_cpu_tier_forgets_meanwhile_does_not_make_more_go_below(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was used in the CPU tier looks unused below as soon as it has left the CPU tier: no more than was wanted goes."""
-    monkeypatch.setattr(clearing, "SLICE", 1)
+    monkeypatch.setattr(bulk_eviction, "SLICE", 1)
     rig = stocked(*[1] * 8, tier=ModelTier("near", 1 << 20))
     rig.core.tick(100)
     rig.look_up(keys(4, 5, 6, 7), prefix=False)
@@ -247,7 +247,7 @@ def test_what_the_cpu_tier_forgets_meanwhile_does_not_make_more_go_below(monkeyp
 
 def test_very_much_goes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little at a time; what is stored or used meanwhile is none of its business; two wishes wait for each other."""
-    monkeypatch.setattr(clearing, "SLICE", 10)
+    monkeypatch.setattr(bulk_eviction, "SLICE", 10)
     rig = Rig(extents=2)
     names = keys(*range(EXTENT // SLOT))
     rig.store(names)
@@ -276,7 +276,7 @@ def test_very_much_goes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_can_be_left_at_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asked goes away: what has not gone stays, and the next wish is heard."""
-    monkeypatch.setattr(clearing, "SLICE", 2)
+    monkeypatch.setattr(bulk_eviction, "SLICE", 2)
     rig = stocked(*range(1, 7))
     cleared = rig.core.evict(Wanted([CPU]))
     rig.core.work()
@@ -289,7 +289,7 @@ def test_it_can_be_left_at_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_one_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is over, counts what has gone and nothing else, and the next wish is heard."""
-    monkeypatch.setattr(clearing, "SLICE", 2)
+    monkeypatch.setattr(bulk_eviction, "SLICE", 2)
     rig = stocked(*range(1, 7))
     cleared = rig.core.evict(Wanted([CPU]))
     rig.core.work()

@@ -3,10 +3,12 @@
 import pytest
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.answers import DurableStatus, Session, StoreStatus
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
-from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier, WorkLeft
+from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.core.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier, WorkLeft
+from kvtier.tiers.core.leases import KeyStatus
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import Keeping
 from kvtier.tiers.errors import (
     InvalidItem,
     InvalidKey,
@@ -16,9 +18,7 @@ from kvtier.tiers.errors import (
     StoreNotFound,
     UnknownSession,
 )
-from kvtier.tiers.keeping import Keeping
-from kvtier.tiers.leases import KeyStatus
-from kvtier.tiers.manager import TierManager
+from kvtier.tiers.types import DurableStatus, Session, StoreStatus
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096, 16384))
 HIT, MISS, PENDING = bytes([KeyStatus.HIT]), bytes([KeyStatus.MISS]), bytes([KeyStatus.HIT_PENDING])
@@ -177,7 +177,7 @@ def test_a_store_does_not_evict_the_prefix_that_it_found() -> None:
 
 def test_leases_of_one_session_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that never releases cannot grow the server; once it does, it may go on."""
-    monkeypatch.setattr("kvtier.tiers.lookups.MAX_LEASED_ITEMS", 4)
+    monkeypatch.setattr("kvtier.tiers.core.lookups.MAX_LEASED_ITEMS", 4)
     rig = Rig()
     rig.store(keys(0, 1))
     leases = [
@@ -366,7 +366,7 @@ def test_an_orderly_end_does_not_bring_back_what_a_tier_has_evicted() -> None:
 
 def test_requests_that_are_never_finished_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And fall with their session."""
-    monkeypatch.setattr("kvtier.tiers.requests.MAX_REQUESTS", 2)
+    monkeypatch.setattr("kvtier.tiers.core.requests.MAX_REQUESTS", 2)
     rig = Rig()
     for number in range(2):
         rig.core.begin_request(rig.session, RequestInfo(f"{number}", SPEC.id))

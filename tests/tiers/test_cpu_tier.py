@@ -25,15 +25,15 @@ from contracts.tier import (
     key,
 )
 
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.host.region import HostRegion
 from kvtier.server.runtime import extent_bytes_for
-from kvtier.tiers.answers import Session, StoreStatus
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
-from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import LeaseId, StoreId
+from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.core.commands import LeaseId, StoreId
+from kvtier.tiers.core.leases import KeyStatus
+from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.errors import CoreError
-from kvtier.tiers.leases import KeyStatus
-from kvtier.tiers.manager import TierManager
+from kvtier.tiers.types import Session, StoreStatus
 
 NEVER = 1e9
 HIT = bytes([KeyStatus.HIT])

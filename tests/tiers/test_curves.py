@@ -15,13 +15,13 @@ from simulation import ModelTier
 from test_core import SPEC, Rig
 
 from kvtier.tiers.base import NamespaceId, RequestInfo
-from kvtier.tiers.blocks import PRIVATE_KEY_PREFIX, NamespaceSpec
-from kvtier.tiers.curves import SCALES, Curves
-from kvtier.tiers.history import MissReason
-from kvtier.tiers.journal import Span
-from kvtier.tiers.keeping import CPU_TIER, Keeping
-from kvtier.tiers.manager import TierManager
-from kvtier.tiers.stack import Stack
+from kvtier.tiers.core.block import PRIVATE_KEY_PREFIX, NamespaceSpec
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import CPU_TIER, Keeping
+from kvtier.tiers.stats.eviction_history import MissReason
+from kvtier.tiers.stats.miss_ratio_curve import SCALES, Curves
+from kvtier.tiers.stats.request_log import Span
+from kvtier.tiers.stats.reuse_distance import Stack
 
 BLOCK = 4096
 NAMESPACE = NamespaceId(b"n" * 16)

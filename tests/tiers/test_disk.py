@@ -33,18 +33,18 @@ from contracts.secondary_tier import (
 )
 
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier, TierOpenError
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.disk_format import PAGE_BYTES, Record, Run
-from kvtier.tiers.disk_space import Space
-from kvtier.tiers.lmdb import LMDBTier
-from kvtier.tiers.lmdb_format import DamagedRecordError
+from kvtier.tiers.disk.format import PAGE_BYTES, Record, Run
+from kvtier.tiers.disk.free_space import Space
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.lmdb.format import DamagedRecordError
+from kvtier.tiers.lmdb.tier import LMDBTier
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 class TestDiskTier(SecondaryTierContract):
     child_source = """
-        from kvtier.tiers.disk import DiskTier
+        from kvtier.tiers.disk.tier import DiskTier
 
         def make(directory, size_bytes):
             return DiskTier("child", directory, size_bytes, "process")
@@ -600,7 +600,7 @@ def test_a_crash_between_data_and_index(tmp_path: Path) -> None:
     filled(tmp_path, 3)
     child = (
         "import os, sys; from pathlib import Path; from contracts.secondary_tier import *;"
-        "from kvtier.tiers.disk import DiskTier; tier = DiskTier('disk', Path(sys.argv[1]), 32 * MIB, 'process');"
+        "from kvtier.tiers.disk.tier import DiskTier; tier = DiskTier('disk', Path(sys.argv[1]), 32 * MIB, 'process');"
         "tier._store.index.put = lambda records: os._exit(7);"
         "tier.store([full(b'0', [bytes(70_000)]), full(b'new', [bytes(70_000)])])"
     )
@@ -622,7 +622,7 @@ def test_one_owner(tmp_path: Path) -> None:
     """A second process is refused, and told the directory and who has it."""
     tier = opened(tmp_path)
     child = (
-        "import sys; from pathlib import Path; from kvtier.tiers.disk import DiskTier;"
+        "import sys; from pathlib import Path; from kvtier.tiers.disk.tier import DiskTier;"
         "DiskTier('disk', Path(sys.argv[1]), 1 << 25, 'process')"
     )
     done = subprocess.run([sys.executable, "-c", child, str(tmp_path)], check=False, capture_output=True, text=True)

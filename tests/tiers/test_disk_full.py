@@ -10,8 +10,8 @@ import pytest
 from contracts.tier import DONE, MIB, MISSING, NO_SPACE, SPACE, content, empty, fetch, full, key
 
 from kvtier.tiers.base import SecondaryTier
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.lmdb import LMDBTier
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.lmdb.tier import LMDBTier
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -16,7 +16,7 @@ from harness.traffic import PART, assert_stored, store
 
 from kvtier.server.cli import main
 from kvtier.tiers.base import NamespaceId, SecondaryTier, TierDamagedError, TierInUseError
-from kvtier.tiers.fsck import check
+from kvtier.tiers.storage.fsck import check
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "third_party_tier"
 

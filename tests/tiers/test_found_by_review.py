@@ -7,16 +7,16 @@ from simulation import EXTENT, ModelTier
 from test_core import HIT, MISS, PENDING, SPEC, Rig, keys
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
-from kvtier.tiers.blocks import MAX_PART_SIZES, NamespaceSpec
-from kvtier.tiers.catalog import Catalog, CatalogEntry, EntryState
-from kvtier.tiers.commands import LoadFromTier, StoreInTier
+from kvtier.tiers.core.block import MAX_PART_SIZES, NamespaceSpec
+from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
+from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
+from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.errors import InvalidNamespace, LimitExceeded, NotOwner
-from kvtier.tiers.history import History, MissReason
-from kvtier.tiers.journal import MOST_SPANS
-from kvtier.tiers.lines import Lines
-from kvtier.tiers.manager import TierManager
-from kvtier.tiers.policies import LRU
-from kvtier.tiers.shares import TENANT_TAG_BYTES, Shares, Tenant
+from kvtier.tiers.eviction import LRU
+from kvtier.tiers.eviction.queues import Lines
+from kvtier.tiers.eviction.quotas import TENANT_TAG_BYTES, Shares, Tenant
+from kvtier.tiers.stats.eviction_history import History, MissReason
+from kvtier.tiers.stats.request_log import MOST_SPANS
 
 
 class Insisting(ModelTier):
@@ -140,7 +140,7 @@ def test_an_engine_of_another_namespace_is_another_engine() -> None:
 
 def test_a_request_too_many_is_unheard_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """B3.12: no tier hears of the beginning of what is refused; the end of an unannounced one is never refused."""
-    monkeypatch.setattr("kvtier.tiers.requests.MAX_REQUESTS", 1)
+    monkeypatch.setattr("kvtier.tiers.core.requests.MAX_REQUESTS", 1)
     near = ModelTier("near", 1 << 20)
     rig = Rig(near)
     begin(rig, "a")

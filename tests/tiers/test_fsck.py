@@ -20,13 +20,13 @@ from contracts.secondary_tier import (
 )
 
 from kvtier.tiers.base import TierError
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.disk_format import PAGE_BYTES
-from kvtier.tiers.disk_format import Record as DiskRecord
-from kvtier.tiers.fsck import Finding, check
-from kvtier.tiers.lmdb import LMDBTier
-from kvtier.tiers.lmdb_format import Record as LMDBRecord
-from kvtier.tiers.lmdb_format import chunk_key
+from kvtier.tiers.disk.format import PAGE_BYTES
+from kvtier.tiers.disk.format import Record as DiskRecord
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.lmdb.format import Record as LMDBRecord
+from kvtier.tiers.lmdb.format import chunk_key
+from kvtier.tiers.lmdb.tier import LMDBTier
+from kvtier.tiers.storage.fsck import Finding, check
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -6,16 +6,16 @@ import pytest
 from simulation import EXTENT, ModelTier
 from test_core import GRANTED, HIT, MISS, NO_ROOM, PENDING, SPEC, Rig, keys
 
-from kvtier.tiers.answers import Session
 from kvtier.tiers.base import NamespaceId, Outcome
-from kvtier.tiers.blocks import PRIVATE_KEY_PREFIX, NamespaceSpec
-from kvtier.tiers.commands import HoldChanged, LoadFromTier, StoreInTier
+from kvtier.tiers.core.block import PRIVATE_KEY_PREFIX, NamespaceSpec
+from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, StoreInTier
+from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
+from kvtier.tiers.core.holds import Claim, HandoffDirection, HandoffStats, Hold, HoldName, PublishStatus
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import Keeping
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidItem, InvalidKey, LimitExceeded
-from kvtier.tiers.handoffs import EXPIRY_MARGIN_SECONDS
-from kvtier.tiers.holds import Claim, HandoffDirection, HandoffStats, Hold, HoldName, PublishStatus
-from kvtier.tiers.keeping import Keeping
-from kvtier.tiers.manager import TierManager
-from kvtier.tiers.shares import Tenant
+from kvtier.tiers.eviction.quotas import Tenant
+from kvtier.tiers.types import Session
 
 NO_STATUS = b"\0"
 P2D, D2P = HandoffDirection
@@ -348,7 +348,7 @@ def test_a_tenant_has_so_many_holds() -> None:
 
 def test_holds_share_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prefix that many hold costs memory for each of them all the same: so that is bounded as well."""
-    monkeypatch.setattr("kvtier.tiers.handoffs.MAX_HELD_ITEMS", 4)
+    monkeypatch.setattr("kvtier.tiers.core.handoffs.MAX_HELD_ITEMS", 4)
     rig = HoldRig()
     rig.publish(keys(0, 1), "a")
     rig.publish(keys(0, 1), "b")
@@ -436,7 +436,7 @@ def test_a_publication_that_makes_no_sense_changes_nothing() -> None:
 
 def test_a_session_cannot_claim_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leases that claims grant count like those of lookups."""
-    monkeypatch.setattr("kvtier.tiers.handoffs.MAX_LEASED_ITEMS", 3)
+    monkeypatch.setattr("kvtier.tiers.core.handoffs.MAX_LEASED_ITEMS", 3)
     rig = HoldRig()
     rig.store(keys(0, 1))
     rig.publish(keys(0, 1))

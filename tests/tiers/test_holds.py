@@ -6,12 +6,12 @@ from test_core import GRANTED, HIT, MISS, PENDING, keys
 from test_handoffs import D2P, P2D, PRIVATE, HoldRig
 
 from kvtier.tiers.base import NamespaceId, Outcome
-from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import HoldChanged, LoadFromTier, LookupInTier
+from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, LookupInTier
+from kvtier.tiers.core.holds import HandoffDirection, HandoffStats, Hold, PublishStatus
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import Keeping
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidKey
-from kvtier.tiers.holds import HandoffDirection, HandoffStats, Hold, PublishStatus
-from kvtier.tiers.keeping import Keeping
-from kvtier.tiers.manager import TierManager
 
 OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
 
@@ -140,7 +140,7 @@ def test_what_is_held_and_retained_is_in_line_when_both_are_over() -> None:
 
 def test_so_many_expired_holds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason of a miss is worth some memory, and no more; one that is published again is not over."""
-    monkeypatch.setattr("kvtier.tiers.handoffs._REMEMBERED", 2)
+    monkeypatch.setattr("kvtier.tiers.core.handoffs._REMEMBERED", 2)
     rig = HoldRig()
     rig.store(keys(0))
     for number in range(3):

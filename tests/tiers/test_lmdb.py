@@ -31,11 +31,11 @@ from contracts.secondary_tier import (
     full,
 )
 
-from kvtier.tiers import lmdb as tiers_lmdb
-from kvtier.tiers import lmdb_blocks, lmdb_probe
 from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
-from kvtier.tiers.lmdb import LMDBTier
-from kvtier.tiers.lmdb_format import (
+from kvtier.tiers.lmdb import blocks as lmdb_blocks
+from kvtier.tiers.lmdb import probe as lmdb_probe
+from kvtier.tiers.lmdb import tier as tiers_lmdb
+from kvtier.tiers.lmdb.format import (
     CHUNK_PAGES,
     FORMAT_VERSION,
     TAILS_BYTES,
@@ -46,7 +46,8 @@ from kvtier.tiers.lmdb_format import (
     record_id_of,
     tail_bytes,
 )
-from kvtier.tiers.lmdb_probe import UNWRITTEN_PAGES
+from kvtier.tiers.lmdb.probe import UNWRITTEN_PAGES
+from kvtier.tiers.lmdb.tier import LMDBTier
 
 PAGE = 4096
 
@@ -55,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 class TestLMDBTier(SecondaryTierContract):
     child_source = """
-        from kvtier.tiers.lmdb import LMDBTier
+        from kvtier.tiers.lmdb.tier import LMDBTier
 
         def make(directory, size_bytes):
             return LMDBTier("child", directory, size_bytes, "process")
@@ -304,8 +305,8 @@ def test_the_look_cannot_be_had(
 OPEN_SLOWLY = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from kvtier.tiers import lmdb_probe
-from kvtier.tiers.lmdb import LMDBTier
+from kvtier.tiers.lmdb import probe as lmdb_probe
+from kvtier.tiers.lmdb.tier import LMDBTier
 
 pause = f'say("walking"); import time; print(os.getpid(), file=open({sys.argv[2]!r}, "w")); time.sleep({sys.argv[3]})'
 lmdb_probe._PROBE = lmdb_probe._PROBE.replace('    say("walking")', "    " + pause, 1)
@@ -389,7 +390,7 @@ USE_A_DAMAGED_STORE = """
 import sys
 from pathlib import Path
 from contracts.secondary_tier import *
-from kvtier.tiers.lmdb import LMDBTier
+from kvtier.tiers.lmdb.tier import LMDBTier
 
 tier = LMDBTier("lmdb", Path(sys.argv[1]), 32 * MIB, "process")
 names = [entry.key for entry in tier.entries()]

@@ -9,16 +9,16 @@ import pytest
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import Entry, NamespaceId
-from kvtier.tiers.catalog import Catalog, CatalogEntry
-from kvtier.tiers.history import History
-from kvtier.tiers.keeping import CPU_TIER, Keeping
-from kvtier.tiers.lines import Lines
-from kvtier.tiers.manager import TierManager
-from kvtier.tiers.policies import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, EvictionPolicy, Forecast
-from kvtier.tiers.policies.requests import MOST_OPEN, LastRequest, OpenRequests
-from kvtier.tiers.policies.reuse import BIN_ENDS, BINS, Kind, ReuseModel, bin_of
-from kvtier.tiers.policies.runs import Run
-from kvtier.tiers.shares import Shares
+from kvtier.tiers.core.catalog import Catalog, CatalogEntry
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import CPU_TIER, Keeping
+from kvtier.tiers.eviction import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, EvictionPolicy, Forecast
+from kvtier.tiers.eviction.open_requests import MOST_OPEN, LastRequest, OpenRequests
+from kvtier.tiers.eviction.queues import Lines
+from kvtier.tiers.eviction.quotas import Shares
+from kvtier.tiers.eviction.reuse_model import BIN_ENDS, BINS, Kind, ReuseModel, bin_of
+from kvtier.tiers.eviction.runs import Run
+from kvtier.tiers.stats.eviction_history import History
 
 SPACE = NamespaceId(bytes(16))
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, ROOMY, Rig, keys, spec, tenant
 
-from kvtier.tiers.answers import Session, StoreStatus
-from kvtier.tiers.blocks import Block
-from kvtier.tiers.catalog import Catalog, CatalogEntry, EntryState
-from kvtier.tiers.history import History
-from kvtier.tiers.keeping import CPU_TIER
-from kvtier.tiers.lines import Lines
-from kvtier.tiers.policies import LRU
-from kvtier.tiers.shares import Share, Shares, Tenant
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
+from kvtier.tiers.core.settings import CPU_TIER
+from kvtier.tiers.eviction import LRU
+from kvtier.tiers.eviction.queues import Lines
+from kvtier.tiers.eviction.quotas import Share, Shares, Tenant
+from kvtier.tiers.stats.eviction_history import History
+from kvtier.tiers.types import Session, StoreStatus
 
 
 def test_a_flood_does_not_cost_others_what_is_within_their_quota() -> None:

@@ -7,8 +7,8 @@ from simulation import EXTENT, ModelTier
 from test_core import GRANTED, PRESENT, Rig, keys
 
 from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.commands import StoreInTier
-from kvtier.tiers.rules import DEFAULT_RULES, Rule, vote
+from kvtier.tiers.core.commands import StoreInTier
+from kvtier.tiers.negotiation import DEFAULT_RULES, Rule, vote
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.shares import Budget, Share, Shares, Tenant, choose
+from kvtier.tiers.eviction.quotas import Budget, Share, Shares, Tenant, choose
 
 
 def share(used: int, quota: int = 0) -> Share:

@@ -6,13 +6,14 @@ import sys
 import pytest
 from simulation import EXTENT
 
-from kvtier.tiers import leases, lines, primary
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import WorkLeft
-from kvtier.tiers.history import MissReason
-from kvtier.tiers.keeping import CPU_TIER, Keeping
-from kvtier.tiers.manager import TierManager
+from kvtier.tiers.core import cpu_tier, leases
+from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.core.commands import WorkLeft
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import CPU_TIER, Keeping
+from kvtier.tiers.eviction import queues
+from kvtier.tiers.stats.eviction_history import MissReason
 
 MANY = 100_000
 SLOT = 4096
@@ -63,7 +64,7 @@ def test_a_reset_of_very_much_is_done_in_slices() -> None:
     being_written = rig.core.prepare_store(rig.session, names(MANY, 10), request_id="", expires_at=60)
     before = rig.used
     waited_for = rig.core.reset(rig.session)
-    assert rig.used == before - primary.SLICE + 10, "a slice at once, but for what is being written"
+    assert rig.used == before - cpu_tier.SLICE + 10, "a slice at once, but for what is being written"
     assert waited_for == rig.used
     assert rig.store(names(0, 64)) == b"\x01" * 64, "granted: what was there is not found"
     slices = 0
@@ -73,8 +74,8 @@ def test_a_reset_of_very_much_is_done_in_slices() -> None:
         used = rig.used
         rig.core.work()
         slices += 1
-        assert 0 <= used - rig.used <= primary.SLICE, "little at a time"
-    assert slices == pytest.approx(MANY / primary.SLICE, rel=0.05)
+        assert 0 <= used - rig.used <= cpu_tier.SLICE, "little at a time"
+    assert slices == pytest.approx(MANY / cpu_tier.SLICE, rel=0.05)
     assert rig.core.resetting(rig.session) == 10, "those that are being written"
     assert being_written.store_id is not None
     rig.core.complete_store(rig.session, being_written.store_id)
@@ -87,30 +88,30 @@ def test_a_reset_of_very_much_is_done_in_slices() -> None:
 
 def test_between_slices_a_block_goes_with_its_last_pin() -> None:
     """B4.13: what a reset has not come to yet goes when its reader is done; its slot is free at once, and once only."""
-    rig = Rig(2 * primary.SLICE)
-    rig.store(names(0, 2 * primary.SLICE))
+    rig = Rig(2 * cpu_tier.SLICE)
+    rig.store(names(0, 2 * cpu_tier.SLICE))
     lease = rig.core.lookup(rig.session, names(0, 8), prefix=True, request_id="", expires_at=60).lease
     assert lease is not None
     left = rig.core.reset(rig.session)
-    assert left == primary.SLICE
+    assert left == cpu_tier.SLICE
     rig.core.release(rig.session, lease.id)
     assert rig.core.resetting(rig.session) == left - 8
     assert rig.used == left - 8
     while rig.asked_for_work():
         rig.core.work()
     assert rig.used == 0
-    assert rig.store(names(0, 2 * primary.SLICE)).count(1) == 2 * primary.SLICE, "all of it can be had again"
+    assert rig.store(names(0, 2 * cpu_tier.SLICE)).count(1) == 2 * cpu_tier.SLICE, "all of it can be had again"
 
 
 def test_what_a_reset_has_not_come_to_makes_room() -> None:
     """A store that comes between two slices is not refused for the sake of blocks that nobody can find."""
-    rig = Rig(4 * primary.SLICE)
-    rig.store(names(0, 4 * primary.SLICE))
+    rig = Rig(4 * cpu_tier.SLICE)
+    rig.store(names(0, 4 * cpu_tier.SLICE))
     rig.core.reset(rig.session)
-    assert rig.store(names(0, 4 * primary.SLICE)).count(1) == 4 * primary.SLICE
+    assert rig.store(names(0, 4 * cpu_tier.SLICE)).count(1) == 4 * cpu_tier.SLICE
     while rig.asked_for_work():
         rig.core.work()
-    assert rig.hits(names(0, 4 * primary.SLICE)) == 4 * primary.SLICE
+    assert rig.hits(names(0, 4 * cpu_tier.SLICE)) == 4 * cpu_tier.SLICE
 
 
 def test_the_pins_of_a_session_fall_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +136,11 @@ def test_the_pins_of_a_session_fall_in_slices(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_expires_at_once_goes_in_slices() -> None:
     """A tick drops so many blocks and not more; the rest follows without waiting for the next one."""
-    rig = Rig(3 * lines.MOST_AT_ONCE, Keeping(ttl={CPU_TIER: 10.0}))
-    rig.store(names(0, 3 * lines.MOST_AT_ONCE))
+    rig = Rig(3 * queues.MOST_AT_ONCE, Keeping(ttl={CPU_TIER: 10.0}))
+    rig.store(names(0, 3 * queues.MOST_AT_ONCE))
     full = rig.used
     rig.core.tick(60.0)
-    assert rig.used == full - lines.MOST_AT_ONCE
+    assert rig.used == full - queues.MOST_AT_ONCE
     while rig.asked_for_work():
         rig.core.work()
     assert rig.used == 0
@@ -147,7 +148,7 @@ def test_what_expires_at_once_goes_in_slices() -> None:
 
 def test_a_slice_that_fails_keeps_nothing_else_from_being_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it raises is raised; the others have had their turn, and what is left is asked for, once."""
-    monkeypatch.setattr(primary, "SLICE", 100)
+    monkeypatch.setattr(cpu_tier, "SLICE", 100)
     monkeypatch.setattr(leases, "SLICE", 100)
     rig = Rig(2000)
     rig.store(names(0, 2000))
@@ -159,7 +160,7 @@ def test_a_slice_that_fails_keeps_nothing_else_from_being_done(monkeypatch: pyte
     falling = rig.core._lookups.leases._falling
     left = len(falling)
     with monkeypatch.context() as broken:
-        broken.setattr(primary.PrimaryTier, "sweep", lambda _: fail())
+        broken.setattr(cpu_tier.PrimaryTier, "sweep", lambda _: fail())
         assert rig.asked_for_work()
         with pytest.raises(RuntimeError):
             rig.core.work()
@@ -182,7 +183,7 @@ def test_only_the_young_are_collected() -> None:
     """However much is kept, no collection walks over all of it: nothing would be answered meanwhile."""
     script = """
 import gc
-from kvtier.server.garbage import collect_the_young_only
+from kvtier.server.process.gc_tuning import collect_the_young_only
 collect_the_young_only()
 walks = []
 gc.callbacks.append(lambda phase, info: walks.append(info["generation"]))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.history import MissReason
-from kvtier.tiers.journal import Span
-from kvtier.tiers.tally import MOST_NAMESPACES, Tally
+from kvtier.tiers.stats.counters import MOST_NAMESPACES, Tally
+from kvtier.tiers.stats.eviction_history import MissReason
+from kvtier.tiers.stats.request_log import Span
 
 
 def namespace(number: int, tag: bytes = b"rest") -> NamespaceId:

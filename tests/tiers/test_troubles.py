@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.tiers.troubles import Troubles
+from kvtier.tiers.storage.health import Troubles
 
 
 def test_texts_that_differ_each_time_do_not_fill_the_log(

@@ -4,9 +4,9 @@ import pytest
 from simulation import ModelTier
 from tenants import PAGE, ROOMY, Rig, keys, spec
 
-from kvtier.tiers.history import MissReason
-from kvtier.tiers.keeping import CPU_TIER
-from kvtier.tiers.leases import KeyStatus
+from kvtier.tiers.core.leases import KeyStatus
+from kvtier.tiers.core.settings import CPU_TIER
+from kvtier.tiers.stats.eviction_history import MissReason
 
 
 def why(rig: Rig, number: int) -> MissReason | None:
@@ -132,7 +132,7 @@ def test_a_clock_that_jumps_harms_nothing() -> None:
 
 def test_a_tick_does_a_bounded_amount_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop is not held up by a whole tier that expires at once."""
-    monkeypatch.setattr("kvtier.tiers.lines.MOST_AT_ONCE", 10)
+    monkeypatch.setattr("kvtier.tiers.eviction.queues.MOST_AT_ONCE", 10)
     rig = Rig(ttl={CPU_TIER: 60})
     rig.store("alice", range(16))
     rig.store("alice", range(100, 120), retain_until=60)

@@ -20,8 +20,8 @@ from kvtier.protos.v1.admin_pb2 import (
     ShareStatus,
     TierStatus,
 )
-from kvtier.server.metrics_http import MetricsServer
-from kvtier.server.status_page import StatusPage
+from kvtier.server.telemetry.http import MetricsServer
+from kvtier.server.telemetry.status_page import StatusPage
 
 pytestmark = pytest.mark.web
 

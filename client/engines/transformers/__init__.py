@@ -9,6 +9,6 @@ The smallest real engine: one process, one sequence at a time, full attention. W
 """
 
 from .cache import Hit, KVTierCache
-from .layout import UnsupportedModelError
+from .cache_layout import UnsupportedModelError
 
 __all__ = ["Hit", "KVTierCache", "UnsupportedModelError"]

@@ -14,9 +14,9 @@ import torch
 from transformers import DynamicCache
 
 from ... import Client, DurableStatus, Group, KVTierError, Namespace, make_key
+from .cache_layout import CacheLayout
 from .fingerprint import config_digest, weights_digest
 from .hashes import HASH_SCHEME, block_hashes
-from .layout import CacheLayout
 
 __all__ = ["Hit", "KVTierCache"]
 
@@ -80,7 +80,7 @@ class KVTierCache:
         configuration. Without a `name` and a `revision` the weights are sampled instead (see `fingerprint`). `extra` is
         whatever else changes the meaning of tokens, an adapter say. `wait` is how many seconds to wait for the server at
         first, and in each lookup for blocks that have to come from a lower tier. `connect` makes the client instead of
-        `endpoint`: one with other settings, or of a `kvtier.client.testing.FakeServer`.
+        `endpoint`: one with other settings, or of a `kvtier.client.testing.fake_server.FakeServer`.
 
         Raises `UnsupportedModelError` for a model whose cache is not full attention throughout.
         """

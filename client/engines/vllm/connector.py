@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ....cuda.pinning import Pin
+from ....cuda.host.pinning import Pin
 from ....protos.endpoint import client_endpoint
 from ... import Client, InvalidRequest, KVTierError, Namespace
 from ...handoff import Identity
@@ -23,17 +23,17 @@ from .background import LimitedLog, logger
 from .compat import KVConnectorHandshakeMetadata, KVConnectorPromMetrics, KVConnectorRole, KVConnectorStats
 from .config import ConnectorConfig
 from .containment import contained, nothing
-from .device_route import cuda_route, no_route
 from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
 from .metrics import KVTierPromMetrics
 from .namespace import build_namespace, namespace_digest
-from .peers import Peers, address_of
 from .ranks import Parts, merge_stages, parts_of, resolve_ranks
-from .reports import WorkerReports
-from .scheduler import SchedulerSide
+from .scheduler.peers import Peers, address_of
+from .scheduler.scheduler import SchedulerSide
 from .scheduler_hooks import SchedulerHooks
 from .stats import ConnectorStats, Tally
-from .worker import WorkerSide
+from .worker.device_route import cuda_route, no_route
+from .worker.reports import WorkerReports
+from .worker.worker import WorkerSide
 from .worker_hooks import WorkerHooks
 
 __all__ = ["KVTierConnector"]

@@ -12,9 +12,9 @@ from ...offload import LoadJob
 from .background import LimitedLog
 from .compat import CacheHitSource, KVCacheEvent, KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from .containment import contained, no, nothing
-from .metadata import StepMetadata
 from .ranks import Parts
-from .scheduler import SchedulerSide
+from .scheduler.scheduler import SchedulerSide
+from .worker.metadata import StepMetadata
 
 __all__ = ["SchedulerHooks"]
 

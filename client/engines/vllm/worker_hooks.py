@@ -17,10 +17,10 @@ from .compat import (
 )
 from .containment import contained, no, nothing
 from .groups import Unsupported
-from .metadata import StepMetadata
 from .ranks import Parts
-from .reports import WorkerReports
-from .worker import WorkerSide
+from .worker.metadata import StepMetadata
+from .worker.reports import WorkerReports
+from .worker.worker import WorkerSide
 
 __all__ = ["WorkerHooks"]
 

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ....cuda.copy import address_of
+from ....cuda.host.copy import address_of
 from ... import Client, InvalidRequest, KVTierError, Namespace, OffloadPolicy, Timeouts
 from ..vllm.background import BackgroundThreads, LimitedLog, leave_compute_cores, logger
 from ..vllm.containment import contained, nothing
@@ -23,8 +23,8 @@ from ..vllm.namespace import namespace_digest
 from . import compat
 from .compat import JobResult, Locality, LookupResult, RequestOffloadingContext, SecondaryTierManager
 from .config import TierConfig
-from .lookups import Answer, TierLookups, TierRequest
-from .namespace import build_tier_namespace
+from .tier_lookups import Answer, TierLookups, TierRequest
+from .tier_namespace import build_tier_namespace
 from .transfers import Job, PrimaryTier, Transfers
 
 __all__ = ["KVTierSecondaryTier"]

@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ....cuda.copy import copy_batch
+from ....cuda.host.copy import copy_batch
 from ... import Client, KVTierError, Lease, LeaseLost, StoreStatus, Unavailable
 from ..vllm.background import BackgroundThreads, LimitedLog
-from .lookups import Pin, TierLookups, TierRequest
+from .tier_lookups import Pin, TierLookups, TierRequest
 
 __all__ = ["Job", "PrimaryTier", "Transfers"]
 

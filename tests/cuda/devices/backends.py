@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from devices import fake_cuda
-from kvtier.cuda.cuda_driver import CudaDriver
-from kvtier.cuda.driver import Driver, StreamId
-from kvtier.cuda.errors import Cause, DeviceError
-from kvtier.cuda.host_driver import HostDriver
+from kvtier.cuda.device.cuda_driver import CudaDriver
+from kvtier.cuda.device.device_errors import Cause, DeviceError
+from kvtier.cuda.device.driver import Driver, StreamId
+from kvtier.cuda.testing.host_driver import HostDriver
 
 __all__ = ["Backend", "GpuBackend", "HostBackend", "make_backend"]
 

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from devices.kv import Kv
-from kvtier.cuda.exports import DeviceExport
-from kvtier.cuda.ordering import After
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.device.exports import DeviceExport
+from kvtier.cuda.device.ordering import After
+from kvtier.cuda.host.region import HostRegion
 
 __all__ = ["Engine", "Watched"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from devices.backends import Backend, make_backend
 from devices.kv import Kv
-from kvtier.cuda.exports import export_blocks
-from kvtier.cuda.region import PAGE_BYTES, HostRegion
+from kvtier.cuda.device.exports import export_blocks
+from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 
 EVENTS = 2
 

@@ -9,8 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from kvtier.cuda.cuda_library import import_bindings
-from kvtier.cuda.errors import Cause, DeviceError
+from kvtier.cuda.device.cuda_library import import_bindings
+from kvtier.cuda.device.device_errors import Cause, DeviceError
 
 __all__ = ["is_loaded", "load"]
 

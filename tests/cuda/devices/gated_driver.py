@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from devices import fake_cuda
-from kvtier.cuda.cuda_driver import CudaDriver
-from kvtier.cuda.errors import Cause, DeviceError
-from kvtier.cuda.host_driver import HostDriver
+from kvtier.cuda.device.cuda_driver import CudaDriver
+from kvtier.cuda.device.device_errors import Cause, DeviceError
+from kvtier.cuda.testing.host_driver import HostDriver
 
 __all__ = ["Gate", "make", "make_cuda", "make_late"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.cuda.layout import BlockLayout, TensorShape, describe
-from kvtier.cuda.region import HostRegion
+from kvtier.cuda.device.layout import BlockLayout, TensorShape, describe
+from kvtier.cuda.host.region import HostRegion
 
 __all__ = ["BLOCKS", "JOINED", "JOINED_LAYERS", "LAYOUTS", "STEP", "Array", "Kv", "gather", "shape_of", "slots"]
 

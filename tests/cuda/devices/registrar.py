@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from kvtier.cuda.pinning import PinError
+from kvtier.cuda.host.pinning import PinError
 
 __all__ = ["Notes"]
 

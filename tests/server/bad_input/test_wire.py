@@ -12,9 +12,9 @@ from harness.misbehaving import INVALID, TIMEOUT, WITH_SESSION, World, refuse
 from harness.raw import attach_reply
 from harness.server_process import MIB
 
-from kvtier.protos.attach import REQUEST_BYTES, pack_request
 from kvtier.protos.v1 import common_pb2
-from kvtier.server.attach import _HANDSHAKE_SECONDS
+from kvtier.protos.wire.attach import REQUEST_BYTES, pack_request
+from kvtier.server.rpc.attach import _HANDSHAKE_SECONDS
 
 
 def path_of(method: str) -> str:

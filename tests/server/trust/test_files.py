@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.server import audit as audit_module
-from kvtier.server import authority
-from kvtier.server.audit import Audit
-from kvtier.server.authority import Authority
+from kvtier.server.auth import audit_log as audit_module
+from kvtier.server.auth import authenticator
+from kvtier.server.auth.audit_log import Audit
+from kvtier.server.auth.authenticator import Authority
+from kvtier.server.auth.roles import CALLER, OWNER, Identity, Role
+from kvtier.server.auth.tokens import Directory, TokensError, entry_text, hash_of, new_token, read_directory
 from kvtier.server.commands import token as token_command
-from kvtier.server.config import AuthConfig, Config
-from kvtier.server.errors import Refused
-from kvtier.server.identity import CALLER, OWNER, Identity, Role
-from kvtier.server.tokens import Directory, TokensError, entry_text, hash_of, new_token, read_directory
+from kvtier.server.config.schema import AuthConfig, Config
+from kvtier.server.rpc.interceptor import Refused
 
 
 def read(path: Path, text: str) -> Directory:
@@ -152,7 +152,7 @@ def test_a_file_that_could_not_be_read_is_read_when_it_can_be(tmp_path: Path, mo
         def unreadable(_: Path) -> Directory:
             raise TokensError("cannot be read")
 
-        patched.setattr(authority, "read_directory", unreadable)
+        patched.setattr(authenticator, "read_directory", unreadable)
         who.refresh()
     with pytest.raises(Refused):
         who.identify(token, [], is_local=False)

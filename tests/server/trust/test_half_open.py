@@ -18,11 +18,12 @@ from harness.raw import RawSession, refusal_of
 from harness.trust_site import KEYS, PART, Site, make_site, ready_line
 from prometheus_client import CollectorRegistry
 
-from kvtier.protos.attach import REPLY_BYTES, Purpose, pack_request
-from kvtier.protos.local_calls import pack_call
 from kvtier.protos.v1 import cache_pb2
-from kvtier.server import local_calls, patience
-from kvtier.server.metrics_http import MetricsServer
+from kvtier.protos.wire.attach import REPLY_BYTES, Purpose, pack_request
+from kvtier.protos.wire.call_frames import pack_call
+from kvtier.server.rpc import socket_calls
+from kvtier.server.telemetry import patience
+from kvtier.server.telemetry.http import MetricsServer
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +99,10 @@ def test_a_local_call_that_stays_half(tmp_path: Path, monkeypatch: pytest.Monkey
     """The rest of a request has a time to come in; then its connection ends, and with it what it has kept in memory."""
     # In the server's process: told to by its interpreter's start.
     (tmp_path / "sitecustomize.py").write_text(
-        "import kvtier.server.local_calls as calls\ncalls._REQUEST_SECONDS = 0.5\n"
+        "import kvtier.server.rpc.socket_calls as calls\ncalls._REQUEST_SECONDS = 0.5\n"
     )
-    assert local_calls._REQUEST_SECONDS <= 60
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(local_calls.__file__).parents[2]}")
+    assert socket_calls._REQUEST_SECONDS <= 60
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(socket_calls.__file__).parents[2]}")
     site = make_site(tmp_path)
     with site.server.start(), RawSession(site.server.endpoint, namespace_of(PART), engine_id="raw") as session:
         path = f"{site.server.path}.shm"

@@ -16,11 +16,11 @@ from harness.server_process import MIB, ServerProcess
 from harness.trust_site import KEYS, PART, TIMEOUTS, error_of
 
 from kvtier.client import Client, LimitExceeded
-from kvtier.protos.reasons import status_within
+from kvtier.protos.error_reasons import status_within
 from kvtier.protos.v1 import cache_pb2
-from kvtier.server.config import RateConfig
-from kvtier.server.errors import Refused
-from kvtier.server.rates import Meter, Meters
+from kvtier.server.auth.rate_limits import Meter, Meters
+from kvtier.server.config.schema import RateConfig
+from kvtier.server.rpc.interceptor import Refused
 
 
 class Clock:

@@ -38,10 +38,11 @@ from harness.trust_site import (
     why_refused,
 )
 
-from kvtier.client import AccessDenied, Client, Credentials, SessionLost, keeper
-from kvtier.client.link import AttachError, Attachment
-from kvtier.client.local_calls import LocalCalls
-from kvtier.client.wire import CHANNEL_OPTIONS, PULL, PUSH
+from kvtier.client import AccessDenied, Client, Credentials, SessionLost
+from kvtier.client.session import connection
+from kvtier.client.session.session import AttachError, Attachment
+from kvtier.client.session.socket_calls import LocalCalls
+from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, PULL, PUSH
 from kvtier.protos import v1
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import (
@@ -54,8 +55,8 @@ from kvtier.protos.v1 import (
     session_pb2_grpc,
     transfer_pb2,
 )
-from kvtier.server.errors import Refused
-from kvtier.server.identity import OWNER, RPC_ROLES, Role, demand
+from kvtier.server.auth.roles import OWNER, RPC_ROLES, Role, demand
+from kvtier.server.rpc.interceptor import Refused
 
 WRONG_TENANT = ("PERMISSION_DENIED", "WRONG_TENANT")
 NOT_FOR_YOU = ("PERMISSION_DENIED", "PERMISSION_DENIED")
@@ -402,7 +403,7 @@ def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path
 
 def test_streams_of_a_token_that_is_taken_away_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that the server itself serves, for a client that does not read its heartbeats: no frame is taken or given."""
-    monkeypatch.setattr(keeper, "_SILENT_INTERVALS", 10_000)  # who stores the blocks has nothing to do with it
+    monkeypatch.setattr(connection, "_SILENT_INTERVALS", 10_000)  # who stores the blocks has nothing to do with it
     site = make_site(tmp_path, config='limits = {max_frame_bytes = "4KiB"}', heartbeat=0.2)
     options = [*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
     with site.server.start(), site.client("acme-far") as other:

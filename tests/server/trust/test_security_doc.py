@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from harness.ports import ReservedPort
 
-from kvtier.server.sources import load
-from kvtier.server.tokens import hash_of, read_directory
+from kvtier.server.auth.tokens import hash_of, read_directory
+from kvtier.server.config.loader import load
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")

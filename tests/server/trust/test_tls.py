@@ -19,8 +19,8 @@ from harness.payloads import assert_serves, namespace_of, payload
 from harness.trust_site import KEYS, PART, TIMEOUTS, Site, error_of, make_site, why_refused
 
 from kvtier.client import AsyncClient, Client, Credentials, InvalidRequest, NotConnected
-from kvtier.server.tls import server_credentials
-from kvtier.server.tokens import new_token
+from kvtier.server.auth.tls import server_credentials
+from kvtier.server.auth.tokens import new_token
 
 
 def peer_serial(address: str, ca: str) -> int:

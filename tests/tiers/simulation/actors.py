@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.tiers.answers import Session
-from kvtier.tiers.blocks import Block
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.types import Session
 
 from .keeping import tenant_of
 from .ledger import Client

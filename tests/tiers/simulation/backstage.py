@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.base import Outcome
-from kvtier.tiers.blocks import Block
-from kvtier.tiers.clearing import Wanted
-from kvtier.tiers.commands import RemoveFromTier
-from kvtier.tiers.shares import TENANT_TAG_BYTES
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.bulk_eviction import Wanted
+from kvtier.tiers.core.commands import RemoveFromTier
+from kvtier.tiers.eviction.quotas import TENANT_TAG_BYTES
 
 from . import inspect as inside
 from .ledger import JobRecord

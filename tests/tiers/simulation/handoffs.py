@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier.tiers import errors
-from kvtier.tiers.handoffs import EXPIRY_MARGIN_SECONDS
-from kvtier.tiers.holds import Claim, HandoffDirection, Hold, HoldName
-from kvtier.tiers.leases import KeyStatus
+from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
+from kvtier.tiers.core.holds import Claim, HandoffDirection, Hold, HoldName
+from kvtier.tiers.core.leases import KeyStatus
 
 from .actors import HOLD_SECONDS, Actors
 from .holds import HoldRecord

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.tiers.answers import EngineKey
-from kvtier.tiers.blocks import Block
-from kvtier.tiers.holds import Hold, HoldName
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.holds import Hold, HoldName
+from kvtier.tiers.types import EngineKey
 
 __all__ = ["HoldBook", "HoldRecord"]
 

@@ -9,14 +9,14 @@ from itertools import chain
 from unittest import mock
 
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.blocks import Block
-from kvtier.tiers.catalog import CatalogEntry, EntryState
-from kvtier.tiers.flow import JobKind
-from kvtier.tiers.grants import Store
-from kvtier.tiers.lane import Lane
-from kvtier.tiers.leases import Lease
-from kvtier.tiers.manager import TierManager
-from kvtier.tiers.requests import Request
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.catalog import CatalogEntry, EntryState
+from kvtier.tiers.core.in_flight import Store
+from kvtier.tiers.core.leases import Lease
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.requests import Request
+from kvtier.tiers.core.secondary import Lane
+from kvtier.tiers.core.transfers import JobKind
 
 from .model import Name
 
@@ -41,8 +41,8 @@ class Look:
 @contextlib.contextmanager
 def small_jobs(nbytes: int) -> Iterator[None]:
     """Lets a job carry so little that queues are cut into several; and what goes in slices go so slowly that it takes several."""
-    slices = [mock.patch(f"kvtier.tiers.{module}.SLICE", 3) for module in ("primary", "leases", "clearing")]
-    with mock.patch("kvtier.tiers.flow.JOB_BYTES", nbytes), slices[0], slices[1], slices[2]:
+    slices = [mock.patch(f"kvtier.tiers.core.{module}.SLICE", 3) for module in ("cpu_tier", "leases", "bulk_eviction")]
+    with mock.patch("kvtier.tiers.core.transfers.JOB_BYTES", nbytes), slices[0], slices[1], slices[2]:
         yield
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
-from kvtier.tiers.admission import ADMISSION
-from kvtier.tiers.blocks import Block
-from kvtier.tiers.keeping import CPU_TIER, Keeping
-from kvtier.tiers.manager import TierManager
-from kvtier.tiers.policies import POLICIES
-from kvtier.tiers.rules import NamespaceId
-from kvtier.tiers.shares import TENANT_TAG_BYTES, Tenant
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import CPU_TIER, Keeping
+from kvtier.tiers.eviction import POLICIES
+from kvtier.tiers.eviction.admission import ADMISSION
+from kvtier.tiers.eviction.quotas import TENANT_TAG_BYTES, Tenant
+from kvtier.tiers.negotiation import NamespaceId
 
 from . import inspect as inside
 from .model import SPECS

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from kvtier.tiers.answers import Session
-from kvtier.tiers.blocks import Block
-from kvtier.tiers.commands import LoadFromTier, LookupInTier, StoreInTier
-from kvtier.tiers.leases import KeyStatus, Lease
-from kvtier.tiers.rules import NamespaceId
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, StoreInTier
+from kvtier.tiers.core.leases import KeyStatus, Lease
+from kvtier.tiers.negotiation import NamespaceId
+from kvtier.tiers.types import Session
 
 from .holds import HoldBook
 from .model import Name

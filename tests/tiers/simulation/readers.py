@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier.tiers import errors
-from kvtier.tiers.answers import Session
-from kvtier.tiers.history import MissReason
-from kvtier.tiers.leases import KeyStatus, LookupAnswer
-from kvtier.tiers.rules import TierFilter
+from kvtier.tiers.core.leases import KeyStatus, LookupAnswer
+from kvtier.tiers.negotiation import TierFilter
+from kvtier.tiers.stats.eviction_history import MissReason
+from kvtier.tiers.types import Session
 
 from . import inspect as inside
 from .actors import HOLD_SECONDS, Actors

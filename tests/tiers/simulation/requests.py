@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.tiers.answers import Negotiation, Session
 from kvtier.tiers.base import OffloadPolicy
-from kvtier.tiers.blocks import Block
-from kvtier.tiers.requests import Request
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.requests import Request
+from kvtier.tiers.types import Negotiation, Session
 
 from .model import Name
 

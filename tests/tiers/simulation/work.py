@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvtier.tiers.commands import Command, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.core.commands import Command, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 
 from .ledger import JobRecord
 from .model import Invariant, Name

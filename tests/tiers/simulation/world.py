@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from kvtier.tiers.answers import Session
 from kvtier.tiers.base import OffloadPolicy
-from kvtier.tiers.blocks import NamespaceSpec
-from kvtier.tiers.commands import Command, HoldChanged, LeaseSettled, WorkLeft
+from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.core.commands import Command, HoldChanged, LeaseSettled, WorkLeft
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.errors import CoreError
-from kvtier.tiers.keeping import CPU_TIER
-from kvtier.tiers.manager import TierManager
-from kvtier.tiers.rules import DEFAULT_RULES, Rule
+from kvtier.tiers.negotiation import DEFAULT_RULES, Rule
+from kvtier.tiers.types import Session
 
 from . import inspect as inside
 from .backstage import Backstage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from kvtier.tiers import errors
-from kvtier.tiers.answers import DurableStatus, Session, StoreAnswer, StoreStatus
+from kvtier.tiers.types import DurableStatus, Session, StoreAnswer, StoreStatus
 
 from . import inspect as inside
 from .actors import HOLD_SECONDS, Actors

@@ -1,0 +1,1 @@
+"""Scheduler half of the vLLM connector."""

@@ -1,0 +1,122 @@
+"""The scheduler's half of handing requests over: vLLM's events translated for the core of it (``client/handoff``)."""
+
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ....handoff import Finished, HandoffCore, HandoffOptions, Identity, Pull, Reason, TransferParams
+from ....offload import CacheGeometry, LoadJob
+from ..background import LimitedLog
+from ..stats import Tally
+from .hold_calls import HoldCalls
+from .peers import Peers
+from .requests import VllmRequest
+
+__all__ = ["Handoffs"]
+
+_REASONS = {"FINISHED_STOPPED": Reason.STOPPED, "FINISHED_LENGTH_CAPPED": Reason.LENGTH}
+
+
+class Handoffs:
+    """What one engine pulls from others, and holds for them. Every method is called on the scheduler's thread; none waits."""
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        identity: Identity,
+        options: HandoffOptions,
+        peers: Peers,
+        log: LimitedLog,
+        tally: Tally,
+    ) -> None:
+        self._options = options
+        self._peers = peers
+        self._tally = tally
+        self._calls = HoldCalls(peers, options.claim_timeout_s, log, tally)
+        self._core = HandoffCore(geometry, identity, options, self._calls)
+        # Whose hit was offered to the engine last; and the blocks of the pulls that workers are at.
+        self._offered: set[str] = set()
+        self._pulling: dict[str, int] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether the engine must keep stepping for pulls to be sent or reported."""
+        return self._core.pending
+
+    def hands_on(self, kv_transfer_params: object) -> bool:
+        """Whether a request with these is held at its end, for the engine that goes on with it."""
+        return self._options.hands_on(TransferParams.parse(kv_transfer_params))
+
+    def arrived(self, request: VllmRequest) -> bool:
+        """A request is new; returns whether there may be something to pull for it."""
+        return self._core.arrived(request)
+
+    def match(self, request_id: str, computed_tokens: int) -> int | None:
+        """How many tokens after ``computed_tokens`` can be pulled; None while that is not known yet."""
+        self._hear()
+        hit = self._core.match(request_id, computed_tokens, time.monotonic(), time.time())
+        if hit:
+            self._offered.add(request_id)
+        else:
+            self._offered.discard(request_id)
+        return hit
+
+    def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int) -> bool:
+        """The engine gave the request blocks; returns whether its ``external_tokens`` are to be pulled."""
+        pulls = request_id in self._offered and external_tokens > 0
+        self._offered.discard(request_id)
+        self._core.allocated(request_id, block_ids, external_tokens if pulls else 0)
+        if pulls:
+            self._tally.count("pull_tokens", external_tokens)
+        return pulls
+
+    def take_pulls(self) -> list[LoadJob]:
+        """Returns what the step's workers are to read; and sends heartbeats when it is time."""
+        self._hear()
+        self._core.heartbeat(time.monotonic())
+        jobs = [self._job(pull) for pull in self._core.take_pulls()]
+        self._pulling.update((job.request_id, sum(len(read.block_ids) for read in job.reads)) for job in jobs)
+        return jobs
+
+    def pulls_ended(self, ended: Iterable[str], failed: Iterable[str]) -> set[str]:
+        """Workers have ended these loads; returns those that were pulls."""
+        pulls = self._pulling.keys() & ended
+        for request_id in pulls:
+            outcome = "failed" if request_id in failed else "pulled"
+            self._tally.count(f"pull_blocks:{outcome}", self._pulling.pop(request_id))
+            self._core.pull_ended(request_id)
+        return pulls
+
+    def reset(self) -> bool:
+        """What was claimed counts for nothing any more; False while a pull is under way."""
+        self._core.reset()
+        return not self._core.pending
+
+    def finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]], confirmed_tokens: int, *, may_hold: bool = True
+    ) -> Finished:
+        """The request has ended: what its caller is answered, and what is to be stored. ``may_hold``: whether anything may be."""
+        self._offered.discard(request.request_id)
+        reason = _REASONS.get(request.status.name, Reason.OTHER) if may_hold else Reason.OTHER
+        return self._core.finished(request.request_id, block_ids, confirmed_tokens, reason, time.time())
+
+    def close(self) -> None:
+        """End the threads."""
+        self._calls.close()
+
+    def _hear(self) -> None:
+        for number, claimed, at in self._calls.answers():
+            self._core.claim_ended(number, claimed, at)
+
+    def _job(self, pull: Pull) -> LoadJob:
+        endpoint = self._peers.endpoint_of(pull.remote) if pull.remote is not None else None
+        if endpoint is None:
+            return LoadJob(pull.job.request_id)
+        for read in pull.job.reads:
+            read.endpoint = endpoint
+        return pull.job

@@ -1,0 +1,202 @@
+"""Finding out what the store has of a request, off the scheduler's thread.
+
+A lookup is started on the scheduler's thread, runs on a background thread, and is read again by the scheduler when it is done.
+Whatever goes wrong with the server makes it a miss in bounded time: the calls have deadlines, a lookup past its budget is not
+waited for, and after a failure no lookups are made for a moment: a hung server costs one budget, not one per request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .... import Client, KeyStatus, KVTierError, Lease, make_key
+from ....offload import CacheGeometry, Found, LookupId, Place, Question, search
+from ..background import BackgroundThreads, LimitedLog
+from ..outcomes import LookupCounts
+from ..stats import Tally
+from .announcements import Announcement
+from .calls import RequestCalls
+
+__all__ = ["Lookup", "LookupService", "LookupState"]
+
+_WAIT_SHARE = 0.8
+_THREADS = 8  # most of them wait, for promotions
+
+
+class LookupState(Enum):
+    """PENDING: still running. DONE: ``found`` is complete. DROPPED: nobody wants it any more."""
+
+    PENDING = "pending"
+    DONE = "done"
+    DROPPED = "dropped"
+
+
+@dataclass
+class Lookup:
+    """One request's lookup: where the blocks of [``start``, ``limit``) tokens are.
+
+    ``found`` belongs to the background thread until the state is DONE, then to the scheduler's.
+    """
+
+    number: LookupId
+    request: Announcement
+    start: int
+    limit: int
+    hashes: dict[int, Sequence[bytes]]
+    deadline: float
+    found: Found
+    state: LookupState = LookupState.PENDING
+    begun: bool = False
+    leases: list[Lease] = field(default_factory=list)
+    done_at: float = 0.0
+
+
+class LookupService(RequestCalls):
+    """Runs lookups and gives their leases back. ``start`` and ``drop`` are called on the scheduler's thread and never block."""
+
+    def __init__(
+        self, client: Client, geometry: CacheGeometry, timeout_s: float, log: LimitedLog, tally: Tally | None = None
+    ) -> None:
+        super().__init__(client, log)
+        self._counts = LookupCounts(geometry, tally or Tally())
+        self._geometry = geometry
+        self._timeout_s = timeout_s
+        self._done_lookups: deque[Lookup] = deque()
+        self._lookups = BackgroundThreads("lookup", log, threads=_THREADS)
+
+    def start(
+        self,
+        request: Announcement,
+        hashes: dict[int, Sequence[bytes]],
+        start: int,
+        limit: int,
+        number: LookupId = LookupId(0),  # noqa: B008 - a NewType is no call
+    ) -> Lookup | None:
+        """Begin to look up the blocks between ``start`` and ``limit`` tokens.
+
+        ``hashes[group][i]`` is that of the i-th one after ``start``. Returns None when the server is not there: a miss at once.
+        """
+        if not self.reachable():
+            # A request that waits for room in the engine is looked up at every step.
+            if not request.unasked:
+                self._counts.not_begun()
+            request.unasked = True
+            return None
+        lookup = Lookup(number, request, start, limit, hashes, time.monotonic() + self._timeout_s, Found(start))
+        self.hold(request)
+        self._lookups.submit(lambda: self._run(lookup))
+        return lookup
+
+    def take_done(self) -> list[Lookup]:
+        """Returns the lookups that were done since the last call; some may have been dropped since."""
+        return [self._done_lookups.popleft() for _ in range(len(self._done_lookups))]
+
+    def drop(self, lookup: Lookup) -> None:
+        """Nobody will load what this lookup found: give its leases back, now or when it ends."""
+        self._drop(lookup)
+
+    def timed_out(self, lookup: Lookup) -> None:
+        """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
+        if not self._drop(lookup):
+            self._counts.timed_out(self._timeout_s)
+        if lookup.begun:
+            # One that only queued behind others says nothing of the server: it may be waiting for a disk.
+            self.cool_down()
+        self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
+
+    def close(self) -> None:
+        """End the threads; called at shutdown."""
+        self._lookups.close(0.5)
+        super().close()
+
+    def _release(self, lookup: Lookup) -> None:
+        leases, lookup.leases = lookup.leases, []
+        self.release(leases)
+
+    def _drop(self, lookup: Lookup) -> bool:
+        """Whether it was done already."""
+        with self._lock:
+            was_done = lookup.state is LookupState.DONE
+            lookup.state = LookupState.DROPPED
+        if was_done:
+            self._release(lookup)
+        return was_done
+
+    # ---- background threads from here on
+
+    def _run(self, lookup: Lookup) -> None:
+        hit, lookup.begun = None, True
+        try:
+            if lookup.state is LookupState.PENDING and not self.cooling and time.monotonic() < lookup.deadline:
+                hit = self._search(lookup)
+        except KVTierError as error:
+            self.cool_down(error)
+            self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
+        finally:
+            # Whatever happened: a lookup that is never done would make its request wait for its whole budget.
+            self._done(lookup, hit)
+
+    def _done(self, lookup: Lookup, hit: int | None) -> None:
+        """The lookup has ended with a hit up to ``hit`` tokens; None: nobody knows."""
+        with self._lock:
+            dropped = lookup.state is LookupState.DROPPED
+            lookup.found.hit_tokens, lookup.done_at = hit or lookup.start, time.monotonic()
+            if not dropped:
+                lookup.state = LookupState.DONE
+        if dropped or lookup.found.hit_tokens <= lookup.start:
+            self._release(lookup)
+        if not dropped:
+            seconds = lookup.done_at - lookup.deadline + self._timeout_s
+            self._counts.answered(lookup.start, lookup.limit, hit, seconds)
+            self._done_lookups.append(lookup)
+        self.let_go(lookup.request)
+
+    def _search(self, lookup: Lookup) -> int:
+        """How far the hit reaches; fills in what was found, and leases."""
+        questions = search(self._geometry, lookup.start, lookup.limit)
+        try:
+            question = next(questions)
+            while True:
+                question = questions.send(self._ask(lookup, question))
+        except StopIteration as end:
+            hit = int(end.value)
+        return hit if hit - lookup.start >= lookup.request.settings.min_hit_tokens else lookup.start
+
+    def _ask(self, lookup: Lookup, question: Question) -> set[Place]:
+        """Looks up in calls of at most the server's number of keys; returns what hit."""
+        most = self._client.max_keys or max(1, len(question.places))
+        found: set[Place] = set()
+        for first in range(0, len(question.places), most):
+            chunk = question.places[first : first + most]
+            hits = self._ask_once(lookup, chunk, prefix=question.prefix, first=first == 0)
+            found.update(hits)
+            if question.prefix and len(hits) < len(chunk):
+                break
+        return found
+
+    def _ask_once(self, lookup: Lookup, places: Sequence[Place], *, prefix: bool, first: bool) -> list[Place]:
+        keys = [
+            make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
+            for g, position in places
+        ]
+        # Less than the budget: what is ready by then comes back in time to be used.
+        wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
+        # So that nothing is brought up from a lower tier for a hit that is too short.
+        least = -(-lookup.request.settings.min_hit_tokens // places[0].group.block_tokens) if prefix and first else 0
+        lease = self.ask(lookup.request, keys, wait, prefix=prefix, min_hits=min(least, len(places)))
+        lookup.leases.append(lease)
+        statuses, sources = lease.statuses, lease.sources
+        hits = []
+        for index, place in enumerate(places):
+            if statuses[index] == KeyStatus.HIT:
+                hits.append(place)
+                lookup.found.items.setdefault(place.group.index, {})[place.position] = (lease.id, index)
+                if place.group.index == self._geometry.leading_group.index:
+                    lookup.found.sources[place.position] = sources[index]
+            elif prefix:
+                break
+        return hits

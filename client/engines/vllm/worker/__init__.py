@@ -1,0 +1,1 @@
+"""Worker half of the vLLM connector."""

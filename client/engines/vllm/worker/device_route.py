@@ -1,0 +1,138 @@
+"""The way over the server for KV tensors on a GPU: its mover copies between blocks and slots, and the worker only says which.
+
+Where that cannot be (no CUDA IPC here, a server that serves no devices, a mover that was lost), the worker copies itself, as if
+there were no such way. **Unproven on a GPU**: docs/decisions/0013-cuda-ipc.md.
+"""
+
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .....cuda.device.cuda_driver import CudaDriver
+from .....cuda.device.device_errors import DeviceError
+from .....cuda.device.driver import Driver, StreamId
+from .....cuda.device.layout import BlockLayout, LayoutError, Run
+from .... import Client, DeviceUnavailable, InvalidRequest, KvBuffers, KVTierError, Mark
+from ..background import LimitedLog
+from ..layout import GroupLayout
+
+__all__ = ["DeviceRoute", "RouteOf", "StepMark", "cuda_route", "describe_layout", "no_route"]
+
+RouteOf = Callable[[Sequence[GroupLayout], torch.device, LimitedLog], "DeviceRoute | None"]
+
+
+class StepMark:
+    """When a step's jobs of one kind may touch their blocks: one event each for the worker's own copies and the server's (B4.4)."""
+
+    def __init__(self, compute: Any, mark: Mark | None, jobs: int) -> None:
+        self.compute = compute
+        self.mark = mark
+        self._jobs = jobs
+        self._lock = threading.Lock()
+
+    def job_ended(self) -> None:
+        """Called once per job; the last one gives the server's event back."""
+        with self._lock:
+            self._jobs -= 1
+            over = not self._jobs
+        if over and self.mark is not None:
+            self.mark.release()
+
+
+class DeviceRoute:
+    """One worker's blocks on its device. `mark` is for the worker's main thread, the rest for its background threads.
+
+    Raises DeviceUnavailable where the memory cannot be shared.
+    """
+
+    def __init__(
+        self, driver: Driver, layouts: Sequence[GroupLayout], stream: Callable[[], StreamId], log: LimitedLog
+    ) -> None:
+        groups = {layout.group.index: describe_layout(layout) for layout in layouts}
+        self._buffers = KvBuffers(driver, groups)
+        self._stream = stream
+        self._log = log
+        self._client: Client | None = None
+
+    def register(self, client: Client) -> None:
+        """Has the client's server open the blocks; may take seconds. From then on they go this way, for this client."""
+        try:
+            client.register_kv_buffers(self._buffers)
+        except (DeviceUnavailable, InvalidRequest) as error:
+            self._log.warn("device", f"the engine copies its KV blocks itself, the server does not: {error}")
+            return
+        except KVTierError as error:  # nobody there yet; the first call that finds a server registers
+            self._log.warn("device", f"the engine copies its KV blocks itself until a server has them: {error}")
+        self._client = client
+
+    def mark(self) -> Mark | None:
+        """Marks the compute submitted so far; None while the worker copies itself."""
+        if self._client is None:
+            return None
+        try:
+            return self._buffers.mark(self._stream())
+        except DeviceUnavailable as error:
+            self._log.warn("device", f"a step's blocks are copied by the engine itself: {error}")
+            return None
+
+    def store(
+        self, client: Client, keys: Sequence[bytes], blocks: Sequence[int], after: StepMark, request_id: str
+    ) -> bytes | None:
+        """Returns a `StoreStatus` per key; None where the worker has to copy itself."""
+        if client is not self._client or after.mark is None:
+            return None
+        try:
+            return client.store_from_device(keys, blocks, after=after.mark, request_id=request_id)
+        except DeviceUnavailable as error:
+            self._log.warn("device", f"the server did not save blocks, the engine does: {error}")
+            return None
+
+    def load(self, client: Client, lease_id: int, items: Sequence[int], blocks: Sequence[int], after: StepMark) -> bool:
+        """Returns whether the blocks are filled; False where the worker has to copy itself."""
+        if client is not self._client or after.mark is None:
+            return False
+        try:
+            client.read_to_device(lease_id, items, blocks, after=after.mark)
+        except DeviceUnavailable as error:
+            self._log.warn("device", f"the server did not load blocks, the engine does: {error}")
+            return False
+        return True
+
+    def close(self) -> None:
+        """Gives up the events; no job may use the route any more."""
+        self._client = None
+        self._buffers.close()
+
+
+def cuda_route(layouts: Sequence[GroupLayout], device: torch.device, limited: LimitedLog) -> DeviceRoute | None:
+    """The route for tensors on a GPU; None for others, and where they cannot be shared (the log has the cause)."""
+    if device.type != "cuda":
+        return None
+    try:
+        driver = CudaDriver(device.index or 0)
+        return DeviceRoute(driver, layouts, lambda: StreamId(torch.cuda.current_stream(device).cuda_stream), limited)
+    except (DeviceError, DeviceUnavailable, LayoutError) as error:
+        limited.warn("device", f"the engine copies its KV blocks itself, the server cannot: {error}")
+        return None
+
+
+def no_route(layouts: Sequence[GroupLayout], device: torch.device, limited: LimitedLog) -> DeviceRoute | None:
+    """None: the settings ask for another transport."""
+
+
+def describe_layout(layout: GroupLayout) -> tuple[BlockLayout, list[int]]:
+    """Where a group's blocks are: a run per segment, each its own buffer; and the buffers' addresses. Raises LayoutError."""
+    runs = []
+    for buffer, segment in enumerate(layout.segments):
+        block_stride, layer_stride, _ = segment.pages.stride()
+        _, layers, page_bytes = segment.pages.shape
+        runs.append(Run(buffer, 0, block_stride, page_bytes, layers, layer_stride if layers > 1 else 0))
+    addresses = [segment.pages.data_ptr() for segment in layout.segments]
+    return BlockLayout(layout.segments[0].pages.shape[0], tuple(runs)), addresses

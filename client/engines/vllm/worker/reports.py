@@ -1,0 +1,83 @@
+"""What a worker has finished and not yet told vLLM.
+
+Every load and save that a step hands to a worker must end up here exactly once, whatever goes wrong: an unreported load is a
+request that waits for ever, an unreported save holds its blocks for ever, and vLLM ends on a load reported twice.
+"""
+
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from ..compat import KVConnectorTransferResults
+from .metadata import StepMetadata, WorkerReport
+
+__all__ = ["WorkerReports"]
+
+_IDLE_WAIT_S = 0.001
+
+
+class WorkerReports:
+    """Filled by any thread, emptied by the worker's main thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._ended_saves: dict[int, int] = {}
+        self._not_stored: dict[int, set[int]] = {}
+
+    def load_ended(self, request_id: str, *, failed: bool) -> None:
+        """Note that a load ended; ``failed``: the request's blocks hold anything."""
+        with self._changed:
+            self._loaded.add(request_id)
+            if failed:
+                self._failed.add(request_id)
+            self._changed.notify_all()
+
+    def save_ended(self, job_id: int, not_stored: Iterable[int] = ()) -> None:
+        """Note that a save ended; ``not_stored`` are the positions in the job that the store does not have for sure."""
+        missed = set(not_stored)
+        with self._changed:
+            self._ended_saves[job_id] = 1
+            if missed:
+                self._not_stored[job_id] = missed
+            self._changed.notify_all()
+
+    def refuse_loads(self, step: StepMetadata) -> None:
+        """Report all of the step's loads as failed."""
+        for job in step.loads:
+            self.load_ended(job.request_id, failed=True)
+
+    def refuse_saves(self, step: StepMetadata) -> None:
+        """Report all of the step's saves as ended, with nothing stored."""
+        for job in step.saves:
+            self.save_ended(job.job_id, range(len(job.keys)))
+
+    def take_results(self, *, idle: bool) -> KVConnectorTransferResults:
+        """Returns the loads that ended since the last call.
+
+        In an idle step it waits a moment for something to report: the engine has nothing else to do, and while it steps on for
+        a lookup or a copy, its busy loop (and those of other ranks) would take the processor and the GIL from just these.
+        """
+        if not (idle or self._loaded):
+            # Seen without the lock: what is just being added is for the next step.
+            return KVConnectorTransferResults()
+        with self._changed:
+            if idle and not (self._loaded or self._ended_saves):
+                self._changed.wait(_IDLE_WAIT_S)
+            loaded, failed = self._loaded, self._failed
+            self._loaded, self._failed = set(), set()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    def take_report(self) -> WorkerReport | None:
+        """Returns the saves that ended since the last call."""
+        if not self._ended_saves:
+            return None
+        with self._changed:
+            ended, self._ended_saves = self._ended_saves, {}
+            not_stored, self._not_stored = self._not_stored, {}
+        return WorkerReport(ended, not_stored)

@@ -1,0 +1,324 @@
+"""One worker's half: copies between the engine's KV tensors and kvtier.
+
+Hooks run on the worker's main thread and only queue; the copies and all remote calls happen on two background
+threads, so that a load never queues behind saves.
+"""
+
+# vLLM is not in the environment that is checked:
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+
+from .....cuda.host.pinning import CudaRegistrar, Pin, PinError, Pinning
+from .... import Client, InvalidRequest, KVTierError, StoreStatus
+from ....offload import BlockRead, CacheGroup, LoadJob, SaveJob
+from ..background import BackgroundThreads, LimitedLog, leave_compute_cores
+from ..layout import build_layouts
+from ..scheduler.peers import OWN, Peers
+from ..sleep import Asleep, SleepGate
+from ..stats import Tally
+from .copies import BlockCopier, make_copier
+from .device_route import DeviceRoute, RouteOf, StepMark, cuda_route
+from .metadata import SAVE_WITHIN_S, StepMetadata
+from .reports import WorkerReports
+
+__all__ = ["WorkerSide"]
+
+_BATCH_BYTES = 128 << 20
+_COOL_DOWN_S = 2.0
+_CONNECT_WITHIN_S = 2.0
+_END_OF_COPIES_S = 60.0
+_HAS = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
+
+
+class WorkerSide:
+    """Behind KVTierConnector in each worker. Every job given to it is reported, in bounded time, whatever happens."""
+
+    def __init__(
+        self,
+        connect: Callable[[Pin | None], Client],
+        groups: Sequence[CacheGroup],
+        namespace_digest: str,
+        num_blocks: int,
+        reports: WorkerReports,
+        log: LimitedLog,
+        tally: Tally | None = None,
+        *,
+        stores: bool = True,
+        peers_of: Callable[[Client, Pin | None], Peers] = lambda own, _: Peers(own),
+        route_of: RouteOf = cuda_route,
+    ) -> None:
+        self._connect = connect
+        self._peers_of = peers_of
+        self._peers: Peers | None = None
+        self._route_of = route_of
+        self._route: DeviceRoute | None = None
+        self._stores = stores
+        self._groups = {group.index: group for group in groups}
+        self._digest = namespace_digest
+        self._num_blocks = num_blocks
+        self._log = log
+        self._client: Client | None = None
+        self._copier: BlockCopier | None = None
+        self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
+        # By server of another host: one that is slow holds up no load from this engine's own.
+        self._far_loads: dict[str, BackgroundThreads] = {}
+        self._on_start: Callable[[], None] | None = None
+        self._save_after = 0.0
+        self._reports = reports
+        self._tally = tally or Tally()
+        self._gate = SleepGate()
+        self.serving = False
+        """Whether the engine has taken its first step: it captures no graphs any more."""
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV tensors exist: lay views over them and connect. Raises Unsupported for layouts that cannot be served.
+
+        Called again with other tensors, it lets go of the ones before.
+        """
+        layouts = build_layouts(list(self._groups.values()), kv_caches, self._num_blocks)
+        self.suspend()
+        self._copier = make_copier(layouts)
+        device = self._copier.device
+        if self._route is not None:
+            self._route.close()
+        self._route = self._route_of(layouts, device, self._log)
+        self.resume()
+        if self._client is not None:
+            self._register_route()
+            return
+        pin = self._pin_for(device)
+        self._client = self._connect(pin)
+        self._peers = self._peers_of(self._client, pin)
+        self._on_start = leave_compute_cores if device.type == "cpu" else None
+        self._threads = (
+            BackgroundThreads("load", self._log, on_start=self._on_start),
+            BackgroundThreads("save", self._log, on_start=self._on_start),
+        )
+        self._register_route()
+
+    def suspend(self) -> None:
+        """The KV tensors are about to lose their memory: end the copies that run, and refuse what comes until ``resume``."""
+        if not self._gate.close(_END_OF_COPIES_S):
+            self._log.warn(
+                "sleep", f"a copy still runs after {_END_OF_COPIES_S:g} s; the engine goes to sleep regardless"
+            )
+
+    def resume(self) -> None:
+        """The KV tensors have memory again, at the same addresses: the views over them hold."""
+        self._gate.open()
+
+    def await_server(self) -> None:
+        """Have the jobs that come wait for the connection, briefly: it is being made only now, and the first load is under way."""
+        for threads in self._threads or ():
+            threads.submit(self._await_connection)
+
+    def start_loads(self, step: StepMetadata) -> None:
+        """Queue the step's loads, ordered behind the compute submitted so far (it may still use the blocks' last content).
+
+        Raises only before the first of them is queued: afterwards each is reported by itself (see reports.py).
+        """
+        if not step.loads:
+            return
+        if not self._usable(step):
+            self._reports.refuse_loads(step)
+            return
+        after = self._mark(sum(bool(job.reads) for job in step.loads))
+        for job in step.loads:
+            if job.reads:
+                self._loads_from(job.reads[0].endpoint).submit(
+                    functools.partial(self._load, job, after, time.monotonic())
+                )
+            else:
+                self._reports.load_ended(job.request_id, failed=True)
+
+    def start_saves(self, step: StepMetadata) -> None:
+        """Queue the step's saves, ordered behind the compute that wrote the blocks (B4.11). Raises like start_loads."""
+        if not step.saves:
+            return
+        if not self._stores:
+            for job in step.saves:
+                self._reports.save_ended(job.job_id)
+            return
+        if not self._usable(step):
+            self._reports.refuse_saves(step)
+            return
+        assert self._threads is not None
+        after = self._mark(len(step.saves))
+        now = time.monotonic()
+        give_up_at = now + SAVE_WITHIN_S - max(0.0, time.time() - step.sent_at)
+        for job in step.saves:
+            self._threads[1].submit(functools.partial(self._save, job, after, now, give_up_at))
+
+    def close(self) -> None:
+        """Let queued copies end, briefly, and disconnect."""
+        for threads in (*(self._threads or ()), *self._far_loads.values()):
+            threads.close(2.0)
+        if self._peers is not None:
+            self._peers.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _pin_for(self, device: torch.device) -> Pin | None:
+        """How regions and staging buffers are pinned for a GPU: from the first step on, when graphs have been captured (B4.16)."""
+        if device.type != "cuda":
+            return None
+        try:
+            registrar = CudaRegistrar(device.index or 0)
+        except PinError as error:
+            self._log.warn("pin", f"the server's memory is not pinned, copies will be slower: {error}")
+            return None
+        return lambda memory: Pinning(memory, registrar, allowed=lambda: self.serving)
+
+    def _register_route(self) -> None:
+        """Has the server open the blocks, before the saves that come: the first process of a device takes seconds to start."""
+        route, client = self._route, self._client
+        if route is not None and client is not None and self._threads is not None:
+            self._threads[1].submit(self._await_connection)
+            self._threads[1].submit(lambda: route.register(client))
+
+    def _mark(self, jobs: int) -> StepMark:
+        assert self._copier is not None
+        # The last job gives the server's event back: without any, nobody would.
+        by_server = self._route.mark() if self._route is not None and jobs else None
+        return StepMark(self._copier.mark(), by_server, jobs)
+
+    def _usable(self, step: StepMetadata) -> bool:
+        if self._client is None or self._threads is None or not self._gate.is_open:
+            return False
+        if step.namespace_digest != self._digest:
+            self._log.warn("namespace", "scheduler and worker disagree about the namespace; nothing is loaded or saved")
+            return False
+        return True
+
+    def _loads_from(self, endpoint: str) -> BackgroundThreads:
+        assert self._threads is not None
+        if endpoint == OWN:
+            return self._threads[0]
+        if endpoint not in self._far_loads:
+            self._far_loads[endpoint] = BackgroundThreads("load", self._log, on_start=self._on_start)
+        return self._far_loads[endpoint]
+
+    # ---- background threads from here on
+
+    def _await_connection(self) -> None:
+        if self._client is not None:
+            with suppress(KVTierError):
+                self._client.wait_until_connected(_CONNECT_WITHIN_S)
+
+    def _load(self, job: LoadJob, after: StepMark, queued_at: float) -> None:
+        failed = True
+        try:
+            for read in job.reads:
+                self._read(read, after)
+            failed = False
+        except (KVTierError, Asleep) as error:
+            self._log.warn("load", f"a load failed, its blocks are computed instead: {error}")
+        finally:
+            after.job_ended()
+            # Counted before it is reported: the engine may stop stepping then.
+            self._tally.observe("load_seconds", time.monotonic() - queued_at)
+            self._reports.load_ended(job.request_id, failed=failed)
+
+    def _read(self, read: BlockRead, after: StepMark) -> None:
+        assert self._peers is not None
+        client = self._peers.client(read.endpoint)
+        for chunk in self._chunks(read.groups, client):
+            if not self._read_by_server(client, read, chunk, after):
+                self._copy_in(client, read, chunk, after)
+            self._tally.count("load_bytes", self._bytes_of(read.groups[chunk]))
+
+    def _read_by_server(self, client: Client, read: BlockRead, chunk: slice, after: StepMark) -> bool:
+        if self._route is None:
+            return False
+        with self._gate.copying():
+            return self._route.load(client, read.lease_id, read.indices[chunk], read.block_ids[chunk], after)
+
+    def _copy_in(self, client: Client, read: BlockRead, chunk: slice, after: StepMark) -> None:
+        assert self._copier is not None
+        groups, block_ids = read.groups[chunk], read.block_ids[chunk]
+        # Leaving the block confirms the lease and raises if it did not hold: the load then counts as failed.
+        with client.read(read.lease_id, read.indices[chunk]) as batch:
+            for group, rows in _by_group(groups).items():
+                offsets = [batch.offsets[row] for row in rows]
+                with self._gate.copying():
+                    self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after.compute)
+
+    def _save(self, job: SaveJob, after: StepMark, queued_at: float, give_up_at: float) -> None:
+        not_stored = set(range(len(job.keys)))
+        try:
+            # A hung server costs one deadline, not one per job: blocks are held back from reuse meanwhile.
+            if time.monotonic() >= self._save_after and self._client is not None and self._client.connected:
+                for chunk in self._chunks(job.groups, self._client):
+                    if time.monotonic() >= give_up_at:
+                        # The scheduler is about to take the job for lost, and the engine may reuse its blocks then (B5.6).
+                        self._log.warn("late", "saves take minutes; blocks are not stored")
+                        break
+                    not_stored.difference_update(self._write(job, chunk, after))
+        except (KVTierError, Asleep) as error:
+            if not isinstance(error, (InvalidRequest, Asleep)):
+                # A refusal says something of one request only: the next one's saves are none the worse for it.
+                self._save_after = time.monotonic() + _COOL_DOWN_S
+            self._log.warn("save", f"a save failed, its blocks are not stored: {error}")
+        finally:
+            after.job_ended()
+            self._tally.observe("save_seconds", time.monotonic() - queued_at)
+            self._reports.save_ended(job.job_id, not_stored)
+
+    def _write(self, job: SaveJob, chunk: slice, after: StepMark) -> list[int]:
+        """Returns the positions in the job that the store has now; one that another writer is at may yet come to nothing."""
+        statuses = self._write_by_server(job, chunk, after)
+        if statuses is None:
+            statuses = self._copy_out(job, chunk, after)
+        groups = job.groups[chunk]
+        granted = [groups[index] for index, status in enumerate(statuses) if status == StoreStatus.GRANTED]
+        self._tally.count("save_bytes", self._bytes_of(granted))
+        return [chunk.start + index for index, status in enumerate(statuses) if status in _HAS]
+
+    def _write_by_server(self, job: SaveJob, chunk: slice, after: StepMark) -> bytes | None:
+        if self._route is None or self._client is None:
+            return None
+        with self._gate.copying():
+            return self._route.store(self._client, job.keys[chunk], job.block_ids[chunk], after, job.request_id)
+
+    def _copy_out(self, job: SaveJob, chunk: slice, after: StepMark) -> bytes:
+        assert self._client is not None
+        assert self._copier is not None
+        groups, block_ids = job.groups[chunk], job.block_ids[chunk]
+        with self._client.write(job.keys[chunk], request_id=job.request_id) as batch:
+            wanted, offsets = list(batch.wanted), list(batch.offsets)
+            for group, rows in _by_group([groups[index] for index in wanted]).items():
+                ids = [block_ids[wanted[row]] for row in rows]
+                with self._gate.copying():
+                    self._copier.copy_out(group, ids, batch.memory, [offsets[row] for row in rows], after.compute)
+        return batch.statuses
+
+    def _bytes_of(self, groups: Sequence[int]) -> int:
+        return sum(self._groups[group].part_bytes for group in groups)
+
+    def _chunks(self, groups: Sequence[int], client: Client) -> list[slice]:
+        """Slices of at most _BATCH_BYTES and the server's number of keys (and at least one block) each."""
+        most = client.max_keys or len(groups)
+        chunks, start, size = [], 0, 0
+        for index, group in enumerate(groups):
+            part_bytes = self._groups[group].part_bytes
+            if index > start and (size + part_bytes > _BATCH_BYTES or index - start >= most):
+                chunks.append(slice(start, index))
+                start, size = index, 0
+            size += part_bytes
+        chunks.append(slice(start, len(groups)))
+        return chunks
+
+
+def _by_group(groups: Sequence[int]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    return rows

@@ -1,0 +1,127 @@
+"""The holds of `testing.FakeServer`: they end when somebody says so, for a fake has no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+
+from ...protos.v1 import common_pb2, handoff_pb2
+from ..errors import error_for
+from ..results import KeyStatus
+
+__all__ = ["BlockName", "FakeHold", "FakeHolds"]
+
+BlockName = tuple[bytes, bytes]
+_Name = tuple[bytes, str, str]
+
+_PRIVATE = b"kvtier.hold."
+_SECONDS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class FakeHold:
+    """A request that is held."""
+
+    request: handoff_pb2.PublishHoldRequest
+    names: Sequence[BlockName]
+
+
+class FakeHolds:
+    """Holds in a dict."""
+
+    def __init__(self, is_ready: Callable[[BlockName], bool], drop: Callable[[BlockName], None]) -> None:
+        """`drop` is told of blocks that only an ended hold named."""
+        self.declining = False
+        self._is_ready = is_ready
+        self._drop = drop
+        self._open: dict[_Name, FakeHold] = {}
+        self._expired: set[_Name] = set()
+
+    def pinned(self) -> set[BlockName]:
+        """Returns what is held."""
+        return {name for hold in self._open.values() for name in hold.names}
+
+    def end_all(self, *, expired: bool = False, prefix: bytes | None = None) -> None:
+        """Ends all holds, or those of one namespace."""
+        for name in [name for name in self._open if prefix in (None, name[0])]:
+            self._end(name)
+            if expired:
+                self._expired.add(name)
+
+    def publish(
+        self, prefix: bytes, engine_id: str, names: Sequence[BlockName], request: handoff_pb2.PublishHoldRequest
+    ) -> handoff_pb2.PublishHoldResponse:
+        """Holds blocks."""
+        name = (prefix, engine_id, _named(request.request_id))
+        if len(names) != len(request.positions):
+            raise error_for("INVALID_ARGUMENT", f"{len(names)} keys and {len(request.positions)} positions")
+        replaced = self._open.pop(name, None)
+        if not self.declining:
+            self._expired.discard(name)
+            self._open[name] = FakeHold(request, names)
+        self._drop_private([*(replaced.names if replaced is not None else ()), *names])
+        if self.declining:
+            return handoff_pb2.PublishHoldResponse(status=handoff_pb2.PUBLISH_STATUS_NO_ROOM)
+        return handoff_pb2.PublishHoldResponse(
+            status=handoff_pb2.PUBLISH_STATUS_PUBLISHED,
+            remaining=self.remaining(FakeHold(request, names)),
+            pending_blocks=sum(not self._is_ready(block) for block in names),
+        )
+
+    def find(self, prefix: bytes, request: handoff_pb2.ClaimHoldRequest) -> FakeHold:
+        """Returns what is claimed."""
+        name = _name(prefix, request.hold)
+        hold = self._open.get(name)
+        if hold is None:
+            reason = "HOLD_EXPIRED" if name in self._expired else "HOLD_NOT_FOUND"
+            raise error_for(reason, f"nobody holds request {name[2]!r} of engine {name[1]!r}")
+        return hold
+
+    def statuses(self, hold: FakeHold, first_positions: Sequence[int], *, publisher_lives: bool) -> bytes:
+        """Returns what there is to say of each block of a hold."""
+        missing = KeyStatus.HIT_PENDING if publisher_lives else KeyStatus.MISS
+        statuses = bytearray()
+        for name, position in zip(hold.names, hold.request.positions, strict=True):
+            group = int.from_bytes(name[1][-4:], "big")
+            wanted = group >= len(first_positions) or position >= first_positions[group]
+            status = KeyStatus.HIT if self._is_ready(name) else missing
+            statuses.append(status if wanted else common_pb2.KEY_STATUS_UNSPECIFIED)
+        return bytes(statuses)
+
+    def remaining(self, hold: FakeHold) -> Duration:
+        """Returns how long a hold lasts: time stands still."""
+        return hold.request.duration if hold.request.HasField("duration") else Duration(seconds=_SECONDS)
+
+    def renew(self, prefix: bytes, request: handoff_pb2.RenewHoldsRequest) -> handoff_pb2.RenewHoldsResponse:
+        """Says which are gone."""
+        names = [_name(prefix, hold) for hold in request.holds]
+        missing = [number for number, name in enumerate(names) if name not in self._open]
+        return handoff_pb2.RenewHoldsResponse(missing_holds=missing)
+
+    def release(self, prefix: bytes, request: handoff_pb2.ReleaseHoldsRequest) -> handoff_pb2.ReleaseHoldsResponse:
+        """Ends holds."""
+        for name in [_name(prefix, hold) for hold in request.holds]:
+            if name in self._open:
+                self._end(name)
+        return handoff_pb2.ReleaseHoldsResponse()
+
+    def _end(self, name: _Name) -> None:
+        self._drop_private(self._open.pop(name).names)
+
+    def _drop_private(self, names: Sequence[BlockName]) -> None:
+        still = self.pinned()
+        for block in names:
+            if block[1].startswith(_PRIVATE) and block not in still:
+                self._drop(block)
+
+
+def _name(prefix: bytes, hold: handoff_pb2.HoldRef) -> _Name:
+    return (prefix, _named(hold.engine_id), _named(hold.request_id))
+
+
+def _named(text: str) -> str:
+    if not text:
+        raise error_for("INVALID_ARGUMENT", "a hold has a name")
+    return text

@@ -1,0 +1,442 @@
+"""A fake server for tests of code that uses a `Client`: no process, no socket, no thread.
+
+    server = FakeServer()
+    with server.client(namespace) as client:
+        client.store([key], [data])
+
+The client is the real one; only its wire is not. The fake passes the same contract tests as the real server
+(`tests/contracts/cache_client.py`), keeps every block for ever, and can be told to go down, to hang or to restart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from ...protos.v1 import admin_pb2, cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
+from ...protos.wire.grpc_frames import decode_push_frame, encode_pull_frame
+from ...protos.wire.packed_keys import pack_offsets
+from ..effects import Call, Connect, Copy, Effect, Pull, Push
+from ..errors import DeadlineExceeded, KVTierError, NotConnected, error_for
+from ..namespace import Namespace
+from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
+from ..session.session import Link
+from ..sync import Client
+from .fake_holds import BlockName, FakeHolds
+
+__all__ = ["FakeServer"]
+
+_MAX_KEYS = 65536
+_MAX_FRAME_BYTES = 1 << 20
+
+_BlockName = BlockName
+
+
+@dataclass(slots=True)
+class _Lease:
+    engine_id: str
+    request_id: str
+    names: list[_BlockName | None]
+    blocks: dict[_BlockName, dict[int, bytes]]
+    """What it pins: it stays readable when the last hold that names it has ended."""
+
+
+@dataclass(slots=True)
+class _Store:
+    engine_id: str
+    rank: int
+    names: list[_BlockName]
+    sizes: list[int]
+    staged: bytearray
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    engine_id: str
+    rank: int
+    namespace: Namespace
+    prefix: bytes
+    leases: set[int] = field(default_factory=set)
+    stores: set[int] = field(default_factory=set)
+
+
+class FakeServer:
+    """Blocks in a dict. For one thread at a time.
+
+    Attributes:
+        down: while set, clients cannot reach the server.
+        hanging: while set, calls end in `DeadlineExceeded`.
+        calls: the methods that were called, in order.
+    """
+
+    def __init__(self) -> None:
+        self.down = False
+        self.hanging = False
+        self.calls: list[str] = []
+        self._blocks: dict[_BlockName, dict[int, bytes]] = {}
+        self._world: dict[_BlockName, int] = {}
+        self._ids = itertools.count(1)
+        self._start()
+
+    def client(self, namespace: Namespace, *, engine_id: str | None = None, rank: int | None = None) -> Client:
+        """Returns a client of this server."""
+        wire = _FakeWire(self, namespace, engine_id or secrets.token_hex(8), rank or 0)
+        return Client(namespace=namespace, engine_id=wire.engine_id, rank=rank, wire=wire)
+
+    def restart(self) -> None:
+        """Ends this life of the server: sessions, leases and stores fall; blocks stay, as in a durable tier."""
+        self._start()
+
+    def expire_holds(self) -> None:
+        """Lets the time of all holds be over."""
+        self._holds.end_all(expired=True)
+
+    def decline_holds(self, decline: bool = True) -> None:  # noqa: FBT001, FBT002 - said like this in a test
+        """Holds nothing that is published from now on."""
+        self._holds.declining = decline
+
+    def forget(self) -> None:
+        """Evicts every block that no lease and no hold pins."""
+        pinned = {name for lease in self._leases.values() for name in lease.names} | self._holds.pinned()
+        self._blocks = {name: parts for name, parts in self._blocks.items() if name in pinned}
+
+    def _start(self) -> None:
+        self.epoch = secrets.randbits(62) + 1
+        self._sessions: dict[bytes, _Session] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._stores: dict[int, _Store] = {}
+        self._holds = FakeHolds(self._ready, self._drop)
+
+    def _drop(self, name: _BlockName) -> None:
+        self._blocks.pop(name, None)
+        self._world.pop(name, None)
+
+    def _open(self, wire: _FakeWire) -> Link:
+        session_id = secrets.token_bytes(16)
+        prefix = wire.namespace.to_proto().SerializeToString(deterministic=True)
+        self._sessions[session_id] = _Session(wire.engine_id, wire.rank, wire.namespace, prefix)
+        capabilities = session_pb2.CapabilitiesResponse(
+            epoch=self.epoch,
+            tiers=["cpu"],
+            limits=session_pb2.Limits(max_keys=_MAX_KEYS, max_frame_bytes=_MAX_FRAME_BYTES),
+        )
+        ref = common_pb2.SessionRef(session_id=session_id, epoch=self.epoch)
+        return Link(ref, capabilities, None, "a fake")
+
+    def _close(self, link: Link) -> None:
+        session = self._sessions.pop(link.ref.session_id, None)
+        if session is not None:
+            self._leases = {number: lease for number, lease in self._leases.items() if number not in session.leases}
+            self._stores = {number: store for number, store in self._stores.items() if number not in session.stores}
+
+    def _handle(self, method: str, request: Any) -> Any:
+        self.calls.append(method)
+        if self.down:
+            raise NotConnected("the fake server is down")
+        if self.hanging:
+            raise DeadlineExceeded("the fake server hangs")
+        name = method.rpartition("/")[2]
+        handlers: dict[str, Callable[[Any], Any]] = {
+            "BeginRequest": self._begin_request,
+            "Lookup": self._lookup,
+            "PrepareLoad": self._prepare_load,
+            "CompleteLoad": self._complete_load,
+            "ReleaseLease": self._release_lease,
+            "Touch": self._touch,
+            "PrepareStore": self._prepare_store,
+            "CompleteStore": self._complete_store,
+            "Flush": self._flush,
+            "FinishRequest": self._finish_request,
+            "Reset": self._reset,
+            "PublishHold": self._publish_hold,
+            "ClaimHold": self._claim_hold,
+            "RenewHolds": self._renew_holds,
+            "ReleaseHolds": self._release_holds,
+            "GetStatus": self._get_status,
+        }
+        return handlers[name](request)
+
+    def _session(self, ref: common_pb2.SessionRef) -> _Session:
+        if ref.epoch != self.epoch:
+            raise error_for("STALE_EPOCH", "the session is of another life of this server")
+        session = self._sessions.get(ref.session_id)
+        if session is None:
+            raise error_for("UNKNOWN_SESSION", "there is no such session")
+        return session
+
+    def _names(self, session: _Session, keys: Sequence[bytes]) -> list[_BlockName]:
+        if len(keys) > _MAX_KEYS:
+            raise error_for("TOO_MANY_KEYS", f"{len(keys)} keys in one call")
+        if any(len(key) < 5 for key in keys):
+            raise error_for("INVALID_KEY", "a key is too short")
+        return [(session.prefix, key) for key in keys]
+
+    def _ready(self, name: _BlockName) -> bool:
+        return name in self._blocks and len(self._blocks[name]) == self._world[name]
+
+    def _begin_request(self, request: cache_pb2.BeginRequestRequest) -> cache_pb2.BeginRequestResponse:
+        policy = cache_pb2.OffloadPolicy.Name(OffloadPolicy.BLOCK_LEVEL.value)
+        return cache_pb2.BeginRequestResponse(policy=policy, lookup=self._lookup(request))
+
+    def _lookup(self, request: cache_pb2.LookupRequest | cache_pb2.BeginRequestRequest) -> cache_pb2.LookupResponse:
+        session = self._session(request.session)
+        found: list[_BlockName | None] = []
+        for name in self._names(session, request.keys):
+            broken = request.mode != cache_pb2.LOOKUP_MODE_EACH and None in found[-1:]
+            found.append(name if self._ready(name) and not broken else None)
+        if request.exclude.names:
+            raise error_for("INVALID_ARGUMENT", f"there is no tier {request.exclude.names[0]!r} that could be left out")
+        hits = found.index(None) if None in found else len(found)
+        if request.mode != cache_pb2.LOOKUP_MODE_EACH and hits < request.min_hits:
+            found[:hits], hits = [None] * hits, 0
+        statuses = bytes(KeyStatus.MISS if name is None else KeyStatus.HIT for name in found)
+        if not any(found):
+            return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(found)))
+        lease_id = self._grant(session, request.request_id, found)
+        return cache_pb2.LookupResponse(
+            statuses=statuses, prefix_hits=hits, sources=bytes(len(found)), lease_id=lease_id
+        )
+
+    def _grant(self, session: _Session, request_id: str, names: list[_BlockName | None]) -> int:
+        lease_id = next(self._ids)
+        blocks = {name: self._blocks[name] for name in names if name is not None}
+        self._leases[lease_id] = _Lease(session.engine_id, request_id, names, blocks)
+        session.leases.add(lease_id)
+        return lease_id
+
+    def _lease(self, session: _Session, lease_id: int) -> _Lease:
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise error_for("LEASE_NOT_FOUND", f"there is no lease {lease_id}")
+        if lease.engine_id != session.engine_id:
+            raise error_for("NOT_OWNER", f"lease {lease_id} belongs to another engine")
+        return lease
+
+    def _parts(self, session: _Session, lease_id: int, items: Sequence[int]) -> list[bytes]:
+        lease = self._lease(session, lease_id)
+        parts = []
+        for item in items:
+            if item >= len(lease.names):
+                raise error_for("INVALID_ARGUMENT", f"there is no item {item}")
+            name = lease.names[item]
+            if name is None:
+                raise error_for("NOT_READY", f"item {item} is not a hit")
+            parts.append(lease.blocks[name][session.rank])
+        return parts
+
+    def _prepare_load(self, request: cache_pb2.PrepareLoadRequest) -> cache_pb2.PrepareLoadResponse:
+        parts = self._parts(self._session(request.session), request.lease_id, request.items)
+        return cache_pb2.PrepareLoadResponse(
+            slot_offsets=pack_offsets(0 for _ in parts), part_sizes_bytes=pack_offsets(map(len, parts))
+        )
+
+    def _complete_load(self, request: cache_pb2.CompleteLoadRequest) -> cache_pb2.CompleteLoadResponse:
+        self._lease(self._session(request.session), request.lease_id)
+        if request.release:
+            del self._leases[request.lease_id]
+        return cache_pb2.CompleteLoadResponse()
+
+    def _release_lease(self, request: cache_pb2.ReleaseLeaseRequest) -> cache_pb2.ReleaseLeaseResponse:
+        session = self._session(request.session)
+        for lease_id in request.lease_ids:
+            if lease_id in self._leases:
+                self._lease(session, lease_id)
+                del self._leases[lease_id]
+        return cache_pb2.ReleaseLeaseResponse()
+
+    def _touch(self, request: cache_pb2.TouchRequest) -> cache_pb2.TouchResponse:
+        self._session(request.session)
+        return cache_pb2.TouchResponse(
+            missing_lease_ids=[lease_id for lease_id in request.lease_ids if lease_id not in self._leases]
+        )
+
+    def _prepare_store(self, request: cache_pb2.PrepareStoreRequest) -> cache_pb2.PrepareStoreResponse:
+        session = self._session(request.session)
+        granted: list[_BlockName] = []
+        sizes: list[int] = []
+        statuses = bytearray()
+        writing = {name for store in self._stores.values() for name in store.names if store.rank == session.rank}
+        for name in self._names(session, request.keys):
+            if session.rank in self._blocks.get(name, {}):
+                statuses.append(StoreStatus.PRESENT)
+            elif name in writing or name in granted:
+                statuses.append(StoreStatus.IN_PROGRESS)
+            else:
+                try:
+                    sizes.append(session.namespace.part_bytes_of(name[1]))
+                except ValueError as error:
+                    raise error_for("INVALID_KEY", str(error)) from error
+                statuses.append(StoreStatus.GRANTED)
+                granted.append(name)
+        store_id = next(self._ids) if granted else 0
+        if granted:
+            staged = bytearray(sum(sizes))
+            self._stores[store_id] = _Store(session.engine_id, session.rank, granted, sizes, staged)
+            session.stores.add(store_id)
+        return cache_pb2.PrepareStoreResponse(
+            store_id=store_id, statuses=bytes(statuses), slot_offsets=pack_offsets(0 for _ in granted)
+        )
+
+    def _store(self, session: _Session, store_id: int) -> _Store:
+        store = self._stores.get(store_id)
+        if store is None:
+            raise error_for("STORE_NOT_FOUND", f"there is no store {store_id}")
+        if store.engine_id != session.engine_id:
+            raise error_for("NOT_OWNER", f"store {store_id} belongs to another engine")
+        return store
+
+    def _complete_store(self, request: cache_pb2.CompleteStoreRequest) -> cache_pb2.CompleteStoreResponse:
+        session = self._session(request.session)
+        store = self._store(session, request.store_id)
+        if any(item >= len(store.names) for item in request.failed_items):
+            raise error_for("INVALID_ARGUMENT", "there is no such item")
+        del self._stores[request.store_id]
+        end = 0
+        for number, (name, size) in enumerate(zip(store.names, store.sizes, strict=True)):
+            end += size
+            if not request.abort and number not in request.failed_items:
+                self._blocks.setdefault(name, {})[store.rank] = bytes(store.staged[end - size : end])
+                self._world[name] = session.namespace.world_size
+        return cache_pb2.CompleteStoreResponse()
+
+    def _flush(self, request: cache_pb2.FlushRequest) -> cache_pb2.FlushResponse:
+        names = self._names(self._session(request.session), request.keys)
+        durable, volatile = DurableStatus.DURABLE, DurableStatus.VOLATILE
+        return cache_pb2.FlushResponse(statuses=bytes(durable if self._ready(name) else volatile for name in names))
+
+    def _finish_request(self, request: cache_pb2.FinishRequestRequest) -> cache_pb2.FinishRequestResponse:
+        session = self._session(request.session)
+        owner = (session.engine_id, request.request_id)
+        self._leases = {
+            number: lease for number, lease in self._leases.items() if (lease.engine_id, lease.request_id) != owner
+        }
+        return cache_pb2.FinishRequestResponse(settled=True)
+
+    def _reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetResponse:
+        """Empties the namespace at once: leases and stores that are in the way are lost."""
+        prefix = self._session(request.session).prefix
+        self._holds.end_all(prefix=prefix)
+        for name in [name for name in self._blocks if name[0] == prefix]:
+            del self._blocks[name], self._world[name]
+        self._leases = {
+            number: lease for number, lease in self._leases.items() if all(not n or n[0] != prefix for n in lease.names)
+        }
+        self._stores = {
+            number: store for number, store in self._stores.items() if all(name[0] != prefix for name in store.names)
+        }
+        return cache_pb2.ResetResponse()
+
+    def _publish_hold(self, request: handoff_pb2.PublishHoldRequest) -> handoff_pb2.PublishHoldResponse:
+        session = self._session(request.session)
+        return self._holds.publish(session.prefix, session.engine_id, self._names(session, request.keys), request)
+
+    def _claim_hold(self, request: handoff_pb2.ClaimHoldRequest) -> handoff_pb2.ClaimHoldResponse:
+        session = self._session(request.session)
+        hold = self._holds.find(session.prefix, request)
+        engine = (session.prefix, request.hold.engine_id)
+        lives = any((other.prefix, other.engine_id) == engine for other in self._sessions.values())
+        statuses = self._holds.statuses(hold, request.first_positions, publisher_lives=lives)
+        lease_id = 0
+        if KeyStatus.HIT in statuses:
+            hits = [
+                name if status == KeyStatus.HIT else None for name, status in zip(hold.names, statuses, strict=True)
+            ]
+            lease_id = self._grant(session, request.request_id, hits)
+        published = hold.request
+        return handoff_pb2.ClaimHoldResponse(
+            keys=published.keys,
+            positions=published.positions,
+            statuses=statuses,
+            lease_id=lease_id,
+            num_tokens=published.num_tokens,
+            direction=handoff_pb2.HandoffDirection.Name(published.direction),
+            remaining=self._holds.remaining(hold),
+        )
+
+    def _renew_holds(self, request: handoff_pb2.RenewHoldsRequest) -> handoff_pb2.RenewHoldsResponse:
+        return self._holds.renew(self._session(request.session).prefix, request)
+
+    def _release_holds(self, request: handoff_pb2.ReleaseHoldsRequest) -> handoff_pb2.ReleaseHoldsResponse:
+        return self._holds.release(self._session(request.session).prefix, request)
+
+    def _get_status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
+        used = sum(len(part) for parts in self._blocks.values() for part in parts.values())
+        tier = admin_pb2.TierStatus(name="cpu", type="cpu", used_bytes=used, blocks=len(self._blocks), healthy=True)
+        return admin_pb2.GetStatusResponse(
+            server_version="fake", epoch=self.epoch, tiers=[tier], leases=len(self._leases), stores=len(self._stores)
+        )
+
+    def _push(self, frames: Sequence[bytes]) -> transfer_pb2.PushResponse:
+        received = 0
+        store: _Store | None = None
+        for frame in frames:
+            fields, payload = decode_push_frame(frame)
+            store = store or self._store(self._session(fields.session), fields.store_id)
+            end = fields.offset_bytes + payload.nbytes
+            if end > len(store.staged):
+                raise error_for("WRONG_SIZE", f"{end} bytes for a store of {len(store.staged)}")
+            store.staged[fields.offset_bytes : end] = payload
+            received += payload.nbytes
+        return transfer_pb2.PushResponse(received_bytes=received)
+
+    def _pull(self, request: transfer_pb2.PullRequest, take: Callable[[bytes], None]) -> None:
+        data = b"".join(self._parts(self._session(request.session), request.lease_id, request.items))
+        for start in range(0, len(data), _MAX_FRAME_BYTES):
+            payload = data[start : start + _MAX_FRAME_BYTES]
+            take(encode_pull_frame(start, xxhash.xxh3_64_intdigest(payload), [payload]))
+
+
+class _FakeWire:
+    """Performs a client's effects on a fake server."""
+
+    def __init__(self, server: FakeServer, namespace: Namespace, engine_id: str, rank: int) -> None:
+        self.namespace = namespace
+        self.engine_id = engine_id
+        self.rank = rank
+        self._server = server
+        self._link: Link | None = None
+        self._closed = False
+
+    @property
+    def link(self) -> Link | None:
+        try:
+            return self._connect()
+        except KVTierError:
+            return None
+
+    def perform(self, effect: Effect) -> Any:
+        match effect:
+            case Connect():
+                return self._connect()
+            case Call(method, request, _):
+                return self._server._handle(method, request)  # noqa: SLF001 - two halves of one fake
+            case Push(_, frames, _):
+                return self._server._push(list(frames()))  # noqa: SLF001
+            case Pull(_, request, take, _):
+                self._server._pull(request, take)  # noqa: SLF001
+            case Copy(run):
+                run()
+        return None
+
+    def lost(self, link: Link) -> None:
+        link.fall()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._link is not None:
+            self._link.fall()
+            self._server._close(self._link)  # noqa: SLF001
+
+    def _connect(self) -> Link:
+        if self._closed:
+            raise NotConnected("the client is closed")
+        if self._server.down:
+            raise NotConnected("the fake server is down")
+        if self._link is None or self._link.fallen or self._link.ref.epoch != self._server.epoch:
+            self._link = self._server._open(self)  # noqa: SLF001
+        return self._link

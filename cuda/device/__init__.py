@@ -1,0 +1,1 @@
+"""Device memory of engines: drivers, exported allocations, layouts and copies."""

@@ -1,0 +1,138 @@
+"""From blocks and slots to the copies that move them: flat lists of addresses and sizes, as drivers take them.
+
+Plans are made in Python, by the thousand, before each transfer: tables that say where the pieces of a layout are come once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..host.pinning import PIN_CHUNK_BYTES
+from .layout import BlockLayout, LayoutError
+
+__all__ = ["Plan", "Planner"]
+
+
+class Plan(NamedTuple):
+    """Copies to be made: the i-th moves ``sizes[i]`` bytes between a device's address and a host's. Arrays of 64-bit integers."""
+
+    device: array[int]
+    host: array[int]
+    sizes: array[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all copies move together."""
+        return sum(self.sizes)
+
+    def split(self, max_copies: int, max_bytes: int) -> Iterator[Plan]:
+        """Yields it in pieces of at most so many copies, and so many bytes unless one copy alone has more."""
+        start, weight = 0, 0
+        for end, size in enumerate(self.sizes):
+            if end > start and (end - start >= max_copies or weight + size > max_bytes):
+                yield Plan(self.device[start:end], self.host[start:end], self.sizes[start:end])
+                start, weight = end, 0
+            weight += size
+        if start < len(self.sizes):
+            yield Plan(self.device[start:], self.host[start:], self.sizes[start:])
+
+
+class _Column(NamedTuple):
+    """Of every block: where its i-th piece is on the device and in the slot, and its size."""
+
+    base: int
+    block_stride: int
+    in_slot: int
+    nbytes: int
+
+
+class Planner:
+    """Makes plans for one layout whose buffers are at ``addresses``, and slots of a region at ``region_address``.
+
+    The region is pinned in chunks of ``chunk_bytes``: no copy crosses from one into the next. Raises LayoutError for a layout that
+    names other buffers. Any thread may call.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        addresses: Sequence[int],
+        region_address: int,
+        region_bytes: int,
+        *,
+        chunk_bytes: int = PIN_CHUNK_BYTES,
+    ) -> None:
+        if any(run.buffer >= len(addresses) for run in layout.runs):
+            raise LayoutError(f"the layout has more than {len(addresses)} buffers")
+        self.part_bytes = layout.part_bytes
+        self.num_blocks = layout.num_blocks
+        self._region = region_address
+        self._region_bytes = region_bytes
+        self._chunk = chunk_bytes
+        self._columns = list(_columns(layout, addresses))
+
+    def plan(self, blocks: Sequence[int], offsets: Sequence[int]) -> Plan:
+        """The copies between block ``blocks[i]`` and the slot at ``offsets[i]`` (bytes from the region's start), for all i.
+
+        Copies that go on where the one before ends, on both sides, become one. Raises LayoutError for blocks and slots that are not
+        there: such a plan would read and write what belongs to others.
+        """
+        for block, offset in zip(blocks, offsets, strict=True):
+            if not 0 <= block < self.num_blocks:
+                raise LayoutError(f"there is no block {block} of {self.num_blocks}")
+            if not 0 <= offset <= self._region_bytes - self.part_bytes:
+                raise LayoutError(f"{self.part_bytes} bytes at {offset} are not in the region")
+        if len(self._columns) == 1:
+            return self._plan_whole(blocks, offsets)
+        return self._plan_pieces(blocks, offsets)
+
+    def _plan_pieces(self, blocks: Sequence[int], offsets: Sequence[int]) -> Plan:
+        plan = Plan(array("Q"), array("Q"), array("Q"))
+        for block, offset in zip(blocks, offsets, strict=True):
+            if offset // self._chunk != (offset + self.part_bytes - 1) // self._chunk:
+                self._add_split(plan, block, offset)
+                continue
+            start = self._region + offset
+            plan.device.extend([base + block * stride for base, stride, _, _ in self._columns])
+            plan.host.extend([start + in_slot for _, _, in_slot, _ in self._columns])
+            plan.sizes.extend([nbytes for _, _, _, nbytes in self._columns])
+        return plan
+
+    def _plan_whole(self, blocks: Sequence[int], offsets: Sequence[int]) -> Plan:
+        """Where a part is one piece, blocks that follow each other may be one copy."""
+        plan = Plan(array("Q"), array("Q"), array("Q"))
+        (column,) = self._columns
+        device, host, length = 0, 0, 0
+        for block, offset in zip(blocks, offsets, strict=True):
+            start = column.base + block * column.block_stride
+            if (start, offset) == (device + length, host + length):
+                length += column.nbytes
+                continue
+            self._add(plan, device, host, length)
+            device, host, length = start, offset, column.nbytes
+        self._add(plan, device, host, length)
+        return plan
+
+    def _add_split(self, plan: Plan, block: int, offset: int) -> None:
+        for base, stride, in_slot, nbytes in self._columns:
+            self._add(plan, base + block * stride, offset + in_slot, nbytes)
+
+    def _add(self, plan: Plan, device: int, offset: int, nbytes: int) -> None:
+        """Adds one copy, in pieces that stay within chunks."""
+        while nbytes:
+            size = min(nbytes, self._chunk - offset % self._chunk)
+            plan.device.append(device)
+            plan.host.append(self._region + offset)
+            plan.sizes.append(size)
+            device, offset, nbytes = device + size, offset + size, nbytes - size
+
+
+def _columns(layout: BlockLayout, addresses: Sequence[int]) -> Iterator[_Column]:
+    in_slot = 0
+    for run in layout.runs:
+        for piece in range(run.pieces):
+            base = addresses[run.buffer] + run.offset + piece * run.piece_stride
+            yield _Column(base, run.block_stride, in_slot, run.piece_bytes)
+            in_slot += run.piece_bytes

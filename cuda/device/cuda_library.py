@@ -1,0 +1,139 @@
+"""NVIDIA's driver API through cuda-bindings, with errors as exceptions. Loaded when a driver is made, never at import."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
+
+from .device_errors import Cause, DeviceError
+
+__all__ = ["BatchCopy", "CudaLibrary", "import_bindings"]
+
+_LOST: Final = {
+    "CUDA_ERROR_DEINITIALIZED",
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+    "CUDA_ERROR_ASSERT",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    "CUDA_ERROR_INVALID_PC",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_CONTAINED",
+    "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+    "CUDA_ERROR_UNKNOWN",
+}
+"""What stays: the context answers nothing else from then on."""
+
+_CAPTURE_PREFIX: Final = "CUDA_ERROR_STREAM_CAPTURE"
+
+
+def import_bindings(name: str) -> Any:
+    """A module of cuda-bindings, untyped: it need not be installed where types are checked. Raises DeviceError (NO_BINDINGS)."""
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        # `python -m` in this repository's root puts its folder `cuda` before NVIDIA's package: PYTHONSAFEPATH=1 helps.
+        raise DeviceError(Cause.NO_BINDINGS, str(error)) from error
+
+
+class CudaLibrary:
+    """The driver's functions. Raises DeviceError (NO_BINDINGS, NO_DRIVER) where it cannot be used."""
+
+    def __init__(self) -> None:
+        self.api = import_bindings("driver")
+        try:
+            self.call("cuInit", 0)
+        except DeviceError as error:
+            raise DeviceError(Cause.NO_DRIVER, error.detail) from error
+
+    def call(self, name: str, *arguments: object) -> Any:
+        """Calls a function; returns its result, a tuple if there are several, None if there is none. Raises DeviceError."""
+        code, results = self.attempt(name, *arguments)
+        if code != "CUDA_SUCCESS":
+            raise self.error(name, code)
+        return results[0] if len(results) == 1 else tuple(results) or None
+
+    def attempt(self, name: str, *arguments: object) -> tuple[str, Sequence[Any]]:
+        """Calls a function; returns the name of its code, and its results, which mean nothing unless that is CUDA_SUCCESS."""
+        try:
+            code, *results = getattr(self.api, name)(*arguments)
+        except (RuntimeError, AttributeError) as error:  # no libcuda, or one that lacks the function; bindings that do
+            raise DeviceError(Cause.REFUSED, f"{name}: {error}") from error
+        return code.name, results
+
+    @staticmethod
+    def error(what: str, code: str) -> DeviceError:
+        """The exception for a code's name."""
+        if code in _LOST:
+            return DeviceError(Cause.BROKEN, f"{what}: {code}")
+        if code.startswith(_CAPTURE_PREFIX):
+            return DeviceError(Cause.CAPTURING, f"{what}: {code}")
+        return DeviceError(Cause.REFUSED, f"{what}: {code}")
+
+    def code_name(self, code: int) -> str:
+        """The name of a number that was returned past the bindings."""
+        try:
+            return str(self.api.CUresult(code).name)
+        except ValueError:
+            return f"CUDA error {code}"
+
+
+class _Attributes(ctypes.Structure):
+    """`CUmemcpyAttributes`: an access order, two locations to hint at (type and id), flags."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_location", ctypes.c_int * 2),
+        ("destination_location", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class BatchCopy:
+    """`cuMemcpyBatchAsync` past the bindings: they want an object per address, which costs more time than the copies.
+
+    It is asked for by the version that brought it (12.8, with an index of what failed), which newer drivers still have.
+    """
+
+    _VERSION = 12080
+    _IN_STREAM_ORDER = 1
+    _OVERLAP_WITH_COMPUTE = 1
+    _TYPE = ctypes.CFUNCTYPE(  # the GIL is free during the call
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.POINTER(_Attributes),
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.c_size_t,
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.c_void_p,
+    )
+
+    def __init__(self, library: CudaLibrary) -> None:
+        """Raises DeviceError (REFUSED) where the driver has no such function."""
+        self._library = library
+        pointer, _ = library.call("cuGetProcAddress", b"cuMemcpyBatchAsync", self._VERSION, 0)
+        if not pointer:
+            raise DeviceError(Cause.REFUSED, "the driver has no cuMemcpyBatchAsync (CUDA 12.8 brought it)")
+        self._function = self._TYPE(int(pointer))
+        self._attributes = _Attributes(source_access_order=self._IN_STREAM_ORDER, flags=self._OVERLAP_WITH_COMPUTE)
+        self._first = ctypes.c_size_t(0)
+
+    def __call__(self, stream: int, destinations: array[int], sources: array[int], sizes: array[int]) -> None:
+        """See `Driver.copy`; arrays of 64 bits."""
+        failed = ctypes.c_size_t(0)
+        (to, count), (start, _), (lengths, _) = (part.buffer_info() for part in (destinations, sources, sizes))
+        code = self._function(to, start, lengths, count, self._attributes, self._first, 1, failed, stream)
+        if code:
+            raise self._library.error(
+                f"cuMemcpyBatchAsync (copy {failed.value} of {count})", self._library.code_name(code)
+            )

@@ -1,0 +1,178 @@
+"""What an engine process says of its KV tensors, so that another process can open them: made once, sent once.
+
+Tensors are named by allocation and offset: handles are for whole allocations, and a caching allocator puts many tensors into one.
+The device is named by its UUID, since ordinals differ between processes. It travels as JSON, and is checked where it arrives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from .device_errors import Cause, DeviceError
+from .driver import HANDLE_BYTES, Allocation, Driver, EventId
+from .layout import BlockLayout, LayoutError, Run
+from .origin import Origin
+
+__all__ = ["DeviceExport", "ExportedAllocation", "export_blocks"]
+
+_VERSION: Final = 1
+_MAX_JSON_BYTES = 4 << 20
+_MAX_PIECES = 1 << 16
+"""Of one block: what a planner's tables, and each plan, are made of."""
+
+
+@dataclass(frozen=True)
+class ExportedAllocation:
+    """One allocation of the device: its handle and size in bytes."""
+
+    handle: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class DeviceExport:
+    """The blocks of one engine process on one device. ``layouts`` is by group; their buffers are ``allocations``.
+
+    ``events`` are handles of events that the engine records; they are named by their index. Raises DeviceError (BAD_EXPORT) for
+    what reaches outside of its allocations.
+    """
+
+    device: str
+    origin: Origin
+    allocations: tuple[ExportedAllocation, ...]
+    layouts: Mapping[int, BlockLayout]
+    events: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layouts or any(len(handle) != HANDLE_BYTES for handle in self._handles()):
+            raise DeviceError(Cause.BAD_EXPORT, "no blocks, or handles of a wrong size")
+        for group, layout in self.layouts.items():
+            if sum(run.pieces for run in layout.runs) > _MAX_PIECES:
+                raise DeviceError(Cause.BAD_EXPORT, f"a block of group {group} has more than {_MAX_PIECES} pieces")
+            for run in layout.runs:
+                if (
+                    run.buffer >= len(self.allocations)
+                    or run.end(layout.num_blocks) > self.allocations[run.buffer].nbytes
+                ):
+                    raise DeviceError(Cause.BAD_EXPORT, f"blocks of group {group} are not inside of the allocations")
+
+    def _handles(self) -> list[bytes]:
+        return [*(allocation.handle for allocation in self.allocations), *self.events]
+
+    def to_bytes(self) -> bytes:
+        """JSON in UTF-8."""
+        fields = {
+            "version": _VERSION,
+            "device": self.device,
+            "origin": asdict(self.origin),
+            "allocations": [[allocation.handle.hex(), allocation.nbytes] for allocation in self.allocations],
+            "layouts": {str(group): _layout_fields(layout) for group, layout in self.layouts.items()},
+            "events": [handle.hex() for handle in self.events],
+        }
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> DeviceExport:
+        """What `to_bytes` made. Raises DeviceError (BAD_EXPORT) for anything else."""
+        if len(data) > _MAX_JSON_BYTES:
+            raise DeviceError(Cause.BAD_EXPORT, f"{len(data)} bytes are more than {_MAX_JSON_BYTES}")
+        try:
+            return cls._parsed(json.loads(data))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DeviceError(Cause.BAD_EXPORT, f"{type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _parsed(cls, fields: Any) -> DeviceExport:
+        if fields["version"] != _VERSION:
+            raise DeviceError(Cause.BAD_EXPORT, f"version {fields['version']!r} is not {_VERSION}")
+        origin = fields["origin"]
+        return cls(
+            device=_text(fields["device"]),
+            origin=Origin(
+                _text(origin["boot"]), *(_count(origin[name]) for name in ("pid", "pid_namespace", "shm_device"))
+            ),
+            allocations=tuple(
+                ExportedAllocation(bytes.fromhex(handle), _count(size)) for handle, size in fields["allocations"]
+            ),
+            layouts={int(group): _parsed_layout(layout) for group, layout in fields["layouts"].items()},
+            events=tuple(bytes.fromhex(handle) for handle in fields["events"]),
+        )
+
+
+def export_blocks(
+    driver: Driver,
+    groups: Mapping[int, tuple[BlockLayout, Sequence[int]]],
+    *,
+    events: Sequence[EventId] = (),
+) -> DeviceExport:
+    """Describes an engine's blocks: for each group, its layout and the addresses of the layout's buffers (tensors).
+
+    Called once, when the tensors exist, and not during a capture. Raises DeviceError with the reason why they cannot be shared.
+    """
+    allocations: dict[int, Allocation] = {}
+    layouts = {}
+    for group, (layout, addresses) in groups.items():
+        found = [_exportable(driver, address, max(1, layout.end(buffer))) for buffer, address in enumerate(addresses)]
+        allocations.update((allocation.base, allocation) for allocation in found)
+        order = list(allocations)
+        layouts[group] = layout.moved(
+            [
+                (order.index(allocation.base), address - allocation.base)
+                for allocation, address in zip(found, addresses, strict=True)
+            ]
+        )
+    return DeviceExport(
+        device=driver.device,
+        origin=Origin.here(),
+        allocations=tuple(
+            ExportedAllocation(driver.export_memory(base), of.nbytes) for base, of in allocations.items()
+        ),
+        layouts=layouts,
+        events=tuple(driver.export_event(event) for event in events),
+    )
+
+
+def _exportable(driver: Driver, address: int, nbytes: int) -> Allocation:
+    allocation = driver.allocation_of(address)
+    cause = allocation.kind.obstacle
+    if cause is Cause.VMM_MEMORY and _expandable_segments():
+        cause = Cause.EXPANDABLE_SEGMENTS
+    if cause is not None:
+        raise DeviceError(cause, f"{nbytes} bytes at {address:#x}")
+    if address + nbytes > allocation.base + allocation.nbytes:
+        raise DeviceError(Cause.UNKNOWN_MEMORY, f"{nbytes} bytes at {address:#x} reach beyond their allocation")
+    return allocation
+
+
+def _expandable_segments() -> bool:
+    """Whether torch was told to allocate so; it reads both names."""
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
+
+
+def _layout_fields(layout: BlockLayout) -> dict[str, Any]:
+    runs = [
+        [run.buffer, run.offset, run.block_stride, run.piece_bytes, run.pieces, run.piece_stride] for run in layout.runs
+    ]
+    return {"num_blocks": layout.num_blocks, "runs": runs}
+
+
+def _parsed_layout(fields: Any) -> BlockLayout:
+    runs = tuple(Run(*(_count(number) for number in numbers)) for numbers in fields["runs"])
+    return BlockLayout(_count(fields["num_blocks"]), runs)
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise LayoutError(f"{value!r} is no count")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > 256:
+        raise TypeError("a short text is wanted")
+    return value

@@ -1,0 +1,82 @@
+"""Memory of engines that this process has open, counted per allocation: each is mapped once and closed with its last user.
+
+Several sessions may name one allocation (an engine that registers anew while its old session falls, groups that share tensors), and
+what is never closed keeps a dead engine's memory on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from .device_errors import Cause, DeviceError
+from .driver import Driver
+from .exports import DeviceExport
+from .origin import Origin, explain, obstacle
+
+__all__ = ["OpenHandles"]
+
+
+class OpenHandles:
+    """The allocations that are open with one driver. Any thread may call."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._open: dict[bytes, tuple[int, int]] = {}  # handle: address, users
+
+    @property
+    def allocations(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def open(self, export: DeviceExport) -> list[int]:
+        """Opens the allocations of an export, all or none; returns where they are. `close` gives them up.
+
+        Raises DeviceError with the likely cause.
+        """
+        here = Origin.here()
+        refusal = obstacle(export.origin, here)
+        if refusal is not None:
+            raise refusal
+        addresses: list[int] = []
+        with contextlib.ExitStack() as undo:
+            for allocation in export.allocations:
+                try:
+                    addresses.append(self._open_one(allocation.handle))
+                except DeviceError as error:
+                    raise explain(error, export.origin, here) from error
+                undo.callback(self._close_one, allocation.handle)
+                self._check_size(addresses[-1], allocation.nbytes)
+            undo.pop_all()
+        return addresses
+
+    def close(self, export: DeviceExport) -> None:
+        """Gives up what `open` returned, once. No copy may use it any more."""
+        with contextlib.ExitStack() as stack:  # one that fails does not keep the others open
+            for allocation in export.allocations:
+                stack.callback(self._close_one, allocation.handle)
+
+    def _check_size(self, address: int, nbytes: int) -> None:
+        """What an engine says of its memory is not believed: a copy beyond its end would break the context for all engines."""
+        found = self._driver.allocation_of(address)
+        if found.base + found.nbytes < address + nbytes:
+            raise DeviceError(Cause.BAD_EXPORT, f"an allocation has {found.nbytes} bytes, not {nbytes}")
+
+    def _open_one(self, handle: bytes) -> int:
+        with self._lock:
+            if handle in self._open:
+                address, users = self._open[handle]
+            else:
+                address, users = self._driver.open_memory(handle), 0
+            self._open[handle] = address, users + 1
+            return address
+
+    def _close_one(self, handle: bytes) -> None:
+        with self._lock:
+            address, users = self._open[handle]
+            if users > 1:
+                self._open[handle] = address, users - 1
+                return
+            del self._open[handle]
+            self._driver.close_memory(address)

@@ -1,0 +1,1 @@
+"""Host memory: the shared region, pinning, NUMA placement and copies."""

@@ -1,0 +1,1 @@
+"""Host-memory stand-in for a device driver."""

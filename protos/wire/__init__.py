@@ -1,0 +1,1 @@
+"""Framings of bytes that travel outside protobuf messages."""

@@ -1,0 +1,108 @@
+"""Who calls: by token, by certificate, or by the socket that only the owner can open."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config.schema import Config
+from ..rpc.interceptor import Refused
+from ..telemetry.logs import get_logger
+from .peer_credentials import bearer_of, credentials_of
+from .roles import CALLER, OWNER, Identity, demand, is_open
+from .tokens import TokensError, read_directory
+
+__all__ = ["Authority", "Gate"]
+
+_log = get_logger(__name__)
+
+
+class Authority:
+    """Knows the tokens and certificates. Lives on the event loop.
+
+    Raises:
+        TokensError: the file cannot be used (at construction; later the one that was read before stays in use).
+    """
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.time) -> None:
+        self._path = config.auth.tokens
+        self._asks_on_unix = config.auth.unix
+        self._clock = clock
+        self._seen = _look(self._path)
+        self._directory = read_directory(self._path) if self._path is not None else None
+
+    @staticmethod
+    def is_wanted(config: Config) -> bool:
+        """Returns whether anybody is asked who he is."""
+        return config.auth.tokens is not None or config.tls.client_ca is not None
+
+    def identify(self, token: str | None, names: Sequence[str], *, is_local: bool) -> Identity:
+        """Returns who has shown a token, or a certificate with these names. Raises Refused."""
+        now = self._clock()
+        if self._directory is None:
+            if names:  # TLS has verified it, and that is all that is asked for
+                return Identity(names[0], None, OWNER.roles, shared_memory=True)
+        elif token is not None:
+            identity = self._directory.of_token(token, now)
+            if identity is None:
+                raise Refused("UNAUTHENTICATED", "the token is not known here, or has expired")
+            return identity
+        elif (identity := self._directory.of_names(names, now)) is not None:
+            return identity
+        if is_local and not self._asks_on_unix:
+            return OWNER
+        raise Refused("UNAUTHENTICATED", "a token is needed: metadata `authorization: Bearer TOKEN`")
+
+    def still(self, identity: Identity) -> bool:
+        """Returns whether somebody who was let in would be let in now, as the same."""
+        return self._directory is None or self._directory.still(identity, self._clock())
+
+    def refresh(self) -> None:
+        """Reads the file again if it has changed. One that cannot be used leaves what was read before."""
+        if self._path is None or (seen := _look(self._path)) == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._directory = read_directory(self._path)
+        except TokensError as error:
+            _log.error("the tokens cannot be read, the old ones stay", error=str(error))
+        else:
+            _log.info("tokens read again", path=str(self._path), tokens=len(self._directory.tokens))
+
+    def may_see_metrics(self, header: str | None) -> bool:
+        """Returns whether an HTTP request with this `Authorization` may see the metrics. Any thread may ask."""
+        token, directory = bearer_of(header or ""), self._directory
+        identity = directory.of_token(token, self._clock()) if directory is not None and token is not None else None
+        return identity is not None and any(role.value in ("metrics", "admin") for role in identity.roles)
+
+
+class Gate:
+    """Sees to it that each call is made by somebody who may make it."""
+
+    def __init__(self, authority: Authority) -> None:
+        self._authority = authority
+
+    def __call__(self, method: str, context: Any) -> None:
+        """Finds out who makes a call, for `CALLER`. Raises Refused. `context` is gRPC's, or has a `caller` who is known."""
+        method = method.lstrip("/")
+        caller = getattr(context, "caller", None)
+        if caller is None:
+            if is_open(method):
+                return
+            token, names, is_local = credentials_of(context)
+            caller = self._authority.identify(token, names, is_local=is_local)
+        CALLER.set(caller)
+        demand(method, caller)
+
+
+def _look(path: Path | None) -> tuple[int, ...] | None:
+    """Returns what changes with a file; also when only its owner or mode does, and it can be read at last."""
+    if path is None:
+        return None
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino

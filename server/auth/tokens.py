@@ -1,0 +1,198 @@
+"""The file of tokens and certificates: who there is, of which tenant, in which role.
+
+    [[tokens]]
+    name = "vllm"                  # for people, in the log
+    hash = "sha256:…"              # of the token; `kvtier token new` prints both
+    tenant = "acme"                # "*" for any
+    roles = ["engine"]             # engine, reader, admin, metrics
+    shared_memory = true           # may map the region, where the blocks of all tenants lie; else streams
+    expires = 2027-01-01T00:00:00Z
+
+    [[certificates]]
+    name = "engine-1.acme.example" # a subject alternative name of the certificate, or its common name
+    tenant = "acme"
+    roles = ["engine"]
+
+Tokens are random (256 bits): a plain hash of one gives nothing away, and takes a microsecond.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from .roles import Identity, Role
+
+__all__ = ["ANY_TENANT", "Directory", "TokensError", "entry_text", "hash_of", "new_token", "read_directory"]
+
+ANY_TENANT = "*"
+
+_PREFIX = "sha256:"
+_MAX_FILE_BYTES = 4 << 20
+_TOKEN_BYTES = 32
+_OF_TOML = {
+    "bool": "boolean",
+    "datetime": "date and time",
+    "int": "integer",
+    "object": "table",
+    "str": "string",
+}
+_TENANT_ROLES = {"engine", "reader"}
+
+
+class TokensError(Exception):
+    """The file cannot be used; one line."""
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    roles: Annotated[list[Literal["engine", "reader", "admin", "metrics"]], msgspec.Meta(min_length=1)]
+    tenant: str | None = None
+    shared_memory: bool = False
+    expires: datetime | None = None
+
+    def identity(self, credential: bytes) -> Identity:
+        tenant = None if self.tenant == ANY_TENANT else self.tenant or ""
+        return Identity(self.name, tenant, frozenset(map(Role, self.roles)), self.shared_memory, credential)
+
+
+class _Token(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    hash: Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[_Token] = []
+    certificates: list[_Entry] = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    identity: Identity
+    expires: float | None
+
+    def at(self, now: float) -> Identity | None:
+        return self.identity if self.expires is None or now < self.expires else None
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """What the file says."""
+
+    tokens: Mapping[bytes, _Known] = field(default_factory=dict)
+    certificates: Mapping[str, _Known] = field(default_factory=dict)
+
+    def of_token(self, token: str, now: float) -> Identity | None:
+        """Returns whose token this is at `now` (seconds since the epoch); None for nobody's, or one that has expired."""
+        digest = hashlib.sha256(token.encode()).digest()
+        # What is looked up is a hash, which nobody can steer towards one that is there; and then compared in constant time.
+        known = self.tokens.get(digest[:8])
+        if known is None or not hmac.compare_digest(known.identity.credential or b"", digest):
+            return None
+        return known.at(now)
+
+    def of_names(self, names: Iterable[str], now: float) -> Identity | None:
+        """Returns whose certificate has one of these names, which TLS has verified."""
+        for name in names:
+            known = self.certificates.get(name)
+            if known is not None and (identity := known.at(now)) is not None:
+                return identity
+        return None
+
+    def still(self, identity: Identity, now: float) -> bool:
+        """Returns whether an identity is still there as it was."""
+        if identity.credential is None:
+            return True
+        of_token = self.tokens.get(identity.credential[:8])
+        of_name = self.certificates.get(identity.name)
+        return any(known is not None and known.at(now) == identity for known in (of_token, of_name))
+
+
+def new_token() -> str:
+    """Returns a token that nobody can guess."""
+    return f"kvt_{secrets.token_urlsafe(_TOKEN_BYTES)}"
+
+
+def hash_of(token: str) -> str:
+    """Returns how the file names a token."""
+    return f"{_PREFIX}{hashlib.sha256(token.encode()).hexdigest()}"
+
+
+def read_directory(path: Path) -> Directory:
+    """Reads the file. Raises TokensError."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise TokensError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(text) > _MAX_FILE_BYTES:
+        raise TokensError(f"{path}: is larger than {_MAX_FILE_BYTES} bytes")
+    try:
+        parsed = msgspec.convert(tomllib.loads(text.decode()), _File)
+    except msgspec.ValidationError as error:
+        raise TokensError(f"{path}: {_in_words_of_toml(f'{error}')}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a plain ValueError
+        raise TokensError(f"{path}: is not TOML: {error}") from None
+    for entry in (*parsed.tokens, *parsed.certificates):
+        if entry.tenant is None and _TENANT_ROLES & set(entry.roles):
+            raise TokensError(f'{path}: {entry.name}: an engine or reader has a tenant; write "*" for any')
+    tokens = {digest[:8]: _known(entry, digest) for entry in parsed.tokens if (digest := _digest(entry))}
+    certificates = {entry.name: _known(entry, b"name:" + entry.name.encode()) for entry in parsed.certificates}
+    if len(tokens) < len(parsed.tokens) or len(certificates) < len(parsed.certificates):
+        raise TokensError(f"{path}: a token or a certificate is there twice")
+    return Directory(tokens, certificates)
+
+
+def entry_text(name: str, hashed: str, tenant: str | None, roles: Sequence[str], *, shared_memory: bool) -> str:
+    """Returns the lines of a token for the file."""
+    lines = ["[[tokens]]", f"name = {_toml(name)}", f"hash = {_toml(hashed)}"]
+    if tenant is not None:
+        lines.append(f"tenant = {_toml(tenant)}")
+    lines.append(f"roles = [{', '.join(map(_toml, roles))}]")
+    if shared_memory:
+        lines.append("shared_memory = true")
+    return "\n".join(lines) + "\n"
+
+
+def _in_words_of_toml(problem: str) -> str:
+    """Returns what is wrong with the tables as whoever writes them has to know it: which one, counted from 1, and what it takes."""
+    what, _, where = problem.partition(" - at `$.")
+    place = re.fullmatch(r"(\w+)(?:\[(\d+)\])?\.?([\w\[\].]*)`", where)
+    if "matching regex" in what:
+        what = f"must be {_PREFIX} and 64 hexadecimal digits, as `kvtier token new` prints it"
+    elif what.startswith("Invalid enum value"):
+        what = f"{what}; there are {', '.join(role.value for role in Role)}"
+    elif what.startswith("Expected"):
+        what = re.sub(r"`(\w+)( \| null)?`", lambda found: f"`{_OF_TOML.get(found[1], found[1])}`", what)
+    what = re.sub(r"^Object (contains )?", "", what)
+    what = what[:1].lower() + what[1:]
+    if not place:
+        return what
+    table, number, key = place.groups()
+    numbered = f", number {int(number) + 1}" if number else ""
+    return f"{table}{numbered}: {key}{': ' if key else ''}{what}"
+
+
+def _digest(entry: _Token) -> bytes:
+    return bytes.fromhex(entry.hash.removeprefix(_PREFIX))
+
+
+def _known(entry: _Entry, credential: bytes) -> _Known:
+    expires = entry.expires
+    if expires is not None and expires.tzinfo is None:
+        expires = expires.replace(tzinfo=UTC)
+    return _Known(entry.identity(credential), expires.timestamp() if expires is not None else None)
+
+
+def _toml(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,239 @@
+"""What the server answers its bulk process, and what it knows of each stream.
+
+A stream that may write counts as a writer of its session, like a connection that maps the region: slots of a store that ends early
+are given to nobody else until it has gone. Lives on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from prometheus_client import Counter
+
+from ...protos.v1 import common_pb2
+from ...tiers.core.commands import LeaseId, StoreId
+from ...tiers.errors import CoreError, LeaseNotFound
+from ...tiers.types import Session
+from ..auth.audit_log import Audit
+from ..auth.authenticator import Authority
+from ..auth.rate_limits import Meter
+from ..auth.roles import demand
+from ..rpc.interceptor import Refused
+from ..rpc.request_checks import Edge
+from ..rpc.sessions import OpenSession, SessionRegistry
+from ..rpc.writers import Writers
+from ..runtime import TierRuntime
+from ..telemetry.metrics import Metrics
+from .messages import Begin, Damaged, End, Granted, Moved, Quiet, Refusal, Settled, ToChild
+from .received_offsets import Arrivals
+
+__all__ = ["BulkDesk"]
+
+_METHODS = {True: "/kvtier.v1.TransferService/Push", False: "/kvtier.v1.TransferService/Pull"}
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    number: int
+    push: bool
+    ref: common_pb2.SessionRef
+    target: int
+    began_at: float
+    moved: Counter
+    writing: ExitStack = field(default_factory=ExitStack)
+    """Open as long as it may write; from the start empty for a reader."""
+    refused: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    meter: Meter | None = None
+    """Of its tenant, where that has a bound."""
+
+    def count(self, nbytes: int) -> None:
+        """Takes note of bytes that it has moved."""
+        self.moved.inc(nbytes)
+        if self.meter is not None:
+            self.meter.moved(nbytes)
+
+
+class BulkDesk:
+    """Decides on behalf of one bulk process after the other."""
+
+    def __init__(
+        self,
+        runtime: TierRuntime,
+        sessions: SessionRegistry,
+        edge: Edge,
+        metrics: Metrics,
+        writers: Writers,
+        authority: Authority | None = None,
+        audit: Audit | None = None,
+    ) -> None:
+        """`authority` knows who the child's clients are, where they are asked; `audit` hears of those that are refused."""
+        self.arrivals = Arrivals(lambda: {store.id for store in runtime.core.stores()})
+        self._runtime = runtime
+        self._core = runtime.core
+        self._sessions = sessions
+        self._edge = edge
+        self._authority = authority
+        self._audit = audit
+        self.writers = writers
+        self._observe = metrics.observe_rpc
+        self._count_refused = metrics.refused
+        self._counters = {
+            (transport, push): metrics.transfer(transport, "in" if push else "out")
+            for transport in ("grpc-bulk", "tcp")
+            for push in (True, False)
+        }
+        self._damaged = metrics.mismatches("grpc")
+        self._streams: dict[int, _Stream] = {}
+        self._say: Callable[[ToChild], None] = lambda _: None
+
+    def connected(self, say: Callable[[ToChild], None]) -> None:
+        """Takes note of a new child, and how to talk to it."""
+        self._say = say
+
+    def disconnected(self) -> None:
+        """Takes note that the child is dead: none of its streams touches the region any more."""
+        self._say = lambda _: None
+        for stream in list(self._streams.values()):
+            self._observe(_METHODS[stream.push], "UNAVAILABLE", self._runtime.now() - stream.began_at)
+            self._gone(stream)
+
+    def take(self, message: Begin | Moved | Damaged | Quiet | End) -> None:
+        """Deals with what the child says."""
+        if isinstance(message, Begin):
+            self._begin(message)
+            return
+        stream = self._streams.get(message.stream)
+        if stream is None:
+            return
+        match message:
+            case Moved():
+                self._moved(stream, message)
+            case Damaged():
+                self._damaged.inc()
+            case Quiet():
+                self._detach(stream)
+            case End():
+                self._end(stream, message)
+
+    def writing_to(self, store_id: int) -> list[asyncio.Event]:
+        """Tells the streams of a store to end; returns an event for each, set when it writes no more."""
+        writing = [stream for stream in self._streams.values() if stream.push and stream.target == store_id]
+        for stream in writing:
+            self._refuse(stream, "STORE_NOT_FOUND", f"store {store_id} is being ended")
+        return [stream.gone for stream in writing if not stream.gone.is_set()]
+
+    def session_fell(self, session_id: bytes) -> None:
+        """Tells the streams of a session to end."""
+        for stream in self._streams.values():
+            if stream.ref.session_id == session_id:
+                self._refuse(stream, "UNKNOWN_SESSION", "the session fell meanwhile")
+
+    def _begin(self, message: Begin) -> None:
+        ref = common_pb2.SessionRef(session_id=message.session_id, epoch=message.epoch)
+        moved = self._counters[message.transport, message.push]
+        stream = _Stream(message.stream, message.push, ref, message.target, self._runtime.now(), moved)
+        self._streams[message.stream] = stream
+        try:
+            opened = self._sessions.find(ref)
+            stream.meter = opened.meter
+            session = self._admit(message, opened)
+            granted = self._grant_push(stream, session) if message.push else self._grant_pull(message, session)
+        except (CoreError, Refused) as error:
+            if self._audit is not None:
+                who = self._sessions.name_of(message.session_id)
+                self._audit.refused(_METHODS[message.push], None, error.reason, who)
+            self._refuse(stream, error.reason, str(error))
+            return
+        opened.transport = "grpc" if message.transport == "grpc-bulk" else message.transport
+        self._say(granted)
+
+    def _admit(self, message: Begin, session: OpenSession) -> Session:
+        """Raises Refused where the client of a stream may not have it: who it is, and what its tenant has left."""
+        if self._authority is not None:
+            caller = session.identity
+            if message.transport == "grpc-bulk":
+                caller = self._authority.identify(message.token, message.names, is_local=message.is_local)
+                if caller.tenant not in (None, session.core.tenant):
+                    raise Refused("WRONG_TENANT", "the session is another tenant's")
+            demand(_METHODS[message.push].lstrip("/"), caller)
+            demand(_METHODS[message.push].lstrip("/"), session.identity)
+        self._sessions.heard(session)
+        if session.meter is not None:
+            session.meter.stream()
+        return session.core
+
+    def _grant_push(self, stream: _Stream, session: Session) -> Granted:
+        store = self._core.renew_store(session, StoreId(stream.target), self._renewed())
+        stream.writing.enter_context(self.writers.writing(store))
+        return Granted(stream.number, store.slots(), [block.part_bytes for block in store.blocks])
+
+    def _grant_pull(self, message: Begin, session: Session) -> Granted:
+        lease = self._core.lease(session, LeaseId(message.target))
+        items = self._edge.numbers(message.items, "items")
+        slots = lease.slots(items, session.own_rank())
+        sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
+        return Granted(message.stream, slots, sizes)
+
+    def _moved(self, stream: _Stream, message: Moved | End) -> None:
+        stream.count(message.nbytes)
+        try:
+            session = self._sessions.find(stream.ref).core
+            if stream.push:
+                self._core.renew_store(session, StoreId(stream.target), self._renewed())
+                self.arrivals.add(stream.target, message.start, message.end)
+            else:
+                self._core.renew(session, LeaseId(stream.target), self._renewed())
+        except (CoreError, Refused) as error:
+            self._refuse(stream, error.reason, str(error))
+
+    def _end(self, stream: _Stream, message: End) -> None:
+        self._observe(_METHODS[stream.push], message.code, self._runtime.now() - stream.began_at)
+        if message.nbytes and message.complete:
+            stream.count(message.nbytes)
+        elif message.nbytes:
+            self._moved(stream, message)
+        self._gone(stream)
+        if not message.complete:
+            return
+        try:
+            self._say(Settled(stream.number, self._complete(stream)))
+        except (CoreError, Refused) as error:
+            self._say(Refusal(stream.number, error.reason, str(error)))
+
+    def _complete(self, stream: _Stream) -> bool:
+        """Completes the store or the load of a stream; returns whether that could be done now."""
+        session = self._sessions.find(stream.ref).core
+        if stream.push:
+            if self.writers.busy(stream.target):
+                return False
+            try:
+                self._core.complete_store(session, StoreId(stream.target))
+            finally:
+                self._runtime.pump()
+            return True
+        lease = self._core.lease(session, LeaseId(stream.target))
+        if lease.expires_at <= self._runtime.now():
+            raise LeaseNotFound(f"lease {lease.id} has expired")
+        self._core.release(session, lease.id)
+        return True
+
+    def _refuse(self, stream: _Stream, reason: str, text: str) -> None:
+        if not stream.refused:
+            stream.refused = True
+            self._count_refused(_METHODS[stream.push], reason)
+            self._say(Refusal(stream.number, reason, text))
+
+    def _gone(self, stream: _Stream) -> None:
+        self._streams.pop(stream.number, None)
+        self._detach(stream)
+
+    def _detach(self, stream: _Stream) -> None:
+        stream.gone.set()
+        stream.writing.close()
+
+    def _renewed(self) -> float:
+        return self._runtime.now() + self._edge.leases.default

@@ -1,0 +1,171 @@
+"""Push and Pull, on the threads of a synchronous gRPC server.
+
+A synchronous server takes the next frame when the last one has been dealt with, and makes the next one when the last one has
+been taken: so a peer that is slow holds one frame of ours, and no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import NoReturn
+
+import grpc
+import xxhash
+from google.protobuf.message import DecodeError
+
+from ...cuda.host.message import assemble, scatter
+from ...cuda.host.region import HostRegion
+from ...protos.error_reasons import STATUS_OF, error_details
+from ...protos.v1 import transfer_pb2
+from ...protos.wire.grpc_frames import decode_push_frame, pull_head
+from ...protos.wire.part_sequence import PartSequence
+from ..auth.peer_credentials import credentials_of
+from ..rpc.interceptor import Refused
+from .client import Control, Stream
+
+__all__ = ["BulkStreams"]
+
+_log = logging.getLogger(__name__)
+
+
+class BulkStreams:
+    """The handlers. Each runs on a thread of gRPC's pool."""
+
+    def __init__(self, control: Control, region: HostRegion, frame_bytes: int) -> None:
+        self._control = control
+        self._region = region
+        self._frame_bytes = frame_bytes
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Returns what a server registers."""
+        return grpc.method_handlers_generic_handler(
+            "kvtier.v1.TransferService",
+            {
+                "Push": grpc.stream_unary_rpc_method_handler(self._push),
+                "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
+            },
+        )
+
+    def _push(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        outcome = _Outcome(self._control, context)
+        with outcome as stream:
+            first = next(frames, None)
+            if first is None:
+                raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
+            fields, payload = _decoded(first)
+            stream.begin(fields.session, fields.store_id)
+            parts = PartSequence(stream.slots, stream.sizes)
+            self._write(stream, parts, fields, payload)
+            # A frame is let go before the next one is waited for.
+            del first, payload
+            for message in frames:
+                self._write(stream, parts, *_decoded(message))
+                del message
+            complete = fields.complete and stream.covers(parts.total_bytes)
+            outcome.end(complete=complete)
+            completed = complete and outcome.completed()
+            response = transfer_pb2.PushResponse(received_bytes=stream.received, completed=completed)
+        return response.SerializeToString()
+
+    def _write(
+        self, stream: Stream, parts: PartSequence, fields: transfer_pb2.PushRequest, payload: memoryview
+    ) -> None:
+        if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
+            stream.damaged()
+            raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {fields.offset_bytes} arrived damaged")
+        try:
+            pieces = list(parts.locate(fields.offset_bytes, payload.nbytes))
+        except ValueError as error:
+            raise Refused("WRONG_SIZE", str(error)) from error
+        addresses = [self._region.address + offset for offset, _ in pieces]
+        with stream.touching:
+            stream.check()
+            scatter(payload, addresses, [size for _, size in pieces])
+        stream.moved(fields.offset_bytes, payload.nbytes)
+
+    def _pull(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        outcome = _Outcome(self._control, context)
+        with outcome as stream:
+            try:
+                request = transfer_pb2.PullRequest.FromString(message)
+            except DecodeError as error:
+                raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
+            stream.begin(request.session, request.lease_id, request.items)
+            parts = PartSequence(stream.slots, stream.sizes)
+            for offset in range(0, parts.total_bytes, self._frame_bytes):
+                nbytes = min(self._frame_bytes, parts.total_bytes - offset)
+                frame = self._read(stream, parts, offset, nbytes)
+                stream.moved(offset, nbytes)
+                if offset + nbytes == parts.total_bytes:
+                    # Nothing more is read: the server takes note of that while the last frame is on its way.
+                    outcome.end(complete=request.complete)
+                yield frame
+                del frame
+            if request.complete and parts.total_bytes and outcome.completed():
+                yield transfer_pb2.PullResponse(offset_bytes=parts.total_bytes, completed=True).SerializeToString()
+
+    def _read(self, stream: Stream, parts: PartSequence, offset: int, nbytes: int) -> bytes:
+        pieces = list(parts.locate(offset, nbytes))
+        addresses = [self._region.address + start for start, _ in pieces]
+        head = pull_head(transfer_pb2.PullResponse(offset_bytes=offset), nbytes)
+        with stream.touching:
+            stream.check()
+            return assemble(head.data, head.checksum_at, addresses, [size for _, size in pieces])
+
+
+class _Outcome:
+    """One stream from its begin to its end, however it ends: the server hears of it, and so does the client."""
+
+    def __init__(self, control: Control, context: grpc.ServicerContext) -> None:
+        self._control = control
+        self._context = context
+        self._stream = control.open("grpc-bulk", context.cancel)
+        self._stream.shown = credentials_of(context)
+        self._ended = False
+
+    def end(self, *, complete: bool) -> None:
+        """Says that the region is touched no more, and whether the store or load is to be completed."""
+        self._ended = True
+        self._stream.end("OK", complete=complete)
+
+    def completed(self) -> bool:
+        """Waits, and returns whether what was to be completed is. Raises `Refused`."""
+        return self._stream.settled()
+
+    def __enter__(self) -> Stream:
+        return self._stream
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        code = _code_of(error)
+        try:
+            if not self._ended:
+                self._stream.end(code)
+        finally:
+            self._control.close(self._stream)
+        if isinstance(error, Refused):
+            self._abort(error.reason, str(error))
+        if code == "INTERNAL":
+            _log.error("a bulk stream failed", exc_info=error)
+            self._abort("INTERNAL", "a defect of the server; its log has the traceback")
+
+    def _abort(self, reason: str, text: str) -> NoReturn:
+        self._context.set_trailing_metadata(error_details(reason, text))
+        self._context.abort(STATUS_OF[reason], text)
+        raise AssertionError("abort raises")
+
+
+def _code_of(error: BaseException | None) -> str:
+    if error is None:
+        return "OK"
+    if isinstance(error, Refused):
+        return str(STATUS_OF[error.reason].name)
+    # gRPC raises the one in a Push, and drops the generator of a Pull, whose client is gone.
+    return "CANCELLED" if isinstance(error, grpc.RpcError | GeneratorExit) else "INTERNAL"
+
+
+def _decoded(message: bytes) -> tuple[transfer_pb2.PushRequest, memoryview]:
+    try:
+        return decode_push_frame(message)
+    except ValueError as error:
+        raise Refused("INVALID_ARGUMENT", str(error)) from error

@@ -1,0 +1,102 @@
+"""The bulk process itself: `python -m kvtier.server.bulk SOCKET REGION HANDOVER`, three descriptors that it inherits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import grpc
+
+from ...cuda.host.malloc import tune_malloc
+from ...cuda.host.region import HostRegion
+from ...protos.endpoint import Endpoint
+from ...protos.wire.grpc_frames import FRAME_BYTES
+from ..auth.tls import server_credentials
+from ..process.child_main import connect
+from .client import Control
+from .grpc_streams import BulkStreams
+from .messages import Setup
+from .tcp_streams import PlainServer
+
+__all__ = ["MAX_STREAMS", "listen", "main"]
+
+_log = logging.getLogger(__name__)
+
+MAX_STREAMS = 64
+"""Most streams at once, each with a thread while it lasts. One more is refused, and its client goes to the server itself."""
+
+_MESSAGE_OVERHEAD_BYTES = 64 << 10
+_NICE = 5
+"""A third of the server's weight: calls are answered while bytes flow. Where there are processors for both it costs nothing."""
+
+
+def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
+    """Serves until the server has ended. Does not return."""
+    control = Control(connect(socket_fd))
+    _stand_back()
+    tune_malloc()
+    sys.setswitchinterval(1e-4)  # as in the server: see `serve`
+    os.umask(0o177)  # a socket is its owner's alone from the moment that it is there
+    setup = control.setup()
+    region = HostRegion.attach(region_fd, setup.region_bytes)
+    os.close(region_fd)
+    server = grpc.server(
+        ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="kvtier-bulk"),
+        maximum_concurrent_rpcs=MAX_STREAMS,
+        options=[
+            ("grpc.max_receive_message_length", setup.max_message_bytes + _MESSAGE_OVERHEAD_BYTES),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            # Who connects and says nothing is hung up on.
+            ("grpc.server_handshake_timeout_ms", 5_000),
+        ],
+    )
+    frame_bytes = min(setup.max_frame_bytes, FRAME_BYTES)
+    server.add_generic_rpc_handlers((BulkStreams(control, region, frame_bytes).handler(),))
+    credentials = None if setup.tls is None else server_credentials(setup.tls[0], setup.tls[1], setup.tls[2] or None)
+    port = listen(server, setup, credentials)
+    plain_port = 0
+    if setup.plain:
+        plain_server = PlainServer(control, region, frame_bytes, socket.socket(fileno=handover_fd))
+        plain_port = plain_server.listen(setup.hosts, setup.plain_port, other=setup.any_plain_port)
+    server.start()
+    control.start(port, plain_port)
+    server.wait_for_termination()
+
+
+def _stand_back() -> None:
+    """Lets the server's loop go first where processors are short: everybody waits for that. Threads started later inherit it."""
+    with suppress(OSError):  # a sandbox may forbid it
+        os.nice(_NICE)
+
+
+def listen(server: grpc.Server, setup: Setup, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Listens wherever it can, and returns the port; 0 for none. What it cannot have, clients do without."""
+    port = 0
+    for host in setup.hosts:
+        # The port of an earlier life first, so that clients find it again.
+        for wanted in (port,) if port else (setup.port, 0) if setup.any_port else (setup.port,):
+            bound = _bind(server, Endpoint(host=host, port=wanted).target, credentials)
+            if bound:
+                port = bound
+                break
+    for path in setup.paths:
+        _bind(server, Endpoint(path=path).target, None)
+    return port
+
+
+def _bind(server: grpc.Server, target: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        if credentials is not None:
+            return int(server.add_secure_port(target, credentials))
+        return int(server.add_insecure_port(target))
+    except RuntimeError as error:
+        _log.warning("bulk streams are not served at %s: %s", target, error)
+        return 0

@@ -1,0 +1,17 @@
+"""The configuration that the flags of a command make up, with what the file and the environment say."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..config.fields import SETTINGS
+from ..config.loader import Loaded
+from ..config.loader import load as load_sources
+
+__all__ = ["load"]
+
+
+def load(options: argparse.Namespace) -> Loaded:
+    """Returns the effective configuration. Raises `ConfigError`."""
+    flags = {key: value for key, value in vars(options).items() if key in SETTINGS}
+    return load_sources(flags, file=options.config)

@@ -1,0 +1,1 @@
+"""Configuration of the server: schema, loading, validation and rendering."""

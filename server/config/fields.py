@@ -1,0 +1,165 @@
+"""The table of all settings, derived from the structs of `config`, and the reading of one value.
+
+A setting is named by its path, `limits.max_keys`: the same in a file (`max_keys` in `[limits]`) and in the environment
+(`KVTIER_LIMITS_MAX_KEYS`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from .schema import Config, TenantConfig, TierConfig
+from .units import format_duration, format_size, parse_duration, parse_size
+
+__all__ = ["LISTS", "SETTINGS", "TABLES", "TENANT_SETTINGS", "TIER_SETTINGS", "Setting", "nearest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: how it is called, what it takes, and what it means."""
+
+    key: str
+    type: Any
+    doc: str
+    unit: str | None = None
+    ge: float | None = None
+    le: float | None = None
+    default: Any = msgspec.NODEFAULT
+    default_doc: str | None = None
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return f"KVTIER_{self.key.replace('.', '_').upper()}"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values it takes, where these can be listed."""
+        return typing.get_args(self.type) if typing.get_origin(self.type) is typing.Literal else ()
+
+    def show(self, value: Any) -> str:
+        """Returns a value as people write it."""
+        if value is None:
+            return "off"
+        if self.unit == "bytes":
+            return format_size(int(value))
+        if self.unit == "seconds":
+            return format_duration(value)
+        return f"{value}".lower() if isinstance(value, bool) else f"{value}"
+
+    def read(self, value: Any, *, is_text: bool = False) -> Any:
+        """Returns a value in its type, checked; `is_text` says that it comes from where there is nothing but text.
+
+        Raises `ValueError` whose message continues the sentence "max_keys = 0: …".
+        """
+        result = self._convert(value, is_text=is_text)
+        if result is None:
+            return None
+        low, high = self.ge, self.le
+        # The other way round than one would say it: what is not a number is not within bounds either.
+        if not ((low is None or result >= low) and (high is None or result <= high)):
+            raise ValueError(f"must be {self.bounds()}")
+        return result
+
+    def _convert(self, value: Any, *, is_text: bool) -> Any:
+        if self.default is None and (
+            value is None or (isinstance(value, str) and value.lower() in ("off", "none", ""))
+        ):
+            return None
+        if self.unit == "bytes":
+            return parse_size(value)
+        if self.unit == "seconds":
+            return parse_duration(value)
+        if self.choices:
+            if value not in self.choices:
+                raise ValueError(f"must be one of {', '.join(self.choices)}{nearest(str(value), self.choices)}")
+            return value
+        if self.type in (Path, Path | None):
+            return _path(value)
+        if self.type is bool and is_text:
+            value = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower(), value.lower())
+        try:
+            return msgspec.convert(value, self.type, strict=not is_text)
+        except msgspec.ValidationError as error:
+            # A table within a table says itself what is wrong with it, and where.
+            wanted = _TYPE_NAMES.get(self.type)
+            raise ValueError(f"must be {wanted}" if wanted else str(error)) from None
+
+    def bounds(self) -> str:
+        """Returns the bounds as people write them: "between 1MiB and 1GiB"."""
+        if self.le is None:
+            return f"at least {self.show(self.ge)}"
+        if self.ge is None:
+            return f"at most {self.show(self.le)}"
+        return f"between {self.show(self.ge)} and {self.show(self.le)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean …?" with the known name that is most like `name`, or nothing."""
+    matches = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+_TYPE_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    str: "text",
+    bool: "true or false",
+    str | None: "text",
+    float | None: 'a number, or "off"',
+    int | None: 'a whole number, or "off"',
+    tuple[str, ...]: "a list of texts",
+}
+
+
+def _path(value: Any) -> Path:
+    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+        raise ValueError("must be a path")
+    try:
+        return Path(value).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{error}") from None
+
+
+def _settings_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Setting]:
+    hints = typing.get_type_hints(struct, include_extras=True)
+    found: dict[str, Setting] = {}
+    for field in msgspec.structs.fields(struct):
+        hint = hints[field.name]
+        if typing.get_origin(hint) is not Annotated:
+            if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+                found |= _settings_of(hint, f"{prefix}{field.name}.")
+            continue
+        base, meta = typing.get_args(hint)
+        extra = meta.extra
+        key = prefix + field.name
+        found[key] = Setting(
+            key, base, meta.description, extra["unit"], extra["ge"], extra["le"], field.default, extra["default"]
+        )
+    return found
+
+
+def _tables(keys: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key.partition(".")[0] for key in keys if "." in key))
+
+
+SETTINGS: dict[str, Setting] = _settings_of(Config)
+"""All settings of the server by key, in the order of the documentation. Of `LISTS` each is one value."""
+
+LISTS = ("tiers", "tenants")
+"""Settings that are tables of tables."""
+
+TABLES: tuple[str, ...] = _tables(SETTINGS)
+"""Names of the tables of the file: "log", "limits", …"""
+
+TIER_SETTINGS: dict[str, Setting] = _settings_of(TierConfig)
+"""The settings of one tier by key."""
+
+TENANT_SETTINGS: dict[str, Setting] = _settings_of(TenantConfig)
+"""The settings of one tenant by key."""

@@ -1,0 +1,209 @@
+"""Where settings come from: defaults < file < environment < flags.
+
+Every value remembers its origin, for `kvtier config` and for error messages. All problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...protos.endpoint import CREDENTIAL_VARIABLES, ENDPOINT_VARIABLE, default_endpoint
+from .fields import LISTS, SETTINGS, TABLES, nearest
+from .machine import memory_bytes
+from .schema import Config, ConfigError
+from .tenants import read_tenants
+from .tiers import default_tiers, read_tiers
+from .toml import toml_text
+from .units import GIB, MIB
+from .validation import contradictions, read_value, warnings
+
+__all__ = ["CONFIG_VARIABLE", "Loaded", "load"]
+
+CONFIG_VARIABLE = "KVTIER_CONFIG"
+"""The environment variable that names the file."""
+
+_PREFIX = "KVTIER_"
+_VARIABLES = {setting.variable: setting for setting in SETTINGS.values()}
+_OTHER_VARIABLES = (CONFIG_VARIABLE, ENDPOINT_VARIABLE, *CREDENTIAL_VARIABLES.values())
+
+# Kubernetes puts the former into every container beside a service called "kvtier" or "kvtier-…"; the latter belong to
+# programs around the server, which may share its environment.
+_NOT_OURS = re.compile(
+    r"KVTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
+    r"|KVTIER_(BENCH|CLIENT|DEMO|TEST)_\w+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The effective configuration."""
+
+    config: Config
+    origins: Mapping[str, str]
+    """For each setting by key: where its value comes from, for people."""
+    warnings: tuple[str, ...] = ()
+    """What is allowed and yet worth a line in the log."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The configuration in the making: by key, what was found last."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any, origin: str, *, is_text: bool = False) -> None:
+        """Takes a value, checked; one that cannot be read is a problem, and the next source's may still be one too."""
+        try:
+            # Tables of tiers and tenants are read last: they depend on other settings.
+            self.values[key] = (
+                _tables(key, value) if key in LISTS else read_value(SETTINGS[key], value, is_text=is_text)
+            )
+            self.origins[key] = origin
+        except ValueError as error:
+            self.problems.append(f"{origin}: {key} = {toml_text(value)}: {error}")
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    file: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Loaded:
+    """Returns the effective configuration.
+
+    `flags` are values by setting key, as text or in their type; those that are None were not given. `file` overrules
+    `KVTIER_CONFIG`. Looks at the machine's memory and disk, and creates nothing. Raises `ConfigError`.
+    """
+    draft = _Draft()
+    path = file or environ.get(CONFIG_VARIABLE)
+    if path:
+        _take_file(Path(path), draft)
+    _take_environment(environ, draft)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            draft.put(key, value, _flag(key), is_text=isinstance(value, str))
+    if draft.problems:
+        raise ConfigError(*draft.problems)
+
+    _add_defaults(draft, environ)
+    values = draft.values
+    if "tiers" in draft.origins:
+        values["tiers"], tier_problems = read_tiers(values["tiers"], values["data_dir"])
+    else:
+        values["tiers"], tier_problems = default_tiers(values["data_dir"]), []
+        draft.origins["tiers"] = "default"
+    draft.origins.setdefault("tenants", "default")
+    tables = values.get("tenants", {})
+    values["tenants"], tenant_problems = read_tenants(tables, values["tiers"], values["region_size"])
+    problems = [f"{draft.origins['tiers']}: {problem}" for problem in tier_problems]
+    if not tier_problems:
+        problems += [f"{draft.origins['tenants']}: {problem}" for problem in tenant_problems]
+    problems += contradictions(values, draft.origins)
+    if problems:
+        raise ConfigError(*problems)
+    config = _build(values)
+    return Loaded(config, draft.origins, (*draft.warnings, *warnings(config)))
+
+
+def _flag(key: str) -> str:
+    return "--cpu-only" if key == "tiers" else f"--{re.sub('[._]', '-', key)}"
+
+
+def _take_file(path: Path, draft: _Draft) -> None:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        draft.problems.append(f"{path}: cannot be read: {error.strerror}")
+        return
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is an error that is not the parser's own
+        draft.problems.append(f"{path}: is not TOML: {error}")
+        return
+    top_level = [key for key in SETTINGS if "." not in key] + list(TABLES)
+    for name, value in tables.items():
+        if name in TABLES:
+            _take_table(path, name, value, draft)
+        elif name in SETTINGS:
+            draft.put(name, value, f"{path}")
+        else:
+            draft.problems.append(f"{path}: {name}: no such setting{nearest(name, top_level)}")
+
+
+def _take_table(path: Path, table: str, values: object, draft: _Draft) -> None:
+    if not isinstance(values, dict):
+        draft.problems.append(f"{path}: {table}: must be a table, [{table}]")
+        return
+    known = [key.removeprefix(f"{table}.") for key in SETTINGS if key.startswith(f"{table}.")]
+    for name, value in values.items():
+        if name in known:
+            draft.put(f"{table}.{name}", value, f"{path}")
+        else:
+            draft.problems.append(f"{path}: [{table}] {name}: no such setting{nearest(name, known)}")
+
+
+def _take_environment(environ: Mapping[str, str], draft: _Draft) -> None:
+    for name, value in environ.items():
+        if name in _VARIABLES:
+            draft.put(_VARIABLES[name].key, value, name, is_text=True)
+        elif name.startswith(_PREFIX) and name not in _OTHER_VARIABLES and not _NOT_OURS.fullmatch(name):
+            # Compared without the prefix: it would make everything alike.
+            known = [variable.removeprefix(_PREFIX) for variable in (*_VARIABLES, *_OTHER_VARIABLES)]
+            close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.7)
+            if close:
+                message = f"{name}: no such environment variable; did you mean {_PREFIX}{close[0]}?"
+                draft.problems.append(message)
+            else:
+                draft.warnings.append(f"{name}: no such setting of the server; ignored")
+
+
+_EXAMPLES = {
+    "tiers": 'a list of tables in TOML, like [{type = "lmdb", size = "64GiB"}]',
+    "tenants": 'a table of tables in TOML, like {acme = {quota = "25%"}}',
+}
+
+
+def _tables(key: str, value: Any) -> Any:
+    """Returns tables of tiers or tenants, which the environment holds as one value in TOML; "none" means no such table."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("none", ""):
+        return [] if key == "tiers" else {}
+    try:
+        return tomllib.loads(f"{key} = {value}")[key]
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f'must be "none" or {_EXAMPLES[key]}: {error}') from None
+
+
+def _add_defaults(draft: _Draft, environ: Mapping[str, str]) -> None:
+    memory = memory_bytes()
+    data_home = environ.get("XDG_DATA_HOME") or "~/.local/share"
+    computed: dict[str, Any] = {
+        "listen": (str(default_endpoint(environ)),),
+        "region_size": max(MIB, min(8 * GIB, memory // 4 // MIB * MIB)),
+        "data_dir": f"{data_home}/kvtier",
+    }
+    for key, setting in SETTINGS.items():
+        if key not in draft.values and key not in LISTS:
+            draft.put(key, computed.get(key, setting.default), "default")
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        table, _, name = key.rpartition(".")
+        (tree.setdefault(table, {}) if table else tree)[name] = value
+    for field_ in msgspec.structs.fields(Config):
+        if field_.name in TABLES:
+            tree[field_.name] = field_.type(**tree[field_.name])
+    return Config(**tree)

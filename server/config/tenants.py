@@ -1,0 +1,150 @@
+"""The tables of tenants in the configuration, and what the core makes of them once the tiers are open."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from ...tiers.base import SecondaryTier
+from ...tiers.core.settings import CPU_TIER, Keeping
+from ...tiers.eviction.quotas import QuotaError, Shares, Tenant
+from ..rpc.namespaces import tenant_tag
+from .fields import SETTINGS, TENANT_SETTINGS, nearest
+from .schema import Amount, Config, RateConfig, TenantConfig, TierConfig
+from .toml import toml_text
+from .units import human_size, parse_size
+
+__all__ = ["keeping_of", "read_tenants", "why_refused"]
+
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
+_USABLE = {"lmdb": 0.8, "disk": 0.9}
+"""What of the size of a tier is for blocks; the tiers themselves are asked at the start."""
+
+
+class _Problem(ValueError):
+    """What is wrong with a table of a tenant, and with which of its keys."""
+
+
+def read_tenants(
+    tables: object, tiers: Sequence[TierConfig], region_size: int
+) -> tuple[tuple[TenantConfig, ...], list[str]]:
+    """Returns the tenants that these tables describe, and what is wrong with them, a line each."""
+    if not isinstance(tables, Mapping):
+        return (), ["tenants: must be tables, [tenants.NAME]"]
+    names = [CPU_TIER, *(tier.name for tier in tiers)]
+    tenants: list[TenantConfig] = []
+    problems: list[str] = []
+    for name, table in tables.items():
+        try:
+            tenants.append(_read_tenant(name, table, names))
+        except _Problem as error:
+            problems.append(f"[tenants.{name}] {error}")
+    if not problems:
+        capacities = {CPU_TIER: region_size} | {tier.name: _usable_bytes(tier) for tier in tiers}
+        problems += _contradictions(tenants, capacities)
+    return tuple(tenants), problems
+
+
+def keeping_of(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]) -> Keeping:
+    """Returns how tiers that are open keep blocks, and for whom."""
+    capacities = {CPU_TIER: region_bytes} | {tier.name: tier.capacity_bytes for tier in tiers}
+    configured = {CPU_TIER: config.cpu} | {tier.name: tier for tier in config.tiers}
+    return Keeping(
+        eviction={name: tier.eviction for name, tier in configured.items()},
+        admission={tier.name: tier.admission for tier in config.tiers},
+        ttl={name: tier.ttl for name, tier in configured.items() if tier.ttl is not None},
+        tenants=_tenants(config.tenants, capacities),
+        retained_part=config.retention.part,
+        held_part=config.handoff.part,
+        max_holds=config.handoff.max_holds,
+        estimates=config.estimates,
+    )
+
+
+def why_refused(error: ValueError) -> str:
+    """Returns what is wrong with shares, with sizes as people write them."""
+    if not isinstance(error, QuotaError):
+        return f"{error}"
+    quotas, over, room = map(
+        human_size, (error.quota_bytes, error.quota_bytes - error.capacity_bytes, error.capacity_bytes)
+    )
+    return f"tier {error.tier}: the quotas add up to {quotas}, {over} more than the {room} that it has for blocks"
+
+
+def _read_tenant(name: str, table: object, tiers: Sequence[str]) -> TenantConfig:
+    if not isinstance(table, Mapping):
+        raise _Problem("must be a table")
+    if not name:
+        raise _Problem("a tenant has a name; those without one share what is nobody's quota")
+    for key in table:
+        if key not in TENANT_SETTINGS:
+            raise _Problem(f"{key}: no such setting{nearest(key, TENANT_SETTINGS)}")
+    if not table:
+        raise _Problem("must say quota, or limit, or rates")
+    amounts = {key: _read_amounts(key, value, tiers) for key, value in table.items() if key != "rates"}
+    return TenantConfig(name=name, **amounts, rates=_read_rates(table.get("rates", {})))
+
+
+def _read_rates(table: object) -> RateConfig:
+    if not isinstance(table, Mapping):
+        raise _Problem("rates: must be a table")
+    known = [key.removeprefix("rates.") for key in SETTINGS if key.startswith("rates.")]
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            raise _Problem(f"rates.{key}: no such setting{nearest(key, known)}")
+        try:
+            values[key] = SETTINGS[f"rates.{key}"].read(value)
+        except ValueError as error:
+            raise _Problem(f"rates.{key} = {toml_text(value)}: {error}") from None
+    return RateConfig(**values)
+
+
+def _read_amounts(key: str, value: object, tiers: Sequence[str]) -> dict[str, Amount]:
+    """Returns the amount per name of a tier; a part alone is one of every tier."""
+    if isinstance(value, Mapping):
+        for tier in value:
+            if tier not in tiers:
+                raise _Problem(f"{key}: there is no tier {tier}; there are {', '.join(tiers)}{nearest(tier, tiers)}")
+        return {tier: _read_amount(f"{key}.{tier}", amount) for tier, amount in value.items()}
+    amount = _read_amount(key, value)
+    if amount.part is None:
+        raise _Problem(f'{key}: a size is one of a tier: write it like {{{CPU_TIER} = "2GiB"}}, or "25%" for all')
+    return dict.fromkeys(tiers, amount)
+
+
+def _read_amount(key: str, value: object) -> Amount:
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        try:
+            return Amount(parse_size(value))
+        except ValueError:
+            raise _Problem(
+                f'{key} = {toml_text(value)}: must be a size like "2GiB", or a part of a tier like "25%"'
+            ) from None
+    if float(match[1]) > 100:
+        raise _Problem(f"{key} = {toml_text(value)}: is more than there is")
+    return Amount(part=float(match[1]) / 100)
+
+
+def _usable_bytes(tier: TierConfig) -> int:
+    return int(tier.size * _USABLE.get(tier.type, 1))
+
+
+def _tenants(tenants: Sequence[TenantConfig], capacities: Mapping[str, int]) -> list[Tenant]:
+    def in_bytes(amounts: Mapping[str, Amount]) -> dict[str, int]:
+        return {tier: amount.of(capacities[tier]) for tier, amount in amounts.items()}
+
+    return [
+        Tenant(tenant.name, tenant_tag(tenant.name), in_bytes(tenant.quota), in_bytes(tenant.limit))
+        for tenant in tenants
+    ]
+
+
+def _contradictions(tenants: Sequence[TenantConfig], capacities: Mapping[str, int]) -> Iterator[str]:
+    resolved = _tenants(tenants, capacities)
+    for tier, capacity in capacities.items():
+        try:
+            Shares(tier, capacity, resolved)
+        except ValueError as error:
+            yield f"tenants: {why_refused(error)}"

@@ -1,0 +1,95 @@
+"""The tables of tiers in the configuration: what they may say, and the tiers that are there by default."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .fields import TIER_SETTINGS, nearest
+from .machine import disk_bytes
+from .schema import TierConfig
+from .toml import toml_text
+from .units import GIB, MIB
+
+__all__ = ["BUILT_IN_TYPES", "default_size", "default_tiers", "read_tiers"]
+
+BUILT_IN_TYPES = ("lmdb", "disk")
+"""The tiers that are part of kvtier. The CPU tier is always there and has no table."""
+
+_DEFAULT_SIZE = 16 * GIB
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+class _Problem(ValueError):
+    """What is wrong with a table of a tier, and with which of its keys."""
+
+
+def default_tiers(data_dir: Path) -> tuple[TierConfig, ...]:
+    """Returns the tiers of a server that was told nothing: one LMDB tier."""
+    return (_read_tier({"type": "lmdb"}, data_dir),)
+
+
+def read_tiers(tables: object, data_dir: Path) -> tuple[tuple[TierConfig, ...], list[str]]:
+    """Returns the tiers that these tables describe, and what is wrong with them, a line each."""
+    if not isinstance(tables, Sequence) or not all(isinstance(table, Mapping) for table in tables):
+        return (), ["tiers: must be a list of tables, [[tiers]]; [] means CPU only"]
+    tiers: list[TierConfig] = []
+    problems: list[str] = []
+    for number, table in enumerate(tables, start=1):
+        try:
+            tiers.append(_read_tier(table, data_dir))
+        except _Problem as error:
+            problems.append(f"tiers, number {number}: {error}")
+    return tuple(tiers), problems + list(_collisions(tiers))
+
+
+def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
+    for key in table:
+        if key not in TIER_SETTINGS:
+            raise _Problem(f"{key}: no such setting{nearest(key, TIER_SETTINGS)}")
+    given = {key: _read(key, value) for key, value in table.items()}
+    if "type" not in given:
+        raise _Problem(f"type: must be given: {' or '.join(BUILT_IN_TYPES)}, or module:Class")
+    tier_type: str = given["type"]
+    _check_type(tier_type, given)
+    name: str = given.setdefault("name", tier_type.rpartition(":")[2].lower())
+    if not _NAME.fullmatch(name) or name == "cpu":
+        raise _Problem(f'name = "{name}": must be of a-z, 0-9, _ and -, at most 32 of them, and not "cpu"')
+    path: Path = given.setdefault("path", data_dir / name)
+    if "size" not in given:
+        given["size"] = default_size(path)
+    return TierConfig(**given)
+
+
+def default_size(path: Path) -> int:
+    """Returns 16 GiB, or half of what the disk can give where that is less; whole MiB, and at least one."""
+    return max(MIB, min(_DEFAULT_SIZE, disk_bytes(path) // 2 // MIB * MIB))
+
+
+def _read(key: str, value: object) -> Any:
+    try:
+        return TIER_SETTINGS[key].read(value)
+    except ValueError as error:
+        raise _Problem(f"{key} = {toml_text(value)}: {error}") from None
+
+
+def _check_type(tier_type: str, given: Mapping[str, Any]) -> None:
+    if tier_type in BUILT_IN_TYPES:
+        if given.get("options"):
+            raise _Problem(f"options: {tier_type} takes none; they are for module:Class tiers")
+    elif not _CLASS.fullmatch(tier_type):
+        hint = nearest(tier_type, BUILT_IN_TYPES)
+        raise _Problem(f'type = "{tier_type}": must be {" or ".join(BUILT_IN_TYPES)}, or module:Class{hint}')
+
+
+def _collisions(tiers: Sequence[TierConfig]) -> Iterator[str]:
+    for key in ("name", "path"):
+        seen: set[object] = set()
+        for tier in tiers:
+            value = getattr(tier, key)
+            if value in seen:
+                yield f"tiers: two of them have {key} = {value}"
+            seen.add(value)

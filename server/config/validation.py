@@ -1,0 +1,142 @@
+"""What is wrong with a configuration beyond the types and bounds of single values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ...cuda.host.numa import read_placement
+from ...protos.endpoint import parse_endpoint
+from ...tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
+from .fields import SETTINGS, Setting
+from .machine import memory_bytes
+from .schema import Config
+from .units import format_size, human_size
+
+__all__ = ["contradictions", "read_value", "warnings"]
+
+# What goes with each key on the wire (its length, and its position where a hold is published), and the largest request's rest.
+_KEY_OVERHEAD_BYTES = 8
+_MESSAGE_OVERHEAD_BYTES = 16 * 1024
+
+
+_OFF = ("", "off", "none")
+
+
+def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
+    """Returns one value, checked; addresses are checked as such. Raises `ValueError`."""
+    if setting.key == "listen":
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")] if is_text else [value]
+        listen = setting.read(value)
+        if not listen:
+            raise ValueError("must name at least one address")
+        return tuple(dict.fromkeys(str(parse_endpoint(address)) for address in listen))
+    result = setting.read(value, is_text=is_text)
+    if setting.key == "metrics":
+        return _metrics_address(result)
+    if setting.key == "tracing.endpoint":
+        return _collector_url(result)
+    if setting.key == "numa":
+        read_placement(result)
+    return result
+
+
+def contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yields what is wrong with values that are fine one by one, a line each."""
+
+    def problem(key: str, why: str) -> str:
+        return f"{origins[key]}: {key} = {SETTINGS[key].show(values[key])}: {why}"
+
+    if (memory := memory_bytes()) <= values["region_size"]:
+        yield problem("region_size", f"this machine has no more than {human_size(memory)} of memory")
+    if values["leases.default"] > values["leases.max"]:
+        yield problem(
+            "leases.default", f"is more than leases.max = {SETTINGS['leases.max'].show(values['leases.max'])}"
+        )
+    yield from _handoff_contradictions(values, problem)
+    needed = _MESSAGE_OVERHEAD_BYTES + max(
+        values["limits.max_keys"] * (values["limits.max_key_bytes"] + _KEY_OVERHEAD_BYTES),
+        values["limits.max_frame_bytes"],
+    )
+    if values["limits.max_message_bytes"] < needed:
+        least = format_size(-(-needed // 1024) * 1024)
+        why = f"must be at least {least}, for max_keys keys of max_key_bytes and for a frame of max_frame_bytes"
+        yield problem("limits.max_message_bytes", why)
+    yield from _trust_contradictions(values, origins, problem)
+
+
+def _trust_contradictions(
+    values: Mapping[str, Any], origins: Mapping[str, str], problem: Callable[[str, str], str]
+) -> Iterator[str]:
+    """Yields what of TLS and tokens does not go together; and TCP that lacks either, where nobody has said that it may."""
+    cert, key = values["tls.cert"], values["tls.key"]
+    if (cert is None) != (key is None):
+        given, missing = ("tls.cert", "tls.key") if key is None else ("tls.key", "tls.cert")
+        yield problem(given, f"goes with {missing}")
+    if values["tls.client_ca"] is not None and cert is None:
+        yield problem("tls.client_ca", "needs tls.cert and tls.key")
+    for switch in ("auth.unix", "auth.metrics"):
+        if values[switch] and values["auth.tokens"] is None:
+            yield problem(switch, "needs auth.tokens, a file of tokens")
+    if values["insecure"]:
+        return
+    what = "use a Unix socket, or say --insecure"
+    for address in values["listen"]:
+        if parse_endpoint(address).is_unix:
+            continue
+        where = f"{origins['listen']}: listen = {address}"
+        if cert is None:
+            reach = "every user of this host" if parse_endpoint(address).is_loopback else "whoever reaches this address"
+            yield f"{where}: {reach} could read and write the cache in the clear; set tls.cert and tls.key, {what}"
+        elif values["auth.tokens"] is None and values["tls.client_ca"] is None:
+            yield f"{where}: nobody is asked who he is; set auth.tokens or tls.client_ca, {what}"
+
+
+def _handoff_contradictions(values: Mapping[str, Any], problem: Callable[[str, str], str]) -> Iterator[str]:
+    if values["handoff.default"] > values["handoff.max"]:
+        longest = SETTINGS["handoff.max"].show(values["handoff.max"])
+        yield problem("handoff.default", f"is more than handoff.max = {longest}")
+    for key in ("handoff.default", "handoff.max"):
+        if values[key] <= EXPIRY_MARGIN_SECONDS:
+            yield problem(
+                key, f"a hold is not read in its last {EXPIRY_MARGIN_SECONDS:g} s: nobody could ever claim one"
+            )
+
+
+def warnings(config: Config) -> Iterator[str]:
+    """Yields what is allowed and yet worth a line in the log."""
+    asks = config.auth.tokens is not None or config.tls.client_ca is not None
+    for endpoint in config.endpoints:
+        who = "every user of this host" if endpoint.is_loopback else "whoever reaches it"
+        if endpoint.is_unix:
+            continue
+        if config.tls.cert is None:
+            what = "and tokens are sent in the clear" if asks else "can read and write the cache"
+            yield f"listening on {endpoint} in the clear: {who} {'can listen in,' if asks else ''} {what}".replace(
+                "  ", " "
+            )
+        elif not asks:
+            yield f"listening on {endpoint} without asking for credentials: {who} can read and write the cache"
+    if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
+        yield f"metrics on {config.metrics}: whoever reaches it sees models, engines and tenants; see auth.metrics"
+    if config.region_size > memory_bytes() // 2:
+        yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"
+
+
+def _collector_url(text: str | None) -> str | None:
+    if text is None or text.lower() in _OFF:
+        return None
+    scheme, _, address = text.partition("://")
+    if scheme not in ("http", "https") or parse_endpoint(address).is_unix:
+        raise ValueError("must be http://HOST:PORT, or https://HOST:PORT for TLS")
+    return text
+
+
+def _metrics_address(text: str | None) -> str | None:
+    if text is None or text.lower() in _OFF:
+        return None
+    endpoint = parse_endpoint(text)
+    if endpoint.is_unix:
+        raise ValueError("must be HOST:PORT: Prometheus does not scrape Unix sockets")
+    return str(endpoint)

@@ -1,0 +1,1 @@
+"""Child processes, systemd notification and garbage collector settings."""

@@ -1,0 +1,245 @@
+"""Processes that serve the server: what may crash, or hold the GIL, without taking the control process down.
+
+A child is a module of this package, run by the same interpreter. It shares a socket with the server, and whatever descriptors it
+was handed; it dies with the server, and its end is noticed. What it writes to its standard error goes to the server's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from ..telemetry.logs import get_logger
+from .child_main import SIZES_BYTES, pack, read_sizes, unpack
+
+__all__ = ["Backoff", "Child"]
+
+_log = get_logger(__name__)
+
+_STDERR_LINE_BYTES = 64 << 10
+
+
+class Backoff:
+    """When a child may be started again: at once, then after twice as long each time, until one has lived for a while."""
+
+    def __init__(self, first: float = 0.1, most: float = 30.0, good: float = 60.0) -> None:
+        """In seconds; ``good`` is how long a child lives that has come up well."""
+        self._first, self._most, self._good = first, most, good
+        self._pause = 0.0
+        self._due = 0.0
+
+    def remaining(self) -> float:
+        """Seconds until the next start is due; 0: it is."""
+        return max(0.0, self._due - time.monotonic())
+
+    def ended(self, lived: float) -> None:
+        """Takes note that a child has ended after so many seconds."""
+        self._pause = self._first if lived >= self._good else min(self._most, max(self._first, 2 * self._pause))
+        self._due = time.monotonic() + self._pause
+
+
+class Child:
+    """A running child. Lives on the event loop."""
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
+        """Use `start`."""
+        self.pid = process.pid
+        self.name = name
+        self._process = process
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter  # closes its transport when it is collected
+        self._transport: asyncio.WriteTransport
+        self._hung_up: asyncio.Future[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        arguments: Sequence[str] = (),
+        fds: Sequence[int] = (),
+        take: Callable[[dict[str, Any], bytes], None] | None = None,
+    ) -> Self:
+        """Runs a module, with its socket's descriptor and ``arguments``; ``fds`` are open there under the same numbers.
+
+        ``take`` is given each message as soon as it has come, where nobody is going to iterate over `messages`.
+
+        To be called on the thread that lives as long as the server: the kernel takes the end of that one for the parent's.
+
+        Raises:
+            OSError: there are no processes, or no descriptors, to be had.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = _run(module, theirs.fileno(), arguments, fds)
+        except BaseException:
+            ours.close()
+            raise
+        child = cls(process, module.rpartition(".")[2])
+        await child._connect(ours, take)
+        return child
+
+    async def _connect(self, connection: socket.socket, take: Callable[[dict[str, Any], bytes], None] | None) -> None:
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._reap, args=(loop,), name=f"kvtier-reap-{self.name}", daemon=True).start()
+        if take is None:
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+            self._transport = self._writer.transport
+        else:
+            self._hung_up = hung_up = loop.create_future()
+            self._transport, _ = await loop.create_unix_connection(
+                lambda: _Receiver(take, self._nonsense, hung_up), sock=connection
+            )
+        self._tasks.append(loop.create_task(self._log_stderr()))
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended, as far as is known."""
+        return not self._ended.done()
+
+    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        """Sends a message, now or as soon as the child takes it. Goes nowhere where the child is gone."""
+        if not self._transport.is_closing():
+            self._transport.write(pack(header, payload))
+
+    async def messages(self) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
+        """Yields what the child sends, until it hangs up, or sends nonsense: that ends it."""
+        try:
+            while True:
+                header_bytes, payload_bytes = read_sizes(await self._reader.readexactly(SIZES_BYTES))
+                yield unpack(await self._reader.readexactly(header_bytes + payload_bytes), header_bytes)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        except ValueError as error:
+            self._nonsense(error)
+
+    async def hung_up(self) -> None:
+        """Waits until a child that was started with ``take`` sends no more, or has sent nonsense: that ends it."""
+        assert self._hung_up is not None
+        await asyncio.shield(self._hung_up)
+
+    def _nonsense(self, error: Exception) -> None:
+        _log.error("a child process sends nonsense", child=self.name, error=str(error))
+        self.kill()
+
+    async def ended(self) -> int:
+        """Waits for the end of the process; returns its exit code (negative: the signal). All its files are closed then."""
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self, grace: float) -> None:
+        """Hangs up, which tells the child to end; after ``grace`` seconds it is killed. Called for one that has ended as well."""
+        self._transport.close()
+        try:
+            await asyncio.wait_for(self.ended(), grace)
+        except TimeoutError:
+            _log.warning("a child process did not end and is killed", child=self.name, pid=self.pid)
+            self.kill()
+            await self.ended()
+        finally:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+        code = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._take_end, code)
+
+    def _take_end(self, code: int) -> None:
+        # The socket stays: what it sent before its end is still to be read.
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+    async def _log_stderr(self) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=_STDERR_LINE_BYTES)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._process.stderr)
+        try:
+            while line := await _line_of(reader):
+                if text := line.decode(errors="replace").rstrip():
+                    _log.info("a child process says", child=self.name, pid=self.pid, text=text)
+        finally:
+            transport.close()
+
+
+class _Receiver(asyncio.Protocol):
+    """Takes messages apart as they come: a task that reads a stream is woken several times for each."""
+
+    def __init__(
+        self,
+        take: Callable[[dict[str, Any], bytes], None],
+        nonsense: Callable[[Exception], None],
+        ended: asyncio.Future[None],
+    ) -> None:
+        self._take = take
+        self._nonsense = nonsense
+        self._ended = ended
+        self._received = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        try:
+            while (message := self._next()) is not None:
+                self._take(*message)
+        except ValueError as error:
+            self._nonsense(error)
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+
+    def _next(self) -> tuple[dict[str, Any], bytes] | None:
+        received = self._received
+        if len(received) < SIZES_BYTES:
+            return None
+        header_bytes, payload_bytes = read_sizes(bytes(received[:SIZES_BYTES]))
+        end = SIZES_BYTES + header_bytes + payload_bytes
+        if len(received) < end:
+            return None
+        body = bytes(memoryview(received)[SIZES_BYTES:end])
+        del received[:end]
+        return unpack(body, header_bytes)
+
+    def _end(self) -> None:
+        self._received.clear()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+def _run(module: str, connection: int, arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603 - our own interpreter, and nothing that somebody said
+        # -P: a folder `cuda` in the current directory is not NVIDIA's package.
+        [sys.executable, "-P", "-m", module, str(connection), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=[connection, *fds],
+        env=os.environ | {"PYTHONPATH": _python_path()},
+    )
+
+
+async def _line_of(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.readline()
+    except ValueError:  # longer than the limit: it is cut
+        return await reader.read(_STDERR_LINE_BYTES) or b"\n"
+
+
+def _python_path() -> str:
+    """Returns where a child finds this package: like ours, however we have found it."""
+    own = str(Path(__file__).absolute().parents[3])
+    return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), own])

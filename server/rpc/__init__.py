@@ -1,0 +1,1 @@
+"""What all RPC entrances share: sessions, request checks, error mapping, sockets."""

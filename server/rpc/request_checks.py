@@ -1,0 +1,128 @@
+"""What every call's arguments must look like before the core sees them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import TypeAlias
+
+from google.protobuf.duration_pb2 import Duration
+
+from ...protos.v1 import cache_pb2
+from ...protos.wire.packed_keys import unpack_keys
+from ...tiers.core.block import GROUP_INDEX_BYTES, NamespaceSpec
+from ...tiers.negotiation import Medium, TierFilter
+from ..config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
+from .interceptor import Refused
+
+__all__ = ["Edge"]
+
+_MAX_REQUEST_ID_BYTES = 512
+
+_NamesKeys: TypeAlias = cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrepareStoreRequest
+
+
+class Edge:
+    """Checks arguments against the configured limits; raises `Refused`."""
+
+    def __init__(
+        self, limits: LimitConfig, leases: LeaseConfig, retention: RetentionConfig, handoff: HandoffConfig
+    ) -> None:
+        self.limits = limits
+        self.leases = leases
+        self._retention = retention
+        self._handoff = handoff
+
+    def keys(self, keys: Sequence[bytes], namespace: NamespaceSpec) -> Sequence[bytes]:
+        """Checks number and length of keys, and that they name groups of the namespace. None at all is fine.
+
+        Raises:
+            Refused: there are too many, or they are too short or too long.
+            InvalidKey: one names a group that the namespace lacks.
+        """
+        self._check_number(len(keys))
+        keys = list(keys)  # protobuf makes each anew whenever it is looked at
+        if keys:
+            self._check_lengths(set(map(len, keys)))
+            namespace.check(keys)
+        return keys
+
+    def keys_of(self, request: _NamesKeys, namespace: NamespaceSpec) -> Sequence[bytes]:
+        """Returns the keys of a request, packed or not, checked as by `keys`.
+
+        Raises:
+            Refused: besides, where they do not fill what they are packed in, or come both ways.
+        """
+        packed, key_bytes = request.packed_keys.keys, request.packed_keys.key_bytes
+        if not packed:
+            return self.keys(request.keys, namespace)
+        if request.keys:
+            raise Refused("INVALID_ARGUMENT", "keys come packed or not, and not both ways")
+        self._check_lengths({key_bytes})
+        self._check_number(-(-len(packed) // key_bytes))
+        try:
+            keys = unpack_keys(packed, key_bytes)
+        except ValueError as error:
+            raise Refused("INVALID_KEY", f"packed_keys: {error}") from None
+        if not namespace.groups_are_known(packed, key_bytes):
+            namespace.check(keys)
+        return keys
+
+    def _check_number(self, keys: int) -> None:
+        if keys > self.limits.max_keys:
+            raise Refused("TOO_MANY_KEYS", f"{keys} keys in one call; the limit is {self.limits.max_keys}")
+
+    def _check_lengths(self, lengths: Collection[int]) -> None:
+        if min(lengths) <= GROUP_INDEX_BYTES or max(lengths) > self.limits.max_key_bytes:
+            raise Refused(
+                "INVALID_KEY",
+                f"keys are {GROUP_INDEX_BYTES + 1} to {self.limits.max_key_bytes} bytes long; "
+                f"got {min(lengths)} to {max(lengths)}",
+            )
+
+    def numbers(self, numbers: Sequence[int], name: str) -> Sequence[int]:
+        """Checks that a call lists no more leases or items than it may name keys."""
+        if len(numbers) > self.limits.max_keys:
+            raise Refused("INVALID_ARGUMENT", f"{len(numbers)} {name} in one call; the limit is {self.limits.max_keys}")
+        return numbers
+
+    def request_id(self, request_id: str) -> str:
+        """Checks the length of a request's id."""
+        if len(request_id) > _MAX_REQUEST_ID_BYTES:
+            raise Refused("INVALID_ARGUMENT", f"request_id is longer than {_MAX_REQUEST_ID_BYTES} characters")
+        return request_id
+
+    def tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
+        """Returns which tiers a lookup leaves out."""
+        try:
+            media = frozenset(map(Medium, exclude.media))
+        except ValueError as error:
+            raise Refused("INVALID_ARGUMENT", f"exclude.media: {error}") from error
+        return TierFilter(frozenset(exclude.names), media, exclude.remote)
+
+    def wait(self, wait: Duration) -> float:
+        """Returns how long a call may wait, in seconds; 0 where it says nothing."""
+        return min(_seconds(wait, "wait"), self.limits.max_wait)
+
+    def lease(self, duration: Duration) -> float:
+        """Returns how long a lease is to hold, in seconds."""
+        return min(_seconds(duration, "lease_duration") or self.leases.default, self.leases.max)
+
+    def retention(self, retain_for: Duration) -> float:
+        """Returns for how long blocks are not to be evicted, in seconds; 0 where a call says nothing."""
+        return min(_seconds(retain_for, "retain_for"), self._retention.max)
+
+    def hold(self, duration: Duration) -> float:
+        """Returns how long a request is to be held, in seconds."""
+        return min(_seconds(duration, "duration") or self._handoff.default, self._handoff.max)
+
+    def extension(self, extension: Duration) -> float | None:
+        """Returns to how many seconds from now a hold is to be extended; None where a call says nothing."""
+        return min(_seconds(extension, "extension"), self._handoff.max) or None
+
+
+def _seconds(duration: Duration, name: str) -> float:
+    seconds = duration.seconds + duration.nanos / 1e9
+    if seconds < 0 or not math.isfinite(seconds):
+        raise Refused("INVALID_ARGUMENT", f"{name} is negative")
+    return seconds

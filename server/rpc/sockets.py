@@ -1,0 +1,132 @@
+"""Where a server listens: whose its Unix socket is, what becomes of one that a killed server left behind, and ports.
+
+gRPC removes whatever socket it finds at its path and listens there, also when another server still does. So a server
+first claims the path: it locks a file beside it, which the kernel unlocks when the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+
+from ...protos.endpoint import Endpoint, default_endpoint
+
+__all__ = ["SocketClaim", "SocketError", "trouble_with_port"]
+
+_ATTEMPTS = 10
+
+
+class SocketError(Exception):
+    """A server cannot listen on this socket; the message says why, in one line."""
+
+
+class SocketClaim:
+    """The right to listen on a Unix socket, from construction to `release`.
+
+    Construction creates missing directories (0700), refuses a default directory that others could have prepared, and
+    removes the socket of a server that is gone. Raises `SocketError`.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        if endpoint.path is None:
+            raise SocketError(f"{endpoint} is not a Unix socket")
+        self.path = Path(endpoint.path)
+        self._lock_path = self.path.with_name(self.path.name + ".lock")
+        self._lock: int | None = None
+        try:
+            _prepare_directory(self.path.parent)
+            self._lock = _lock(self._lock_path, endpoint)
+            _remove_stale(self.path)
+        except OSError as error:
+            self._unlock()
+            raise SocketError(f"{endpoint}: {error.filename or self.path}: {error.strerror}") from None
+        except SocketError:
+            self._unlock()
+            raise
+
+    def restrict(self) -> None:
+        """Makes the socket its owner's alone (0600). Call it once gRPC has bound it, if it does."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.chmod(0o600)
+
+    def release(self) -> None:
+        """Removes the socket and lets go of its path. May be called again."""
+        if self._lock is not None:
+            # Still under the lock: nobody else's socket can be there.
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._lock_path.unlink()
+            os.close(self._lock)
+            self._lock = None
+
+
+def trouble_with_port(endpoint: Endpoint) -> OSError | None:
+    """Returns why nobody could listen on this TCP address now; None if somebody could."""
+    try:
+        family, kind, number, _, where = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except UnicodeError:  # a label that is empty, or too long
+        return OSError(errno.EINVAL, "not the name of a host")
+    except OSError as error:
+        return error
+    return None
+
+
+def _prepare_directory(directory: Path) -> None:
+    """Makes sure of the directory: in one that others can write to, they could replace the socket by theirs."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory != Path(default_endpoint().path or "").parent:
+        return  # the user's own choice, and perhaps shared on purpose
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise SocketError(f"{directory} is not a directory")
+    if status.st_uid != os.getuid():
+        raise SocketError(
+            f"{directory} belongs to user {status.st_uid}: whoever made it could read and answer in our place"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        directory.chmod(0o700)
+
+
+def _lock(path: Path, endpoint: Endpoint) -> int:
+    """Returns the descriptor of the locked file."""
+    for _ in range(_ATTEMPTS):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            break
+        # A server that ended between our open and our lock has removed the file: what we locked is nobody's any more.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)
+    raise SocketError(f"{endpoint} is in use: another server listens there")
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes what a killed server left; refuses to touch anything else."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise SocketError(f"unix:{path}: there is something else than a socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        # A server without our lock, of another program, may listen there.
+        if probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT):
+            raise SocketError(f"unix:{path} is in use: another program listens there")
+    path.unlink(missing_ok=True)

@@ -1,0 +1,150 @@
+"""Checks the tiers of a server that is at work, slice by slice, beside its jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...tiers.base import NamespaceId, TierError
+from ...tiers.storage.fsck import NAMESPACE_BYTES, Finding, Slice, check
+from ..rpc.interceptor import Refused
+from ..rpc.sessions import SessionRegistry
+from ..runtime import TierRuntime
+from ..telemetry.logs import get_logger
+from ..tier_host.guard import GuardedTier
+
+__all__ = ["OnlineFsck", "Progress"]
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the check of one tier has come."""
+
+    tier: GuardedTier
+    total: int = 0
+    blocks: int = 0
+    nbytes: int = 0
+    findings: tuple[Finding, ...] = ()
+    """What the last step has found."""
+    done: bool = False
+    note: str = ""
+    """Why there is nothing to check."""
+    error: str = ""
+    """Why it could not be checked to its end."""
+
+
+class OnlineFsck:
+    """The one check that may run at a time. Lives on the event loop."""
+
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
+        self._runtime = runtime
+        self._sessions = sessions
+        self._running = False
+
+    async def run(self, names: Sequence[str], *, repair: bool, rate: int) -> AsyncGenerator[Progress, None]:
+        """Yields step after step of each tier, of all of them where none is named; `rate` bounds the bytes in a second.
+
+        With `repair`, damaged blocks are out of the tier and out of the catalog when the step is yielded that found them.
+        Whoever wants no more of it closes the generator.
+
+        Raises:
+            Refused: there is no such tier, another check runs, or the server ends.
+        """
+        numbers = list(self._numbers(names))
+        self._sessions.refuse_if_draining()
+        if self._running:
+            raise Refused("FSCK_RUNNING", "another check of the tiers is running")
+        self._running = True
+        log = _log.bind(repair=repair)
+        log.info("fsck begins", tiers=[self._runtime.tiers[number - 1].name for number in numbers])
+        try:
+            for number in numbers:
+                async with contextlib.aclosing(self._check(number, repair=repair, rate=rate)) as steps:
+                    async for progress in steps:
+                        yield progress
+        finally:
+            self._running = False
+            log.info("fsck ends")
+
+    def _numbers(self, names: Sequence[str]) -> Iterator[int]:
+        known = {tier.name: number for number, tier in enumerate(self._runtime.tiers, start=1)}
+        for name in names:
+            if name not in known:
+                there_are = ", ".join(known) or "none below the CPU tier"
+                raise Refused("INVALID_ARGUMENT", f"there is no tier {name!r} to check; there are {there_are}")
+        yield from (number for name, number in known.items() if name in names or not names)
+
+    async def _check(self, number: int, *, repair: bool, rate: int) -> AsyncGenerator[Progress, None]:
+        progress = Progress(self._runtime.tiers[number - 1])
+        try:
+            async with contextlib.aclosing(self._steps(number, progress, repair=repair, rate=rate)) as steps:
+                async for _ in steps:
+                    yield progress
+        except Refused:
+            raise
+        except Exception as error:  # noqa: BLE001 - a tier's own; the other tiers are checked all the same
+            _log.error("tier cannot be checked", tier=progress.tier.name, exc_info=error)
+            progress.error = f"{type(error).__name__}: {error}"
+        progress.findings, progress.done = (), True
+        yield progress
+
+    async def _steps(self, number: int, progress: Progress, *, repair: bool, rate: int) -> AsyncGenerator[None, None]:
+        tier = progress.tier.checkable
+        if tier is None:
+            progress.note = f"{progress.tier.type} has no check of its own"
+            return
+        progress.total = await asyncio.shield(self._runtime.check(number, tier.blocks_to_check))
+        steps = check(tier, repair=repair)
+        yield  # whoever asked knows now that it runs
+        while True:
+            began = time.monotonic()
+            step = await self._step(number, steps)
+            if step is None:
+                return
+            progress.blocks += step.blocks
+            progress.nbytes += step.nbytes
+            progress.total = max(progress.total, progress.blocks)
+            progress.findings = step.findings
+            yield
+            await self._rest(step.nbytes / rate - (time.monotonic() - began) if rate else 0.0)
+
+    async def _step(self, number: int, steps: Iterator[Slice]) -> Slice | None:
+        """Takes a step. It goes on to its end, and what it finds is heeded, also where nobody waits for it any more."""
+
+        def heed(step: asyncio.Future[Slice | None]) -> None:
+            found = None if step.exception() else step.result()
+            names = [finding.name for finding in found.findings if finding.repaired] if found else []
+            if names:
+                named = [(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:]) for name in names]
+                self._runtime.entries_lost(number, named)
+
+        step = self._runtime.check(number, lambda: _sound(next(steps, None)))
+        step.add_done_callback(heed)
+        return await asyncio.shield(step)
+
+    async def _rest(self, seconds: float) -> None:
+        """Waits, unless the server ends.
+
+        Raises:
+            Refused: it does.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._sessions.drain_began.wait(), max(0.0, seconds))
+        self._sessions.refuse_if_draining()
+
+
+def _sound(step: Any) -> Slice | None:
+    """Returns a step of a check, which may be anybody's.
+
+    Raises:
+        TierError: it is none.
+    """
+    if step is None or (isinstance(step, Slice) and all(isinstance(found, Finding) for found in step.findings)):
+        return step
+    raise TierError(f"its check returns what is none: {step!r:.100}")

@@ -1,0 +1,61 @@
+"""The status of a server, for whoever asks: `AdminService.GetStatus`, and the status page."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+
+from ... import __version__
+from ...protos.v1 import admin_pb2
+from ...tiers.core.in_flight import Store
+from ...tiers.core.leases import Lease
+from ..rpc.sessions import PROTOCOL_VERSIONS, SessionRegistry
+from ..runtime import TierRuntime
+from ..telemetry.loop_lag import Lateness
+from .admin_messages import handoff_totals, miss_counts, region_status, session_status, tier_status
+
+__all__ = ["Overview"]
+
+
+class Overview:
+    """What a server holds, and for whom."""
+
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, ready_at: float, lateness: Lateness) -> None:
+        """`ready_at` is on the runtime's clock, in seconds."""
+        self._runtime = runtime
+        self._sessions = sessions
+        self._ready_at = ready_at
+        self._lateness = lateness
+
+    def status(self) -> admin_pb2.GetStatusResponse:
+        """Returns the status of this moment. Called on the event loop."""
+        runtime, sessions = self._runtime, self._sessions
+        stats, now = runtime.stats(), runtime.now()
+        held: dict[bytes, list[Lease | Store]] = defaultdict(list)
+        for lease in runtime.core.leases():
+            held[lease.owner.session_id].append(lease)
+        for store in runtime.core.stores():
+            held[store.owner.session_id].append(store)
+        answer = admin_pb2.GetStatusResponse(
+            server_version=__version__,
+            epoch=sessions.epoch,
+            draining=sessions.draining,
+            tiers=map(tier_status, stats.tiers),
+            sessions=[session_status(session, held.get(session.core.id, ()), now) for session in sessions.all()],
+            leases=stats.leases,
+            stores=stats.stores,
+            quarantined_bytes=stats.quarantined_bytes,
+            namespaces=stats.namespaces,
+            holds=stats.holds,
+            held_bytes=stats.held_bytes,
+            handoffs=[handoff_totals(direction, totals) for direction, totals in stats.handoffs.items()],
+            pid=os.getpid(),
+            protocol_versions=PROTOCOL_VERSIONS,
+            region=region_status(runtime.region),
+            lookup_keys=stats.lookup_keys,
+            lookup_misses=stats.lookup_misses,
+            misses=miss_counts(stats.misses_by_reason),
+        )
+        answer.uptime.FromNanoseconds(int((now - self._ready_at) * 1e9))
+        answer.loop_lag.FromNanoseconds(int(self._lateness.worst * 1e9))
+        return answer

@@ -1,0 +1,1 @@
+"""Metrics, status page, health, logs and traces of a server."""

@@ -1,0 +1,204 @@
+"""The HTTP endpoint: `/metrics` for Prometheus, `/healthz` for whoever restarts servers, and a page for people."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from ...protos.endpoint import parse_endpoint
+from .patience import PatientServer
+from .status_page import SECURITY_HEADERS, StatusPage
+
+__all__ = ["MetricsServer", "MetricsServerError", "on_loop"]
+
+T = TypeVar("T")
+Health = Callable[[], str | None]
+
+_REQUEST_SECONDS = 10.0
+_TEXT = "text/plain; charset=utf-8"
+
+
+class MetricsServerError(Exception):
+    """The endpoint cannot listen on its address; one line."""
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], T], timeout: float = 2.0) -> Callable[[], T]:
+    """Wraps `read` so that other threads run it on the event loop, which alone touches the state it reads.
+
+    The wrapper raises `TimeoutError` when the loop does not get to it in time, `RuntimeError` when it is closed.
+    """
+
+    def read_on_loop() -> T:
+        result: Future[T] = Future()
+
+        def run() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                result.set_result(read())
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+                result.set_exception(error)
+
+        loop.call_soon_threadsafe(run)
+        try:
+            return result.result(timeout)
+        except TimeoutError:
+            result.cancel()
+            raise
+
+    return read_on_loop
+
+
+class MetricsServer:
+    """Serves metrics, health and, if there is one, the status page on a thread of its own, from construction to `close`.
+
+    `health` returns None, or why this server should get no work; like the registry's collectors it is called on
+    threads of the endpoint. Raises `MetricsServerError` if the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        registry: CollectorRegistry,
+        health: Health = lambda: None,
+        admits: Callable[[str | None], bool] = lambda _: True,
+        *,
+        page: StatusPage | None = None,
+    ) -> None:
+        """`admits` says whether a request with this `Authorization` may see figures; health and an empty page are for everybody."""
+        endpoint = parse_endpoint(address)
+        try:
+            self._server = _Server((endpoint.host, endpoint.port), registry, health)
+            self._server.admits = admits
+            self._server.page = page
+        except OSError as error:
+            raise MetricsServerError(f"metrics = {address}: cannot listen there: {error.strerror}") from None
+        self.port: int = self._server.server_address[1]
+        """The port it listens on; of interest where the address said 0."""
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="kvtier-metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening; waits for the thread, not for requests that are under way. May be called again."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(PatientServer):
+    daemon_threads = True
+    admits: Callable[[str | None], bool]
+    page: StatusPage | None = None
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], registry: CollectorRegistry, health: Health) -> None:
+        self.registry = registry
+        self.health = health
+        self.address_family, *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Binds, without the reverse DNS lookup of `HTTPServer`, which can take seconds."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Notes what went wrong; a client that went away is none of it."""
+        logging.getLogger(__name__).debug("a request failed: %s", sys.exc_info()[1])
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _REQUEST_SECONDS
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        page = self.server.page
+        file = page.file(path) if page else None
+        if file:
+            self._answer(HTTPStatus.OK, *file)
+        elif path != "/healthz" and not self.server.admits(self.headers.get("Authorization")):
+            body = b"a token with the role metrics is needed\n"
+            self._answer(HTTPStatus.UNAUTHORIZED, _TEXT, body)
+        elif path == "/status.json" and page:
+            self._figures(page)
+        elif path == "/metrics":
+            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(HTTPStatus.OK, content_type, encode(self.server.registry))
+        elif path == "/healthz":
+            trouble = self._trouble()
+            status = HTTPStatus.SERVICE_UNAVAILABLE if trouble else HTTPStatus.OK
+            self._answer(status, _TEXT, f"{trouble or 'ok'}\n".encode())
+        else:
+            paths = "/, /status.json, /metrics, /healthz" if page else "/metrics, /healthz"
+            self._answer(HTTPStatus.NOT_FOUND, _TEXT, f"{paths}\n".encode())
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answers what the base class refuses, as everything else is answered; and ends the connection, whose rest nobody reads."""
+        status = HTTPStatus(code)
+        if status is HTTPStatus.NOT_IMPLEMENTED:  # a method that has no do_
+            status = HTTPStatus.METHOD_NOT_ALLOWED
+        self.request_version = self.protocol_version  # or an answer to what is no HTTP would have no headers
+        self.close_connection = True
+        said = "only GET and HEAD" if status is HTTPStatus.METHOD_NOT_ALLOWED else status.phrase.lower()
+        self._answer(status, _TEXT, f"{said}\n".encode())
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        """Says nothing: a scrape every few seconds is no news."""
+
+    def _figures(self, page: StatusPage) -> None:
+        try:
+            status, body = HTTPStatus.OK, page.figures()
+        except Exception as error:  # noqa: BLE001 - a loop that does not answer is what the page has to say then
+            status = HTTPStatus.SERVICE_UNAVAILABLE
+            body = json.dumps({"error": f"no answer from the server: {type(error).__name__}"}).encode()
+        self._answer(status, "application/json", body)
+
+    def version_string(self) -> str:
+        """Names nothing but the program."""
+        return "kvtier"
+
+    def _trouble(self) -> str | None:
+        try:
+            return self.server.health()
+        except Exception as error:  # noqa: BLE001 - a loop that does not answer is what health is about
+            return f"no answer from the server: {type(error).__name__}"
+
+    def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        for name, value in SECURITY_HEADERS.items():
+            self.send_header(name, value)
+        if status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(body)

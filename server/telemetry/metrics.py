@@ -1,0 +1,131 @@
+"""What Prometheus sees of a server.
+
+Two kinds: counters and histograms that code raises as things happen, here, and figures that are read from a snapshot when
+Prometheus asks (`metrics_snapshot`). Both are made from the table of all metrics (`metrics_table`). Labels are bound once and
+the bound child is kept: 0.3 instead of 1.2 microseconds a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as CountOf
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+
+from ...protos.error_reasons import STATUS_OF
+from ...tiers.base import Outcome
+from .collector import ServerStats, Snapshot, SnapshotCollector
+from .definitions import METRICS
+
+__all__ = ["Direction", "Metrics", "ServerStats", "Snapshot"]
+
+Direction = Literal["in", "out"]
+
+_RPC_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1, 5, 30)
+_JOB_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
+_LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+
+_SERVICES = ("SessionService", "CacheService", "TransferService", "HandoffService", "AdminService")
+_JOBS = ("store", "load")
+_WORK = ("tick", "slice", "watch")
+
+# They are a series more for every counter and histogram, and nobody asks for them.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Metrics:
+    """All metrics of one server, in one registry of their own.
+
+    `snapshot` is called when Prometheus asks, on a thread of the HTTP endpoint: it has to see to it that the state
+    it reads is not being changed (`metrics_http.on_loop`). When it raises, its figures are absent, and
+    `kvtier_snapshot_ok` is 0.
+    """
+
+    def __init__(self, snapshot: Snapshot, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self.rpc_duration = self._histogram("rpc_duration_seconds", _RPC_BUCKETS)
+        self.refusals = self._counter("refusals")
+        self.loop_lag = self._histogram("loop_lag_seconds", _LAG_BUCKETS)
+        self.loop_failures = self._counter("loop_failures")
+        self.job_duration = self._histogram("tier_job_duration_seconds", _JOB_BUCKETS)
+        self.job_bytes = self._counter("tier_job_bytes")
+        self.job_blocks = self._counter("tier_job_blocks")
+        self.transfer_bytes = self._counter("transfer_bytes")
+        self.checksum_mismatches = self._counter("checksum_mismatches")
+        self.calls = 0
+        """Calls that have ended."""
+        self._rpcs: dict[tuple[str, str], Histogram] = {}
+        self._jobs: dict[tuple[str, str], tuple[Histogram, Counter]] = {}
+        self._outcomes: dict[tuple[str, str, Outcome], Counter] = {}
+        # A counter that appears with its first event hides that event from `rate`.
+        for service in _SERVICES:
+            for reason in STATUS_OF:
+                self.refusals.labels(service, reason)
+        for work in _WORK:
+            self.loop_failures.labels(work)
+        ProcessCollector(registry=self.registry)
+        self.registry.register(SnapshotCollector(snapshot))
+
+    def expect_tiers(self, names: Iterable[str]) -> None:
+        """Has all that is counted of tiers begin at 0, so that the first event of each is seen."""
+        for tier in names:
+            self.mismatches(tier)
+            for job in _JOBS:
+                self._bind_job(tier, job)
+                for outcome in Outcome:
+                    self._outcomes[tier, job, outcome] = self.job_blocks.labels(tier, job, outcome.value)
+
+    def observe_rpc(self, method: str, code: str, seconds: float, trace_id: str | None = None) -> None:
+        """Counts a call that ended; `method` as gRPC names it, "/kvtier.v1.CacheService/Lookup".
+
+        One that was traced is shown as an exemplar of its bucket, in the OpenMetrics format.
+        """
+        self.calls += 1
+        child = self._rpcs.get((method, code))
+        if child is None:
+            name = method.removeprefix("/kvtier.v1.")
+            child = self._rpcs[method, code] = self.rpc_duration.labels(name, code)
+        child.observe(seconds, None if trace_id is None else {"trace_id": trace_id})
+
+    def refused(self, method: str, reason: str) -> None:
+        """Counts a call that was refused, or failed, with a reason of `kvtier.v1.ErrorReason`; `method` as gRPC names it."""
+        self.refusals.labels(method.removeprefix("/kvtier.v1.").partition("/")[0], reason).inc()
+
+    def failed(self, work: str) -> None:
+        """Counts a failure of what the server does besides calls: "tick", "slice" or "watch"."""
+        self.loop_failures.labels(work).inc()
+
+    def observe_job(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
+        """Counts a job that ended, "store" or "load", and an outcome per block. Any thread may call it."""
+        duration, moved = self._jobs.get((tier, job)) or self._bind_job(tier, job)
+        duration.observe(seconds)
+        moved.inc(nbytes)
+        for outcome, blocks in CountOf(outcomes).items():
+            child = self._outcomes.get((tier, job, outcome))
+            if child is None:
+                child = self._outcomes[tier, job, outcome] = self.job_blocks.labels(tier, job, outcome.value)
+            child.inc(blocks)
+            if outcome is Outcome.CORRUPT:
+                self.mismatches(tier).inc(blocks)
+
+    def transfer(self, transport: str, direction: Direction) -> Counter:
+        """Returns the counter of bytes that the server moves for a transport, into ("in") or out of the region. Keep it."""
+        return self.transfer_bytes.labels(transport, direction)
+
+    def mismatches(self, where: str) -> Counter:
+        """Returns the counter of checksum mismatches in a tier or transport; `observe_job` counts those of tiers."""
+        return self.checksum_mismatches.labels(where)
+
+    def _bind_job(self, tier: str, job: str) -> tuple[Histogram, Counter]:
+        bound = (self.job_duration.labels(tier, job), self.job_bytes.labels(tier, job))
+        self._jobs[tier, job] = bound
+        return bound
+
+    def _counter(self, name: str) -> Counter:
+        row = METRICS[f"kvtier_{name}"]
+        return Counter(row.name, row.text, row.labels, registry=self.registry)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        row = METRICS[f"kvtier_{name}"]
+        return Histogram(row.name, row.text, row.labels, buckets=buckets, registry=self.registry)

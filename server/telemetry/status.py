@@ -1,0 +1,112 @@
+"""The status of a server as values: the one source of what `kvtier status --json` prints and of whatever else shows it.
+
+Field names are those of `kvtier/v1/admin.proto`, durations are in seconds and end in `_seconds`, ids are in hex.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ...protos.v1.admin_pb2 import (
+    GetStatusResponse,
+    HandoffTotals,
+    MissCount,
+    MissReason,
+    RegionStatus,
+    SessionStatus,
+    ShareStatus,
+    TierStatus,
+)
+from ...protos.v1.handoff_pb2 import HandoffDirection
+from ..config.units import seconds_of
+
+__all__ = ["hit_rate", "session_values", "tier_values", "to_json", "values"]
+
+
+def to_json(answer: GetStatusResponse) -> str:
+    """Returns the status as JSON: fields as in `kvtier/v1/admin.proto`, durations in seconds, the epoch in hex."""
+    return json.dumps(values(answer), indent=2)
+
+
+def values(answer: GetStatusResponse) -> dict[str, Any]:
+    """Returns the status as numbers, texts, lists and tables of these."""
+    return {
+        "server_version": answer.server_version,
+        "epoch": f"{answer.epoch:016x}",
+        "uptime_seconds": seconds_of(answer.uptime),
+        "pid": answer.pid,
+        "protocol_versions": list(answer.protocol_versions),
+        "draining": answer.draining,
+        "leases": answer.leases,
+        "stores": answer.stores,
+        "quarantined_bytes": answer.quarantined_bytes,
+        "namespaces": answer.namespaces,
+        "holds": answer.holds,
+        "held_bytes": answer.held_bytes,
+        "handoffs": [_handoff_values(totals) for totals in answer.handoffs],
+        "lookup_keys": answer.lookup_keys,
+        "lookup_misses": answer.lookup_misses,
+        "misses": [_miss_values(miss) for miss in answer.misses],
+        "loop_lag_seconds": seconds_of(answer.loop_lag),
+        "region": _region_values(answer.region),
+        "tiers": [tier_values(tier) for tier in answer.tiers],
+        "sessions": [session_values(session) for session in answer.sessions],
+    }
+
+
+def hit_rate(tier: TierStatus) -> float | None:
+    """Returns which part of the keys that a tier was asked for it had; None where it was never asked."""
+    asked = tier.hits + tier.misses
+    return tier.hits / asked if asked else None
+
+
+def tier_values(tier: TierStatus) -> dict[str, Any]:
+    """Returns a tier's figures."""
+    values = {field.name: getattr(tier, field.name) for field in tier.DESCRIPTOR.fields}
+    return values | {
+        "shares": [_share_values(share) for share in tier.shares],
+        "estimates": [{"scale": it.scale, "hit_ratio": it.hit_ratio} for it in tier.estimates],
+        "fill": tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0,
+        "hit_rate": hit_rate(tier),
+    }
+
+
+def session_values(session: SessionStatus) -> dict[str, Any]:
+    """Returns who a session is, and what it holds."""
+    shown = [field.name for field in session.DESCRIPTOR.fields if field.name not in ("age", "idle", "groups")]
+    return {name: getattr(session, name) for name in shown} | {
+        "groups": [{"block_tokens": group.block_tokens, "part_bytes": group.part_bytes} for group in session.groups],
+        "rank": session.rank if session.HasField("rank") else None,
+        "namespace_id": session.namespace_id.hex(),
+        "age_seconds": seconds_of(session.age),
+        "idle_seconds": seconds_of(session.idle),
+    }
+
+
+def _share_values(share: ShareStatus) -> dict[str, Any]:
+    values = {field.name: getattr(share, field.name) for field in share.DESCRIPTOR.fields}
+    return values | {"limit_bytes": share.limit_bytes if share.HasField("limit_bytes") else None}
+
+
+def _region_values(region: RegionStatus) -> dict[str, Any]:
+    values = {field.name: getattr(region, field.name) for field in region.DESCRIPTOR.fields}
+    return values | {"memory_nodes": list(region.memory_nodes)}
+
+
+def _miss_values(miss: MissCount) -> dict[str, Any]:
+    return {"reason": _words(MissReason, "MISS_REASON_", miss.reason), "keys": miss.keys}
+
+
+def _handoff_values(totals: HandoffTotals) -> dict[str, Any]:
+    shown = [field.name for field in totals.DESCRIPTOR.fields if field.name not in ("direction", "held_time")]
+    return {"direction": _words(HandoffDirection, "HANDOFF_DIRECTION_", totals.direction)} | {
+        **{name: getattr(totals, name) for name in shown},
+        "held_time_seconds": seconds_of(totals.held_time),
+    }
+
+
+def _words(enum: Any, prefix: str, number: int) -> str:
+    """Returns an enum's value as in metrics; its number where a newer server knows more of them."""
+    names: dict[int, str] = {value.number: value.name for value in enum.DESCRIPTOR.values}
+    return names.get(number, f"{number}").removeprefix(prefix).lower()

@@ -1,0 +1,56 @@
+"""The status page: what is served beside the metrics for people with a browser, and how far the browser may trust it.
+
+The page is static and knows nothing: it asks for `status.json` every few seconds. It needs nothing from elsewhere, and its policy
+lets it load nothing from elsewhere: no script but its own files, none of them inline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ...protos.v1.admin_pb2 import GetStatusResponse
+from .status import to_json
+
+__all__ = ["SECURITY_HEADERS", "StatusPage"]
+
+_FOLDER = Path(__file__).parent / "page"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+SECURITY_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+"""Sent with every answer."""
+
+
+class StatusPage:
+    """The files of the page, by path, and its figures.
+
+    `status` is called on threads of the endpoint, as collectors are: it sees to it that what it reads is not being changed.
+    """
+
+    def __init__(self, status: Callable[[], GetStatusResponse]) -> None:
+        self._status = status
+        self._files = {f"/{file.name}": (_TYPES[file.suffix], file.read_bytes()) for file in _FOLDER.iterdir()}
+        self._files["/"] = self._files.pop("/index.html")
+
+    def file(self, path: str) -> tuple[str, bytes] | None:
+        """Returns type and bytes of a file of the page; None where there is none."""
+        return self._files.get(path)
+
+    def figures(self) -> bytes:
+        """Returns the status as JSON, with the fields of `kvtier status --json`. Raises what `status` raises."""
+        return to_json(self._status()).encode()

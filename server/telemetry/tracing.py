@@ -1,0 +1,175 @@
+"""Spans of calls and of jobs on tiers, sent to a collector of OpenTelemetry (OTLP over gRPC); off unless it is configured.
+
+A call whose gRPC metadata has a `traceparent` (W3C Trace Context) continues that trace, and is recorded if that one is; all
+else begins traces of its own, of which `tracing.ratio` are recorded. Calls over the Unix socket of local clients carry no metadata.
+Spans are made when what they describe has ended, and sent by a thread: a collector that is slow or gone costs spans,
+never a call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from ... import __version__
+from ...tiers.base import Outcome
+from ..config.schema import TracingConfig
+from ..tier_host.worker import JobObserver
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+
+__all__ = ["Tracing", "TracingError", "open_tracing"]
+
+_SEND_SECONDS = 1.0
+_TIMEOUT_SECONDS = 5
+_CLOSE_SECONDS = 3.0
+_COMPLAINT_SECONDS = 300.0
+
+_request_id: ContextVar[str] = ContextVar("kvtier_request_id", default="")
+"""The engine's id of the request that the call of this task is for."""
+
+
+class TracingError(Exception):
+    """Tracing is configured and cannot be had; one line."""
+
+
+def open_tracing(config: TracingConfig, epoch: int) -> Tracing | None:
+    """Returns what makes spans, or None where nothing is configured. Loads OpenTelemetry only if something is.
+
+    Raises:
+        TracingError: OpenTelemetry is not installed.
+    """
+    if config.endpoint is None:
+        return None
+    try:
+        provider = _provider(config.endpoint, config.ratio, epoch)
+    except ImportError as error:
+        raise TracingError(
+            f"tracing.endpoint = {config.endpoint}: {error}; install it with: pip install 'kvtier[tracing]'"
+        ) from error
+    return Tracing(provider)
+
+
+class Tracing:
+    """Makes spans of what has ended. Its methods may be called on any thread."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("kvtier", __version__)
+        self._extract: Callable[[dict[str, str]], Context] = TraceContextTextMapPropagator().extract
+        self._trace = trace
+
+    def noting(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        """Returns a parser of requests that takes note which engine's request each is for."""
+
+        def noted(message: bytes) -> Any:
+            request = parse(message)
+            _request_id.set(getattr(request, "request_id", ""))
+            return request
+
+        return noted
+
+    def call_ended(self, method: str, code: str, seconds: float, context: Any) -> str | None:
+        """Makes the span of a call, in the task that served it; returns the id of its trace if that is recorded.
+
+        `method` as gRPC names it, `context` as the handler got it.
+        """
+        service, _, name = method.removeprefix("/").partition("/")
+        span = self._tracer.start_span(
+            f"{service}/{name}",
+            context=self._parent(context),
+            kind=self._trace.SpanKind.SERVER,
+            start_time=time.time_ns() - int(seconds * 1e9),
+            attributes={"rpc.system": "grpc", "rpc.service": service, "rpc.method": name, "rpc.grpc.status_code": code},
+        )
+        if not span.is_recording():
+            return None
+        if request_id := _request_id.get():
+            span.set_attribute("kvtier.request_id", request_id)
+        if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # what is refused is no error of the server's
+            span.set_status(self._trace.StatusCode.ERROR)
+        span.end()
+        return self._trace.format_trace_id(span.get_span_context().trace_id)
+
+    def beside(self, observer: JobObserver) -> JobObserver:
+        """Returns an observer of jobs that tells this one, and makes a span."""
+
+        def observe(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
+            observer(tier, operation, seconds, nbytes, outcomes)
+            self.job_ended(tier, operation, seconds, nbytes, outcomes)
+
+        return observe
+
+    def job_ended(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
+        """Makes the span of a job of a tier, "store" or "load". It has no parent: a job moves blocks of many requests."""
+        span = self._tracer.start_span(
+            f"{job} {tier}",
+            kind=self._trace.SpanKind.INTERNAL,
+            start_time=time.time_ns() - int(seconds * 1e9),
+            attributes={
+                "kvtier.tier": tier,
+                "kvtier.bytes": nbytes,
+                "kvtier.blocks": len(outcomes),
+                "kvtier.blocks_done": list(outcomes).count(Outcome.DONE),
+            },
+        )
+        if not all(outcome is Outcome.DONE for outcome in outcomes):
+            span.set_status(self._trace.StatusCode.ERROR)
+        span.end()
+
+    def close(self) -> None:
+        """Sends what is left, for at most three seconds. Called once."""
+        closer = threading.Thread(target=self._provider.shutdown, name="kvtier-tracing-close", daemon=True)
+        closer.start()
+        closer.join(_CLOSE_SECONDS)
+
+    def _parent(self, context: Any) -> Context | None:
+        metadata: Callable[[], Iterable[tuple[str, str]] | None] | None
+        metadata = getattr(context, "invocation_metadata", None)
+        if metadata is None:  # a local call
+            return None
+        carrier = {key: value for key, value in metadata() or () if key in ("traceparent", "tracestate")}
+        return self._extract(carrier) if carrier else None
+
+
+class _Seldom(logging.Filter):
+    """Lets a complaint through every few minutes: a collector that is gone is news once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether this one is to be written."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + _COMPLAINT_SECONDS
+        return True
+
+
+def _provider(endpoint: str, ratio: float, epoch: int) -> TracerProvider:
+    from opentelemetry.exporter.otlp.proto.grpc import exporter
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    logging.getLogger(exporter.__name__).addFilter(_Seldom())
+    resource = Resource.create(
+        {"service.name": "kvtier", "service.version": __version__, "service.instance.id": f"{epoch:016x}"}
+    )
+    provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(ratio)), resource=resource, shutdown_on_exit=False)
+    sender = OTLPSpanExporter(endpoint, timeout=_TIMEOUT_SECONDS)
+    provider.add_span_processor(BatchSpanProcessor(sender, schedule_delay_millis=_SEND_SECONDS * 1000))
+    return provider

@@ -1,0 +1,1 @@
+"""Runs tiers on threads and checks that they keep to their contract."""

@@ -1,0 +1,98 @@
+"""Makes the tiers that the configuration names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...tiers.base import Medium, SecondaryTier, TierError, TierOpenError
+from ..config.schema import TierConfig
+from .strangers import said, shown
+
+__all__ = ["open_tier", "open_tiers", "tier_class"]
+
+_ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "shared": bool}
+"""What a tier says of itself, beside its name and its capacity."""
+
+
+def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
+    """Opens the tiers, in order; all or none of them.
+
+    A class of somebody else's is called with the keywords `name`, `directory`, `size_bytes` and `durability`, and its options.
+
+    Raises:
+        TierError: one cannot be opened; the message names it.
+    """
+    tiers: list[SecondaryTier] = []
+    try:
+        tiers.extend(map(open_tier, configs))
+    except TierError:
+        for tier in tiers:
+            tier.close()
+        raise
+    return tiers
+
+
+def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
+    """Opens a tier. With `mend` off, one that is part of kvtier leaves damage where it is and raises `TierDamagedError`.
+
+    Raises:
+        TierError: it cannot be opened; the message names it.
+    """
+    leave: dict[str, Any] = {} if mend or config.is_custom else {"mend": False}
+    try:
+        make = tier_class(config)
+        tier = make(
+            name=config.name,
+            directory=config.path,
+            size_bytes=config.size,
+            durability=config.durability,
+            **leave,
+            **config.options,
+        )
+        _check(tier, config)
+        if config.rules is not None:
+            tier.rules = tuple(rule.to_rule() for rule in config.rules)
+    except TierError as error:
+        # Of its own kind: a tier that is in use is no damaged one.
+        kind = type(error) if isinstance(error, TierOpenError) else TierOpenError
+        raise kind(f"tier {config.name}: {error}") from error
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # somebody else's class may raise anything
+        raise TierOpenError(f"tier {config.name}: {said(error)}") from error
+    return tier
+
+
+def _check(tier: SecondaryTier, config: TierConfig) -> None:
+    """Refuses a tier that the server could not go by."""
+    name, capacity = getattr(tier, "name", None), getattr(tier, "capacity_bytes", None)
+    if name != config.name:
+        raise TierOpenError(f"it calls itself {shown(name)}; has it called SecondaryTier.__init__?")
+    if type(capacity) is not int or capacity <= 0:
+        raise TierOpenError(f"its capacity is {shown(capacity)}")
+    for attribute, kind in _ATTRIBUTES.items():
+        value = getattr(tier, attribute, None)
+        if not isinstance(value, kind):
+            raise TierOpenError(f"its `{attribute}` is {shown(value)}; it must be a {kind.__name__}")
+
+
+def tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
+    """Returns what makes a tier. Raises TierError, and whatever somebody else's module raises when it is imported."""
+    if config.type == "lmdb":
+        from ...tiers.lmdb.tier import LMDBTier
+
+        return LMDBTier
+    if config.type == "disk":
+        from ...tiers.disk.tier import DiskTier
+
+        return DiskTier
+    module_name, _, class_name = config.type.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise TierOpenError(f"cannot import {config.type}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, SecondaryTier)):
+        raise TierOpenError(f"{config.type} is not a SecondaryTier")
+    return found

@@ -1,0 +1,1 @@
+"""Decision core of the service: events in, commands out; no I/O, no clock, no threads."""

@@ -1,0 +1,218 @@
+"""Blocks in the CPU tier, and the namespaces that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..base import NamespaceId
+from ..errors import InvalidKey, InvalidNamespace
+
+if TYPE_CHECKING:
+    from ..eviction.queues import Line
+    from ..stats.eviction_history import MissReason
+
+__all__ = ["GROUP_INDEX_BYTES", "PRIVATE_KEY_PREFIX", "SLOT_ALIGNMENT", "Block", "NamespaceSpec", "Shelf"]
+
+GROUP_INDEX_BYTES = 4
+"""A key ends in its KV cache group's index, big-endian."""
+
+PRIVATE_KEY_PREFIX = b"kvtier.hold."
+"""So begin the keys of blocks that only a hold names (`kvtier/v1/handoff.proto`): they have no content hash."""
+
+SLOT_ALIGNMENT = 4096
+"""Slots start and end on pages, as direct I/O wants it."""
+
+MAX_WORLD_SIZE = 4096
+MAX_PART_SIZES = 64
+"""Each size is a line of eviction of its own; engines have a handful."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSpec:
+    """What the core needs to know of a namespace.
+
+    Attributes:
+        id: digest of everything that must agree for blocks to be shared.
+        world_size: ranks, each with one part of every block.
+        part_bytes: per KV cache group, the size of one rank's part of a block.
+        no_slots: what a block without slots has, one for all of them.
+    """
+
+    id: NamespaceId
+    world_size: int
+    part_bytes: tuple[int, ...]
+    no_slots: tuple[None, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.world_size <= MAX_WORLD_SIZE:
+            raise InvalidNamespace(f"world size {self.world_size} is not within 1..{MAX_WORLD_SIZE}")
+        if not self.part_bytes:
+            raise InvalidNamespace("a namespace needs at least one KV cache group")
+        if len(set(self.part_bytes)) > MAX_PART_SIZES:
+            raise InvalidNamespace(f"a namespace has parts of {MAX_PART_SIZES} sizes at most")
+        if min(self.part_bytes) < 1:
+            raise InvalidNamespace("part_bytes of every group must be positive")
+        object.__setattr__(self, "no_slots", (None,) * self.world_size)
+
+    def part_bytes_of(self, key: bytes) -> int:
+        """Returns the size of one part of the block with this key.
+
+        Raises:
+            InvalidKey: the key names a group that the namespace lacks.
+        """
+        group = int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
+        if group >= len(self.part_bytes):
+            raise InvalidKey(f"key names group {group}, the namespace has {len(self.part_bytes)}")
+        return self.part_bytes[group]
+
+    def check(self, keys: Sequence[bytes]) -> None:
+        """Raises InvalidKey if one of the keys names a group that the namespace lacks."""
+        if len(keys) == 1:  # blocks of the tiers below are found one by one
+            self.part_bytes_of(keys[0])
+            return
+        lengths = set(map(len, keys))
+        if len(lengths) == 1 and self.groups_are_known(b"".join(keys), lengths.pop()):
+            return
+        for key in keys:
+            self.part_bytes_of(key)
+
+    def groups_are_known(self, packed: bytes, length: int) -> bool:
+        """Whether keys of one length, one behind the other, are sure to pass `check`. Column by column, for lookups wait for it."""
+        *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
+        return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(len(self.part_bytes), 256))))
+
+
+class Shelf:
+    """Where the blocks of a namespace are found by their keys, until a reset takes all of it away at once."""
+
+    __slots__ = ("blocks", "retired")
+
+    def __init__(self, *, retired: bool = False) -> None:
+        self.blocks: dict[bytes, Block] = {}
+        self.retired = retired
+
+
+class Block:
+    """One block in the CPU tier: its slots, and how far they are filled.
+
+    A block is visible when every rank's part is written (`ready`). Whoever needs it to stay (a lease, a store, a job of
+    a secondary tier) holds a pin; a block without pins may be evicted, whether it is ready or was left incomplete.
+    """
+
+    __slots__ = (
+        "fleeting",
+        "key",
+        "last_use",
+        "left_out",
+        "line",
+        "namespace",
+        "part_bytes",
+        "pins",
+        "place",
+        "promoting",
+        "ready",
+        "retain_until",
+        "retained",
+        "shelf",
+        "slots",
+        "stuck",
+        "writers",
+        "written",
+    )
+
+    def __init__(self, spec: NamespaceSpec, key: bytes, part_bytes: int, line: Line[Block], shelf: Shelf) -> None:
+        self.namespace = spec.id
+        self.key = key
+        self.part_bytes = part_bytes
+        self.line = line
+        """Where it stands to be evicted: with its size class and its tenant's share."""
+        self.place: Any = None
+        """What that line's eviction policy keeps with it."""
+        self.slots: tuple[int | None, ...] = spec.no_slots
+        """Per rank the offset of its slot in the region, or None where it has none."""
+        self.written = 0
+        """Bit r is set when rank r's part is complete."""
+        self.ready = False
+        """Whether every part is written: only then is the block visible."""
+        self.writers = 0
+        """Parts that clients are writing now."""
+        self.promoting = False
+        """Whether a job is filling all parts from a secondary tier."""
+        self.pins = 0
+        self.left_out: MissReason | None = None
+        """Why a tier that should have got it did not, if there is one."""
+        self.shelf = shelf
+        self.fleeting = False
+        """Whether it goes as soon as nobody pins it, because its hold has ended."""
+        self.stuck = False
+        """Whether a tier is at work on it that does not come back."""
+        self.last_use = 0
+        """Logical time of the last store or lookup."""
+        self.retain_until = 0.0
+        """Until when a request wants it to stay, in seconds; tiers may be asked for it later."""
+        self.retained = False
+        """Whether it does stay: it is out of its line meanwhile."""
+
+    @property
+    def name(self) -> tuple[NamespaceId, bytes]:
+        """What it is known by when it has gone and comes again."""
+        return self.namespace, self.key
+
+    @property
+    def retired(self) -> bool:
+        """Whether it has been taken out of the index, by a reset say: it goes as soon as nobody pins it."""
+        return self.shelf.retired
+
+    @property
+    def busy(self) -> bool:
+        """Never: whether blocks are pinned is not counted."""
+        return False
+
+    @property
+    def private(self) -> bool:
+        """Whether only a hold names it: it goes to no tier below."""
+        return self.key.startswith(PRIVATE_KEY_PREFIX)
+
+    @property
+    def pending(self) -> bool:
+        """Whether somebody is at work to make it ready."""
+        return not self.ready and (self.promoting or self.writers > 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all parts together."""
+        return self.part_bytes * len(self.slots)
+
+    @property
+    def footprint(self) -> int:
+        """What its slots take when it has them all, in bytes."""
+        return self.line.size_class * len(self.slots)
+
+    def part_written(self, rank: int) -> bool:
+        """Takes note that one part is complete; returns whether all are."""
+        self.written |= 1 << rank
+        self.ready = self.written == (1 << len(self.slots)) - 1
+        return self.ready
+
+    def promoted(self) -> None:
+        """Takes note that all parts have been filled from a secondary tier."""
+        self.written = (1 << len(self.slots)) - 1
+        self.ready = True
+        self.promoting = False
+
+    def put_slot(self, rank: int, offset: int | None) -> None:
+        """Gives a rank's part a slot, or none."""
+        slots = self.slots
+        self.slots = (offset,) if len(slots) == 1 else (*slots[:rank], offset, *slots[rank + 1 :])
+
+    def clear(self) -> None:
+        """Lets go of all slots, and of what was written to them."""
+        self.slots = (None,) if len(self.slots) == 1 else (None,) * len(self.slots)
+        self.written = 0
+        self.ready = False
+
+    def __repr__(self) -> str:
+        state = "ready" if self.ready else "pending" if self.pending else "partial"
+        return f"Block({self.key.hex()[:12]}…, {state}, pins={self.pins})"

@@ -1,0 +1,95 @@
+"""Blocks that were on their way: those that have come, those that will not, and who is told of it.
+
+Clients write blocks, and tiers load them; readers, holds and requests wait for either alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from ..base import Outcome
+from ..stats.eviction_history import History, MissReason
+from .block import Block
+from .commands import Command, JobId, LeaseSettled
+from .cpu_tier import PrimaryTier
+from .handoffs import Handoffs
+from .lookups import Lookups
+from .requests import RequestTable
+from .transfers import JobKind, TierFlow
+
+__all__ = ["Arrivals"]
+
+
+class Arrivals:
+    """Takes in the ends of jobs and stores, and passes them on."""
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        flow: TierFlow,
+        requests: RequestTable,
+        lookups: Lookups,
+        handoffs: Handoffs,
+        history: History,
+        command: Callable[[Command], None],
+    ) -> None:
+        self._primary = primary
+        self._flow = flow
+        self._requests = requests
+        self._lookups = lookups
+        self._handoffs = handoffs
+        self._history = history
+        self._command = command
+
+    def settle(self, blocks: Sequence[Block]) -> None:
+        """Tells who waited for blocks that may not be pending any more."""
+        for block in self._awaited(blocks):
+            if block.pending:
+                continue
+            for lease in self._lookups.settle(block):
+                self._command(LeaseSettled(lease.id))
+            self._handoffs.settle(block)
+            for request in self._requests.settled(block):
+                if block.ready:
+                    self._flow.cascade_for(request, [block])
+                else:
+                    request.incomplete += 1
+                self._requests.end_if_settled(request)
+
+    def _awaited(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns those of these blocks that somebody waits for: of what is stored, hardly ever one."""
+        waiters = (self._lookups.leases, self._handoffs, self._requests)
+        return list(dict.fromkeys(chain.from_iterable(waiter.awaited(blocks) for waiter in waiters)))
+
+    def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
+        """Takes in the result of a tier's job, an outcome per block. A job that is not known is ignored."""
+        finished = self._flow.finish(job_id, outcomes)
+        if finished is None:
+            return
+        for request in finished.paid:
+            self._requests.end_if_settled(request)
+        if finished.kind is JobKind.STORE:
+            return
+        for block, done in finished.results:
+            if done and not block.retired:
+                block.promoted()
+            else:
+                reason = MissReason.RESET if block.retired else MissReason.LOAD_FAILED
+                self._history.left(block.namespace, block.key, reason)
+                self._lookups.drop_promotion(block)
+        self.settle([block for block, _ in finished.results])
+        self._primary.unpin([block for block, _ in finished.results])
+
+    def tier_stalled(self, tier: int, *, stalled: bool) -> None:
+        """Takes note of whether a tier comes back from its jobs: what it is loading is not waited for while it does not."""
+        change = self._flow.stall(tier, stalled=stalled)
+        for block in change.given_up:
+            self._history.left(block.namespace, block.key, MissReason.LOAD_FAILED)
+            block.promoting = False
+            self._primary.disown(block)
+        self.settle(change.given_up)
+        for request in change.paid:
+            self._requests.end_if_settled(request)
+        if change.is_back:
+            self._flow.catch_up(tier, self._primary.left_out_blocks())

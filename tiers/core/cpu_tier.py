@@ -1,0 +1,355 @@
+"""The CPU tier: which blocks are in the host region, and who has which part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from operator import attrgetter
+
+from ..base import NamespaceId
+from ..eviction.queues import Line, Lines, by_line
+from ..eviction.quotas import Share
+from ..stats.eviction_history import LeftTogether, MissReason
+from ..stats.snapshots import TierStats
+from .block import Block, NamespaceSpec
+from .block_index import Shelves
+from .slot_allocator import SlotAllocator
+from .slot_reclaim import RegionRoom
+
+__all__ = ["SPARE_PART", "PrimaryTier"]
+
+SPARE_PART = 1 / 64
+"""Of the memory: what is made free ahead at most, for the next store."""
+
+MOST_SPARE = 1024
+"""Slots that are made free ahead at most: more would hold the loop up."""
+
+_FEW_SPARES = 8
+
+SLICE = 512
+"""Blocks of a reset that go at a time: a millisecond's worth, or four where they are a million."""
+
+_TICKS_PER_SECOND = 1e6
+
+
+class PrimaryTier:
+    """Index of the blocks in the host region. Moves no bytes.
+
+    A share has used what the slots of its blocks take, and slots that its writers may still write to.
+    """
+
+    def __init__(
+        self, extent_bytes: int, lines: Lines[Block], left: LeftTogether, spare_part: float = SPARE_PART
+    ) -> None:
+        """`left` is told of the ready blocks that go, and why; of the memory, `spare_part` at most is made free ahead."""
+        self.memory = SlotAllocator(extent_bytes)
+        self.lines = lines
+        self.evictions = 0
+        self.no_room = 0
+        """Slots that were asked for and could not be had."""
+        self._left = left
+        self._shelves = Shelves()
+        self._owners: dict[int, Block] = {}
+        self._detached: dict[int, Share] = {}
+        """Slots without a block, by offset, and whose they were."""
+        self._room = RegionRoom(self.memory, lines, self._owners)
+        self._line_of: dict[tuple[NamespaceId, int], Line[Block]] = {}
+        self._spare_part = spare_part
+        self._pressed: set[int] = set()
+        """Size classes for which something had to be evicted, and that have had no room to spare since."""
+        self._short_of: dict[int, int] = {}
+        """How many slots of such classes were asked for at last, until some are made free for the next store."""
+        self._clock = 0
+        """Counts uses, and moves on with time: in millionths of a second, or beyond."""
+
+    def __len__(self) -> int:
+        return len(self._shelves)
+
+    def blocks_of(self, namespace: NamespaceId) -> dict[bytes, Block]:
+        """Returns the blocks of a namespace by key; for reading only."""
+        return self._shelves.of(namespace).blocks
+
+    def counts(self) -> Iterable[tuple[NamespaceId, int]]:
+        """Yields the namespaces that have blocks that can be found, and how many."""
+        return self._shelves.counts()
+
+    def ready_blocks(self) -> list[Block]:
+        """Returns all visible blocks, the last used first."""
+        return _last_used_first(block for block in self._shelves if block.ready)
+
+    def left_out_blocks(self) -> list[Block]:
+        """Returns the visible blocks that a tier below should have got, and did not, the last used first."""
+        failed = MissReason.STORE_FAILED
+        return _last_used_first(block for block in self._shelves if block.left_out is failed and block.ready)
+
+    def find_or_add(self, spec: NamespaceSpec, keys: Sequence[bytes]) -> list[Block]:
+        """Returns the blocks with these keys, adding empty ones where there are none.
+
+        The caller pins them: a block without slots and pins must not stay (`unpin` takes care of that). Where it comes to
+        stay, the caller says who uses it (`use`).
+
+        Raises:
+            InvalidKey: a key names a group that the namespace lacks; nothing was added.
+        """
+        shelf = self._shelves.of(spec.id)
+        blocks = shelf.blocks
+        found = list(map(blocks.get, keys))
+        if all(found):
+            return found  # type: ignore[return-value]  # none of them is None
+        spec.check(keys)
+        one_size = len(set(spec.part_bytes)) == 1
+        line = None
+        for number, key in enumerate(keys):
+            if found[number] is not None:
+                continue
+            block = blocks.get(key)  # it may have come twice
+            if block is None:
+                if line is None or not one_size:
+                    part_bytes = spec.part_bytes_of(key)
+                    line = self._line_of.get((spec.id, part_bytes)) or self._new_line(spec.id, part_bytes)
+                block = blocks[key] = Block(spec, key, part_bytes, line, shelf)
+            found[number] = block
+        return found  # type: ignore[return-value]
+
+    def use(self, blocks: Sequence[Block], request: Hashable, retain_until: float = 0.0) -> int:
+        """Takes note that a request used these, distinct, in the index and head first. The rest is as of `Lines.use`."""
+        self._clock = now = self._clock + 1
+        for block in blocks:
+            block.last_use = now
+        if retain_until:
+            for block in blocks:
+                block.retain_until = max(block.retain_until, retain_until)
+        return self.lines.use(blocks, request, retain_until)
+
+    def finish(self, request: Hashable) -> None:
+        """Takes note that a request is over."""
+        self.lines.finish(request)
+
+    def used_at(self, namespace: NamespaceId, key: bytes) -> float | None:
+        """Returns when a visible block was used the last time, in seconds and a second too early at most; None for others."""
+        block = self._shelves.get(namespace, key)
+        return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
+
+    def tick(self, now: float) -> bool:
+        """Lets time pass: drops blocks that were not used for as long as the tier's `ttl`. Returns whether there are more."""
+        self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
+        gone = []
+        for block in self.lines.tick(now):
+            if block.pins or block.retained:
+                self.lines.postpone(block)
+            else:
+                gone.append(block)
+        self.evict(gone, MissReason.EXPIRED)
+        self.lines.expired += len(gone)
+        return self.lines.overdue
+
+    def reserve(self, blocks: Sequence[Block], rank: int | None = None) -> None:
+        """Gives slots to parts of blocks that have none, evicting where needed: to all of a block's, or to one rank's of each.
+
+        Those that get none keep None. The blocks must be pinned, or one of them could be evicted for the sake of another.
+        """
+        for line, mine in by_line(blocks):
+            wanted = mine if rank is not None else [block for block in mine for slot in block.slots if slot is None]
+            offsets = self._take(line.share, line.size_class, len(wanted))
+            self.no_room += len(wanted) - len(offsets)
+            self._owners.update(zip(offsets, wanted, strict=False))
+            one_part = not wanted or len(wanted[0].slots) == 1
+            for block, offset in zip(wanted, offsets, strict=False):
+                if one_part:
+                    block.slots = (offset,)
+                else:
+                    block.put_slot(block.slots.index(None) if rank is None else rank, offset)
+
+    def unpin(self, blocks: Iterable[Block]) -> None:
+        """Drops a pin of each; a block that has neither pins nor slots is forgotten, a retired or fleeting one goes."""
+        for block in blocks:
+            block.pins = pins = block.pins - 1
+            if pins or (block.ready and not block.fleeting and not block.shelf.retired):
+                continue
+            if block.retired or block.fleeting or not (block.ready or any(slot is not None for slot in block.slots)):
+                self.evict([block], MissReason.EXPIRED if block.fleeting else MissReason.RESET)
+
+    def detach_slot(self, block: Block, rank: int) -> int:
+        """Takes an unwritten part's slot away from its block, without freeing it (see `release`)."""
+        offset = block.slots[rank]
+        if offset is None:
+            raise ValueError(f"rank {rank} of {block!r} has no slot")
+        block.put_slot(rank, None)
+        del self._owners[offset]
+        self._detached[offset] = block.line.share
+        return offset
+
+    def release(self, offsets: Iterable[int]) -> None:
+        """Frees slots that were detached from their blocks and that nobody can write to any more."""
+        offsets = list(offsets)
+        for offset in offsets:
+            self._detached.pop(offset).used -= self.memory.extent_at(offset).slot_bytes
+        self.memory.release(offsets)
+
+    def reset(self, namespace: NamespaceId) -> bool:
+        """Empties the tier of a namespace, a slice of it now; returns whether there is more (`sweep`).
+
+        Nothing is found any more, and what is being written is never published (B4.13). What is pinned goes when it is not.
+        """
+        self._shelves.take_away(namespace)
+        return self.sweep()
+
+    def sweep(self) -> bool:
+        """Clears a slice of what was reset; returns whether there is more."""
+        taken = self._shelves.take_from_reset(SLICE)
+        for block in taken:
+            if block.ready:
+                self._left(block.namespace, (block.key,), MissReason.RESET)
+            self.lines.remove(block)
+        self.evict([block for block in taken if not block.pins])
+        return self._shelves.resetting
+
+    def retiring(self, namespace: NamespaceId) -> int:
+        """Returns how many blocks a reset still waits for; not for those that a tier does not come back from."""
+        return self._shelves.retiring(namespace)
+
+    def disown(self, block: Block) -> None:
+        """Takes a pinned block out of the index: nobody finds it any more, and it goes when nobody pins it any more."""
+        self._shelves.disown(block)
+        self.lines.remove(block)
+
+    def evict(self, blocks: Sequence[Block], reason: MissReason = MissReason.EVICTED) -> None:
+        """Drops blocks and frees their slots. They must not be pinned. The one place where blocks leave the tier."""
+        remove = self._shelves.remove
+        in_line: list[Block] = []
+        gone: list[tuple[NamespaceId, MissReason, list[bytes]]] = []
+        freed: list[int] = []
+        for block in blocks:
+            if remove(block):
+                in_line.append(block)
+                if block.ready:
+                    why = MissReason.RESET if block.shelf.retired else block.left_out or reason
+                    if not (gone and gone[-1][0] == block.namespace and gone[-1][1] is why):
+                        gone.append((block.namespace, why, []))
+                    gone[-1][2].append(block.key)
+            slots = block.slots
+            if None in slots:
+                slots = tuple(slot for slot in slots if slot is not None)
+            block.line.share.used -= block.line.size_class * len(slots)
+            freed += slots  # type: ignore[arg-type]  # none of them is None
+            block.clear()
+        self.lines.remove_all(in_line)
+        for namespace, why, keys in gone:
+            self._left(namespace, keys, why)
+        for slot in freed:
+            del self._owners[slot]
+        self.memory.release(freed)
+
+    def all_of(self, namespace: NamespaceId) -> Collection[Block]:
+        """Returns the blocks of a namespace that can be found."""
+        return self._shelves.of(namespace).blocks.values()
+
+    def is_there(self, block: Block) -> bool:
+        """Returns whether a block can still be found."""
+        return self._shelves.get(*block.name) is block
+
+    def may_go(self, block: Block, *, retained: bool) -> bool:
+        """Returns whether nobody pins a block, nor, unless `retained`, has it retained."""
+        return not block.pins and (retained or not block.retained)
+
+    @staticmethod
+    def last_used(block: Block) -> float:
+        """Returns when a block was used the last time, in seconds."""
+        return block.last_use / _TICKS_PER_SECOND
+
+    @staticmethod
+    def nbytes_of(block: Block) -> int:
+        """Returns what the slots of a block take."""
+        return block.line.size_class * sum(slot is not None for slot in block.slots)
+
+    def part_with(self, blocks: Sequence[Block]) -> None:
+        """Evicts blocks that somebody wants gone; see `evict`."""
+        self._evict(blocks)
+
+    def stats(self, name: str, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:
+        """Returns the figures of this moment; hits and misses are counted by who looks up."""
+        return TierStats(
+            name=name,
+            type=name,
+            capacity_bytes=capacity_bytes,
+            available_bytes=self.memory.available_bytes,
+            used_bytes=self.memory.used_bytes(),
+            blocks=len(self),
+            hits=hits,
+            misses=misses,
+            evictions=self.evictions,
+            dropped=self.no_room,
+            expired=self.lines.expired,
+            not_retained=self.lines.not_retained,
+            shares=self.lines.stats(),
+        )
+
+    def _new_line(self, namespace: NamespaceId, part_bytes: int) -> Line[Block]:
+        line = self.lines.line(namespace, self.memory.slot_bytes_for(part_bytes))
+        self._line_of[namespace, part_bytes] = line
+        return line
+
+    def _take(self, share: Share, slot_bytes: int, count: int) -> list[int]:
+        """Returns up to so many free slots for a share, in ascending order."""
+        count = self._within_limit(share, slot_bytes, count)
+        offsets = self.memory.allocate(slot_bytes, count)
+        share.used += slot_bytes * len(offsets)
+        if len(offsets) < count:
+            self._pressed.add(slot_bytes)
+        if slot_bytes in self._pressed and self._spare_slots(slot_bytes, count):
+            self._short_of[slot_bytes] = count
+        while len(offsets) < count and self._make_room(share, slot_bytes, count - len(offsets)):
+            fresh = self.memory.allocate(slot_bytes, count - len(offsets))
+            share.used += slot_bytes * len(fresh)
+            offsets += fresh
+        offsets.sort()
+        return offsets
+
+    @property
+    def short(self) -> bool:
+        """Whether the next store would have to wait until something is evicted for it (`make_spare_room`)."""
+        return bool(self._short_of) and len(self.lines.shares) == 1
+
+    def make_spare_room(self) -> None:
+        """Evicts what the next store as large as the last would have to wait for: who stores under pressure goes on storing.
+
+        Not where tenants have shares: who makes room, and at whose cost, is not to be decided before somebody takes it.
+        """
+        short_of, self._short_of = self._short_of, {}
+        if len(self.lines.shares) > 1:
+            return
+        for slot_bytes, count in short_of.items():
+            free = self.memory.free_slots(slot_bytes)
+            wanted = self._spare_slots(slot_bytes, count) - free
+            if wanted > 0:
+                self._make_room(self.lines.shares.rest, slot_bytes, wanted)
+            elif free > 2 * count:
+                self._pressed.discard(slot_bytes)
+
+    def _spare_slots(self, slot_bytes: int, count: int) -> int:
+        """Returns how many slots are to be free after a store of so many; none after one that leaves little else in memory."""
+        most = int(self._spare_part * self.memory.total_bytes / slot_bytes)
+        return min(count, most, MOST_SPARE) if count <= _FEW_SPARES * most else 0
+
+    def _within_limit(self, share: Share, slot_bytes: int, count: int) -> int:
+        """Makes room below a share's limit, at its own cost; returns how many slots it may have."""
+        over = share.over_limit(slot_bytes * count)
+        if share.limit is None or not over:
+            return count
+        self._evict(self._room.own_victims(share, slot_bytes, over))
+        return min(count, max(0, share.limit - share.used) // slot_bytes)
+
+    def _make_room(self, share: Share, slot_bytes: int, count: int) -> bool:
+        """Evicts blocks for a share, or takes over another class' extent. Returns whether anything was freed."""
+        victims = self._room.victims(share, slot_bytes, count)
+        if not victims and self.lines.come_back():
+            victims = self._room.victims(share, slot_bytes, count)
+        self._evict(victims)
+        return bool(victims)
+
+    def _evict(self, victims: Sequence[Block]) -> None:
+        self.evict(victims)
+        self.evictions += len(victims)
+
+
+def _last_used_first(blocks: Iterable[Block]) -> list[Block]:
+    return sorted(blocks, key=attrgetter("last_use"), reverse=True)

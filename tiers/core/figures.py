@@ -1,0 +1,85 @@
+"""What the core says of itself: reads what the others have counted, and decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..stats.counters import Cell
+from ..stats.miss_ratio_curve import Curves
+from ..stats.snapshots import ManagerStats, NamespaceStats
+from .cpu_tier import PrimaryTier
+from .handoffs import Handoffs
+from .lookups import Lookups
+from .settings import CPU_TIER
+from .stores import Stores
+from .transfers import TierFlow
+
+__all__ = ["Figures"]
+
+
+class Figures:
+    """The figures of a core, gathered from its rooms."""
+
+    def __init__(
+        self,
+        region_bytes: int,
+        primary: PrimaryTier,
+        flow: TierFlow,
+        lookups: Lookups,
+        stores: Stores,
+        handoffs: Handoffs,
+        curves: Curves | None,
+    ) -> None:
+        self._region_bytes = region_bytes
+        self._primary = primary
+        self._flow = flow
+        self._lookups = lookups
+        self._stores = stores
+        self._handoffs = handoffs
+        self._curves = curves
+        self.expired_leases = 0
+        self.expired_stores = 0
+
+    def stats(self, now: float, *, sessions: int, namespaces: int) -> ManagerStats:
+        """Returns the figures of this moment."""
+        tally = self._lookups.tally
+        hits, misses = tally.hits, tally.misses
+        keys = sum(hits) + misses.total()
+        cpu = self._primary.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
+        tiers = (cpu, *(lane.stats(hits[lane.index]) for lane in self._flow.lanes))
+        if self._curves is not None:
+            tiers = tuple(replace(tier, estimates=self._curves.of(number)) for number, tier in enumerate(tiers))
+        return ManagerStats(
+            tiers=tiers,
+            leases=len(self._lookups.leases),
+            oldest_lease_seconds=self._lookups.leases.oldest_age(now),
+            expired_leases=self.expired_leases,
+            expired_stores=self.expired_stores,
+            stores=len(self._stores.table),
+            quarantined_bytes=self._stores.table.quarantined_bytes,
+            sessions=sessions,
+            namespaces=namespaces,
+            holds=len(self._handoffs),
+            held_bytes=self._handoffs.held_bytes,
+            handoffs=self._handoffs.stats(),
+            claims_missed=self._handoffs.claims_missed,
+            lookup_keys=keys,
+            lookup_misses=misses.total(),
+            misses_by_reason=dict(misses),
+        )
+
+    def namespace_stats(self) -> list[NamespaceStats]:
+        """Returns the figures of each namespace, so many at most as a `Tally` tells apart. Takes longer than `stats`."""
+        tally = self._lookups.tally
+        blocks: dict[Cell, list[int]] = {}
+        for tier, counts in enumerate([self._primary.counts(), *(lane.catalog.counts() for lane in self._flow.lanes)]):
+            for namespace, count in counts:
+                per_tier = blocks.setdefault(tally.cell(namespace), [0] * (len(self._flow.lanes) + 1))
+                per_tier[tier] += count
+        none = [0] * (len(self._flow.lanes) + 1)
+        return [
+            NamespaceStats(
+                cell.namespace, cell.tenant, tuple(blocks.get(cell, none)), tuple(cell.hits), dict(cell.misses)
+            )
+            for cell in tally.cells()
+        ]

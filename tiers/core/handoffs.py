@@ -1,0 +1,330 @@
+"""Handing over: requests whose blocks are held for another engine, how much may be held, and when it ends (B2.17, B2.19).
+
+Only blocks of the CPU tier are held: what a tier below has is brought up when it is published. A block that is not there yet is
+waited for by an empty one that is pinned; so whoever stores it finds the hold, in whichever order the two come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..base import NamespaceId
+from ..errors import HoldExpired, HoldNotFound, InvalidItem, LimitExceeded
+from ..eviction.quotas import Budget, Share
+from ..types import EngineKey, Session
+from .block import Block
+from .commands import Command, HoldChanged
+from .cpu_tier import PrimaryTier
+from .handoff_notes import ClaimOutcome, HandoffNotes
+from .holds import Claim, HandoffDirection, HandoffStats, Hold, HoldEnd, HoldName, HoldTable, PublishStatus
+from .leases import KeyStatus, Owner
+from .lookups import MAX_LEASED_ITEMS, Lookups
+from .settings import Keeping
+
+__all__ = ["EXPIRY_MARGIN_SECONDS", "Handoffs"]
+
+EXPIRY_MARGIN_SECONDS = 5.0
+"""A hold that ends within so many seconds is not read any more (B2.19)."""
+
+EXTENSION_PART = 2 / 3
+"""What of its duration a heartbeat adds to a hold, from the time of the heartbeat on (B2.1)."""
+
+MAX_HELD_ITEMS = 4 << 20
+"""Most items that the holds of one tenant may add up to; what several hold counts for each."""
+
+_REMEMBERED = 4096
+"""Names of holds that are over that are remembered: nobody waits for these, and who claims one is told why not."""
+
+
+class Handoffs:
+    """The requests that are held. Events carry the time: a claim may not wait for the next tick to see that a hold is over."""
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        lookups: Lookups,
+        keeping: Keeping,
+        capacity_bytes: int,
+        command: Callable[[Command], None],
+        notes: HandoffNotes,
+    ) -> None:
+        self._primary = primary
+        self._lookups = lookups
+        self._max_holds = keeping.max_holds
+        self._command = command
+        self._notes = notes
+        self._table = HoldTable(self._let_go)
+        self._pins: dict[Block, int] = {}
+        """Per held block how many pins of holds there are on it."""
+        self._budgets = _budgets(list(primary.lines.shares), capacity_bytes, keeping.held_part)
+        self._over: dict[HoldName, HoldEnd | PublishStatus] = {}
+        self._claims_missed: Counter[ClaimOutcome] = Counter()
+        self._stats = {direction: HandoffStats() for direction in HandoffDirection}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def all(self) -> list[Hold]:
+        """Returns the holds that are open, the oldest first."""
+        return list(self._table)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the slots of the held blocks take, or are going to take; what several holds have counts once."""
+        return sum(budget.used for budget in set(self._budgets.values()))
+
+    def stats(self) -> dict[HandoffDirection, HandoffStats]:
+        """Returns the figures of each direction."""
+        found = {direction: replace(stats, open=0) for direction, stats in self._stats.items()}
+        for hold in self._table:
+            found[hold.direction].open += 1
+        return found
+
+    @property
+    def claims_missed(self) -> dict[ClaimOutcome, int]:
+        """How many claims since start did not find their hold, by what they met."""
+        return dict(self._claims_missed)
+
+    def publish(
+        self,
+        session: Session,
+        request_id: str,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        *,
+        num_tokens: int,
+        direction: HandoffDirection,
+        duration: float,
+        now: float,
+    ) -> Hold | PublishStatus:
+        """Holds blocks of a request of a session's engine for so many seconds; returns the hold, or why there is none.
+
+        A hold of the same name ends, whatever comes of it.
+
+        Raises:
+            InvalidKey: a key names a group that the namespace lacks.
+            InvalidItem: not every key has a position.
+        """
+        if len(keys) != len(positions):
+            raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
+        name: HoldName = (*session.engine, request_id)
+        blocks = self._pin(session, keys)
+        known = self._table.get(name)
+        if known is not None:  # what it shares with the new one is pinned by now
+            self._stats[known.direction].dropped += 1
+            self._end(known, HoldEnd.REPLACED, now)
+        keys = [block.key for block in blocks]  # not the caller's: those of a shared prefix are kept once
+        refused = self._refusal(session.tenant, blocks)
+        status = refused or PublishStatus.PUBLISHED
+        record = self._notes.published(
+            name, direction, num_tokens=num_tokens, blocks=len(blocks), status=status, now=now
+        )
+        if refused is not None:
+            self._stats[direction].declined += 1
+            self._let_go(blocks)
+            self._note_over(name, refused)
+            self._command(HoldChanged(name))
+            return refused
+        self._lookups.fetch(session.namespace.id, blocks)
+        self._primary.lines.set_aside(blocks)
+        self._primary.use(list(dict.fromkeys(blocks)), None)
+        hold = Hold(
+            name, session.tenant, direction, keys, positions, list(blocks), num_tokens, duration, now, now + duration
+        )
+        hold.record = record
+        self._table.add(hold)
+        record.pending = hold.awaited
+        self._over.pop(name, None)
+        self._stats[direction].published += 1
+        self._command(HoldChanged(name))
+        return hold
+
+    def find(self, name: HoldName, now: float) -> Hold | None:
+        """Returns a hold that may be read; None for one that was not published, or was not yet.
+
+        Raises:
+            HoldExpired: its time is over, or nearly so.
+        """
+        hold = self._table.get(name)
+        if self._over.get(name) is HoldEnd.EXPIRED or (
+            hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now
+        ):
+            raise HoldExpired(f"the time of request {name[2]!r} of engine {name[1]!r} is over, or nearly so")
+        return hold
+
+    def may_come(self, name: HoldName) -> bool:
+        """Whether a hold that is not there may yet be published: it was neither declined nor has it ended, and is not elsewhere."""
+        return name not in self._over and not self._table.is_elsewhere(name)
+
+    def claim(
+        self,
+        session: Session,
+        name: HoldName,
+        *,
+        first_positions: Sequence[int],
+        request_id: str,
+        expires_at: float,
+        now: float,
+    ) -> Claim:
+        """Leases what is there of a hold, from these positions of each group on; none means all of it. The hold goes on.
+
+        Raises:
+            HoldNotFound: it ended, or never was.
+            HoldExpired: its time is over, or nearly so.
+            LimitExceeded: the session holds leases on too many blocks.
+        """
+        owner = Owner(session.engine, session.id, request_id)
+        try:
+            hold = self.find(name, now)
+        except HoldExpired:
+            self._not_claimed(owner, name, ClaimOutcome.EXPIRED, now)
+            raise
+        if hold is None:
+            elsewhere = self._table.is_elsewhere(name)
+            self._not_claimed(owner, name, ClaimOutcome.OTHER_NAMESPACE if elsewhere else ClaimOutcome.NOT_HELD, now)
+            raise HoldNotFound(f"nobody holds request {name[2]!r} of engine {name[1]!r}; it may have been released")
+        if self._lookups.leases.items_of(session.id) + len(hold.keys) > MAX_LEASED_ITEMS:
+            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
+        statuses = bytes(map(_status, hold.items, _wanted(hold, first_positions)))
+        self._notes.claimed(owner, hold, statuses, now)
+        hit = KeyStatus.HIT
+        items = [block if status == hit else None for block, status in zip(hold.items, statuses, strict=True)]
+        found = [block for block in items if block is not None]
+        if not found:
+            return Claim(hold, None, statuses)
+        for block in found:
+            block.pins += 1
+        self._primary.use([block for block in dict.fromkeys(found) if not block.retired], owner.user)
+        lease = self._lookups.leases.grant(owner, expires_at, items, bytes(len(items)), keys=len(items), now=now)
+        stats = self._stats[hold.direction]
+        hold.claims += 1
+        stats.claimed += 1
+        stats.claimed_bytes += sum(block.nbytes for block in found)
+        return Claim(hold, lease, statuses)
+
+    def renew(self, name: HoldName, now: float, extension: float | None = None) -> bool:
+        """Extends a hold to so many seconds from now, or by its own heartbeat; never shortens it. Returns whether it is open."""
+        hold = self._table.get(name)
+        if hold is None or hold.expires_at <= now:
+            return False
+        seconds = hold.duration * EXTENSION_PART if extension is None else extension
+        hold.expires_at = max(hold.expires_at, now + seconds)
+        return True
+
+    def release(self, name: HoldName, now: float) -> bool:
+        """Ends a hold; returns whether there was one."""
+        hold = self._table.get(name)
+        if hold is None:
+            return False
+        self._stats[hold.direction].released += 1
+        self._end(hold, HoldEnd.RELEASED, now)
+        return True
+
+    def tick(self, now: float) -> None:
+        """Ends all holds whose time is over: a heartbeat moves a hold without moving it in the table (B2.19)."""
+        for hold in [hold for hold in self._table if hold.expires_at <= now]:
+            self._stats[hold.direction].expired += 1
+            self._end(hold, HoldEnd.EXPIRED, now)
+
+    def reset(self, namespace: NamespaceId, now: float) -> None:
+        """Ends all holds of a namespace: its CPU tier is about to be emptied."""
+        for hold in [hold for hold in self._table if hold.name[0] == namespace]:
+            self._stats[hold.direction].dropped += 1
+            self._end(hold, HoldEnd.RESET, now)
+
+    def engine_gone(self, engine: EngineKey) -> None:
+        """Takes note that an engine has no session left: what of its holds nobody else writes will not come."""
+        for hold in self._table:
+            if hold.engine == engine and hold.awaited:
+                self._table.orphan(hold)
+                if not hold.awaited:
+                    self._command(HoldChanged(hold.name))
+
+    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns those of these blocks that a hold waits for."""
+        return self._table.awaited(blocks)
+
+    def settle(self, block: Block) -> None:
+        """Takes note that nobody writes a block any more, be it ready or not."""
+        for hold in self._table.settle(block):
+            self._command(HoldChanged(hold.name))
+
+    def _pin(self, session: Session, keys: Sequence[bytes]) -> list[Block]:
+        blocks = self._primary.find_or_add(session.namespace, keys)
+        for block in blocks:
+            block.pins += 1
+            self._charge(block)
+        return blocks
+
+    def _refusal(self, tenant: str, blocks: Sequence[Block]) -> PublishStatus | None:
+        """Returns why a request cannot be held, though its blocks are pinned by now."""
+        most = MAX_HELD_ITEMS - len(blocks)
+        if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
+            return PublishStatus.TOO_MANY
+        budgets = {self._budget(block) for block in blocks}
+        return PublishStatus.NO_ROOM if any(budget.used > budget.bound for budget in budgets) else None
+
+    def _end(self, hold: Hold, how: HoldEnd, now: float) -> None:
+        self._table.remove(hold)
+        if how is not HoldEnd.REPLACED:
+            self._note_over(hold.name, how)
+        self._notes.ended(hold, how, now)
+        self._stats[hold.direction].held_seconds += max(0.0, now - hold.published_at)
+        self._let_go([block for block in hold.items if block is not None])
+        self._command(HoldChanged(hold.name))
+
+    def _note_over(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
+        self._over.setdefault(name, why)  # one that has expired has, whatever was declined under its name since
+        while len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
+
+    def _not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
+        self._claims_missed[outcome] += 1
+        self._notes.not_claimed(owner, name, outcome, now)
+
+    def _let_go(self, blocks: Sequence[Block]) -> None:
+        """Drops a hold's pins on blocks; one that only holds name goes with the last of them, the others are in line again."""
+        for block in blocks:
+            self._pins[block] -= 1
+            if not self._pins[block]:
+                del self._pins[block]
+                self._budget(block).used -= block.footprint
+                block.fleeting = block.private
+        self._primary.lines.put_back(block for block in blocks if block not in self._pins)
+        self._primary.unpin(blocks)
+
+    def _charge(self, block: Block) -> None:
+        if block not in self._pins:
+            self._budget(block).used += block.footprint
+            block.fleeting = False
+        self._pins[block] = self._pins.get(block, 0) + 1
+
+    def _budget(self, block: Block) -> Budget:
+        return self._budgets[block.line.share]
+
+
+def _budgets(shares: Sequence[Share], capacity_bytes: int, part: float) -> dict[Share, Budget]:
+    """Returns what may be held: a part of each quota, and of what is nobody's quota, for all who have none."""
+    common = Budget(int((capacity_bytes - sum(share.quota for share in shares)) * part))
+    return {share: Budget(int(share.quota * part)) if share.quota else common for share in shares}
+
+
+def _wanted(hold: Hold, first_positions: Sequence[int]) -> list[bool]:
+    """Returns per block of a hold whether it lies at or behind the first wanted position of its group."""
+    if not first_positions:
+        return [True] * len(hold.keys)
+    groups = (int.from_bytes(key[-4:], "big") for key in hold.keys)
+    return [
+        group >= len(first_positions) or position >= first_positions[group]
+        for group, position in zip(groups, hold.positions, strict=True)
+    ]
+
+
+def _status(block: Block | None, wanted: bool) -> int:  # noqa: FBT001 - from a list of them
+    if not wanted:
+        return 0
+    if block is None:
+        return KeyStatus.MISS
+    return KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING

@@ -1,0 +1,286 @@
+"""Leases: the pins that readers hold, each with an owner and an expiry.
+
+A lease belongs to an engine, falls with the session that it was granted to, and ends once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
+from ..types import EngineKey
+from .block import Block
+from .commands import LeaseId
+
+if TYPE_CHECKING:
+    from ..stats.request_log import LookupRecord
+
+__all__ = ["KeyStatus", "Lease", "LeaseTable", "LookupAnswer", "Owner"]
+
+K = TypeVar("K")
+
+SLICE = 8192
+"""Pins that fall at a time, where many do."""
+
+
+class KeyStatus(enum.IntEnum):
+    """What a lookup says of one key. Numbers as in `kvtier.v1.KeyStatus`."""
+
+    HIT = 1
+    MISS = 2
+    HIT_PENDING = 3
+    RETRY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who holds a lease: a session of an engine, on behalf of a request (or none)."""
+
+    engine: EngineKey
+    session_id: bytes
+    request_id: str
+
+    @property
+    def engine_id(self) -> str:
+        """The engine, for people."""
+        return self.engine[1]
+
+    @property
+    def user(self) -> tuple[EngineKey, str] | None:
+        """What eviction policies know the request by; None where the client did not say."""
+        return (self.engine, self.request_id) if self.request_id else None
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A pin on what a lookup found.
+
+    Attributes:
+        items: per looked-up key the pinned block, or None for a miss; misses at the end are left out.
+        keys: number of keys that were looked up.
+        sources: per key the index of the tier where it was found; meaningless for misses.
+        granted_at: when it was granted, in the core's seconds.
+        pending: items whose block is not ready yet.
+        record: what the journal keeps of the lookup.
+    """
+
+    id: LeaseId
+    owner: Owner
+    expires_at: float
+    items: list[Block | None]
+    keys: int
+    sources: bytes
+    granted_at: float = 0.0
+    pending: int = 0
+    record: LookupRecord | None = None
+
+    def statuses(self) -> bytes:
+        """Returns a `KeyStatus` per looked-up key."""
+        hit, miss, pending = KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT_PENDING
+        if not self.pending and None not in self.items:
+            known = bytes([hit]) * len(self.items)
+        else:
+            known = bytes(miss if block is None else hit if block.ready else pending for block in self.items)
+        return known + bytes([miss]) * (self.keys - len(known))
+
+    def slots(self, items: Iterable[int], rank: int) -> list[int]:
+        """Returns the slots of one rank's parts of some items.
+
+        Raises:
+            InvalidItem: there is no such item.
+            NotReady: an item is a miss, or not ready yet.
+        """
+        offsets = []
+        held = self.items
+        for item in items:
+            block = held[item] if item < len(held) else None
+            offset = block.slots[rank] if block is not None and block.ready else None
+            if offset is None:
+                raise self._refusal(item)
+            offsets.append(offset)
+        return offsets
+
+    def _refusal(self, item: int) -> InvalidItem | NotReady:
+        if item >= self.keys:
+            return InvalidItem(f"the lease has {self.keys} items, there is no item {item}")
+        return NotReady(f"item {item} of the lease is not a hit")
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    """What a lookup found.
+
+    Attributes:
+        keys: number of keys that were looked up.
+        lease: pins what hit; None where nothing did.
+        retries: positions of the keys that a tier has been asked about and has not answered for yet (B3.15).
+        not_retained: hits that should have been retained in the CPU tier, and were beyond what may be.
+    """
+
+    keys: int
+    lease: Lease | None
+    retries: Sequence[int] = ()
+    not_retained: int = 0
+
+    def statuses(self) -> bytes:
+        """Returns a `KeyStatus` per looked-up key."""
+        statuses = self.lease.statuses() if self.lease else bytes([KeyStatus.MISS]) * self.keys
+        if not self.retries:
+            return statuses
+        deferred = bytearray(statuses)
+        for position in self.retries:
+            deferred[position] = KeyStatus.RETRY
+        return bytes(deferred)
+
+
+class LeaseTable:
+    """The leases that are held, by id, and who waits for which block."""
+
+    def __init__(self, unpin: Callable[[Iterable[Block]], None], first_id: int = 1) -> None:
+        self._unpin = unpin
+        self._leases: dict[LeaseId, Lease] = {}
+        self._waiting: dict[Block, dict[Lease, list[int]]] = {}
+        """Per pending block the leases that it is in, and which of their items it is."""
+        self._by_session: dict[bytes, dict[Lease, None]] = defaultdict(dict)
+        self._by_request: dict[tuple[EngineKey, str], dict[Lease, None]] = defaultdict(dict)
+        self._items: dict[bytes, int] = defaultdict(int)
+        self._falling: list[Block] = []
+        """Blocks of leases that have ended, whose pins are still to fall."""
+        self._next_id = first_id
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(
+        self,
+        owner: Owner,
+        expires_at: float,
+        items: list[Block | None],
+        sources: bytes,
+        *,
+        keys: int,
+        now: float,
+        record: LookupRecord | None = None,
+        all_ready: bool = False,
+    ) -> Lease:
+        """Grants a lease on blocks that are pinned already; the pins are the lease's from now on.
+
+        `all_ready` says that all of them are known to be ready, which saves looking at each.
+        """
+        lease = Lease(LeaseId(self._next_id), owner, expires_at, items, keys, sources, now, record=record)
+        self._next_id += 1
+        for item, block in enumerate(() if all_ready else items):
+            if block is not None and not block.ready:
+                lease.pending += 1
+                self._waiting.setdefault(block, {}).setdefault(lease, []).append(item)
+        self._leases[lease.id] = lease
+        self._by_session[owner.session_id][lease] = None
+        self._by_request[owner.engine, owner.request_id][lease] = None
+        self._items[owner.session_id] += len(items)
+        return lease
+
+    def get(self, lease_id: LeaseId, engine: EngineKey) -> Lease:
+        """Returns a lease of this engine.
+
+        Raises:
+            LeaseNotFound: it ended, or never was.
+            NotOwner: it belongs to another engine.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise LeaseNotFound(f"there is no lease {lease_id}: it was released, expired or fell with its session")
+        if lease.owner.engine != engine:
+            raise NotOwner(f"lease {lease_id} belongs to another engine")
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """Ends a lease: its pins fall."""
+        self._forget(lease)
+        self._unpin(filter(None, lease.items))
+
+    def end(self, lease: Lease) -> None:
+        """Ends a lease whose pins fall with `let_fall`."""
+        self._forget(lease)
+        self._falling.extend(filter(None, lease.items))
+
+    def let_fall(self) -> bool:
+        """Lets a slice of the pins of leases that have ended fall; returns whether there are more."""
+        pins = self._falling[-SLICE:]
+        del self._falling[-SLICE:]
+        self._unpin(pins)
+        return bool(self._falling)
+
+    def _forget(self, lease: Lease) -> None:
+        del self._leases[lease.id]
+        owner = lease.owner
+        self._items[owner.session_id] -= len(lease.items)
+        _discard(self._by_request, (owner.engine, owner.request_id), lease)
+        if _discard(self._by_session, owner.session_id, lease):
+            del self._items[owner.session_id]
+        if lease.pending:
+            self._stop_waiting(lease)
+
+    def _stop_waiting(self, lease: Lease) -> None:
+        for block in lease.items:
+            waiting = self._waiting.get(block) if block is not None else None
+            if block is None or waiting is None:
+                continue
+            waiting.pop(lease, None)
+            if not waiting:
+                del self._waiting[block]
+
+    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns those of these blocks that a lease waits for."""
+        return [block for block in blocks if block in self._waiting] if self._waiting else []
+
+    def settle(self, block: Block) -> list[tuple[Lease, int]]:
+        """Takes note that a block is not pending any more; returns the leases, and their items, that waited for it.
+
+        If the block did not become ready it is a miss for them.
+        """
+        waiting = self._waiting.pop(block, {})
+        waited = [(lease, item) for lease, items in waiting.items() for item in items]
+        for lease, item in waited:
+            lease.pending -= 1
+            if not block.ready:
+                lease.items[item] = None
+                self._unpin([block])
+        return waited
+
+    def __iter__(self) -> Iterator[Lease]:
+        """Iterates over all leases, the oldest first."""
+        return iter(self._leases.values())
+
+    def of_session(self, session_id: bytes) -> list[Lease]:
+        """Returns the leases of a session."""
+        return list(self._by_session.get(session_id, ()))
+
+    def of_request(self, engine: EngineKey, request_id: str) -> list[Lease]:
+        """Returns the leases of a request."""
+        return list(self._by_request.get((engine, request_id), ()))
+
+    def oldest_age(self, now: float) -> float:
+        """Returns for how many seconds the oldest lease has been held; 0 where there is none."""
+        oldest = next(iter(self._leases.values()), None)
+        return max(0.0, now - oldest.granted_at) if oldest is not None else 0.0
+
+    def items_of(self, session_id: bytes) -> int:
+        """Returns how many items the leases of a session add up to."""
+        return self._items.get(session_id, 0)
+
+    def expired(self, now: float) -> list[Lease]:
+        """Returns the leases whose time is over."""
+        return [lease for lease in self._leases.values() if lease.expires_at <= now]
+
+
+def _discard(index: dict[K, dict[Lease, None]], key: K, lease: Lease) -> bool:
+    """Takes a lease out of an index; returns whether it was the last one under its key."""
+    leases = index[key]
+    del leases[lease]
+    if not leases:
+        del index[key]
+    return not leases

@@ -1,0 +1,386 @@
+"""Looking up: what is there is pinned, what is further down is fetched, what is missing is explained."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from ..errors import LimitExceeded
+from ..negotiation import NamespaceId
+from ..stats.counters import Tally
+from ..stats.eviction_history import History, MissReason
+from ..stats.miss_ratio_curve import Curves
+from ..stats.request_log import Journal, LookupRecord, Span, Verdict, bounded, spans_of
+from ..types import Session
+from .block import Block, NamespaceSpec
+from .cpu_tier import PrimaryTier
+from .leases import Lease, LeaseTable, LookupAnswer, Owner
+from .secondary import Lane, Presence
+from .transfers import TierFlow
+
+__all__ = ["Lookups"]
+
+MAX_LEASED_ITEMS = 4 << 20
+"""Most items that the leases of one session may add up to."""
+
+_FORMATS = 16
+"""Other formats of a tenant that are looked through for a block that nobody stored in this one."""
+
+
+@dataclass(slots=True)
+class _Match:
+    """What a lookup found, block for block.
+
+    Attributes:
+        items: the pinned blocks, or None; what lies behind the last one was not looked at.
+        sources: per item the position of the tier it is in.
+        promotions: position, tier and block of what is to be read back.
+        retries: positions that a tier has to be asked about.
+        reasons: why items are None, as far as that is known already.
+        ready: so many items at the head are ready in the CPU tier.
+    """
+
+    items: list[Block | None] = field(default_factory=list)
+    sources: bytearray = field(default_factory=bytearray)
+    promotions: list[tuple[int, Lane, Block]] = field(default_factory=list)
+    retries: list[int] = field(default_factory=list)
+    reasons: dict[int, MissReason] = field(default_factory=dict)
+    ready: int = 0
+
+    def add(self, block: Block | None, source: int = 0) -> None:
+        """Takes the next item."""
+        if block is not None:
+            block.pins += 1
+        self.items.append(block)
+        self.sources.append(source)
+
+
+class Lookups:
+    """Finds blocks for requests, and holds the leases on what it found."""
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        flow: TierFlow,
+        history: History,
+        journal: Journal,
+        tally: Tally,
+        first_id: int,
+        curves: Curves | None = None,
+    ) -> None:
+        self.leases = LeaseTable(primary.unpin, first_id)
+        self.tally = tally
+        self._primary = primary
+        self._flow = flow
+        self._below = flow.whereabouts
+        self._history = history
+        self._journal = journal
+        self._curves = curves
+        self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
+
+    def namespace_opened(self, namespace: NamespaceId, tenant: str) -> None:
+        """Takes note of a format of a tenant's."""
+        formats = self._formats[tenant]
+        formats.pop(namespace, None)
+        formats[namespace] = None
+        if len(formats) > _FORMATS:
+            del formats[next(iter(formats))]
+
+    def look_up(
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        expires_at: float,
+        now: float,
+        prefix: bool,
+        excluded: Collection[int] = (),
+        min_hits: int = 0,
+        retain_until: float = 0.0,
+    ) -> LookupAnswer:
+        """Finds blocks, pins what it finds and starts promotions. Parameters as of `TierManager.lookup`.
+
+        Raises:
+            LimitExceeded: the session holds leases on too many blocks.
+        """
+        if self.leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
+            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
+        owner = Owner(session.engine, session.id, request_id)
+        if self._primary.retiring(session.namespace.id):
+            self._record(owner, now, spans_of([MissReason.RESET] * len(keys)), keys[0] if keys else None)
+            return LookupAnswer(len(keys), None)
+        match = self._match(session.namespace, keys, excluded, prefix=prefix)
+        if prefix and len(match.items) < min_hits and not match.retries:
+            self._give_up(match)
+        self._start_promotions(match, owner.user, prefix=prefix)
+        spans, first_miss = self._explain(session, keys, match, prefix=prefix)
+        record = self._record(owner, now, spans, first_miss)
+        if self._curves is not None:
+            self._curves.looked_up(session.namespace, keys, spans)
+        self._below.ask()
+        not_retained = self._use(match, owner.user, retain_until)
+        return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries, not_retained)
+
+    def ask_ahead(
+        self, namespace: NamespaceSpec, keys: Sequence[bytes], *, prefix: bool, excluded: Collection[int] = ()
+    ) -> bool:
+        """Asks shared tiers what a lookup of these keys would have to know; returns whether anything is open (B3.17).
+
+        With `prefix` the scan goes on past what is open, and ends at the first miss.
+        """
+        if not self._below.has_shared_tiers:
+            return False
+        blocks = self._primary.blocks_of(namespace.id)
+        is_open = False
+        for key in keys:
+            block = blocks.get(key)
+            if block is not None and (block.ready or block.pending):
+                continue
+            presence = self._below.peek(namespace.id, key, excluded)
+            is_open = is_open or presence is Presence.UNKNOWN
+            if prefix and presence in (Presence.ABSENT, Presence.EXCLUDED, Presence.STALLED):
+                break
+        self._below.ask()
+        return is_open
+
+    def fetch(self, namespace: NamespaceId, blocks: Iterable[Block]) -> None:
+        """Starts to bring up, as far as there is room, which of these pinned blocks of a namespace only a tier below has.
+
+        Nothing while a reset of it waits: until then the tiers below are not read (B3.19).
+        """
+        if self._primary.retiring(namespace):
+            return
+        found: list[tuple[Lane, Block]] = []
+        for block in blocks:
+            if block.ready or block.pending or block.private:
+                continue
+            if self._below.peek(block.namespace, block.key) is Presence.HELD:
+                lane, _ = self._below.find(block.namespace, block.key)
+                if lane is not None:
+                    block.promoting = True
+                    found.append((lane, block))
+        self._primary.reserve([block for _, block in found])
+        for _, block in found:
+            if None in block.slots:
+                self.drop_promotion(block)
+        self._flow.promote([(lane, block) for lane, block in found if block.promoting], None)
+        self._below.ask()
+
+    def release(self, lease: Lease) -> None:
+        """Ends a lease. What was on its way to it counts as a hit: it was there."""
+        self._count_pending(lease)
+        self.leases.release(lease)
+
+    def end(self, leases: Iterable[Lease]) -> bool:
+        """Ends several leases, however many; returns whether there are pins that are still to fall (`LeaseTable.let_fall`)."""
+        for lease in leases:
+            self._count_pending(lease)
+            self.leases.end(lease)
+        return self.leases.let_fall()
+
+    def _count_pending(self, lease: Lease) -> None:
+        if lease.pending:
+            for block, source in zip(lease.items, lease.sources, strict=False):
+                if block is not None and not block.ready:
+                    self.tally.hit(block.namespace, source)
+
+    def settle(self, block: Block) -> list[Lease]:
+        """Takes note that a block is not pending any more; returns the leases that have nothing pending left."""
+        waited = self.leases.settle(block)
+        for lease, item in waited:
+            source = lease.sources[item]
+            if block.ready:
+                self.tally.hit(block.namespace, source)
+                continue
+            reason = self._history.why(block.namespace, block.key) or MissReason.LOAD_FAILED
+            self.tally.miss(block.namespace, reason)
+            if source:
+                self._flow.lanes[source - 1].misses += 1
+            if lease.record is not None:
+                lease.record.fail(item, reason)
+        return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
+
+    def drop_promotion(self, block: Block) -> None:
+        """Takes all slots from a block that could not be filled. Only jobs write to them, so they are free at once."""
+        block.promoting = False
+        ranks = [rank for rank, slot in enumerate(block.slots) if slot is not None]
+        block.written = 0
+        self._primary.release([self._primary.detach_slot(block, rank) for rank in ranks])
+
+    def _match(
+        self, namespace: NamespaceSpec, keys: Sequence[bytes], excluded: Collection[int], *, prefix: bool
+    ) -> _Match:
+        """Finds and pins blocks."""
+        blocks = self._primary.blocks_of(namespace.id)
+        match = _Match()
+        items = match.items
+        for block in map(blocks.get, keys):  # in the common case that is all: a run of ready blocks
+            if block is None or not block.ready:
+                break
+            block.pins += 1
+            items.append(block)
+        match.ready = len(items)
+        match.sources.extend(bytes(match.ready))
+        for key in islice(keys, len(items), None):
+            block = blocks.get(key)
+            if block is not None and (block.ready or block.pending):
+                match.add(block)
+            elif not self._match_below(namespace, key, excluded, match, prefix=prefix) and prefix:
+                break
+        return match
+
+    def _match_below(
+        self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: _Match, *, prefix: bool
+    ) -> bool:
+        """Finds a block in the tiers below; returns whether it is there, or may be."""
+        lane, presence = self._below.find(namespace.id, key, excluded)
+        position = len(match.items)
+        deferred = prefix and bool(match.retries)  # what lies behind an open question is not fetched on spec
+        if presence is Presence.UNKNOWN or (lane is not None and deferred):
+            match.retries.append(position)
+            match.add(None)
+            return True
+        if lane is None:
+            if presence is Presence.EXCLUDED:
+                match.reasons[position] = MissReason.POLICY
+            elif presence is Presence.STALLED:
+                match.reasons[position] = MissReason.LOAD_FAILED
+            if not prefix:
+                match.add(None)
+            return False
+        [block] = self._primary.find_or_add(namespace, [key])
+        block.promoting = True
+        match.promotions.append((position, lane, block))
+        match.add(block, lane.index)
+        return True
+
+    def _give_up(self, match: _Match) -> None:
+        """Lets go of what was found: it is too little."""
+        for _, _, block in match.promotions:
+            block.promoting = False
+        match.promotions.clear()
+        match.ready = 0
+        for position, found in enumerate(match.items):
+            if found is not None:
+                match.reasons[position] = MissReason.BELOW_THRESHOLD
+                match.items[position] = None
+                self._primary.unpin([found])
+
+    def _start_promotions(self, match: _Match, user: Hashable, *, prefix: bool) -> None:
+        """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
+        if not match.promotions:
+            return
+        self._primary.reserve([block for _, _, block in match.promotions])
+        started = []
+        failed: set[Block] = set()
+        for _, lane, block in match.promotions:
+            if None not in block.slots and not (prefix and failed):
+                started.append((lane, block))
+            else:
+                self.drop_promotion(block)
+                failed.add(block)
+        if failed:
+            self._cut(match, failed, prefix=prefix)
+        self._flow.promote(started, user)
+
+    def _cut(self, match: _Match, failed: Collection[Block], *, prefix: bool) -> None:
+        """Makes misses of blocks that found no room, wherever they stand; in a prefix of all that follows them."""
+        first = next(position for position, block in enumerate(match.items) if block in failed)
+        if prefix:
+            match.retries = [position for position in match.retries if position < first]
+        for position, block in enumerate(match.items):
+            broken = prefix and position >= first
+            if block is not None and (broken or block in failed):
+                match.items[position] = None
+                match.reasons[position] = MissReason.NO_ROOM
+                self._primary.unpin([block])
+
+    def _use(self, match: _Match, user: Hashable, retain_until: float) -> int:
+        """Takes note of the use of what was found; returns how much of it should have been retained, and is not."""
+        hits = list(filter(None, dict.fromkeys(match.items)))
+        if not hits:
+            return 0
+        not_retained = self._primary.use(hits, user, retain_until)
+        self._flow.used(hits, user)
+        if retain_until:
+            self._flow.retain(hits)
+        return not_retained
+
+    def _grant(
+        self, owner: Owner, keys: Sequence[bytes], match: _Match, expires_at: float, record: LookupRecord
+    ) -> Lease | None:
+        if not any(match.items):
+            return None
+        sources = bytes(match.sources) + bytes(len(keys) - len(match.sources))
+        lease = self.leases.grant(
+            owner,
+            expires_at,
+            match.items,
+            sources,
+            keys=len(keys),
+            now=record.at,
+            record=record,
+            all_ready=match.ready == len(match.items),
+        )
+        if lease.pending:
+            for block, source in zip(match.items, match.sources, strict=True):
+                if block is not None and not block.ready:
+                    self.tally.hit(block.namespace, source, -1)
+        return lease
+
+    def _explain(
+        self, session: Session, keys: Sequence[bytes], match: _Match, *, prefix: bool
+    ) -> tuple[tuple[Span, ...], bytes | None]:
+        """Returns what the keys met, and the first that missed.
+
+        What lies behind a miss in a chain misses for the same reason, unless another one is known.
+        """
+        if match.ready == len(keys):
+            return ((Span(len(keys), 0),) if keys else ()), None
+        verdicts: list[Verdict] = list(match.sources)
+        for position in match.retries:
+            verdicts[position] = None
+        retries = set(match.retries)
+        missed = [n for n, block in enumerate(match.items) if block is None and n not in retries]
+        missed += range(len(match.items), len(keys))
+        if not missed:
+            return spans_of(verdicts), None
+        verdicts += [None] * (len(keys) - len(verdicts))
+        default = self._default_reason(session, keys, match, missed, prefix=prefix)
+        known = self._history.why_each(session.namespace.id, (keys[n] for n in missed), default)
+        for position, why in zip(missed, known, strict=True):
+            verdicts[position] = match.reasons.get(position) or why
+        return spans_of(verdicts), keys[missed[0]]
+
+    def _default_reason(
+        self, session: Session, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
+    ) -> MissReason:
+        """Returns the reason for misses of which nothing is known: what breaks a chain, or never stored."""
+        broken_at = len(match.items)
+        if prefix and broken_at < len(keys):
+            return match.reasons.get(broken_at) or self._why(session, keys[broken_at])
+        unexplained = next((n for n in missed if n not in match.reasons), None)
+        why = None if unexplained is None else self._why(session, keys[unexplained])
+        return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
+
+    def _why(self, session: Session, key: bytes) -> MissReason:
+        """Returns why a block is nowhere."""
+        known = self._history.why(session.namespace.id, key)
+        if known is not None:
+            return known
+        others = islice(reversed(self._formats[session.tenant]), _FORMATS)
+        elsewhere = any(self._is_in(other, key) for other in others if other != session.namespace.id)
+        return MissReason.FORMAT_MISMATCH if elsewhere else MissReason.NEVER_STORED
+
+    def _is_in(self, namespace: NamespaceId, key: bytes) -> bool:
+        block = self._primary.blocks_of(namespace).get(key)
+        return (block is not None and block.ready) or self._below.holds(namespace, key)
+
+    def _record(self, owner: Owner, now: float, spans: tuple[Span, ...], first_miss: bytes | None) -> LookupRecord:
+        self.tally.count(owner.engine[0], spans)
+        record = LookupRecord(now, bounded(spans), first_miss)
+        self._journal.note_lookup(owner.engine, owner.request_id, record)
+        return record

@@ -1,0 +1,161 @@
+"""One secondary tier as the core sees it."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable
+from itertools import groupby
+from operator import attrgetter
+
+from ..base import NamespaceId, SecondaryTier, TierFilter
+from ..eviction.admission import Admission
+from ..eviction.queues import Lines
+from ..stats.eviction_history import Left
+from ..stats.snapshots import TierStats
+from .block import Block
+from .catalog import Catalog, CatalogEntry, EntryState, UsedElsewhere
+from .presence_cache import Name, Questions
+from .requests import Request
+
+__all__ = ["Lane", "Presence"]
+
+
+class Presence(enum.Enum):
+    """What a tier, or all of them together, say of a block."""
+
+    HELD = enum.auto()
+    """It can be loaded."""
+    ABSENT = enum.auto()
+    EXCLUDED = enum.auto()
+    """It is there, and the tier was left out."""
+    UNKNOWN = enum.auto()
+    """The tier has to be asked."""
+    STALLED = enum.auto()
+    """It is there, and cannot be loaded now: the tier stands still, or is at work on a load of it that was given up."""
+
+
+class Lane:
+    """A tier's catalog, its queue, its counters."""
+
+    def __init__(
+        self,
+        index: int,
+        tier: SecondaryTier,
+        lines: Lines[CatalogEntry],
+        max_queued_bytes: int,
+        left: Left,
+        admission: Callable[[], Admission] | None = None,
+    ) -> None:
+        self.index = index
+        """Position in the lookup order; the CPU tier is 0."""
+        self.tier = tier
+        self.catalog = Catalog(tier.capacity_bytes, lines, left)
+        self.max_queued_bytes = max_queued_bytes
+        self.queue: deque[Block] = deque()
+        """Blocks that wait to be stored; each is pinned, and has its entry in the catalog."""
+        self.doomed: list[CatalogEntry] = []
+        """Evicted entries that the tier still has to remove, before the next store."""
+        self.storing = False
+        self.owed: dict[tuple[NamespaceId, bytes], list[Request]] = {}
+        """Blocks on their way that requests insist on."""
+        self.queued_bytes = 0
+        """Size of what waits or is being stored."""
+        self.jobs = 0
+        self.stalled = False
+        """Whether the tier does not come back from its jobs: nothing is asked of it then."""
+        self.questions = Questions()
+        """What a shared tier was asked."""
+        self.misses = 0
+        """Keys that were asked of it and not found in it."""
+        self.admission = admission() if admission else None
+        """What chooses the blocks that it takes in; None where it takes all."""
+        self.declined = 0
+        """Uses of blocks that were not taken in for that reason."""
+        self.dropped = 0
+        """Blocks whose cascade was dropped: the queue or the tier was full."""
+        self.damaged = 0
+        """Blocks that the tier lost because they were damaged."""
+
+    def admits(self, block: Block, user: Hashable) -> bool:
+        """Returns whether the tier takes in a block that a request has used, and counts it if not."""
+        admitted = self.admission is None or self.admission.admits(block.name, user)
+        self.declined += not admitted
+        return admitted
+
+    def matches(self, tiers: TierFilter) -> bool:
+        """Returns whether a filter leaves this tier out."""
+        tier = self.tier
+        return tier.name in tiers.names or tier.medium in tiers.media or (tiers.remote and not tier.local)
+
+    def presence(self, namespace: NamespaceId, key: bytes, excluded: Collection[int]) -> Presence:
+        """Returns whether the tier can load a block. What it has to be asked is noted (`questions`)."""
+        entry = self.catalog.held(namespace, key)
+        held = entry is not None
+        if self.index in excluded:
+            return Presence.EXCLUDED if held else Presence.ABSENT
+        # What is still being loaded for a block that was given up is not loaded beside that.
+        if self.stalled or (entry is not None and entry.loads):
+            return Presence.STALLED if held else Presence.ABSENT
+        if not held and self.tier.shared and self.catalog.get(namespace, key) is None:
+            there = self.questions.knows((namespace, key))
+            if there is None:
+                return Presence.UNKNOWN
+            held = there
+        return Presence.HELD if held else Presence.ABSENT
+
+    def entry_of(self, block: Block) -> CatalogEntry:
+        """Returns the entry of a block; for one that only the shared tier itself knows of, one outside of the catalog."""
+        entry = self.catalog.get(block.namespace, block.key)
+        line = self.catalog.lines.line(block.namespace)
+        return entry or CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD, line)
+
+    def take_doomed(self) -> list[Name]:
+        """Returns what the tier still has to remove; it is the caller's from here on."""
+        names = [entry.name for entry in self.doomed]
+        self.doomed = []
+        for name in names:
+            self.questions.forget(name)
+        return names
+
+    def use(self, blocks: Iterable[Block], user: Hashable) -> None:
+        """Takes note that a request used these blocks, as far as they are here, given head first; some are to be retained."""
+        for retain_until, together in groupby(blocks, attrgetter("retain_until")):
+            entries = (self.catalog.get(block.namespace, block.key) for block in together)
+            self.catalog.use([entry for entry in entries if entry is not None], user, retain_until)
+
+    def retain(self, blocks: Iterable[Block]) -> None:
+        """Retains blocks that are here, for as long as each wants to stay."""
+        for retain_until, together in groupby(blocks, attrgetter("retain_until")):
+            if retain_until > self.catalog.lines.now:
+                entries = (self.catalog.get(block.namespace, block.key) for block in together)
+                self.catalog.lines.retain([entry for entry in entries if entry is not None], retain_until)
+
+    def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
+        """Lets time pass: what was not used for too long is to be removed, and answers are forgotten that may not be true."""
+        self.questions.tick(now)
+        self.doomed += self.catalog.tick(now, used_in_cpu)
+
+    def stats(self, hits: int) -> TierStats:
+        """Returns the figures of this moment; the hits are counted by who looks up."""
+        return TierStats(
+            name=self.tier.name,
+            type=self.tier.type,
+            capacity_bytes=self.catalog.capacity_bytes,
+            available_bytes=self.catalog.capacity_bytes,
+            used_bytes=self.catalog.used_bytes,
+            blocks=len(self.catalog),
+            hits=hits,
+            misses=self.misses,
+            evictions=self.catalog.evictions,
+            dropped=self.dropped,
+            damaged=self.damaged,
+            expired=self.catalog.lines.expired,
+            not_retained=self.catalog.lines.not_retained,
+            shares=self.catalog.lines.stats(),
+            declined=self.declined,
+            queued_bytes=self.queued_bytes,
+            jobs=self.jobs,
+            healthy=self.tier.trouble is None,
+            trouble=self.tier.trouble or "",
+        )

@@ -1,0 +1,128 @@
+"""Slots: the host region, cut into extents that size classes claim and give back.
+
+Blocks of several sizes live in one region at once (a hybrid model's groups; two models). A size class claims a whole
+extent and cuts it into equal slots; when the last of them is free the extent goes back and any class may claim
+it. There is no fragmentation to be compacted; what is lost is less than one slot at the end of an extent, and
+at most one partly used extent per class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from .block import SLOT_ALIGNMENT
+
+__all__ = ["Extent", "SlotAllocator"]
+
+
+class Extent:
+    """A piece of the region that belongs to one size class, or to none."""
+
+    __slots__ = ("free", "offset", "slot_bytes", "used")
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.slot_bytes = 0
+        self.free: list[int] = []
+        """Offsets of free slots; the next to be given out is the last."""
+        self.used = 0
+        """Number of slots that are given out."""
+
+
+class SlotAllocator:
+    """Gives out slots. Sizes and offsets are in bytes, relative to the start of the region."""
+
+    def __init__(self, extent_bytes: int) -> None:
+        self.extent_bytes = extent_bytes
+        self.available_bytes = 0
+        self._extents: dict[int, Extent] = {}
+        self._unclaimed: list[Extent] = []
+        self._with_room: dict[int, dict[Extent, None]] = {}
+
+    def add_memory(self, offset: int, nbytes: int) -> None:
+        """Takes in whole extents of memory; what remains at the end is not used."""
+        fresh = [Extent(start) for start in range(offset, offset + nbytes - self.extent_bytes + 1, self.extent_bytes)]
+        self._extents.update((extent.offset // self.extent_bytes, extent) for extent in fresh)
+        # Taken from the end: low offsets first, which are backed first.
+        self._unclaimed[:0] = reversed(fresh)
+        self.available_bytes += len(fresh) * self.extent_bytes
+
+    def slot_bytes_for(self, part_bytes: int) -> int:
+        """Returns the size of the slots that hold parts of this size."""
+        return -(-part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    def allocate(self, slot_bytes: int, count: int) -> list[int]:
+        """Returns up to `count` free slots of a class in ascending order, so that copies can be merged."""
+        taken: list[int] = []
+        with_room = self._with_room.setdefault(slot_bytes, {})
+        while len(taken) < count:
+            extent = next(iter(with_room), None) or self._claim(slot_bytes)
+            if extent is None:
+                break
+            number = min(count - len(taken), len(extent.free))
+            offsets = extent.free[-number:]
+            del extent.free[-number:]
+            extent.used += number
+            taken += offsets
+            if not extent.free:
+                with_room.pop(extent, None)
+        taken.sort()
+        return taken
+
+    def release(self, offsets: Iterable[int]) -> None:
+        """Takes slots back; each must have been given out."""
+        for number, together in groupby(offsets, self.extent_bytes.__rfloordiv__):
+            extent = self._extents[number]
+            free = list(together)
+            extent.free += free
+            extent.used -= len(free)
+            self._with_room[extent.slot_bytes][extent] = None
+            if not extent.used:
+                self._give_back(extent)
+
+    def in_use(self, extent: Extent) -> set[int]:
+        """Returns the offsets of the slots of an extent that are given out."""
+        return set(self._slots_of(extent)).difference(extent.free)
+
+    def extent_at(self, offset: int) -> Extent:
+        """Returns the extent that a slot lies in."""
+        return self._extents[offset // self.extent_bytes]
+
+    @property
+    def total_bytes(self) -> int:
+        """Returns the bytes of all extents."""
+        return len(self._extents) * self.extent_bytes
+
+    def free_slots(self, slot_bytes: int) -> int:
+        """Returns how many slots a class can have without anything being evicted."""
+        claimed = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, ()))
+        return claimed + len(self._unclaimed) * (self.extent_bytes // slot_bytes)
+
+    def used_bytes(self) -> int:
+        """Returns what the slots that are given out take up."""
+        return sum(extent.used * extent.slot_bytes for extent in self._extents.values())
+
+    def extents(self) -> Sequence[Extent]:
+        """Returns all extents."""
+        return list(self._extents.values())
+
+    def _claim(self, slot_bytes: int) -> Extent | None:
+        if not self._unclaimed or slot_bytes > self.extent_bytes:
+            return None
+        extent = self._unclaimed.pop()
+        extent.slot_bytes = slot_bytes
+        extent.free = list(self._slots_of(extent))[::-1]
+        self._with_room[slot_bytes][extent] = None
+        return extent
+
+    def _slots_of(self, extent: Extent) -> range:
+        """Returns the offsets of all slots of an extent; none where it belongs to no class."""
+        last = extent.offset + self.extent_bytes - extent.slot_bytes
+        return range(extent.offset, last + 1, extent.slot_bytes) if extent.slot_bytes else range(0)
+
+    def _give_back(self, extent: Extent) -> None:
+        self._with_room[extent.slot_bytes].pop(extent, None)
+        extent.slot_bytes = 0
+        extent.free = []
+        self._unclaimed.append(extent)

@@ -1,0 +1,133 @@
+"""Who makes room in the host region, for whom.
+
+Slots are made free by evicting blocks of the same size class. Memory moves between classes an extent at a time: a class
+takes over the extent of another class' next victim where that victim has been idle for longer than
+its own next victim, so that yesterday's model does not keep the region from today's. A tenant that is within its quota need
+not wait for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+
+from ..eviction.queues import Line, Lines
+from ..eviction.quotas import Share, choose
+from .block import Block
+from .slot_allocator import Extent, SlotAllocator
+
+__all__ = ["RegionRoom"]
+
+_EXTENT_CANDIDATES = 256
+"""Victims of another class that are looked at for an extent that can be taken over."""
+
+
+class RegionRoom:
+    """Chooses blocks to evict; evicts none itself."""
+
+    def __init__(self, memory: SlotAllocator, lines: Lines[Block], owners: Mapping[int, Block]) -> None:
+        """`owners` says which block has the slot at an offset."""
+        self._memory = memory
+        self._lines = lines
+        self._owners = owners
+
+    def victims(self, share: Share, slot_bytes: int, count: int) -> list[Block]:
+        """Returns blocks that free some of so many slots for a share, or an extent; none if nothing can be had now."""
+        within = (share.quota - share.used) // slot_bytes
+        if within > 0:
+            # It is owed these: by those who have more than their own, in its class or in another one.
+            others = self._chosen(share, slot_bytes, min(count, within), with_own=False)
+            victims = others or self._idle_extent(share, slot_bytes, None, with_own=False)
+            if victims:
+                return victims
+        chosen = self._chosen(share, slot_bytes, count)
+        if len(self._lines.all()) == 1:
+            return chosen  # there is no other class to take an extent from
+        return self._idle_extent(share, slot_bytes, self._oldest(share, slot_bytes) if chosen else None) or chosen
+
+    def own_victims(self, share: Share, slot_bytes: int, nbytes: int) -> list[Block]:
+        """Returns blocks of a share that free so many bytes, if that can be had, those of one size class first."""
+        mine = [line for line in self._lines.all() if line.share is share]
+        mine.sort(key=lambda line: line.size_class != slot_bytes)
+        line = chain.from_iterable(map(_evictable, mine))
+        return choose(share, nbytes, [(share, line)], _freed_bytes)
+
+    def _chosen(self, share: Share, slot_bytes: int, count: int, *, with_own: bool = True) -> list[Block]:
+        lines = [line for line in self._donors(share, slot_bytes) if with_own or line.share is not share]
+        return choose(share, count * slot_bytes, [(line.share, _evictable(line)) for line in lines], _freed_bytes)
+
+    def _donors(self, share: Share, slot_bytes: int) -> Iterator[Line[Block]]:
+        """Yields the lines of a class from which blocks may go for a share."""
+        return (line for line in self._lines.of_class(slot_bytes) if line.share is share or line.share.excess > 0)
+
+    def _oldest(self, share: Share, slot_bytes: int) -> int | None:
+        """Returns the last use of the block of a class that has been idle the longest, of those that may go."""
+        oldest = [line.policy.oldest() for line in self._donors(share, slot_bytes)]
+        return min((block.last_use for block in oldest if block is not None), default=None)
+
+    def _idle_extent(
+        self, share: Share, slot_bytes: int, than: int | None, *, with_own: bool = True
+    ) -> list[Block] | None:
+        """Returns the blocks of another class' extent that may be taken over, or None.
+
+        Its class has a block that was used before `than`, unless that is None; it lies in
+        the extent, or one of the class' next victims does; and nothing in it is pinned, being written or in quarantine.
+        """
+        if slot_bytes > self._memory.extent_bytes:
+            return None
+        others: list[tuple[int, int, Block, Line[Block]]] = []
+        for number, line in enumerate(self._lines.all()):
+            if line.size_class == slot_bytes or not (with_own if line.share is share else line.share.excess > 0):
+                continue
+            oldest = line.policy.oldest()
+            if oldest is not None and (than is None or oldest.last_use < than):
+                others.append((oldest.last_use, number, oldest, line))
+        for _, _, oldest, line in sorted(others, key=lambda entry: entry[:2]):
+            blocked: set[int] = set()
+            candidates = islice(_evictable(line), _EXTENT_CANDIDATES)
+            for block in chain([oldest] if oldest.pins == 0 else [], candidates):
+                blocks = self._blocks_of_extent(block, share, blocked)
+                if blocks:
+                    return blocks
+        return None
+
+    def _blocks_of_extent(self, block: Block, share: Share, blocked: set[int]) -> list[Block] | None:
+        """Returns all blocks of an extent that a block lies in, if all can be evicted; notes extents where that is not so."""
+        for offset in block.slots:
+            if offset is None:
+                continue
+            extent = self._memory.extent_at(offset)
+            if extent.offset in blocked:
+                continue
+            blocks = self._owners_of(extent)
+            if blocks and _may_all_go(blocks, share):
+                return blocks
+            blocked.add(extent.offset)
+        return None
+
+    def _owners_of(self, extent: Extent) -> list[Block] | None:
+        """Returns the blocks in an extent, or None if one of them cannot be evicted."""
+        blocks: dict[Block, None] = {}
+        for slot in self._memory.in_use(extent):
+            owner = self._owners.get(slot)
+            if owner is None or owner.pins or owner.retained:
+                return None
+            blocks[owner] = None
+        return list(blocks)
+
+
+def _evictable(line: Line[Block]) -> Iterator[Block]:
+    return (block for block in line.policy.victims() if block.pins == 0)
+
+
+def _freed_bytes(block: Block) -> int:
+    return block.line.size_class * (len(block.slots) - block.slots.count(None))
+
+
+def _may_all_go(blocks: Sequence[Block], taker: Share) -> bool:
+    """Whether no share but the taker's would be left with less than its quota."""
+    freed: dict[Share, int] = {}
+    for block in blocks:
+        share = block.line.share
+        freed[share] = freed.get(share, 0) + _freed_bytes(block)
+    return all(share is taker or share.excess >= nbytes for share, nbytes in freed.items())

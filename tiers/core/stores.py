@@ -1,0 +1,171 @@
+"""Storing: who gets slots to write, and what becomes of what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from ..errors import InvalidItem
+from ..stats.eviction_history import History, MissReason
+from ..stats.miss_ratio_curve import Curves
+from ..types import Session, StoreAnswer, StoreStatus
+from .block import Block
+from .commands import StoreId
+from .cpu_tier import PrimaryTier
+from .in_flight import Store, StoreTable
+from .leases import Owner
+from .requests import Request, RequestTable
+from .transfers import TierFlow
+
+__all__ = ["Stores"]
+
+
+class Stores:
+    """Grants slots to writers, and takes in what they wrote."""
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        flow: TierFlow,
+        requests: RequestTable,
+        history: History,
+        settle: Callable[[Sequence[Block]], None],
+        first_id: int,
+        curves: Curves | None = None,
+    ) -> None:
+        """`settle` is told of blocks that may not be pending any more."""
+        self.table = StoreTable(primary.release, first_id)
+        self._primary = primary
+        self._flow = flow
+        self._requests = requests
+        self._history = history
+        self._settle = settle
+        self._curves = curves
+
+    def prepare(
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        expires_at: float,
+        now: float,
+        retain_until: float = 0.0,
+    ) -> StoreAnswer:
+        """Grants slots for the parts of this session's rank that are not there and that nobody is writing.
+
+        Raises:
+            InvalidKey: a key names a group that the namespace lacks; nothing was granted.
+            InvalidItem: the session has no rank.
+        """
+        rank = session.own_rank()
+        blocks = self._primary.find_or_add(session.namespace, keys)
+        found = list(dict.fromkeys(blocks))
+        for block in found:
+            block.pins += 1  # room for the tail must not be made at the cost of the head
+        statuses, wanted = self._claim(blocks, rank)
+        self._primary.reserve(list(wanted), rank)
+        granted, slots = self._grant(wanted, rank)
+        refused = dict.fromkeys(block for block in wanted if block.slots[rank] is None)
+        for block in refused:
+            statuses[wanted[block]] = StoreStatus.NO_ROOM
+            self._history.left(block.namespace, block.key, MissReason.STORE_FAILED)
+        owner = Owner(session.engine, session.id, request_id)
+        used = [block for block in found if block not in refused] if refused else found
+        not_retained = self._primary.use(used, owner.user, retain_until)
+        if retain_until:
+            self._flow.retain(used)
+        request = self._requests.get(session.engine, request_id)
+        if request is not None and request.insisting:
+            self._cascade_present(request, found, set(granted))
+        if len(granted) < len(found):
+            own = set(granted)  # their pins are the store's from now on
+            self._primary.unpin([block for block in found if block not in own])
+        if self._curves is not None:
+            self._curves.stored(granted)
+        if not granted:
+            return StoreAnswer(None, bytes(statuses), [], not_retained)
+        if request is not None:
+            request.stores += 1
+        store = self.table.begin(owner, rank, expires_at, granted, request, now=now)
+        return StoreAnswer(store.id, bytes(statuses), slots, not_retained)
+
+    def complete(self, session: Session, store_id: StoreId, failed: Collection[int] = ()) -> None:
+        """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `StoreTable.get`.
+
+        Raises:
+            InvalidItem: `failed` names a block that was not granted; the store goes on.
+        """
+        store = self.table.get(store_id, session.engine)
+        if any(number >= len(store.blocks) for number in failed):
+            raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
+        self.table.end(store)
+        missing = set(failed)
+        complete = []
+        for number, block in enumerate(store.blocks):
+            block.writers -= 1
+            if number in missing or block.shelf.retired:
+                self._lose(block)
+                self._primary.release([self._primary.detach_slot(block, store.rank)])
+            elif block.part_written(store.rank):
+                complete.append(block)
+        request = store.request
+        if request is not None:
+            self._flow.cascade_for(request, complete)
+        self._flow.cascade(complete, store.owner.user)
+        self._settle(store.blocks)
+        self._primary.unpin(store.blocks)
+        self._ended(request)
+
+    def abandon(self, store: Store, writers: set[int]) -> None:
+        """Ends a store whose owner is gone or silent; its slots wait until nobody can write to them."""
+        self.table.end(store)
+        offsets = []
+        for block in store.blocks:
+            block.writers -= 1
+            self._lose(block)
+            offsets.append(self._primary.detach_slot(block, store.rank))
+        self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
+        self._settle(store.blocks)
+        self._primary.unpin(reversed(store.blocks))  # empty now, they leave their line: policies find a tail sooner
+        self._ended(store.request)
+
+    @staticmethod
+    def _claim(blocks: Sequence[Block], rank: int) -> tuple[bytearray, dict[Block, int]]:
+        """Returns what is known of each block of a store, and which of them want a slot, with their places."""
+        granted, present, in_progress = map(int, (StoreStatus.GRANTED, StoreStatus.PRESENT, StoreStatus.IN_PROGRESS))
+        statuses = bytearray([granted]) * len(blocks)
+        wanted: dict[Block, int] = {}
+        for number, block in enumerate(blocks):
+            if block.ready or block.written >> rank & 1:
+                statuses[number] = present
+            elif block.promoting or block.slots[rank] is not None or wanted.setdefault(block, number) != number:
+                statuses[number] = in_progress
+        return statuses, wanted
+
+    @staticmethod
+    def _grant(wanted: Iterable[Block], rank: int) -> tuple[list[Block], list[int]]:
+        """Returns the blocks that got a slot, as being written, and their slots."""
+        granted, slots = [], []
+        for block in wanted:
+            offset = block.slots[rank]
+            if offset is not None:
+                block.writers += 1
+                granted.append(block)
+                slots.append(offset)
+        return granted, slots
+
+    def _lose(self, block: Block) -> None:
+        reason = MissReason.RESET if block.retired else MissReason.STORE_FAILED
+        self._history.left(block.namespace, block.key, reason)
+
+    def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
+        """Gives the tiers that insist on a request what the CPU tier has of it already; waits for what is coming (B3.6, B3.9)."""
+        self._flow.cascade_for(request, [block for block in blocks if block.ready])
+        for block in blocks:
+            if block.pending and block not in own and not block.private:
+                self._requests.wait_for(request, block)
+
+    def _ended(self, request: Request | None) -> None:
+        if request is not None:
+            request.stores -= 1
+            self._requests.end_if_settled(request)

@@ -1,0 +1,1 @@
+"""Tier that stores blocks in slab files, with an index in LMDB."""

@@ -1,0 +1,101 @@
+"""Verifies the blocks of a disk store against their checksums."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+from ..base import NamespaceId
+from ..lmdb.format import NAMESPACE_BYTES, DamagedRecordError
+from ..storage.checksum import block_checksum
+from ..storage.fsck import Finding, Slice
+from .format import PAGE_BYTES, Piece, Record, pages_for, pieces
+from .store import DiskStore
+
+__all__ = ["check_slice"]
+
+SLICE_BYTES = 8 << 20
+SLICE_BLOCKS = 256
+
+
+def check_slice(store: DiskStore, after: bytes, *, repair: bool) -> Slice:
+    """Does what `fsck.Checkable.check_slice` promises. Raises `lmdb.Error`."""
+    names = store.index.names_after(after, SLICE_BLOCKS)
+    slice_names: list[bytes] = []
+    suspects: list[tuple[bytes, bytes, int, str]] = []
+    whole: list[tuple[bytes, bytes, Record]] = []
+    nbytes = 0
+    for name, packed in zip(names, store.index.get(names), strict=True):
+        slice_names.append(name)
+        if packed is None:
+            continue
+        try:
+            record = Record.unpack(name, packed)
+        except DamagedRecordError:
+            suspects.append((name, packed, 0, "its index record is damaged"))
+            continue
+        if not all(map(store.slabs.holds, record.runs)):
+            suspects.append((name, packed, record.nbytes, "the slab file ends before it does"))
+            continue
+        whole.append((name, packed, record))
+        nbytes += record.nbytes
+        if nbytes >= SLICE_BYTES:
+            break
+    suspects += _verify(store, whole)
+    findings = [finding for suspect in suspects if (finding := _confirm(store, *suspect, repair=repair))]
+    at_end = len(slice_names) == len(names) < SLICE_BLOCKS
+    return Slice(None if at_end else slice_names[-1], len(slice_names), nbytes, tuple(findings))
+
+
+def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, Record]]) -> Iterator[tuple[bytes, bytes, int, str]]:
+    """Reads blocks and yields those that are not what was stored, and why."""
+    if not blocks:
+        return
+    buffer = memoryview(mmap.mmap(-1, sum(pages_for(record.sizes) for _, _, record in blocks) * PAGE_BYTES))
+    views = []
+    at = 0
+    for _, _, record in blocks:
+        views.append(tuple(_views(buffer[at:], record.sizes)))
+        at += pages_for(record.sizes) * PAGE_BYTES
+    moves = [list(pieces(record.runs, parts)) for (_, _, record), parts in zip(blocks, views, strict=True)]
+    unreadable = _read(store, moves)
+    for number, (name, packed, record) in enumerate(blocks):
+        if number in unreadable:
+            yield name, packed, record.nbytes, f"it cannot be read: {unreadable[number]}"
+            continue
+        namespace, key = NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:]
+        if block_checksum(namespace, key, views[number]) != record.checksum:
+            yield name, packed, record.nbytes, "its bytes are not those that were stored"
+
+
+def _read(store: DiskStore, moves: list[list[Piece]]) -> dict[int, OSError]:
+    """Reads blocks, all at once if that goes well; returns the errors of those that cannot be read."""
+    try:
+        store.slabs.move([piece for block in moves for piece in block], write=False)
+    except OSError:
+        pass
+    else:
+        return {}
+    errors = {}
+    for number, block in enumerate(moves):
+        try:
+            store.slabs.move(block, write=False)
+        except OSError as error:
+            errors[number] = error
+    return errors
+
+
+def _views(buffer: memoryview, sizes: tuple[int, ...]) -> Iterator[memoryview]:
+    at = 0
+    for size in sizes:
+        yield buffer[at : at + size]
+        at += pages_for((size,)) * PAGE_BYTES
+
+
+def _confirm(
+    store: DiskStore, name: bytes, packed: bytes, nbytes: int, problem: str, *, repair: bool
+) -> Finding | None:
+    """Returns what was found, unless the block has been removed or replaced meanwhile."""
+    with store.writing:
+        same = store.drop(name, packed, quarantine=True) if repair else store.index.get([name]) == [packed]
+    return Finding(name, nbytes, problem, repair) if same else None

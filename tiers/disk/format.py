@@ -1,0 +1,125 @@
+"""What a disk store looks like: slab files, and an index that says which of their pages hold which block.
+
+Slab files (`slab-00000`, …) are cut into pages of 4096 bytes, numbered through all of them: page n is in slab
+n // pages per slab. A block's parts lie one behind the other, each beginning on a page, in one run of pages or, where
+no run is long enough, in several. The index is an LMDB environment beside the slabs:
+
+| database | key | value |
+|---|---|---|
+| `meta` | `b"disk format"` | the format version, u32 |
+| `meta` | `b"slab pages"` | pages per slab, u64 |
+| `blocks` | namespace (16 bytes) + block key | a `Record` |
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import xxhash
+
+from ..lmdb.environment import Layout
+from ..lmdb.format import DamagedRecordError
+
+__all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "Piece", "Record", "Run", "pages_for", "pieces"]
+
+PAGE_BYTES = 4096
+"""What direct I/O is done in: no disk wants more."""
+FORMAT_VERSION = 1
+SLAB_PAGES_KEY = b"slab pages"
+DISK_STORE = Layout("disk store", (b"meta", b"blocks"), b"disk format", FORMAT_VERSION)
+
+_HEAD = struct.Struct("<BxHIQQ")
+_CHECK = struct.Struct("<Q")
+_MAX_FIELDS = 1 << 20
+
+
+class Run(NamedTuple):
+    """Pages that follow one another in one slab."""
+
+    start: int
+    pages: int
+
+    @property
+    def end(self) -> int:
+        """The page behind the last one."""
+        return self.start + self.pages
+
+
+class Piece(NamedTuple):
+    """Bytes in memory and the page that they begin at. Only the last of their pages may be used in part."""
+
+    page: int
+    view: memoryview
+
+
+class Record(NamedTuple):
+    """The index record of a block, with a checksum of itself: a damaged one is known before it is used."""
+
+    number: int
+    """Only grows: the order of the numbers is the order in which blocks were stored. No two records share one."""
+    checksum: int
+    sizes: tuple[int, ...]
+    """Bytes of each part."""
+    runs: tuple[Run, ...]
+    """Where the parts are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts together."""
+        return sum(self.sizes)
+
+    def pack(self, name: bytes) -> bytes:
+        """Returns the record as it is stored under `name`."""
+        head = _HEAD.pack(FORMAT_VERSION, len(self.sizes), len(self.runs), self.number, self.checksum)
+        fields = [*self.sizes, *(field for run in self.runs for field in run)]
+        body = head + _fields(len(fields)).pack(*fields)
+        return body + _CHECK.pack(xxhash.xxh3_64_intdigest(name + body))
+
+    @classmethod
+    def unpack(cls, name: bytes, value: bytes) -> Record:
+        """Reads what `pack` wrote under the same name; anything else raises `DamagedRecordError`."""
+        count, rest = divmod(len(value) - _HEAD.size - _CHECK.size, 8)
+        if not 0 <= count <= _MAX_FIELDS or rest:
+            raise DamagedRecordError
+        if _CHECK.unpack_from(value, len(value) - 8)[0] != xxhash.xxh3_64_intdigest(name + value[:-8]):
+            raise DamagedRecordError
+        version, parts, runs, number, checksum = _HEAD.unpack_from(value)
+        if version != FORMAT_VERSION or parts + 2 * runs != count:
+            raise DamagedRecordError
+        fields = _fields(count).unpack_from(value, _HEAD.size)
+        sizes = fields[:parts]
+        record = cls(number, checksum, sizes, tuple(map(Run, fields[parts::2], fields[parts + 1 :: 2])))
+        if pages_for(sizes) != sum(fields[parts + 1 :: 2]):
+            raise DamagedRecordError
+        return record
+
+
+@lru_cache(maxsize=256)
+def _fields(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")
+
+
+def pages_for(sizes: Sequence[int]) -> int:
+    """Returns how many pages parts of these sizes take."""
+    pages = 0
+    for size in sizes:
+        pages += -(-size // PAGE_BYTES)
+    return pages
+
+
+def pieces(runs: Sequence[Run], parts: Sequence[memoryview]) -> Iterator[Piece]:
+    """Yields the bytes of a block's parts together with where they are in the slabs, in order."""
+    left = iter(runs)
+    page, room = next(left, Run(0, 0))
+    for part in parts:
+        start = 0
+        while start < part.nbytes:
+            if not room:
+                page, room = next(left)
+            stop = min(part.nbytes, start + room * PAGE_BYTES)
+            yield Piece(page, part[start:stop])
+            pages = -(-(stop - start) // PAGE_BYTES)
+            page, room, start = page + pages, room - pages, stop

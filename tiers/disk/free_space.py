@@ -1,0 +1,97 @@
+"""Which pages of the slabs are free.
+
+Free pages are kept as runs, joined with their neighbours as they come back, and given out by best fit. Where no run is
+long enough, a block gets several: any free page can serve any block. (Extents that size classes claim, as in the
+region, would not do: the core counts bytes, and at full capacity a growing class would wait for ever for an extent of a
+shrinking one to become empty; see docs/decisions/0007-disk-tier.md.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+from .format import Run
+
+__all__ = ["Space"]
+
+
+class Space:
+    """The free pages. A run never reaches over the border of two slabs."""
+
+    def __init__(self, slab_pages: int) -> None:
+        self.free_pages = 0
+        self._slab_pages = slab_pages
+        self._starts: dict[int, int] = {}
+        """Length of each run, by its first page."""
+        self._ends: dict[int, int] = {}
+        """First page of each run, by the page behind it."""
+        self._by_length: dict[int, dict[int, None]] = {}
+        self._lengths: list[int] = []
+        """The keys of `_by_length`, sorted."""
+
+    def take(self, pages: int) -> Run | None:
+        """Takes the first pages of the shortest run that is long enough."""
+        at = bisect_left(self._lengths, pages)
+        if at == len(self._lengths):
+            return None
+        start = next(iter(self._by_length[self._lengths[at]]))
+        return self._take_from(start, pages)
+
+    def gather(self, pages: int) -> list[Run] | None:
+        """Takes pages from as few runs as can be, or nothing if there are not enough."""
+        if pages > self.free_pages:
+            return None
+        taken: list[Run] = []
+        while pages:
+            longest = self._lengths[-1]
+            # The last one has a best fit, as a rule.
+            run = (
+                self.take(pages) if longest >= pages else self._take_from(next(iter(self._by_length[longest])), longest)
+            )
+            assert run is not None
+            taken.append(run)
+            pages -= run.pages
+        return taken
+
+    def give_back(self, runs: Iterable[Run]) -> None:
+        """Takes in free pages, which must not be free already."""
+        for start, pages in runs:
+            self.free_pages += pages
+            end = start + pages
+            if start % self._slab_pages and (before := self._ends.get(start)) is not None:
+                self._drop(before)
+                start = before  # noqa: PLW2901 - the run grows
+            if end % self._slab_pages and (length := self._starts.get(end)) is not None:
+                self._drop(end)
+                end += length
+            self._add(start, end - start)
+
+    def runs(self) -> list[Run]:
+        """Returns all free runs."""
+        return sorted(map(Run, self._starts.keys(), self._starts.values()))
+
+    def _take_from(self, start: int, pages: int) -> Run:
+        length = self._drop(start)
+        if length > pages:
+            self._add(start + pages, length - pages)
+        self.free_pages -= pages
+        return Run(start, pages)
+
+    def _add(self, start: int, pages: int) -> None:
+        self._starts[start] = pages
+        self._ends[start + pages] = start
+        if pages not in self._by_length:
+            self._by_length[pages] = {}
+            insort(self._lengths, pages)
+        self._by_length[pages][start] = None
+
+    def _drop(self, start: int) -> int:
+        pages = self._starts.pop(start)
+        del self._ends[start + pages]
+        same = self._by_length[pages]
+        del same[start]
+        if not same:
+            del self._by_length[pages]
+            del self._lengths[bisect_left(self._lengths, pages)]
+        return pages

@@ -1,0 +1,236 @@
+"""The slab files: their lengths, and direct I/O between their pages and memory.
+
+Bytes go straight from and to where they are if that is on a page's border, as the slots of the region are. What fills a
+page in part, and what lies elsewhere in memory, goes through a small buffer that does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from ..lmdb.environment import sync_directory
+from ..storage.buffers import address_of, copy_from, writable_address_of
+from .format import PAGE_BYTES, Piece, Run
+from .slab_file import SlabFile
+
+__all__ = ["Slabs"]
+
+_NAME = re.compile(r"slab-\d{5,}", re.ASCII)
+GROW_BYTES = 64 << 20
+"""What a file grows by at once, where the disk has so much."""
+CALL_BYTES = 4 << 20
+"""Most bytes of one system call. Calls run beside one another: one at a time keeps no disk busy."""
+CALL_PIECES = 400
+"""Most pieces of one system call, which takes 1024 buffers: up to two each."""
+BOUNCE_BYTES = 1 << 20
+IO_THREADS = 4
+_PAGE_OF = attrgetter("page")
+
+
+class Slabs:
+    """The slab files of one store. `move` may be called on several threads; everything else on one at a time."""
+
+    def __init__(self, directory: Path, pages: int, slab_pages: int) -> None:
+        """Opens what is there, and changes nothing. `pages` is how many all files together may have. Raises `OSError`."""
+        self._directory = directory
+        self._pages = pages
+        self._slab_pages = slab_pages
+        self._files: dict[int, SlabFile] = {}
+        self._unsynced: set[int] = set()
+        self._bounces: list[memoryview] = []
+        self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="kvtier-disk-io")
+        try:
+            for path in sorted(directory.iterdir()):
+                if _NAME.fullmatch(path.name):
+                    number = int(path.name.partition("-")[2])
+                    self._files[number] = SlabFile(path)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def direct(self) -> bool:
+        """Whether all files are read and written past the page cache."""
+        return all(file.direct for file in self._files.values())
+
+    def holds(self, run: Run) -> bool:
+        """Whether all pages of a run are in one file, as it is now."""
+        number, page = divmod(run.start, self._slab_pages)
+        return run.pages > 0 and number in self._files and page + run.pages <= self._files[number].pages
+
+    def within(self, run: Run) -> bool:
+        """Whether all pages of a run are within the bound."""
+        return run.end <= self._pages
+
+    def extents(self) -> list[Run]:
+        """Returns the pages that there are in each file, in order."""
+        runs = []
+        for number, file in sorted(self._files.items()):
+            start = number * self._slab_pages
+            pages = min(file.pages, self._full_pages(number))
+            if pages > 0:
+                runs.append(Run(start, pages))
+        return runs
+
+    def trim(self) -> None:
+        """Cuts off what is beyond the bound."""
+        for number, file in list(self._files.items()):
+            full = self._full_pages(number)
+            if full <= 0:
+                file.remove()
+                del self._files[number]
+            elif file.pages > full:
+                file.cut(full)
+
+    def grow(self, pages: int) -> Run | None:
+        """Gives a file more pages, so many at least, or as many as it may have; None if all have all. Raises `OSError`."""
+        for number in range(-(-self._pages // self._slab_pages)):
+            file = self._files.get(number)
+            have, full = file.pages if file else 0, self._full_pages(number)
+            if have < full:
+                if file is None:
+                    file = self._files[number] = SlabFile(self._directory / f"slab-{number:05d}", create=True)
+                    sync_directory(self._directory)
+                grown = file.grow(pages, max(pages, GROW_BYTES // PAGE_BYTES), full)
+                return Run(number * self._slab_pages + have, grown)
+        return None
+
+    def move(self, pieces: Iterable[Piece], *, write: bool, meanwhile: Callable[[], None] | None = None) -> None:
+        """Writes pieces to their pages, or fills them from there. Raises `OSError`; by then nothing is under way.
+
+        `meanwhile` is called on this thread while others are at work.
+        """
+        calls = list(self._calls(pieces))
+        # One future per thread, not per call: for small blocks it would cost more than the call.
+        shares = [calls[number::IO_THREADS] for number in range(min(IO_THREADS, len(calls)))]
+        own = shares.pop() if shares and meanwhile is None else []
+        futures = [self._threads.submit(self._move_all, share, write=write) for share in shares]
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            self._move_all(own, write=write)
+        finally:
+            wait(futures)
+        for future in futures:
+            future.result()
+        if write:
+            self._unsynced.update(call[0].page // self._slab_pages for call in calls)
+
+    def sync(self) -> None:
+        """Waits until all that was written is on the disk. Raises `OSError`."""
+        for number in self._unsynced:
+            self._files[number].sync()
+        self._unsynced.clear()
+
+    def close(self) -> None:
+        """Closes all files."""
+        self._threads.shutdown()
+        for file in self._files.values():
+            file.close()
+
+    def _full_pages(self, number: int) -> int:
+        return min(self._slab_pages, self._pages - number * self._slab_pages)
+
+    def _calls(self, pieces: Iterable[Piece]) -> Iterator[list[_Move]]:
+        """Groups pieces that lie one behind the other in a file."""
+        call: list[_Move] = []
+        nbytes = bounced = end = 0
+        for move in sorted((move for piece in pieces for move in _cut(piece)), key=_PAGE_OF):
+            bounces = move.bounced_bytes
+            if call and (
+                move.page != end
+                or move.page % self._slab_pages == 0
+                or len(call) == CALL_PIECES
+                or nbytes + move.view.nbytes > CALL_BYTES
+                or bounced + bounces > BOUNCE_BYTES
+            ):
+                yield call
+                call, nbytes, bounced = [], 0, 0
+            call.append(move)
+            nbytes += move.view.nbytes
+            bounced += bounces
+            end = move.page + -(-move.view.nbytes // PAGE_BYTES)
+        if call:
+            yield call
+
+    def _move_all(self, calls: list[list[_Move]], *, write: bool) -> None:
+        for call in calls:
+            self._move(call, write=write)
+
+    def _move(self, call: list[_Move], *, write: bool) -> None:
+        """Makes one system call."""
+        bounce = None
+        buffers: list[memoryview] = []
+        through: list[tuple[memoryview, memoryview]] = []
+        used = 0
+        for move in call:
+            if move.straight_bytes:
+                buffers.append(move.view[: move.straight_bytes])
+            if bounces := move.bounced_bytes:
+                if bounce is None:
+                    bounce = self._take_bounce()
+                buffer, used = bounce[used : used + bounces], used + bounces
+                buffers.append(buffer)
+                through.append((move.view[move.straight_bytes :], buffer))
+        try:
+            if write:
+                for view, buffer in through:
+                    _copy(buffer, view)
+                    # What was here before may be somebody else's.
+                    buffer[view.nbytes :] = bytes(buffer.nbytes - view.nbytes)
+            number, page = divmod(call[0].page, self._slab_pages)
+            self._files[number].move(buffers, page * PAGE_BYTES, write=write)
+            if not write:
+                for view, buffer in through:
+                    _copy(view, buffer[: view.nbytes])
+        finally:
+            if bounce is not None:
+                self._bounces.append(bounce)
+
+    def _take_bounce(self) -> memoryview:
+        """Returns a buffer that begins on a page's border and is nobody else's until it is put back."""
+        with contextlib.suppress(IndexError):
+            return self._bounces.pop()
+        return memoryview(mmap.mmap(-1, BOUNCE_BYTES))
+
+
+class _Move(NamedTuple):
+    """A piece, and how much of it can go straight between the file and memory."""
+
+    page: int
+    view: memoryview
+    straight_bytes: int
+
+    @property
+    def bounced_bytes(self) -> int:
+        """Bytes of the buffer that the rest needs: whole pages."""
+        return -(-(self.view.nbytes - self.straight_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+
+def _cut(piece: Piece) -> Iterator[_Move]:
+    """Cuts what one call or the buffer has no room for."""
+    page, view = piece
+    aligned = address_of(view) % PAGE_BYTES == 0
+    limit = CALL_BYTES if aligned else BOUNCE_BYTES // 4
+    if view.nbytes <= limit:
+        yield _Move(page, view, view.nbytes // PAGE_BYTES * PAGE_BYTES if aligned else 0)
+        return
+    for start in range(0, view.nbytes, limit):
+        part = view[start : start + limit]
+        straight = part.nbytes // PAGE_BYTES * PAGE_BYTES if aligned else 0
+        yield _Move(page + start // PAGE_BYTES, part, straight)
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copies to the first bytes of `target`; without the GIL where that takes long."""
+    if source.nbytes > PAGE_BYTES:
+        copy_from(writable_address_of(target), source)
+    else:
+        target[: source.nbytes] = source

@@ -1,0 +1,198 @@
+"""A disk store: slab files, their index and their free pages, changed in an order that no crash can break.
+
+A store writes to free pages, then publishes them in the index. A removal takes blocks out of the index, and only then
+are their pages free. So no record ever names pages that hold something else, whenever the process ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import lmdb
+
+from ..base import BlockBytes, TierOpenError
+from ..lmdb.environment import Durability
+from ..storage.batching import BATCH_BLOCKS
+from ..storage.checksum import block_checksum
+from .format import PAGE_BYTES, Record, Run, pages_for, pieces
+from .free_space import Space
+from .index import Index
+from .recovery import Recovered, recover
+from .slabs import Slabs
+
+__all__ = ["FULL", "DiskStore"]
+
+_log = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors that mean that there is no room."""
+LEAST_SLAB_BYTES = 1 << 30
+MOST_SLABS = 64
+REFUSED_SECONDS = 1.0
+"""After the disk refused to give more, how long it is asked only by who would find no room otherwise."""
+
+
+class DiskStore:
+    """An open store. `index` and `slabs` may be read on any threads; the methods here are called with `writing` held."""
+
+    def __init__(
+        self, directory: Path, size_bytes: int, durability: Durability, *, mend: bool, slab_bytes: int | None
+    ) -> None:
+        """Opens or creates the store in `directory`; its files may grow to `size_bytes`. Raises `TierOpenError`."""
+        self.writing = threading.Lock()
+        self.index = Index(directory, size_bytes, durability, mend=mend)
+        self.payload_bytes = max(0, size_bytes - self.index.size_bytes) // PAGE_BYTES * PAGE_BYTES
+        """What the slabs may grow to."""
+        self.quarantined_blocks = 0
+        self.quarantined_bytes = 0
+        """What corrupt blocks take up: it is not used again before the store is opened anew."""
+        self.refusal: OSError | None = None
+        """Why the disk gave no more, when it was asked last."""
+        self._power = durability == "power"
+        self._number = 0
+        self._refused_at = -math.inf
+        try:
+            wanted = slab_bytes or max(LEAST_SLAB_BYTES, 1 << (size_bytes // MOST_SLABS).bit_length())
+            slab_pages = self.index.slab_pages(wanted // PAGE_BYTES)
+            self.slabs = Slabs(directory, self.payload_bytes // PAGE_BYTES, slab_pages)
+        except (OSError, lmdb.Error) as error:
+            self.index.close()
+            raise TierOpenError(f"cannot open the disk store in {directory}: {error}") from error
+        self._slab_pages = slab_pages
+        self._space: Space | None = None
+
+    def recover(self) -> Recovered | None:
+        """Finds out what is there and what is free, and cuts off what is beyond the bound. Does so once, and first of all.
+
+        Raises `lmdb.Error`, `OSError`.
+        """
+        if self._space is not None:
+            return None
+        found = recover(self.index, self.slabs)
+        unusable = [*found.damaged, *found.lost, *found.outside]
+        for start in range(0, len(unusable), BATCH_BLOCKS):
+            self.index.remove(unusable[start : start + BATCH_BLOCKS])
+        self.slabs.trim()
+        self._number = found.last_number
+        self._space = Space(self._slab_pages)
+        self._space.give_back(found.free)
+        return found
+
+    def put(self, blocks: Sequence[BlockBytes]) -> list[bool]:
+        """Writes blocks and publishes them together; returns which of them there was room for.
+
+        Raises `OSError`, `lmdb.Error`; then none of them is there.
+        """
+        space = self._recovered()
+        places = self._place(space, [pages_for([part.nbytes for part in block.parts]) for block in blocks])
+        placed = [(block, tuple(runs)) for block, runs in zip(blocks, places, strict=True) if runs is not None]
+        moves = [piece for block, runs in placed for piece in pieces(runs, block.parts)]
+        records: list[tuple[bytes, Record]] = []
+
+        def sum_up() -> None:
+            for block, runs in placed:
+                self._number += 1
+                checksum = block_checksum(block.namespace, block.key, block.parts)
+                sizes = tuple(part.nbytes for part in block.parts)
+                records.append((block.namespace + block.key, Record(self._number, checksum, sizes, runs)))
+
+        try:
+            self.slabs.move(moves, write=True, meanwhile=sum_up)
+            if self._power:
+                self.slabs.sync()
+            replaced = self.index.put(records)
+        except (OSError, lmdb.Error) as error:
+            # After any other error of the index nobody knows what it will say when it is opened again.
+            if isinstance(error, (OSError, lmdb.MapFullError)):
+                space.give_back(run for _, runs in placed for run in runs)
+            raise
+        self._free(space, replaced)
+        return [runs is not None for runs in places]
+
+    def remove(self, names: Sequence[bytes]) -> None:
+        """Removes blocks. Raises `lmdb.Error`, and then nothing has changed."""
+        space = self._recovered()
+        self._free(space, self.index.remove(names))
+
+    def drop(self, name: bytes, packed: bytes, *, quarantine: bool) -> bool:
+        """Removes a block if its record is still this one; its pages are put out of use if that is asked for.
+
+        Returns whether it was. Raises `lmdb.Error`.
+        """
+        if self.index.get([name]) != [packed]:
+            return False
+        removed = self.index.remove([name])
+        if quarantine:
+            self.quarantined_blocks += 1
+            self.quarantined_bytes += sum(run.pages for record in removed for run in record.runs) * PAGE_BYTES
+        elif self._space is not None:
+            self._free(self._space, removed)
+        return True
+
+    def free_bytes(self) -> int:
+        """Returns how much of the files as they are now nobody uses."""
+        return self._recovered().free_pages * PAGE_BYTES
+
+    def close(self) -> None:
+        """Flushes to the disk, and lets go of the directory."""
+        try:
+            self.slabs.sync()
+        finally:
+            self.slabs.close()
+            self.index.close()
+
+    def _recovered(self) -> Space:
+        self.recover()
+        assert self._space is not None
+        return self._space
+
+    def _free(self, space: Space, records: Sequence[Record]) -> None:
+        space.give_back(run for record in records for run in record.runs)
+
+    def _place(self, space: Space, wanted: list[int]) -> list[list[Run] | None]:
+        """Takes pages for blocks: for all of them in one run if there is one, else for each as they can be had."""
+        run = self._take(space, sum(wanted))
+        if run is None:
+            return [self._place_one(space, pages) for pages in wanted]
+        places: list[list[Run] | None] = []
+        start = run.start
+        for pages in wanted:
+            places.append([Run(start, pages)])
+            start += pages
+        return places
+
+    def _place_one(self, space: Space, pages: int) -> list[Run] | None:
+        if run := self._take(space, pages):
+            return [run]
+        if pages > space.free_pages:
+            self._refused_at = -math.inf
+            while pages > space.free_pages and self._grow(space, pages - space.free_pages):
+                pass
+        return space.gather(pages)
+
+    def _take(self, space: Space, pages: int) -> Run | None:
+        run = space.take(pages)
+        while run is None and pages <= self._slab_pages and self._grow(space, pages):
+            run = space.take(pages)
+        return run
+
+    def _grow(self, space: Space, pages: int) -> bool:
+        """Makes a slab longer; returns whether that is possible."""
+        if time.monotonic() - self._refused_at < REFUSED_SECONDS:
+            return False
+        try:
+            grown = self.slabs.grow(pages)
+        except OSError as error:
+            self.refusal, self._refused_at = error, time.monotonic()
+            return False
+        self.refusal = None
+        if grown is None:
+            return False
+        space.give_back([grown])
+        return True

@@ -1,0 +1,219 @@
+"""The disk tier: blocks in preallocated slab files, read and written past the page cache, and an index in LMDB."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import lmdb
+
+from ..base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
+from ..lmdb.environment import Durability
+from ..lmdb.format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, DamagedRecordError
+from ..negotiation import vote
+from ..storage.batching import BATCH_BLOCKS, batches
+from ..storage.checksum import block_checksum
+from ..storage.fsck import Slice
+from ..storage.health import Troubles
+from .check import check_slice
+from .format import Record, pieces
+from .store import FULL, DiskStore
+
+__all__ = ["DiskTier"]
+
+_log = logging.getLogger(__name__)
+
+CAPACITY_SHARE = 0.95
+"""Of the slabs. The rest is for parts that do not fill their last page, and for what is quarantined."""
+BATCH_BYTES = 32 << 20
+
+
+class DiskTier(SecondaryTier):
+    """Blocks in a `DiskStore`: what becomes of them there as outcomes, and of the tier as `trouble`."""
+
+    type: ClassVar[str] = "disk"
+    durable: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        size_bytes: int,
+        durability: Durability,
+        *,
+        mend: bool = True,
+        slab_bytes: int | None = None,
+    ) -> None:
+        """Opens or creates the store in `directory`; its files never grow beyond `size_bytes`.
+
+        Blocks beyond that go, where it was larger before. A damaged index is moved aside, and `trouble` says so from then
+        on; with `mend` off it is refused. `slab_bytes` is for a new store. Raises `TierOpenError`.
+        """
+        self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
+        super().__init__(name, int(self._store.payload_bytes * CAPACITY_SHARE))
+        self._troubles = Troubles(self)
+        self._troubles.note("open", self._store.index.warning)
+
+    def on_new_request(self, request: RequestInfo) -> Vote:
+        """Votes by its rules."""
+        return vote(self.rules, request)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields the blocks in the order in which they were stored. Clears away records that cannot be used."""
+        with self._store.writing:
+            found = self._store.recover()
+        if found is None:
+            return
+        for what, names in (
+            ("index records are damaged and are dropped", found.damaged),
+            ("blocks are dropped: they are beyond the size, which was larger before", found.outside),
+        ):
+            if names:
+                _log.warning("tier %s: %d %s", self.name, len(names), what)
+        if found.lost:
+            self._troubles.note("files", f"slab files were missing or too short: {len(found.lost)} blocks are lost")
+        namespaces: dict[bytes, NamespaceId] = {}
+        for _, name, nbytes in found.blocks:
+            namespace = name[:NAMESPACE_BYTES]
+            yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), name[NAMESPACE_BYTES:], nbytes)
+
+    def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Writes blocks, and publishes up to 32 MiB of them at once."""
+        outcomes: list[Outcome] = []
+        for batch in batches(blocks, BATCH_BYTES):
+            storable = list(map(_is_storable, batch))
+            fit = [block for block, good in zip(batch, storable, strict=True) if good]
+            written = iter(self._put(fit) if fit else [])
+            outcomes += [next(written) if good else Outcome.FAILED for good in storable]
+            if not all(storable):
+                self._troubles.note("store", "was given a block without bytes, or with a key that is too long")
+        return outcomes
+
+    def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Reads blocks to where they are wanted, and verifies them there. Drops those that are corrupt."""
+        outcomes = [Outcome.MISSING] * len(blocks)
+        numbers = [number for number, block in enumerate(blocks) if _is_name(block.namespace, block.key)]
+        try:
+            found = self._store.index.get([_name(blocks[number]) for number in numbers])
+        except lmdb.Error as error:
+            self._troubles.note("load", f"cannot load: {error}")
+            return [Outcome.FAILED] * len(blocks)
+        wanted: list[tuple[int, bytes, Record]] = []
+        for number, packed in zip(numbers, found, strict=True):
+            if packed is not None:
+                if record := _record(blocks[number], packed):
+                    wanted.append((number, packed, record))
+                else:
+                    outcomes[number] = self._drop(blocks[number], packed, quarantine=False)
+        unreadable = set(self._read(blocks, wanted))
+        for number, packed, record in wanted:
+            block = blocks[number]
+            if number in unreadable:
+                outcomes[number] = Outcome.FAILED
+            elif block_checksum(block.namespace, block.key, block.parts) == record.checksum:
+                outcomes[number] = Outcome.DONE
+            else:
+                outcomes[number] = self._drop(block, packed, quarantine=True)
+        if Outcome.FAILED not in outcomes:
+            self._troubles.note("load", None)
+        return outcomes
+
+    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        """Forgets blocks."""
+        names = [namespace + key for namespace, key in keys if _is_name(namespace, key)]
+        for start in range(0, len(names), BATCH_BLOCKS):
+            self._remove(names[start : start + BATCH_BLOCKS])
+
+    def blocks_to_check(self) -> int:
+        """See `fsck.Checkable`."""
+        return len(self._store.index)
+
+    def check_slice(self, after: bytes, *, repair: bool) -> Slice:
+        """See `fsck.Checkable`."""
+        return check_slice(self._store, after, repair=repair)
+
+    def close(self) -> None:
+        """Flushes to the disk, and lets go of the directory."""
+        self._store.close()
+
+    def _put(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        try:
+            with self._store.writing:
+                stored = self._store.put(blocks)
+        except (OSError, lmdb.Error) as error:
+            self._troubles.note("store", f"cannot store: {error}")
+            return [Outcome.NO_SPACE if _is_full(error) else Outcome.FAILED] * len(blocks)
+        if all(stored):
+            self._troubles.note("store", None)
+        else:
+            reason = self._store.refusal or f"all of its {self._store.payload_bytes} bytes are in use"
+            self._troubles.note("store", f"cannot store: {reason}")
+        return [Outcome.DONE if done else Outcome.NO_SPACE for done in stored]
+
+    def _read(self, blocks: Sequence[BlockBytes], wanted: Sequence[tuple[int, bytes, Record]]) -> list[int]:
+        """Reads blocks, all at once if that goes well, else each by itself; returns which cannot be read."""
+        moves = [(number, list(pieces(record.runs, blocks[number].parts))) for number, _, record in wanted]
+        try:
+            self._store.slabs.move([piece for _, block in moves for piece in block], write=False)
+        except OSError as error:
+            self._troubles.note("load", f"cannot load: {error}")
+            if len(moves) == 1:
+                return [moves[0][0]]
+            return [number for one in wanted for number in self._read(blocks, [one])]
+        return []
+
+    def _drop(self, block: BlockBytes, packed: bytes, *, quarantine: bool) -> Outcome:
+        """Forgets a block that turned out corrupt."""
+        _log.warning("tier %s: block %s is corrupt and is dropped", self.name, block.key.hex())
+        try:
+            with self._store.writing:
+                self._store.drop(_name(block), packed, quarantine=quarantine)
+        except (OSError, lmdb.Error) as error:
+            self._troubles.note("remove", f"cannot remove: {error}")
+            return Outcome.FAILED
+        return Outcome.CORRUPT
+
+    def _remove(self, names: Sequence[bytes]) -> None:
+        """Removes blocks at once, or where the index is nearly full in halves."""
+        try:
+            with self._store.writing:
+                self._store.remove(names)
+        except (OSError, lmdb.Error) as error:
+            middle = len(names) // 2
+            if isinstance(error, lmdb.MapFullError) and middle:
+                self._remove(names[:middle])
+                self._remove(names[middle:])
+                return
+            self._troubles.note("remove", f"cannot remove: {error}")
+            return
+        self._troubles.note("remove", None)
+
+
+def _is_name(namespace: bytes, key: bytes) -> bool:
+    return len(namespace) == NAMESPACE_BYTES and len(key) <= MAX_KEY_BYTES
+
+
+def _is_storable(block: BlockBytes) -> bool:
+    return _is_name(block.namespace, block.key) and len(block.parts) <= MAX_PARTS and block.nbytes > 0
+
+
+def _name(block: BlockBytes) -> bytes:
+    return block.namespace + block.key
+
+
+def _record(block: BlockBytes, packed: bytes) -> Record | None:
+    """Returns the record of a block if it is whole and the block has the parts that are asked for."""
+    try:
+        record = Record.unpack(_name(block), packed)
+    except DamagedRecordError:
+        return None
+    return record if record.sizes == tuple(part.nbytes for part in block.parts) else None
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether an error means that there is no room. LMDB reports a write that was cut short as an I/O error."""
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in FULL

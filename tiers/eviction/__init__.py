@@ -1,0 +1,19 @@
+"""Eviction policies, by the names that the configuration chooses them by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .arc import ARC
+from .forecast import Forecast
+from .lru import LRU
+from .mq import MQ
+from .policy import EvictionPolicy
+
+__all__ = ["ARC", "DEFAULT_POLICY", "LRU", "MQ", "POLICIES", "EvictionPolicy", "Forecast"]
+
+POLICIES: dict[str, type[EvictionPolicy[Any]]] = {"forecast": Forecast, "lru": LRU, "arc": ARC, "mq": MQ}
+"""The policies that a tier can be configured with."""
+
+DEFAULT_POLICY = "forecast"
+"""The policy of a tier that is configured with none."""

@@ -1,0 +1,124 @@
+"""Multi-Queue (Zhou, Philbin and Li, USENIX 2001): made for second-level caches, where locality is spent above."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Generic
+
+from .open_requests import LastRequest
+from .policy import T
+
+__all__ = ["MQ"]
+
+QUEUES = 8
+GHOSTS_PER_ITEM = 4
+HALF_LIFE = 16
+"""The distances seen count half as much after so many uses per item."""
+
+
+class _State:
+    """Where an item stands."""
+
+    __slots__ = ("expires", "last", "queue", "uses")
+
+    def __init__(self, uses: int) -> None:
+        self.uses = uses
+        self.queue = 0
+        self.last = 0
+        self.expires = 0
+
+
+class MQ(Generic[T]):
+    """Queues by the logarithm of how often an item was used; who is not used for a lifetime goes one queue down.
+
+    The lifetime is the distance at which reuse peaks, from a histogram by octave, as in the paper.
+    """
+
+    def __init__(self) -> None:
+        self._queues: list[OrderedDict[T, _State]] = [OrderedDict() for _ in range(QUEUES)]
+        self._states: dict[T, _State] = {}
+        self._ghosts: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
+        self._distances = [0.0] * 64
+        self._lifetime = 0
+        self._clock = 0
+        self._next_review = 0
+        self._requests = LastRequest[T]()
+
+    def use(self, items: Sequence[T], request: Hashable = None) -> None:
+        """Counts a use of each, tail first."""
+        for item in reversed(self._requests.fresh(items, request)):
+            self._clock += 1
+            state = self._states.get(item)
+            if state is None:
+                uses, last = self._ghosts.pop(item.name, (0, 0))
+                state = self._states[item] = _State(uses)
+                state.last = last
+            else:
+                del self._queues[state.queue][item]
+            if state.uses:
+                self._distances[(self._clock - state.last).bit_length()] += 1
+            state.uses += 1
+            state.last = self._clock
+            self._enter(item, state, min(state.uses.bit_length() - 1, QUEUES - 1))
+            self._age()
+
+    def finish(self, request: Hashable) -> None:
+        """Forgets the request's name."""
+        self._requests.finish(request)
+
+    def remove(self, item: T) -> None:
+        """Leaves a ghost that knows how often the item was used."""
+        state = self._states.pop(item, None)
+        if state is None:
+            return
+        del self._queues[state.queue][item]
+        self._ghosts[item.name] = (state.uses, state.last)
+        self._ghosts.move_to_end(item.name)
+        while len(self._ghosts) > GHOSTS_PER_ITEM * (len(self) + 1):
+            self._ghosts.popitem(last=False)
+        self._requests.forget(item)
+
+    def victims(self) -> Iterator[T]:
+        """Yields from the lowest queue up, the head of each first."""
+        for queue in self._queues:
+            yield from queue
+
+    def oldest(self) -> T | None:
+        """Returns the head of one of the queues."""
+        heads = [
+            (state.last, item)
+            for queue in self._queues
+            for item, state in [next(iter(queue.items()), (None, None))]
+            if item is not None and state is not None
+        ]
+        return min(heads, key=lambda pair: pair[0])[1] if heads else None
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def _enter(self, item: T, state: _State, queue: int) -> None:
+        state.queue = queue
+        state.expires = self._clock + self._lifetime
+        self._queues[queue][item] = state
+
+    def _age(self) -> None:
+        """Lets the head of each queue go one down where its time is up."""
+        if self._clock >= self._next_review:
+            self._review()
+        for number in range(1, QUEUES):
+            queue = self._queues[number]
+            if queue:
+                item, state = next(iter(queue.items()))
+                if state.expires < self._clock:
+                    del queue[item]
+                    self._enter(item, state, number - 1)
+
+    def _review(self) -> None:
+        """Sets the lifetime to the octave beyond the one in which most reuse falls: by then it has come, or will not."""
+        peak = max(range(len(self._distances)), key=self._distances.__getitem__)
+        self._lifetime = max(2 << peak, len(self)) if self._distances[peak] else len(self)
+        period = max(1024, len(self))
+        self._next_review = self._clock + period
+        fade = 0.5 ** (1 / HALF_LIFE)
+        self._distances = [fade * count for count in self._distances]

@@ -1,0 +1,256 @@
+"""Lines: what a tier holds in the order in which it goes, a line per share and size class.
+
+Each line has an eviction policy of its own, so that whoever looks for a victim never walks over blocks that are protected.
+What is retained stands in no line until its time is over, and what is set aside until it is put back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar
+
+from ..base import NamespaceId
+from ..stats.snapshots import ShareStats
+from . import EvictionPolicy
+from .expiry import Timetable
+from .quotas import Share, Shares
+
+__all__ = ["Line", "LineItem", "Lines", "by_line"]
+
+MOST_AT_ONCE = 1024
+"""Items whose time is over that are looked at in one go, for the loop is not to be held up."""
+
+_SLOTS_OF_TTL = 1024
+
+
+class LineItem(Hashable, Protocol):
+    """What stands in a line. Equal to itself only."""
+
+    line: Line[Any]
+    place: Any
+    retained: bool
+
+    @property
+    def busy(self) -> bool:
+        """Whether its share counts it as busy while it is not retained."""
+        ...
+
+    @property
+    def name(self) -> Hashable:
+        """What the item is known by when it has gone and comes again."""
+        ...
+
+    @property
+    def footprint(self) -> int:
+        """The bytes of the tier that it takes when it is complete."""
+        ...
+
+
+L = TypeVar("L", bound=LineItem)
+line_of = attrgetter("line")
+
+
+class Line(Generic[L]):
+    """The items of one share in one size class, and the policy that orders them."""
+
+    __slots__ = ("ahead", "policy", "share", "size_class")
+
+    def __init__(self, share: Share, size_class: int, policy: EvictionPolicy[L]) -> None:
+        self.share = share
+        self.size_class = size_class
+        self.policy = policy
+        self.ahead: deque[L] = deque()
+        """Who goes next, as long as nothing is used: a policy may put first what may not go, to be skipped each time."""
+
+
+def by_line(items: Sequence[L]) -> Iterable[tuple[Line[L], Sequence[L]]]:
+    """Returns items by their line, each line's in their order."""
+    lines = set(map(line_of, items))
+    if len(lines) <= 1:  # as it is nearly always
+        return [(line, items) for line in lines]
+    groups: dict[Line[L], list[L]] = defaultdict(list)
+    for item in items:
+        groups[item.line].append(item)
+    return groups.items()
+
+
+class Lines(Generic[L]):
+    """The lines of one tier, and its clock. An item joins its line when it is used first, and must be removed."""
+
+    def __init__(
+        self,
+        shares: Shares,
+        new_policy: Callable[[], EvictionPolicy[L]],
+        *,
+        ttl: float | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """`ttl` is for how many seconds an item may go unused; None for ever."""
+        self.shares = shares
+        self.ttl = ttl
+        self.now = now
+        """The time of the last tick, in seconds."""
+        self.expired = 0
+        """Items that were not used for as long as `ttl`."""
+        self.not_retained = 0
+        """Items that should have been retained, and were beyond what may be."""
+        self._new_policy = new_policy
+        self._lines: dict[tuple[Share, int], Line[L]] = {}
+        self._of_class: dict[int, list[Line[L]]] = defaultdict(list)
+        self._retained = Timetable[L]()
+        self._aside: set[L] = set()
+        self._unused = Timetable[L](1.0 if ttl is None else max(1.0, ttl / _SLOTS_OF_TTL))
+
+    def line(self, namespace: NamespaceId, size_class: int = 0) -> Line[L]:
+        """Returns the line that a namespace's items of one size class stand in."""
+        share = self.shares.of(namespace)
+        line = self._lines.get((share, size_class))
+        if line is None:
+            line = self._lines[share, size_class] = Line(share, size_class, self._new_policy())
+            self._of_class[size_class].append(line)
+        return line
+
+    def all(self) -> Collection[Line[L]]:
+        """Returns all lines."""
+        return self._lines.values()
+
+    def of_class(self, size_class: int) -> Sequence[Line[L]]:
+        """Returns the lines of one size class, one of a share at most."""
+        return self._of_class[size_class]
+
+    def use(self, items: Sequence[L], request: Hashable, retain_until: float = 0.0) -> int:
+        """Takes note that a request used these, distinct and head first, and retains them until then, if that is to come.
+
+        Returns:
+            How many should have been retained, and were not: that is bounded.
+        """
+        if self.ttl is not None:
+            self._unused.put(items, self.now + self.ttl)
+        if retain_until > self.now:
+            items = self.retain(items, retain_until)
+        elif self._retained:
+            items = [item for item in items if not item.retained]
+        self._queue(items, request)
+        return len(items) if retain_until > self.now else 0
+
+    def finish(self, request: Hashable) -> None:
+        """Takes note that a request is over."""
+        for line in self._lines.values():
+            line.policy.finish(request)
+
+    def remove(self, item: L) -> None:
+        """Forgets an item; one that is not known is fine."""
+        if self._aside:
+            self._aside.discard(item)
+        if item.retained:
+            self._retained.discard(item)
+            self._free(item)
+        else:
+            item.line.policy.remove(item)
+        if self.ttl is not None:
+            self._unused.discard(item)
+
+    def remove_all(self, items: Sequence[L]) -> None:
+        """Forgets items; the same as `remove` for each."""
+        if self.ttl is not None or self._retained:
+            for item in items:
+                self.remove(item)
+            return
+        if self._aside:
+            self._aside.difference_update(items)
+        for item in items:
+            item.line.policy.remove(item)
+
+    def set_aside(self, items: Iterable[L]) -> None:
+        """Takes items, head first, out of line until they are put back: pinned for minutes, they would be skipped each time."""
+        fresh = [item for item in dict.fromkeys(items) if item not in self._aside]
+        for item in reversed(fresh):  # policies find a tail sooner
+            if not item.retained:
+                item.line.policy.remove(item)
+        self._aside.update(fresh)
+
+    def put_back(self, items: Iterable[L]) -> None:
+        """Puts back in line, as if used now, those of these items that were set aside; given head first."""
+        back = [item for item in dict.fromkeys(items) if item in self._aside]
+        self._aside.difference_update(back)
+        self._queue([item for item in back if not item.retained], None)
+
+    def tick(self, now: float) -> list[L]:
+        """Lets time pass, which never goes back.
+
+        Returns:
+            Items that have not been used for as long as `ttl`: the caller drops or postpones each.
+        """
+        self.now = now
+        self.come_back()
+        return [] if self.ttl is None else self._unused.take(self.now, MOST_AT_ONCE)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the time of more items is over than were looked at."""
+        return self._retained.has_due(self.now) or self._unused.has_due(self.now)
+
+    def come_back(self) -> bool:
+        """Puts back in line those whose time of being retained is over, not too many; returns whether there were any."""
+        items = self._retained.take(self.now, MOST_AT_ONCE)
+        for item in items:
+            self._free(item)
+        self._queue(items, None)
+        return bool(items)
+
+    def postpone(self, item: L, used_at: float | None = None) -> None:
+        """Takes note that an item was in use all the time, or at another place at `used_at`: its `ttl` begins then."""
+        if self.ttl is not None:
+            self._unused.put([item], (self.now if used_at is None else used_at) + self.ttl)
+
+    def stats(self) -> tuple[ShareStats, ...]:
+        """Returns the figures of each share, the rest's first."""
+        return tuple(
+            ShareStats(share.name, share.quota, share.limit, share.used, share.retained) for share in self.shares
+        )
+
+    def _queue(self, items: Sequence[L], request: Hashable) -> None:
+        """Tells the policies; each hears of its own items only."""
+        if self._aside:
+            items = [item for item in items if item not in self._aside]
+        for line, mine in by_line(items):
+            line.ahead.clear()
+            line.policy.use(mine, request)
+
+    def retain(self, items: Iterable[L], until: float) -> list[L]:
+        """Keeps items out of line until then, or later where that was said before; returns those for which it is too much."""
+        keep: list[L] = []
+        rest: list[L] = []
+        for item in dict.fromkeys(items):  # what a lookup names twice is charged once
+            if item.retained:
+                if self._retained.when(item) < until:
+                    keep.append(item)
+            elif self._charge(item):
+                keep.append(item)
+            else:
+                rest.append(item)
+        for item in reversed(keep):  # policies find a tail sooner
+            if not item.retained:
+                item.line.policy.remove(item)
+                item.retained = True
+        self._retained.put(keep, until)
+        self.not_retained += len(rest)
+        return rest
+
+    def _charge(self, item: L) -> bool:
+        share, nbytes = item.line.share, item.footprint
+        if share.budget.used + nbytes > share.budget.bound:
+            return False
+        share.budget.used += nbytes
+        share.retained += nbytes
+        share.busy -= nbytes if item.busy else 0
+        return True
+
+    def _free(self, item: L) -> None:
+        share, nbytes = item.line.share, item.footprint
+        share.budget.used -= nbytes
+        share.retained -= nbytes
+        share.busy += nbytes if item.busy else 0
+        item.retained = False

@@ -1,0 +1,1 @@
+"""Tier that stores blocks in an LMDB environment."""

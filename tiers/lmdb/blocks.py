@@ -1,0 +1,241 @@
+"""Blocks in an LMDB environment: what happens to one block inside a transaction that the caller begins and ends."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lmdb
+
+from ..base import BlockBytes, Outcome
+from ..storage.buffers import address_of
+from ..storage.checksum import checksum_of
+from .environment import Environment
+from .format import PAGE_HEADER_BYTES, TAILS_BYTES, Cut, DamagedRecordError, Record, chunk_prefix, cut, record_id_of
+
+__all__ = [
+    "WrongPagesError",
+    "clear_orphans",
+    "data_cursor",
+    "delete_block",
+    "delete_blocks",
+    "last_record_id",
+    "put_blocks",
+    "read_block",
+    "read_index",
+]
+
+_PAGE_HEADER = struct.Struct("=QHHI")
+_OVERFLOW, _DIRTY = 0x04, 0x10
+_ENGINE_WITH_THIS_HEADER = 0
+"""LMDB 0.9; the pages of 1.0 begin otherwise."""
+
+
+class WrongPagesError(Exception):
+    """The page headers of chunks are not what they were written as."""
+
+
+def put_blocks(store: Environment, txn: Any, blocks: Sequence[BlockBytes], first_id: int) -> None:
+    """Writes blocks, replacing what was there; no two may have one name.
+
+    Their record ids count up from `first_id`, which must be greater than any before it.
+    """
+    records: list[tuple[bytes, bytes]] = []
+    put, added = txn.cursor(db=store.data).putmulti(_chunks(store, blocks, first_id, records), append=True)
+    if added < put:
+        raise lmdb.CorruptedError("the chunks of the store are out of order")
+    _, added = txn.cursor(db=store.index).putmulti(records, overwrite=False)
+    if added < len(records):
+        _replace(store, txn, records)
+
+
+def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
+    """Fills the parts of a block and verifies them. The transaction must be one with buffers."""
+    name, parts = block.namespace + block.key, block.parts
+    packed = txn.get(name, None, store.index)
+    if packed is None:
+        return Outcome.MISSING
+    try:
+        # Whatever else is wrong with it, the block that it leads to does not pass its checksum.
+        record_id, checksum, sizes, tails = Record.read(bytes(packed))
+    except DamagedRecordError:
+        return Outcome.CORRUPT
+    if sizes != _sizes(parts):
+        return Outcome.CORRUPT
+    where = cut(sizes, store.page_bytes, tails=bool(tails))
+    if not _fill_tails(parts, where, tails) or not _fill(store, txn, record_id, where, parts):
+        return Outcome.CORRUPT
+    return Outcome.DONE if checksum_of(name, parts) == checksum else Outcome.CORRUPT
+
+
+def data_cursor(store: Environment, txn: Any) -> Any:
+    """Returns what `delete_block` goes through the chunks with: one for all blocks of a transaction."""
+    return txn.cursor(db=store.data)
+
+
+def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) -> None:
+    """Removes a block's record and chunks. The chunks of a damaged record stay, until `clear_orphans` finds them."""
+    packed = txn.get(index_key, db=store.index)
+    if packed is None:
+        return
+    packed = bytes(packed)
+    txn.delete(index_key, db=store.index)
+    try:
+        record = Record.unpack(index_key, packed)
+    except DamagedRecordError:
+        return
+    _delete_chunks(store, cursor, record.record_id)
+
+
+def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
+    """Removes blocks as `delete_block` does, at half its cost.
+
+    It looks at no page header: instead it sees, when all is done, whether as many pages were freed as their chunks took.
+
+    Raises:
+        WrongPagesError: that was not so, or a record is damaged. The transaction must be given up, nothing is wrong by then.
+    """
+    before = txn.stat(store.data)["overflow_pages"]
+    records, data = txn.cursor(db=store.index), store.data
+    pages = 0
+    for name in names:
+        packed = records.pop(name)
+        if packed is None:
+            continue
+        try:
+            record = Record.unpack(name, packed)
+        except DamagedRecordError:
+            raise WrongPagesError from None
+        prefix = chunk_prefix(record.record_id)
+        where = cut(record.sizes, store.page_bytes, tails=bool(record.tails))
+        pages += where.pages
+        for chunk in where.chunks:
+            if not txn.delete(prefix + chunk[0], b"", data):
+                raise WrongPagesError
+    if before - txn.stat(data)["overflow_pages"] != pages:
+        raise WrongPagesError
+
+
+def read_index(store: Environment, txn: Any) -> tuple[list[tuple[int, bytes, int]], list[bytes]]:
+    """Returns record id, index key and bytes of every block, oldest first, and the keys of damaged records.
+
+    Reads no block. Plain tuples, for there may be millions, and the garbage collector leaves these alone.
+    """
+    records, damaged = [], []
+    for key, value in txn.cursor(db=store.index):
+        try:
+            record_id, _, sizes, _ = Record.unpack(key, value)
+        except DamagedRecordError:
+            damaged.append(key)
+        else:
+            records.append((record_id, key, sum(sizes)))
+    records.sort()
+    return records, damaged
+
+
+def clear_orphans(store: Environment, txn: Any, live: set[int], damaged: Sequence[bytes]) -> None:
+    """Removes damaged records, and the chunks that belong to no record in `live`."""
+    for index_key in damaged:
+        txn.delete(index_key, db=store.index)
+    owners = {record_id_of(bytes(key)) for key in txn.cursor(db=store.data).iternext(values=False)}
+    cursor = data_cursor(store, txn)
+    for record_id in sorted(owners - live):
+        _delete_chunks(store, cursor, record_id)
+
+
+def last_record_id(store: Environment, txn: Any) -> int:
+    """Returns the highest record id in use: every block has at least one chunk."""
+    cursor = txn.cursor(db=store.data)
+    return record_id_of(bytes(cursor.key())) if cursor.last() else 0
+
+
+def _cut(store: Environment, sizes: tuple[int, ...]) -> Cut:
+    """Returns how a block is stored from now on: with the ends of its parts in the record, unless these are too long."""
+    with_tails = cut(sizes, store.page_bytes, tails=True)
+    return with_tails if with_tails.tail_bytes <= TAILS_BYTES else cut(sizes, store.page_bytes, tails=False)
+
+
+def _sizes(parts: tuple[memoryview, ...]) -> tuple[int, ...]:
+    return (parts[0].nbytes,) if len(parts) == 1 else tuple([part.nbytes for part in parts])
+
+
+def _chunks(
+    store: Environment, blocks: Sequence[BlockBytes], record_id: int, records: list[tuple[bytes, bytes]]
+) -> Iterator[tuple[bytes, memoryview]]:
+    """Yields the chunks of blocks, and leaves behind their names and records.
+
+    What is summed up just before it is written is in the cache when it is.
+    """
+    for block in blocks:
+        name, parts = block.namespace + block.key, block.parts
+        sizes = _sizes(parts)
+        where = _cut(store, sizes)
+        tails = b"".join([parts[part][start:] for part, start in where.tails])
+        records.append((name, Record(record_id, checksum_of(name, parts), sizes, tails).pack(name)))
+        prefix = chunk_prefix(record_id)
+        for suffix, part, start, stop in where.chunks:
+            yield prefix + suffix, parts[part][start:stop]
+        record_id += 1
+
+
+def _replace(store: Environment, txn: Any, records: Sequence[tuple[bytes, bytes]]) -> None:
+    """Puts records where others were, whose blocks it removes; leaves alone those that are there already."""
+    cursor = data_cursor(store, txn)
+    for name, record in records:
+        if bytes(txn.get(name, None, store.index)) != record:
+            delete_block(store, txn, name, cursor)
+            txn.put(name, record, db=store.index)
+
+
+def _fill_tails(parts: Sequence[memoryview], where: Cut, tails: bytes) -> bool:
+    """Fills the ends of parts from a record; returns whether it has what it should have."""
+    if len(tails) != where.tail_bytes:
+        return False
+    at = 0
+    for part, start in where.tails:
+        view = parts[part][start:]
+        view[:] = tails[at : at + view.nbytes]
+        at += view.nbytes
+    return True
+
+
+def _fill(store: Environment, txn: Any, record_id: int, where: Cut, parts: Sequence[memoryview]) -> bool:
+    """Fills parts from their chunks; returns whether all of them are there.
+
+    The pages are in memory by then: `get` touches them, without the GIL. The copy keeps it, for 25 µs at most: to have it
+    back can take longer than that beside a busy event loop.
+    """
+    prefix, data = chunk_prefix(record_id), store.data
+    for suffix, number, start, stop in where.chunks:
+        chunk = txn.get(prefix + suffix, None, data)
+        if chunk is None or len(chunk) != stop - start:
+            return False
+        parts[number][start:stop] = chunk
+    return True
+
+
+def _delete_chunks(store: Environment, cursor: Any, record_id: int) -> None:
+    prefix = chunk_prefix(record_id)
+    # Blocks that were stored together often go together: then the cursor is there already.
+    more = bytes(cursor.key()[: len(prefix)]) == prefix or cursor.set_range(prefix)
+    while more and bytes(cursor.key()[: len(prefix)]) == prefix:
+        if _may_be_freed(store, cursor.value()):
+            cursor.delete()  # and goes on to the next
+            more = bool(cursor.key())
+        else:
+            more = cursor.next()
+
+
+def _may_be_freed(store: Environment, chunk: memoryview) -> bool:
+    """Whether the header in front of a long chunk is whole.
+
+    LMDB reads in it how many pages to free, and believes what it reads: pages of other blocks among them.
+    """
+    if len(chunk) <= store.page_bytes // 2 or store.engine != _ENGINE_WITH_THIS_HEADER:
+        return True
+    header = ctypes.string_at(address_of(chunk) - PAGE_HEADER_BYTES, PAGE_HEADER_BYTES)
+    _, _, flags, pages = _PAGE_HEADER.unpack(header)
+    needed = -(-(len(chunk) + PAGE_HEADER_BYTES) // store.page_bytes)
+    return bool(flags & ~_DIRTY == _OVERFLOW and pages == needed)

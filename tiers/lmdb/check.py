@@ -1,0 +1,77 @@
+"""Verifies the blocks of an LMDB store against their checksums."""
+
+from __future__ import annotations
+
+import threading
+
+from ..base import BlockBytes, NamespaceId, Outcome
+from ..storage.fsck import Finding, Slice
+from .blocks import clear_orphans, data_cursor, delete_block, read_block, read_index
+from .environment import Environment
+from .format import NAMESPACE_BYTES, DamagedRecordError, Record
+
+__all__ = ["check_slice"]
+
+SLICE_BYTES = 8 << 20
+SLICE_BLOCKS = 256
+
+
+def check_slice(store: Environment, writing: threading.Lock, after: bytes, *, repair: bool) -> Slice:
+    """Does what `fsck.Checkable.check_slice` promises; `writing` makes others' changes wait. Raises `lmdb.Error`."""
+    records = _records_after(store, after)
+    findings: list[Finding] = []
+    checked = nbytes = 0
+    for name, packed in records:
+        if nbytes >= SLICE_BYTES:
+            break
+        try:
+            sizes = Record.unpack(name, packed).sizes
+        except DamagedRecordError:
+            sizes, problem = (), "its index record is damaged"
+        else:
+            problem = _verify(store, name, sizes)
+        checked += 1
+        nbytes += sum(sizes)
+        if problem and _confirm(store, writing, name, packed, damaged=not sizes, repair=repair):
+            findings.append(Finding(name, sum(sizes), problem, repair))
+    at_end = checked == len(records) < SLICE_BLOCKS
+    return Slice(None if at_end else records[checked - 1][0], checked, nbytes, tuple(findings))
+
+
+def _records_after(store: Environment, name: bytes) -> list[tuple[bytes, bytes]]:
+    records: list[tuple[bytes, bytes]] = []
+    with store.env.begin() as txn:
+        cursor = txn.cursor(db=store.index)
+        more = cursor.set_range(name + b"\0") if name else cursor.first()
+        while more and len(records) < SLICE_BLOCKS:
+            records.append(cursor.item())
+            more = cursor.next()
+    return records
+
+
+def _verify(store: Environment, name: bytes, sizes: tuple[int, ...]) -> str:
+    """Reads a block; returns what is wrong with it, or nothing."""
+    parts = tuple(memoryview(bytearray(size)) for size in sizes)
+    block = BlockBytes(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:], parts)
+    with store.env.begin(buffers=True) as txn:
+        outcome = read_block(store, txn, block)
+    return "its bytes are not those that were stored" if outcome is Outcome.CORRUPT else ""
+
+
+def _confirm(
+    store: Environment, writing: threading.Lock, name: bytes, packed: bytes, *, damaged: bool, repair: bool
+) -> bool:
+    """Returns whether a block is still what it was when it was checked, and removes it if it is to be repaired."""
+    with writing:
+        with store.env.begin() as txn:
+            if txn.get(name, db=store.index) != packed:
+                return False
+            # Chunks of a damaged record are those that no other record names.
+            live = {record_id for record_id, _, _ in read_index(store, txn)[0]} if repair and damaged else set()
+        if repair:
+            with store.env.begin(write=True, buffers=True) as txn:
+                if damaged:
+                    clear_orphans(store, txn, live, [name])
+                else:
+                    delete_block(store, txn, name, data_cursor(store, txn))
+        return True

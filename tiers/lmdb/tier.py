@@ -1,0 +1,258 @@
+"""The LMDB tier: blocks in an embedded database on a local disk, found again after a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lmdb
+
+from ..base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, TierOpenError, Vote
+from ..negotiation import vote
+from ..storage.batching import BATCH_BLOCKS, batches
+from ..storage.fsck import Slice
+from ..storage.health import Troubles
+from .blocks import (
+    WrongPagesError,
+    clear_orphans,
+    data_cursor,
+    delete_block,
+    delete_blocks,
+    last_record_id,
+    put_blocks,
+    read_block,
+    read_index,
+)
+from .check import check_slice
+from .environment import Durability, open_environment
+from .format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, PAGE_HEADER_BYTES, DamagedRecordError
+
+__all__ = ["LMDBTier"]
+
+_log = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+PAYLOAD_SHARE = 0.8
+"""Of the file. The rest is for the trees, for pages that the last two transactions freed, and for gaps."""
+WRITE_BYTES = 16 * _MIB
+"""Payload of one write transaction; less in a small file, for what one frees can be used two transactions later."""
+RESERVE_PAGES = 32
+"""Kept free, because a removal needs a dozen pages (copies of the paths through the trees) before it frees any."""
+READER_CHECK_EVERY = 1024
+"""Write transactions."""
+
+HEADERS_ARE_BOUNDED = int(lmdb.__version__.partition(".")[0]) >= 3
+"""Whether LMDB refuses to free more pages than its file has, whatever a page header says; its binding sees to that since 3.0."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class LMDBTier(SecondaryTier):
+    """Blocks in one LMDB environment; see `lmdb_format` for what is in it.
+
+    A batch is one transaction per 16 MiB, so nothing partial can ever be seen. LMDB maps its file: a disk that cannot
+    read a sector takes the process down with SIGBUS.
+    """
+
+    type: ClassVar[str] = "lmdb"
+    durable: ClassVar[bool] = True
+
+    def __init__(
+        self, name: str, directory: Path, size_bytes: int, durability: Durability, *, mend: bool = True
+    ) -> None:
+        """Opens or creates the store in `directory`; its file never grows beyond `size_bytes`.
+
+        A file that is larger already stays so. A damaged one is moved aside, and `trouble` says so from then on; with
+        `mend` off it is refused. Raises `TierOpenError`.
+        """
+        super().__init__(name, int(size_bytes * PAYLOAD_SHARE))
+        self._store = open_environment(directory, size_bytes, durability, mend=mend)
+        self._write_bytes = min(WRITE_BYTES, size_bytes // 32)
+        self._writer = threading.Lock()
+        """Makes a load that drops a corrupt block wait for the store beside it."""
+        self._writes = 0
+        self._pages_to_come = True
+        """Whether pages may have been freed that the next transaction cannot use yet."""
+        self._troubles = Troubles(self)
+        self._troubles.note("open", self._store.warning)
+        try:
+            with self._store.env.begin() as txn:
+                self._record_id = last_record_id(self._store, txn)
+        except (lmdb.Error, DamagedRecordError) as error:
+            self._store.close()
+            raise TierOpenError(f"cannot read the LMDB store in {directory}: {error!r}") from error
+
+    def on_new_request(self, request: RequestInfo) -> Vote:
+        """Votes by its rules."""
+        return vote(self.rules, request)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields the blocks in the order in which they were stored. Clears away damaged index records."""
+        with self._store.env.begin() as txn:
+            records, damaged = read_index(self._store, txn)
+        if damaged:
+            self._clear(damaged, {record_id for record_id, _, _ in records})
+        namespaces: dict[bytes, NamespaceId] = {}
+        for _, key, nbytes in records:
+            namespace = key[:NAMESPACE_BYTES]
+            yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), key[NAMESPACE_BYTES:], nbytes)
+
+    def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Writes blocks, all or none of each transaction."""
+        outcomes: list[Outcome] = []
+        for batch in batches(blocks, self._write_bytes):
+            outcomes += self._store_batch(batch)
+        return outcomes
+
+    def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Copies blocks out of the map and verifies them where they then are. Drops those that are corrupt."""
+        outcomes = [self._load_block(block) for block in blocks]
+        if Outcome.FAILED not in outcomes:
+            self._troubles.note("load", None)
+        return outcomes
+
+    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        """Forgets blocks."""
+        index_keys = [namespace + key for namespace, key in keys if _is_name(namespace, key)]
+        for start in range(0, len(index_keys), BATCH_BLOCKS):
+            self._remove(index_keys[start : start + BATCH_BLOCKS])
+
+    def blocks_to_check(self) -> int:
+        """See `fsck.Checkable`."""
+        with self._store.env.begin() as txn:
+            count: int = txn.stat(self._store.index)["entries"]
+        return count
+
+    def check_slice(self, after: bytes, *, repair: bool) -> Slice:
+        """See `fsck.Checkable`."""
+        return check_slice(self._store, self._writer, after, repair=repair)
+
+    def close(self) -> None:
+        """Flushes to the disk, and lets go of the directory."""
+        self._store.close()
+
+    def _store_batch(self, batch: Sequence[BlockBytes]) -> list[Outcome]:
+        fits = list(map(_is_storable, batch))
+        if all(fits):
+            return [self._write(batch)] * len(batch)
+        fit = [block for block, fits_in in zip(batch, fits, strict=True) if fits_in]
+        written = self._write(fit) if fit else Outcome.DONE
+        self._troubles.note("store", "was given a block without bytes, or with a key that is too long")
+        return [written if fits_in else Outcome.FAILED for fits_in in fits]
+
+    def _write(self, blocks: Sequence[BlockBytes]) -> Outcome:
+        """Writes blocks in one transaction; returns what became of all of them."""
+        try:
+            with self._writer:
+                try:
+                    self._put(blocks)
+                except lmdb.MapFullError:
+                    if not self._pages_to_come:
+                        raise
+                    self._take_in_pages()
+                    self._put(blocks)
+        except lmdb.Error as error:
+            self._troubles.note("store", f"cannot store: {error}")
+            return Outcome.NO_SPACE if self._is_full(error) else Outcome.FAILED
+        self._troubles.note("store", None)
+        return Outcome.DONE
+
+    def _put(self, blocks: Sequence[BlockBytes]) -> None:
+        with self._store.env.begin(write=True, buffers=True) as txn:
+            put_blocks(self._store, txn, blocks, self._record_id + 1)
+            self._record_id += len(blocks)
+            self._keep_reserve(txn)
+        self._pages_to_come = True
+        self._writes += 1
+        if self._writes % READER_CHECK_EVERY == 0:
+            self._store.env.reader_check()
+
+    def _take_in_pages(self) -> None:
+        """Commits next to nothing: what the transaction before freed can be used by the one after this."""
+        with self._store.env.begin(write=True) as txn:
+            txn.put(b"turn", self._record_id.to_bytes(8, "little"), db=self._store.meta)
+        self._pages_to_come = False
+
+    def _is_full(self, error: lmdb.Error) -> bool:
+        """Whether an error means that there is no room. LMDB reports a write that was cut short as an I/O error."""
+        if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in _FULL:
+            return True
+        return shutil.disk_usage(self._store.directory).free < self._write_bytes
+
+    def _keep_reserve(self, txn: Any) -> None:
+        """Fails with `MapFullError` if this transaction would leave less than the reserve: takes and gives it back."""
+        info, page_bytes = self._store.env.info(), self._store.page_bytes
+        if info["map_size"] - info["last_pgno"] * page_bytes > 4 * self._write_bytes + RESERVE_PAGES * page_bytes:
+            return
+        page = bytes(page_bytes - PAGE_HEADER_BYTES)
+        for put in (True, False):
+            for number in range(RESERVE_PAGES):
+                key = b"reserve-%d" % number
+                txn.put(key, page, db=self._store.meta) if put else txn.delete(key, db=self._store.meta)
+
+    def _load_block(self, block: BlockBytes) -> Outcome:
+        """Loads in a transaction of its own: it costs 0.2 µs, and no page can be used anew while one is open."""
+        if not _is_name(block.namespace, block.key):
+            return Outcome.MISSING
+        try:
+            with self._store.env.begin(buffers=True) as txn:
+                outcome = read_block(self._store, txn, block)
+        except lmdb.Error as error:
+            self._troubles.note("load", f"cannot load: {error}")
+            return Outcome.FAILED
+        return self._drop(block) if outcome is Outcome.CORRUPT else outcome
+
+    def _drop(self, block: BlockBytes) -> Outcome:
+        """Forgets a block that turned out corrupt."""
+        _log.warning("tier %s: block %s is corrupt and is dropped", self.name, block.key.hex())
+        return Outcome.CORRUPT if self._remove([block.namespace + block.key]) else Outcome.FAILED
+
+    def _remove(self, index_keys: Sequence[bytes]) -> bool:
+        """Removes blocks in one transaction, or in a nearly full file in halves. Returns whether all are gone."""
+        try:
+            with self._writer:
+                self._delete(index_keys)
+            self._pages_to_come = True
+        except lmdb.Error as error:
+            middle = len(index_keys) // 2
+            if isinstance(error, lmdb.MapFullError) and middle:
+                first, second = self._remove(index_keys[:middle]), self._remove(index_keys[middle:])
+                return first and second
+            self._troubles.note("remove", f"cannot remove: {error}")
+            return False
+        self._troubles.note("remove", None)
+        return True
+
+    def _delete(self, index_keys: Sequence[bytes]) -> None:
+        """Removes blocks in one transaction; where something is damaged in a second one, block by block."""
+        if HEADERS_ARE_BOUNDED:
+            with contextlib.suppress(WrongPagesError, lmdb.CorruptedError):
+                with self._store.env.begin(write=True, buffers=True) as txn:
+                    delete_blocks(self._store, txn, index_keys)
+                return
+        with self._store.env.begin(write=True, buffers=True) as txn:
+            cursor = data_cursor(self._store, txn)
+            for index_key in index_keys:
+                delete_block(self._store, txn, index_key, cursor)
+
+    def _clear(self, damaged: Sequence[bytes], live: set[int]) -> None:
+        _log.warning("tier %s: %d index records are damaged and are dropped", self.name, len(damaged))
+        try:
+            with self._writer, self._store.env.begin(write=True, buffers=True) as txn:
+                clear_orphans(self._store, txn, live, damaged)
+        except (lmdb.Error, DamagedRecordError) as error:
+            self._troubles.note("clear", f"cannot clear away damaged records: {error!r}")
+
+
+def _is_name(namespace: bytes, key: bytes) -> bool:
+    return len(namespace) == NAMESPACE_BYTES and len(key) <= MAX_KEY_BYTES
+
+
+def _is_storable(block: BlockBytes) -> bool:
+    return _is_name(block.namespace, block.key) and len(block.parts) <= MAX_PARTS and block.nbytes > 0

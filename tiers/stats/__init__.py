@@ -1,0 +1,1 @@
+"""Counters, histories and estimates that the core keeps for operators."""

@@ -1,0 +1,92 @@
+"""Why a block is not there: what became of it when it was seen last."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from ..negotiation import NamespaceId
+
+__all__ = ["History", "Left", "LeftTogether", "MissReason", "names_for"]
+
+MOST_REMEMBERED = 1 << 18
+"""Departures that are remembered at most; what left before them counts as never stored. A name takes about 170 bytes."""
+LEAST_REMEMBERED = 1 << 14
+_BYTES_PER_NAME = 16 << 10
+
+
+def names_for(region_bytes: int) -> int:
+    """Returns how many departures a server of this size remembers: about a hundredth of its memory."""
+    return min(max(region_bytes // _BYTES_PER_NAME, LEAST_REMEMBERED), MOST_REMEMBERED)
+
+
+class MissReason(enum.Enum):
+    """Why a looked-up block was a miss. Numbers as in `kvtier.v1.MissReason`."""
+
+    NEVER_STORED = 1
+    """Nobody stored it, as far as is remembered."""
+    EVICTED = 2
+    """It had to make room."""
+    STORE_FAILED = 3
+    """It was offered, and could not be written: there was no room, its writer failed or went silent, or a tier was too busy."""
+    POLICY = 4
+    """A rule kept it out: the lookup excluded the tier that has it, or a tier did not admit it."""
+    BELOW_THRESHOLD = 5
+    """It was there, in a prefix shorter than what the lookup called worth having."""
+    FORMAT_MISMATCH = 6
+    """It is there in another format (model revision, dtype, layout, parallelism), whose bytes would be wrong."""
+    EXPIRED = 7
+    """Its time was over."""
+    LOAD_FAILED = 8
+    """A tier had it and could not give it back: damaged, lost, or an error of its storage."""
+    NO_ROOM = 9
+    """A tier has it, and every slot of the CPU tier is in use."""
+    RESET = 10
+    """The CPU tier was emptied on demand, or is being emptied."""
+    PENDING = 11
+    """It was on its way, and had not come when the wait of a claim was over."""
+
+
+Left = Callable[[NamespaceId, bytes, MissReason], None]
+"""Told of each block that leaves a tier, and why. Raises nothing."""
+
+LeftTogether = Callable[[NamespaceId, Iterable[bytes], MissReason], None]
+"""The same, of blocks that leave a tier for one reason."""
+
+
+class History:
+    """Remembers of departed blocks why they left: the last departure, of as many as there is room for.
+
+    Two generations: when the young one is full it becomes the old one, and what was old is forgotten.
+    """
+
+    def __init__(self, most: int = MOST_REMEMBERED) -> None:
+        self._most = most
+        self._count = 0
+        self._young: defaultdict[NamespaceId, dict[bytes, MissReason]] = defaultdict(dict)
+        self._old: defaultdict[NamespaceId, dict[bytes, MissReason]] = defaultdict(dict)
+
+    def left(self, namespace: NamespaceId, key: bytes, reason: MissReason) -> None:
+        """Takes note of a departure."""
+        self.left_together(namespace, (key,), reason)
+
+    def left_together(self, namespace: NamespaceId, keys: Iterable[bytes], reason: MissReason) -> None:
+        """Takes note of departures for one reason."""
+        young = self._young[namespace]
+        before = len(young)
+        young.update(dict.fromkeys(keys, reason))
+        self._count += len(young) - before
+        if self._count >= self._most // 2:
+            self._old, self._young, self._count = self._young, defaultdict(dict), 0
+
+    def why(self, namespace: NamespaceId, key: bytes) -> MissReason | None:
+        """Returns why a block left, or None if that is not known."""
+        return self._young.get(namespace, {}).get(key) or self._old.get(namespace, {}).get(key)
+
+    def why_each(self, namespace: NamespaceId, keys: Iterable[bytes], default: MissReason) -> list[MissReason]:
+        """Returns why each of these blocks left; `default` for those of which nothing is known."""
+        young, old = self._young.get(namespace, {}), self._old.get(namespace, {})
+        if not young and not old:
+            return [default for _ in keys]
+        return [young.get(key) or old.get(key) or default for key in keys]

@@ -1,0 +1,167 @@
+"""What the requests of the last minutes asked for, and what each of their blocks met."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ..types import EngineKey, Negotiation
+from .eviction_history import MissReason
+
+if TYPE_CHECKING:
+    from ..core.handoff_notes import ClaimRecord
+    from ..core.holds import HoldRecord
+
+__all__ = ["Journal", "LookupRecord", "RequestRecord", "Span", "Verdict", "bounded", "spans_of"]
+
+MOST_REQUESTS = 4096
+MAX_AGE_SECONDS = 900.0
+_MOST_LOOKUPS = 4
+"""Lookups that are kept per request, the latest: an engine that polls asks the same again and again."""
+
+_MOST_HOLDS = 2
+"""Publications that are kept per request: it ends once, unless its engine says so again."""
+
+Verdict = int | MissReason | None
+"""What a key met: the position of the tier that had it, the reason of a miss, or None where a tier does not know yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """So many neighbouring keys of a lookup that met the same."""
+
+    count: int
+    verdict: Verdict
+
+
+MOST_SPANS = 256
+"""Runs that are kept of a lookup; of one that is more mixed than that, the rest is summed up per verdict."""
+
+
+def bounded(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Returns what is kept of these: the first as they are, the rest summed up."""
+    if len(spans) <= MOST_SPANS:
+        return spans
+    rest: dict[Verdict, int] = {}
+    for span in spans[MOST_SPANS:]:
+        rest[span.verdict] = rest.get(span.verdict, 0) + span.count
+    return spans[:MOST_SPANS] + tuple(Span(count, verdict) for verdict, count in rest.items())
+
+
+def spans_of(verdicts: Iterable[Verdict]) -> tuple[Span, ...]:
+    """Returns the runs of equal verdicts."""
+    return tuple(Span(sum(1 for _ in run), verdict) for verdict, run in groupby(verdicts))
+
+
+@dataclass(slots=True, eq=False)
+class LookupRecord:
+    """One lookup: when it came, in the core's seconds, and what its keys met, in order."""
+
+    at: float
+    found: tuple[Span, ...]
+    first_miss: bytes | None = None
+    """Key of the first block that was not there."""
+    failed: dict[int, MissReason] = field(default_factory=dict)
+    """Keys, by position, that were on their way and did not arrive."""
+    claim: ClaimRecord | None = None
+    """The hold whose blocks the keys are, as far as they were wanted; None for a lookup."""
+
+    def spans(self) -> tuple[Span, ...]:
+        """Returns what became of the keys, as far as that is known by now."""
+        if not self.failed:
+            return self.found
+        verdicts = [span.verdict for span in self.found for _ in range(span.count)]
+        for position, reason in self.failed.items():
+            verdicts[position] = reason
+        return bounded(spans_of(verdicts))
+
+    def fail(self, position: int, reason: MissReason) -> None:
+        """Takes note of a key that did not arrive; of very many, the first."""
+        if len(self.failed) < MOST_SPANS:
+            self.failed[position] = reason
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One request, as far as it can be explained."""
+
+    engine: EngineKey
+    request_id: str
+    at: float
+    """When it was heard of last, in the core's seconds."""
+    negotiation: Negotiation | None = None
+    lookups: deque[LookupRecord] = field(default_factory=lambda: deque(maxlen=_MOST_LOOKUPS))
+    asked: int = 0
+    """Lookups and claims so far, kept or not."""
+    holds: deque[HoldRecord] = field(default_factory=lambda: deque(maxlen=_MOST_HOLDS))
+    """Its last publications."""
+    finished: bool = False
+    incomplete: int = 0
+    """Blocks that a REQUEST_LEVEL tier asked for and did not get; known when it has finished."""
+
+    @property
+    def engine_id(self) -> str:
+        """The engine, for people."""
+        return self.engine[1]
+
+
+class Journal:
+    """The requests of the last quarter of an hour, and not more than 4,096."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[tuple[EngineKey, str], RequestRecord] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def open(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
+        """Returns the record of a request; a new one if the last of that name has finished."""
+        key = (engine, request_id)
+        record = self._requests.get(key)
+        if record is None or record.finished:
+            record = self._requests[key] = RequestRecord(engine, request_id, now)
+        record.at = now
+        self._requests.move_to_end(key)
+        if len(self._requests) > MOST_REQUESTS:
+            self._requests.popitem(last=False)
+        return record
+
+    def latest(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
+        """Returns the record of a request, also of one that has finished: it may be published after that."""
+        record = self._requests.get((engine, request_id))
+        if record is None:
+            return self.open(engine, request_id, now)
+        record.at = now
+        self._requests.move_to_end((engine, request_id))
+        return record
+
+    def finish(self, engine: EngineKey, request_id: str, now: float, incomplete: int) -> None:
+        """Takes note of the end of a request."""
+        record = self._requests.get((engine, request_id)) or self.open(engine, request_id, now)
+        record.finished, record.incomplete = True, incomplete
+
+    def note_lookup(self, engine: EngineKey, request_id: str, lookup: LookupRecord) -> None:
+        """Takes note of a lookup; those without a request are not kept."""
+        if request_id:
+            record = self.open(engine, request_id, lookup.at)
+            record.lookups.append(lookup)
+            record.asked += 1
+
+    def find(self, request_id: str) -> list[RequestRecord]:
+        """Returns what is known of a request, of any engine; the latest first."""
+        return [record for record in self if record.request_id == request_id]
+
+    def tick(self, now: float) -> None:
+        """Forgets what is too old."""
+        while self._requests:
+            oldest = next(iter(self._requests.values()))
+            if now - oldest.at < MAX_AGE_SECONDS:
+                return
+            self._requests.popitem(last=False)
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        """Iterates over the requests, the latest first."""
+        return reversed(self._requests.values())

@@ -1,0 +1,1 @@
+"""Helpers shared by storage tiers: buffers, batches, checksums, health, checks of stored blocks."""

@@ -1,0 +1,29 @@
+"""Cuts a job into batches that are published together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..base import BlockBytes
+
+__all__ = ["BATCH_BLOCKS", "batches"]
+
+BATCH_BLOCKS = 512
+"""Blocks of one transaction. Bounds the pages that one can add and free at once: `lmdb_probe.UNWRITTEN_PAGES`."""
+
+
+def batches(blocks: Sequence[BlockBytes], limit_bytes: int) -> Iterator[list[BlockBytes]]:
+    """Splits blocks, in order, into batches of limited bytes and number that name no block twice."""
+    batch: list[BlockBytes] = []
+    names: set[bytes] = set()
+    nbytes = 0
+    for block in blocks:
+        name, size = block.namespace + block.key, block.nbytes
+        nbytes += size
+        if batch and (nbytes > limit_bytes or len(batch) == BATCH_BLOCKS or name in names):
+            yield batch
+            batch, names, nbytes = [], set(), size
+        batch.append(block)
+        names.add(name)
+    if batch:
+        yield batch

@@ -1,0 +1,33 @@
+"""Checksums of blocks: xxh3-64, bound to the name of what they cover.
+
+The seed is made from the block's name, so that bytes which are whole but belong to another block are found out as well.
+xxh3-64 is faster than memcpy (30 GB/s on one core), so there is no switch to turn it off.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+from ..base import NamespaceId
+
+__all__ = ["block_checksum", "checksum_of"]
+
+
+def block_checksum(namespace: NamespaceId, key: bytes, parts: tuple[memoryview, ...]) -> int:
+    """Returns the checksum of a block's parts in rank order, as an unsigned 64-bit number.
+
+    Releases the GIL while it reads.
+    """
+    return checksum_of(namespace + key, parts)
+
+
+def checksum_of(name: bytes, parts: tuple[memoryview, ...]) -> int:
+    """Returns `block_checksum` of a block whose namespace and key are at hand as one."""
+    seed = xxhash.xxh3_64_intdigest(name)
+    if len(parts) == 1:
+        return xxhash.xxh3_64_intdigest(parts[0], seed)
+    state = xxhash.xxh3_64(seed=seed)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.intdigest()
