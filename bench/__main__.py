@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.cuda.host.malloc import tune_malloc
+from kvtier.cuda.host.memory import tune_malloc
 
 from .clients import measure_clients
 from .copies import measure_copies

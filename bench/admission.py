@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import Keeping
 from kvtier.tiers.eviction.admission import ADMISSION
 from kvtier.tiers.negotiation import vote
-from kvtier.tiers.types import Session
+from kvtier.tiers.types import NamespaceSpec, Session
 
 from .policies import BLOCK_BYTES, FOREVER, GROUP, Trace, read_trace
 

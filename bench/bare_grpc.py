@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.cuda.host.malloc import tune_malloc
+from kvtier.cuda.host.memory import tune_malloc
 from kvtier.protos.wire.grpc_frames import FRAME_BYTES
 
 __all__ = ["BareGrpc"]

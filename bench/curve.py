@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
-from kvtier.tiers.stats.eviction_history import MissReason
 from kvtier.tiers.stats.miss_ratio_curve import SCALES, Curves
 from kvtier.tiers.stats.request_log import Span
+from kvtier.tiers.types import MissReason, NamespaceSpec
 
 from .policies import GROUP, Replay, read_trace
 from .traces import MADE_UP, Trace

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from kvtier.server.process.gc_tuning import collect_the_young_only
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.core.block import SLOT_ALIGNMENT, NamespaceSpec
 from kvtier.tiers.core.catalog import Catalog
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import Keeping
 from kvtier.tiers.stats.eviction_history import History
+from kvtier.tiers.types import SLOT_ALIGNMENT, NamespaceSpec
 
 from .report import Report
 

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.tiers.base import NamespaceId, RequestInfo
-from kvtier.tiers.core.block import SLOT_ALIGNMENT, NamespaceSpec
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, Keeping
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
-from kvtier.tiers.types import Session
+from kvtier.tiers.types import SLOT_ALIGNMENT, NamespaceSpec, Session
 
 from .traces import MADE_UP, Trace, variants_of
 

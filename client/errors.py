@@ -31,6 +31,7 @@ from ..protos.error_reasons import reason_of
 
 __all__ = [
     "AccessDenied",
+    "BreakEvenError",
     "ChecksumMismatch",
     "DeadlineExceeded",
     "DeviceUnavailable",
@@ -40,6 +41,7 @@ __all__ = [
     "KVTierError",
     "LeaseLost",
     "LimitExceeded",
+    "NobodyAnswers",
     "NotConnected",
     "NotOwner",
     "ServerError",
@@ -148,6 +150,7 @@ ERROR_OF = MappingProxyType(
 )
 """The exception of each reason; complete, by test."""
 
+
 _ERROR_OF_STATUS = MappingProxyType(
     {
         grpc.StatusCode.UNAVAILABLE: NotConnected,
@@ -175,3 +178,11 @@ def error_from(code: grpc.StatusCode, details: str | None, reason: str | None) -
     if reason is not None:
         return error_for(reason, details or reason)
     return _ERROR_OF_STATUS.get(code, ServerError)(f"{code.name}: {details or 'no details'}")
+
+
+class BreakEvenError(Exception):
+    """It cannot be measured; one line that says why, and what to do about it."""
+
+
+class NobodyAnswers(BreakEvenError):
+    """The server or the engine does not answer."""

@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
-from ..cuda.host.malloc import tune_malloc
+from ..cuda.host.memory import tune_malloc
 from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
 from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint
@@ -27,8 +27,7 @@ from .bulk.supervisor import BulkProcess
 from .config.machine import allow_descriptors
 from .config.schema import Config
 from .config.tenants import keeping_of, why_refused
-from .devices.offer import why_not
-from .devices.registry import DeviceRegistry
+from .devices.registry import DeviceRegistry, why_not
 from .drain import Drainage
 from .process.gc_tuning import OldGarbage, collect_the_young_only
 from .process.systemd import ServiceManager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from .rpc.interceptor import Refused
+from .refused import Refused
 from .rpc.sessions import SessionRegistry
 from .runtime import TierRuntime
 from .telemetry.logs import get_logger

@@ -23,8 +23,6 @@ from ..tiers.core.block import Block
 from ..tiers.core.commands import (
     Command,
     HoldChanged,
-    JobId,
-    LeaseId,
     LeaseSettled,
     LoadFromTier,
     LookupInTier,
@@ -32,13 +30,14 @@ from ..tiers.core.commands import (
     StoreInTier,
     WorkLeft,
 )
-from ..tiers.core.holds import HoldName
 from ..tiers.core.manager import TierManager
 from ..tiers.core.settings import Keeping
 from ..tiers.stats.snapshots import ManagerStats
+from ..tiers.types import HoldName, JobId, LeaseId
 from .telemetry.logs import get_logger
+from .telemetry.metrics import JobObserver
 from .tier_host.guard import GuardedTier
-from .tier_host.worker import JobObserver, TierWorker, close_all
+from .tier_host.worker import TierWorker, close_all
 
 __all__ = ["TierRuntime", "extent_bytes_for"]
 

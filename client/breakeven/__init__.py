@@ -4,8 +4,8 @@
 knows (``compute``), and draws the conclusion (``fit``, which is pure). Everything that it puts on the server goes with its hold.
 """
 
+from ..errors import BreakEvenError, NobodyAnswers
 from .compute import PrefillEngine
-from .errors import BreakEvenError, NobodyAnswers
 from .fit import Line, Proposal, Samples, fit, propose, worst_miss
 from .geometry import Geometry, geometry_of_engines, lengths_up_to
 from .measure import Computed, Plan, Report, Transferred, measure

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from ...protos.v1 import admin_pb2
+from ..errors import BreakEvenError
 from ..namespace import Group, GroupKind
-from .errors import BreakEvenError
 
 __all__ = ["CLIENT_NAME", "Geometry", "geometry_of_engines", "lengths_up_to"]
 

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...protos.v1 import admin_pb2
-from ..errors import KVTierError, Unavailable
+from ..errors import BreakEvenError, KVTierError, NobodyAnswers, Unavailable
 from ..session.connection import Transport
 from ..sync import Client
 from ..timeouts import Timeouts
 from .compute import PrefillEngine
-from .errors import BreakEvenError, NobodyAnswers
 from .fit import Line, Proposal, Samples, fit, propose, worst_miss
 from .geometry import CLIENT_NAME, Geometry, geometry_of_engines, lengths_up_to
 from .transfer import TransferRig

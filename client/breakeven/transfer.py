@@ -12,11 +12,10 @@ from types import TracebackType
 from typing import Self
 
 from ...cuda.host.copy import address_of, copy_batch
-from ..errors import HoldGone, KVTierError
+from ..errors import BreakEvenError, HoldGone, KVTierError
 from ..namespace import Namespace, make_hold_key
 from ..results import HoldName, PublishStatus, StoreStatus
 from ..sync import Client
-from .errors import BreakEvenError
 from .geometry import CLIENT_NAME, Geometry, lengths_up_to
 
 __all__ = ["TransferRig"]

@@ -5,11 +5,21 @@
 the core asks of its surroundings. It knows neither an engine nor kvtier's client, and shares the words of ``client/offload``.
 """
 
+from .claims import Transfer
 from .core import Finished, HandoffCore, Identity, Pull
-from .engine import Claimed, ClaimId, Direction, HandoffRequest, HandoffServer, HeldBlock, Publication, Reason
-from .options import EXPIRY_MARGIN_S, HandoffOptions
+from .model import (
+    EXPIRY_MARGIN_S,
+    Claimed,
+    ClaimId,
+    Direction,
+    HandoffOptions,
+    HandoffRequest,
+    HandoffServer,
+    HeldBlock,
+    Publication,
+    Reason,
+)
 from .params import RemoteRequest, TransferParams
-from .requests import Transfer
 
 __all__ = [
     "EXPIRY_MARGIN_S",

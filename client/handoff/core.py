@@ -15,22 +15,23 @@ from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from ..offload import BlockTables, CacheGeometry, FreeBlock, LoadJob
-from .engine import Claimed, ClaimId, Direction, HandoffRequest, HandoffServer, Publication, Reason
-from .holding import hold_blocks
-from .matching import (
+from .claims import (
+    Claim,
+    HandoffState,
+    Transfer,
     is_expired,
     may_pull,
     needs_earlier_context,
     needs_older_windows,
     offered_tokens,
+    plan_pull,
     usable_blocks,
     usable_tokens,
     worth,
 )
-from .options import HandoffOptions
+from .holds import hold_blocks
+from .model import Claimed, ClaimId, Direction, HandoffOptions, HandoffRequest, HandoffServer, Publication, Reason
 from .params import RemoteRequest, TransferParams, returned_params
-from .reads import plan_pull
-from .requests import Claim, HandoffState, Transfer
 
 __all__ = ["Finished", "HandoffCore", "Identity", "Pull"]
 

@@ -7,11 +7,24 @@ when it is about to be evicted).
 """
 
 from .core import Computed, OffloadCore
-from .engine import BlockPool, EngineRequest, FreeBlock, LookupId, Server
-from .groups import BlockTables, CacheGeometry, CacheGroup, GroupKind
-from .hits import Found, Place, Question, search
-from .options import Mode, OffloadOptions
-from .plans import BlockRead, LoadJob, SaveJob, StepPlan
+from .loads import Found, Place, Question, search
+from .model import (
+    BlockPool,
+    BlockRead,
+    BlockTables,
+    CacheGeometry,
+    CacheGroup,
+    EngineRequest,
+    FreeBlock,
+    GroupKind,
+    LoadJob,
+    LookupId,
+    Mode,
+    OffloadOptions,
+    SaveJob,
+    Server,
+    StepPlan,
+)
 from .saves import EndedSave
 
 __all__ = [

@@ -16,14 +16,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from .engine import BlockPool, EngineRequest, FreeBlock, LookupId, Server
-from .groups import BlockTables, CacheGeometry
-from .hits import Found
 from .lazy import LazyWalk
-from .loads import LoadPlanner
-from .options import Mode, OffloadOptions
-from .plans import LoadJob, SaveJob, StepPlan
-from .requests import OffloadRequest, Phase
+from .loads import Found, LoadPlanner, OffloadRequest, Phase
+from .model import (
+    BlockPool,
+    BlockTables,
+    CacheGeometry,
+    EngineRequest,
+    FreeBlock,
+    LoadJob,
+    LookupId,
+    Mode,
+    OffloadOptions,
+    SaveJob,
+    Server,
+    StepPlan,
+)
 from .saves import EndedSave, SavePlanner
 
 __all__ = ["Computed", "OffloadCore"]

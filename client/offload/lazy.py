@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from .backoff import Backoff
-from .engine import BlockPool, FreeBlock
-from .groups import CacheGeometry
+from .model import Backoff, BlockPool, CacheGeometry, FreeBlock
 from .saves import EndedSave
 
 __all__ = ["LazyWalk"]

@@ -2,15 +2,146 @@
 
 from __future__ import annotations
 
-from .engine import BlockPool, LookupId, Server
-from .groups import BlockTables, CacheGeometry
-from .hits import Found, usable_limit
-from .options import OffloadOptions
-from .plans import LoadJob
-from .reads import count_sources, lacks_blocks, name_blocks, plan_reads
-from .requests import Lookup, OffloadRequest
+from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
-__all__ = ["LoadPlanner"]
+from .model import (
+    BlockPool,
+    BlockRead,
+    BlockTables,
+    CacheGeometry,
+    CacheGroup,
+    EngineRequest,
+    GroupKind,
+    LoadJob,
+    LookupId,
+    OffloadOptions,
+    Server,
+)
+from .saves import SaveProgress
+
+__all__ = [
+    "Found",
+    "LoadPlanner",
+    "Lookup",
+    "OffloadRequest",
+    "Phase",
+    "Place",
+    "Question",
+    "count_sources",
+    "lacks_blocks",
+    "longest_hit",
+    "name_blocks",
+    "plan_reads",
+    "search",
+    "usable_limit",
+]
+
+
+class Place(NamedTuple):
+    """A block of a request: the n-th of one of its groups."""
+
+    group: CacheGroup
+    position: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which of these blocks does the store have? With ``prefix``, only those before the first that it lacks count."""
+
+    places: Sequence[Place]
+    prefix: bool
+
+
+@dataclass
+class Found:
+    """What a lookup found: a hit up to ``hit_tokens`` of the request.
+
+    ``items[group.index][position]`` is the (lease id, index in the lease) of each block that hit; ``sources[position]`` the tier
+    that had it in the leading group.
+    """
+
+    hit_tokens: int
+    items: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    sources: dict[int, str] = field(default_factory=dict)
+
+
+def usable_limit(num_tokens: int, step_tokens: int) -> int:
+    """The longest hit a request of ``num_tokens`` may claim: one token is always computed, and hits are whole steps (B4.2)."""
+    return max(0, num_tokens - 1) // step_tokens * step_tokens
+
+
+def search(geometry: CacheGeometry, start: int, limit: int) -> Generator[Question, AbstractSet[Place], int]:
+    """Asks what it takes to know how far a hit from ``start`` reaches, at most to ``limit``; returns that.
+
+    Whoever runs it answers each question with the places that the store has. ``start`` and ``limit`` are multiples of
+    ``geometry.step_tokens``.
+    """
+    step = geometry.step_tokens
+    for group in (g for g in geometry.groups if g.retained_tokens is None and not g.is_state):
+        found = yield Question(_places([group], start, limit), prefix=True)
+        limit = min(limit, start + len(found) * group.block_tokens // step * step)
+        if limit <= start:
+            return start
+    if geometry.drop_last_block:
+        # A draft model's KV at a block's end was computed with the token after it: the last block is computed anew.
+        limit -= step
+    partial = [g for g in geometry.groups if g.retained_tokens is not None or g.is_state]
+    if not partial or limit <= start:
+        return limit
+    # Most often the full hit's last windows are all there; only otherwise is it worth looking for shorter ones.
+    tails = [
+        place for place in _places(partial, start, limit) if place.position >= place.group.first_needed_block(limit)
+    ]
+    if len((yield Question(tails, prefix=False))) == len(tails):
+        return limit
+    found = yield Question(_places(partial, start, limit), prefix=False)
+    present: dict[int, set[int]] = {}
+    for place in found:
+        present.setdefault(place.group.index, set()).add(place.position)
+    return longest_hit(partial, present, start, limit, step)
+
+
+def longest_hit(
+    groups: Sequence[CacheGroup], present: Mapping[int, AbstractSet[int]], start: int, limit: int, step_tokens: int
+) -> int:
+    """The longest prefix, in tokens, that all ``groups`` can serve; ``start`` when nothing beyond it can be.
+
+    ``present[group.index]`` holds the block positions that the store has. Tokens before ``start`` are in the engine already, in
+    every group: they need not be in the store. ``start`` and ``limit`` are multiples of ``step_tokens``.
+    """
+    # runs[group][i]: how many blocks in a row, ending with block i, are present (or lie before start).
+    runs = {group.index: _runs(group, present.get(group.index, frozenset()), start, limit) for group in groups}
+    for hit in range(limit, start, -step_tokens):
+        if all(_serves(group, runs[group.index], start, hit) for group in groups):
+            return hit
+    return start
+
+
+def _places(groups: Sequence[CacheGroup], start: int, limit: int) -> list[Place]:
+    return [
+        Place(group, position)
+        for group in groups
+        for position in range(start // group.block_tokens, limit // group.block_tokens)
+    ]
+
+
+def _runs(group: CacheGroup, present: AbstractSet[int], start: int, limit: int) -> list[int]:
+    """Lengths of the runs of present blocks ending at each position from ``start`` on (position 0 = the block at ``start``)."""
+    runs, length = [], 0
+    for position in range(start // group.block_tokens, limit // group.block_tokens):
+        length = length + 1 if position in present else 0
+        runs.append(length)
+    return runs
+
+
+def _serves(group: CacheGroup, runs: Sequence[int], start: int, hit: int) -> bool:
+    first = max(group.first_needed_block(hit), start // group.block_tokens)
+    needed = hit // group.block_tokens - first
+    return needed <= 0 or runs[hit // group.block_tokens - start // group.block_tokens - 1] >= needed
 
 
 class LoadPlanner:
@@ -113,3 +244,118 @@ class LoadPlanner:
         if lookup is not None:
             del self._lookups[lookup.number]
             self._server.drop_lookup(lookup.number)
+
+
+def plan_reads(geometry: CacheGeometry, found: Found, tables: BlockTables, start: int, end: int) -> list[BlockRead]:
+    """Returns the reads that fill all blocks that the engine allocated for [``start``, ``end``) tokens, one per lease.
+
+    None at all when the lookup lacks one of them, for example because the engine took less than was offered and a sliding window
+    now ends elsewhere: the engine will take every allocated block for loaded, so half a load is none. Likewise when it took part
+    of a block.
+    """
+    if start % geometry.step_tokens or end % geometry.step_tokens:
+        return []
+    reads: dict[int, BlockRead] = {}
+    for group in geometry.groups:
+        items = found.items.get(group.index, {})
+        for position in range(start // group.block_tokens, end // group.block_tokens):
+            block_id = tables[group.index][position]
+            if block_id == geometry.null_block:
+                continue
+            item = items.get(position)
+            if item is None:
+                return []
+            lease_id, index = item
+            read = reads.setdefault(lease_id, BlockRead(lease_id))
+            read.indices.append(index)
+            read.groups.append(group.index)
+            read.block_ids.append(block_id)
+    return list(reads.values())
+
+
+def lacks_blocks(geometry: CacheGeometry, pool: BlockPool, tables: BlockTables, start: int, end: int) -> bool:
+    """Whether a sliding window lacks blocks from before ``start`` that a hit up to ``end`` needs.
+
+    An engine with state groups may take for computed what full attention has, though a sliding window lost its blocks: it
+    allocates those anew, and a lookup that began at ``start`` has never asked for them.
+    """
+    if not any(group.is_state for group in geometry.groups):
+        return False
+    return any(
+        (block_id := tables[group.index][position]) != geometry.null_block and pool.known_as(block_id) is None
+        for group in geometry.groups
+        if group.kind is GroupKind.WINDOW
+        for position in range(group.first_needed_block(end), start // group.block_tokens)
+    )
+
+
+def count_sources(geometry: CacheGeometry, found: Found, start: int, end: int) -> dict[str, int]:
+    """Returns the tokens of [``start``, ``end``) by the tier that had their block of the leading group ("" where unknown)."""
+    block_tokens = geometry.leading_group.block_tokens
+    counts: dict[str, int] = {}
+    for position in range(start // block_tokens, end // block_tokens):
+        source = found.sources.get(position, "")
+        counts[source] = counts.get(source, 0) + block_tokens
+    return counts
+
+
+def name_blocks(
+    geometry: CacheGeometry, request: EngineRequest, tables: BlockTables, start: int, end: int
+) -> list[tuple[int, bytes]]:
+    """Returns the blocks of [``start``, ``end``) tokens, each with the key of its content."""
+    return [
+        (tables[group.index][position], request.key(group, position))
+        for group in geometry.groups
+        for position in range(start // group.block_tokens, end // group.block_tokens)
+        if tables[group.index][position] != geometry.null_block
+    ]
+
+
+class Phase(Enum):
+    """Where a request is.
+
+    WAITING: for its first or, after a preemption or a load, next computation. LOADING: workers write into its blocks.
+    RUNNING: it computes. ENDING: it has ended while workers write into its blocks. ENDED: only saves of it may be left.
+    """
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+@dataclass
+class Lookup:
+    """A question to the server about the blocks of [``start``, ``limit``) tokens; once answered, a pin on what was ``found``.
+
+    ``done_at`` is when the answer came.
+    """
+
+    number: LookupId
+    start: int
+    limit: int
+    deadline: float
+    found: Found | None = None
+    done_at: float = 0.0
+
+
+@dataclass
+class OffloadRequest:
+    """One request.
+
+    ``lookup``: what it waits for or may load; ``loading``: what is being loaded. ``offered_from``: the tokens that the engine had
+    when it was last told of a hit. ``arriving``: the blocks being loaded, with their keys. ``compute_only``: a load or lookup of it
+    failed; it is not tried again.
+    """
+
+    engine: EngineRequest
+    phase: Phase = Phase.WAITING
+    progress: SaveProgress = field(default_factory=SaveProgress)
+    lookup: Lookup | None = None
+    loading: Lookup | None = None
+    offered_from: int = 0
+    sources: dict[str, int] = field(default_factory=dict)
+    arriving: list[tuple[int, bytes]] = field(default_factory=list)
+    compute_only: bool = False
+    saves_in_flight: int = 0

@@ -18,10 +18,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .backoff import Backoff
-from .engine import BlockPool, EngineRequest, FreeBlock
-from .groups import BlockTables, CacheGeometry, CacheGroup, GroupKind
-from .plans import SaveJob
+from .model import (
+    Backoff,
+    BlockPool,
+    BlockTables,
+    CacheGeometry,
+    CacheGroup,
+    EngineRequest,
+    FreeBlock,
+    GroupKind,
+    SaveJob,
+)
 
 __all__ = ["EndedSave", "SavePlanner", "SaveProgress"]
 

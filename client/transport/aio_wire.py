@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from ...cuda.host.malloc import tune_malloc
+from ...cuda.host.memory import tune_malloc
 from ...protos.credentials import Credentials
 from ...protos.endpoint import client_endpoint
 from ...protos.v1 import transfer_pb2

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
-from ...cuda.host.malloc import tune_malloc
+from ...cuda.host.memory import tune_malloc
 from ...protos.credentials import Credentials
 from ...protos.endpoint import client_endpoint
 from ..effects import Call, Connect, Copy, Effect, Pull, Push

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,12 +21,58 @@ from ..host.region import HostRegion
 from .copy_plan import Plan, Planner
 from .device_errors import Cause, CopyCancelled, DeviceError
 from .driver import Driver, EventId, StreamId
-from .exports import DeviceExport
+from .exports import DeviceExport, Origin
 from .handles import OpenHandles
-from .ordering import After, EventAfter, wait_until
-from .origin import Origin
 
-__all__ = ["Direction", "EngineBlocks", "Method", "Tuning"]
+__all__ = ["After", "Direction", "EngineBlocks", "EventAfter", "Method", "Tuning", "ValueAfter", "wait_until"]
+
+
+_PAUSE_SECONDS = 100e-6
+"""Between two looks. A step of an engine takes tens of milliseconds; a look costs a microsecond or two."""
+
+
+class After(Protocol):
+    """What a copy comes after."""
+
+    def reached(self) -> bool:
+        """Whether it has happened; does not wait, and does not change back."""
+        ...
+
+
+class EventAfter:
+    """An event of the engine's, opened here. The engine records it again only when what waits for it has been answered."""
+
+    def __init__(self, driver: Driver, event: EventId) -> None:
+        self._driver = driver
+        self._event = event
+
+    def reached(self) -> bool:
+        """See After."""
+        return self._driver.reached(self._event)
+
+
+class ValueAfter:
+    """A counter in memory that both processes map, which the engine's stream writes (`Driver.write_value`), each value higher.
+
+    It needs neither a driver's handle nor /dev/shm, and looking at it is no call of the driver. ``word`` is 8 bytes of the region.
+    """
+
+    def __init__(self, word: memoryview, value: int) -> None:
+        self._word = word.cast("Q")
+        self._value = value
+
+    def reached(self) -> bool:
+        """See After."""
+        return bool(self._word[0] >= self._value)
+
+
+def wait_until(after: After, cancelled: Callable[[], bool]) -> None:
+    """Returns when ``after`` is reached. Raises CopyCancelled when ``cancelled`` says so first: its engine may never get there."""
+    while not after.reached():
+        if cancelled():
+            raise CopyCancelled("the engine ended before its compute did")
+        time.sleep(_PAUSE_SECONDS)
+
 
 _log = logging.getLogger(__name__)
 

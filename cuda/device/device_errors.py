@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Cause", "CopyCancelled", "DeviceError", "RegionError", "advice"]
-
-
-class RegionError(Exception):
-    """A host region cannot be created, mapped or backed; the message is for people."""
+__all__ = ["Cause", "CopyCancelled", "DeviceError", "advice"]
 
 
 class Cause(StrEnum):

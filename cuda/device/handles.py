@@ -11,8 +11,7 @@ import threading
 
 from .device_errors import Cause, DeviceError
 from .driver import Driver
-from .exports import DeviceExport
-from .origin import Origin, explain, obstacle
+from .exports import DeviceExport, Origin, explain, obstacle
 
 __all__ = ["OpenHandles"]
 

@@ -23,7 +23,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from ..device.device_errors import RegionError
 from .memory import available_bytes
 from .numa import place
 
@@ -39,28 +38,61 @@ def _huge_page_bytes() -> int:
 
 PAGE_BYTES = mmap.PAGESIZE
 """What sizes and offsets of regions must be multiples of."""
+
+
 HUGE_PAGE_BYTES = _huge_page_bytes()
 """What the offset and length of a chunk should be multiples of, so that all of it can become huge pages."""
+
 
 _KEEP_FREE_BYTES = 256 << 20
 """Memory that backing a region leaves to everybody else."""
 
+
 _MFD_NOEXEC_SEAL = 0x8
+
+
 _MADV_DONTDUMP = 16
+
+
 _MADV_POPULATE_WRITE = 23
+
+
 _MADV_COLLAPSE = 25
+
+
 _PROT_NONE = 0
+
+
 _MAP_FIXED = 0x10
+
+
 _MAP_NORESERVE = 0x4000
+
+
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
+
 _libc = ctypes.CDLL(None, use_errno=True)  # CDLL, not PyDLL: the GIL is free during the calls
+
+
 _mmap = _libc.mmap
+
+
 _mmap.restype = ctypes.c_void_p
+
+
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
 _munmap = _libc.munmap
+
+
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
 _madvise = _libc.madvise
+
+
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -329,3 +361,7 @@ def _demand(length: int) -> None:
         raise RegionError(
             f"memory is short: {length} bytes wanted, {room} available, {_KEEP_FREE_BYTES} of them to be kept free"
         )
+
+
+class RegionError(Exception):
+    """A host region cannot be created, mapped or backed; the message is for people."""

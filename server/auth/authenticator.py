@@ -7,14 +7,46 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from ..config.schema import Config
-from ..rpc.interceptor import Refused
+from ..refused import Refused
 from ..telemetry.logs import get_logger
-from .peer_credentials import bearer_of, credentials_of
 from .roles import CALLER, OWNER, Identity, demand, is_open
 from .tokens import TokensError, read_directory
 
-__all__ = ["Authority", "Gate"]
+__all__ = ["Authority", "Gate", "bearer_of", "credentials_of"]
+
+
+_BEARER = "bearer "
+
+
+_MAX_TOKEN_CHARACTERS = 512
+
+
+def credentials_of(context: grpc.ServicerContext) -> tuple[str | None, list[str], bool]:
+    """Returns what a call shows: a token, the names of a certificate that TLS has verified, whether it came by a Unix socket."""
+    token = None
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str):
+            token = bearer_of(value)
+    is_local = (context.peer() or "").startswith("unix:")
+    names: list[str] = []
+    if not is_local:
+        shown: Any = context.auth_context()
+        for kind in ("x509_common_name", "x509_subject_alternative_name"):
+            names += [name.decode(errors="replace") for name in shown.get(kind, ())]
+    return token, names, is_local
+
+
+def bearer_of(header: str) -> str | None:
+    """Returns the token of an `authorization` header; None for none, "" for what is none."""
+    if not header:
+        return None
+    if header[: len(_BEARER)].lower() != _BEARER or len(header) > _MAX_TOKEN_CHARACTERS:
+        return ""
+    return header[len(_BEARER) :].strip()
+
 
 _log = get_logger(__name__)
 

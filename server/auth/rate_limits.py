@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from ..config.trust_settings import RateConfig
-from ..rpc.interceptor import Refused
+from ..config.schema import RateConfig
+from ..refused import Refused
 
 __all__ = ["Meter", "Meters"]
 

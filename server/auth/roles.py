@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..rpc.interceptor import Refused
+from ..refused import Refused
 
 __all__ = ["CALLER", "OWNER", "RPC_ROLES", "Identity", "Role", "demand", "is_open"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from ...protos.pem import PemError, check_certificates, check_pair
+from ...protos.credentials import PemError, check_certificates, check_pair
 
 __all__ = ["TlsError", "TlsFiles", "read_files", "server_credentials"]
 

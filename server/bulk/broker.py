@@ -7,30 +7,29 @@ are given to nobody else until it has gone. Lives on the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from prometheus_client import Counter
 
 from ...protos.v1 import common_pb2
-from ...tiers.core.commands import LeaseId, StoreId
 from ...tiers.errors import CoreError, LeaseNotFound
-from ...tiers.types import Session
+from ...tiers.types import LeaseId, Session, StoreId
 from ..auth.audit_log import Audit
 from ..auth.authenticator import Authority
 from ..auth.rate_limits import Meter
 from ..auth.roles import demand
-from ..rpc.interceptor import Refused
+from ..refused import Refused
 from ..rpc.request_checks import Edge
 from ..rpc.sessions import OpenSession, SessionRegistry
 from ..rpc.writers import Writers
 from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
 from .messages import Begin, Damaged, End, Granted, Moved, Quiet, Refusal, Settled, ToChild
-from .received_offsets import Arrivals
 
-__all__ = ["BulkDesk"]
+__all__ = ["Arrivals", "BulkDesk"]
+
 
 _METHODS = {True: "/kvtier.v1.TransferService/Push", False: "/kvtier.v1.TransferService/Pull"}
 
@@ -237,3 +236,28 @@ class BulkDesk:
 
     def _renewed(self) -> float:
         return self._runtime.now() + self._edge.leases.default
+
+
+_SWEEP_ENTRIES = 256
+
+
+class Arrivals:
+    """Per store, where the bytes end that came without a gap. Lives on the event loop."""
+
+    def __init__(self, stores: Callable[[], Collection[int]]) -> None:
+        """`stores` returns the stores in flight."""
+        self._stores = stores
+        self._ends: dict[int, int] = {}
+
+    def add(self, store_id: int, start: int, end: int) -> None:
+        """Takes note of bytes in the slots of a store."""
+        known = self._ends.get(store_id, 0)
+        if start <= known < end:
+            self._ends[store_id] = end
+            if len(self._ends) >= _SWEEP_ENTRIES:
+                alive = self._stores()
+                self._ends = {number: end for number, end in self._ends.items() if number in alive}
+
+    def of(self, store_id: int) -> int:
+        """Returns how many bytes there are from the first one on."""
+        return self._ends.get(store_id, 0)

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from ...protos.v1 import common_pb2
 from ..process.child_main import Channel
-from ..rpc.interceptor import Refused
+from ..refused import Refused
 from .messages import (
     Begin,
     Damaged,

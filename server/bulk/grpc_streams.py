@@ -20,8 +20,8 @@ from ...protos.error_reasons import STATUS_OF, error_details
 from ...protos.v1 import transfer_pb2
 from ...protos.wire.grpc_frames import decode_push_frame, pull_head
 from ...protos.wire.part_sequence import PartSequence
-from ..auth.peer_credentials import credentials_of
-from ..rpc.interceptor import Refused
+from ..auth.authenticator import credentials_of
+from ..refused import Refused
 from .client import Control, Stream
 
 __all__ = ["BulkStreams"]

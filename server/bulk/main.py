@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import grpc
 
-from ...cuda.host.malloc import tune_malloc
+from ...cuda.host.memory import tune_malloc
 from ...cuda.host.region import HostRegion
 from ...protos.endpoint import Endpoint
 from ...protos.wire.grpc_frames import FRAME_BYTES

@@ -22,7 +22,7 @@ from ...protos.error_reasons import STATUS_OF
 from ...protos.v1 import transfer_pb2
 from ...protos.wire import attach, tcp_frames
 from ...protos.wire.part_sequence import PartSequence
-from ..rpc.interceptor import Refused
+from ..refused import Refused
 from .client import Control, Stream
 
 __all__ = ["PlainServer"]

@@ -14,15 +14,7 @@ from ...protos.endpoint import ENDPOINT_VARIABLE, Endpoint, EndpointError, clien
 from ...protos.v1.session_pb2 import CapabilitiesRequest, CapabilitiesResponse
 from ...protos.v1.session_pb2_grpc import SessionServiceStub
 from ..config.schema import Config, ConfigError
-from ..doctor import (
-    disk_checks,
-    engine_checks,
-    memory_checks,
-    process_checks,
-    server_checks,
-    tier_checks,
-    trust_checks,
-)
+from ..doctor import disk_checks, engine_checks, memory_checks, process_checks, server_checks, trust_checks
 from ..doctor.finding import Check, Finding, Scene, Verdict, fail
 from .admin_client import InquiryError, ask_status, channel_to, explain, plain_console
 from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
@@ -42,7 +34,7 @@ CHECKS: dict[str, Check] = {
     "memlock": memory_checks.memlock,
     "container": memory_checks.container,
     "descriptors": process_checks.descriptors,
-    "tiers": tier_checks.tiers,
+    "tiers": server_checks.tiers,
     "disks": disk_checks.disks,
     "clock": process_checks.clock,
     "hashes": engine_checks.hashes,

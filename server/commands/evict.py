@@ -15,7 +15,7 @@ from ..config.units import human_size, parse_duration, parse_size
 from .admin_client import InquiryError, follow, plain_console, refuse_inquiry
 from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
 from .progress import progress_bar
-from .table import Sheet
+from .tables import Sheet
 
 __all__ = ["FIGURES", "run"]
 

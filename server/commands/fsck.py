@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
-from ...protos.endpoint import EndpointError, client_endpoint
+from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
+from ...protos.v1 import admin_pb2
+from ...tiers.storage.fsck import Finding
 from ..config.schema import Config, ConfigError
 from ..config.units import KIB, human_size, parse_size
 from ..tier_host import offline_fsck
+from ..tier_host.offline_fsck import TierReport
+from .admin_client import InquiryError, follow
 from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, refuse, say
 from .load_config import load
 from .progress import progress_bar
 
-__all__ = ["run"]
+__all__ = ["check_by_server", "run"]
+
 
 _ONLY_OFFLINE = ("config", "data_dir")
+
+
 _ONLY_ONLINE = ("endpoint", "rate")
+
+
 _NO_TIER = "nothing to check: there is no tier below the CPU tier"
+
+
 _LEAST_RATE = 64 * KIB
 """Less is a unit that was left out: such a check would not end."""
 
@@ -90,8 +101,6 @@ def _online(options: argparse.Namespace) -> int:
 
 def _follow(options: argparse.Namespace, reports: dict[str, offline_fsck.TierReport]) -> None:
     """Takes in the steps of a check as they come, and names what they find."""
-    from .fsck_client import check_by_server
-
     endpoint = client_endpoint(options.endpoint)
     rate = _read_rate(options.rate)
     steps = check_by_server(endpoint, options.tier, repair=options.repair, rate=rate, timeout=options.timeout)
@@ -122,3 +131,39 @@ def _read_rate(text: str | None) -> int:
 def _say_all(lines: Iterable[str]) -> None:
     for line in lines:
         say(line)
+
+
+def check_by_server(
+    endpoint: Endpoint, tiers: Sequence[str], *, repair: bool, rate: int, timeout: float
+) -> Iterator[tuple[TierReport, int, list[Finding]]]:
+    """Yields, step after step, the report of the tier so far, about how many blocks it has, and what the step found.
+
+    `timeout` seconds are waited for the server to answer at all. A check that ends early says so in the last report.
+
+    Raises:
+        InquiryError: the server refuses, or none answers.
+    """
+    request = admin_pb2.FsckRequest(repair=repair, tiers=tiers, max_rate_bytes=rate)
+    report = None
+    try:
+        for step in follow(endpoint, "Fsck", request, timeout):
+            if report is None or report.name != step.tier:
+                report = TierReport(step.tier, step.tier_type)
+            found = _take_in(report, step)
+            yield report, step.total_blocks, found
+    except InquiryError as error:
+        if report is None:
+            raise
+        report.error = f"{error}"
+        yield report, 0, []
+
+
+def _take_in(report: TierReport, step: admin_pb2.FsckResponse) -> list[Finding]:
+    found = [
+        Finding(finding.namespace_id + finding.key, finding.size_bytes, finding.problem, finding.repaired)
+        for finding in step.findings
+    ]
+    report.blocks, report.nbytes = step.blocks, step.checked_bytes
+    report.findings += found
+    report.note, report.error = step.note or None, step.error or None
+    return found

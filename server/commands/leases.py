@@ -14,7 +14,7 @@ from ...protos.v1.admin_pb2 import LeaseKind, LeaseStatus, ListLeasesRequest, Li
 from ..config.units import human_age, human_size, seconds_of
 from .admin_client import ask, inquire, plain_console
 from .console import EXIT_USAGE, refuse, say
-from .table import Sheet
+from .tables import Sheet
 
 __all__ = ["run", "show", "to_json"]
 

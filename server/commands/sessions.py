@@ -14,7 +14,7 @@ from ..config.units import human_age, human_size, seconds_of
 from ..telemetry import status
 from .admin_client import ask_status, inquire, plain_console
 from .console import say
-from .table import Sheet
+from .tables import Sheet
 
 __all__ = ["run"]
 

@@ -15,7 +15,7 @@ from ..telemetry import status
 from . import tables
 from .admin_client import ask_status, inquire, plain_console
 from .console import say
-from .table import Sheet
+from .tables import Sheet
 
 __all__ = ["run"]
 

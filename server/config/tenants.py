@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...tiers.base import SecondaryTier
 from ...tiers.core.settings import CPU_TIER, Keeping
 from ...tiers.eviction.quotas import QuotaError, Shares, Tenant
-from ..rpc.namespaces import tenant_tag
+from ...tiers.types import TENANT_TAG_BYTES
 from .fields import SETTINGS, TENANT_SETTINGS, nearest
 from .schema import Amount, Config, RateConfig, TenantConfig, TierConfig
 from .toml import toml_text
 from .units import human_size, parse_size
 
-__all__ = ["keeping_of", "read_tenants", "why_refused"]
+__all__ = ["keeping_of", "read_tenants", "tenant_tag", "why_refused"]
+
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
+
+
 _USABLE = {"lmdb": 0.8, "disk": 0.9}
 """What of the size of a tier is for blocks; the tiers themselves are asked at the start."""
 
@@ -148,3 +152,8 @@ def _contradictions(tenants: Sequence[TenantConfig], capacities: Mapping[str, in
             Shares(tier, capacity, resolved)
         except ValueError as error:
             yield f"tenants: {why_refused(error)}"
+
+
+def tenant_tag(tenant: str) -> bytes:
+    """Returns what the ids of a tenant's namespaces begin with: whose a block is shows before the tenant has come."""
+    return hashlib.blake2b(tenant.encode(), digest_size=TENANT_TAG_BYTES, person=b"kvtier.tenant").digest()

@@ -20,13 +20,13 @@ from typing import Any, Final
 
 from ...cuda.device.copies import EngineBlocks
 from ...cuda.device.cuda_driver import CudaDriver
-from ...cuda.device.device_errors import Cause, CopyCancelled, DeviceError, RegionError
+from ...cuda.device.device_errors import Cause, CopyCancelled, DeviceError
 from ...cuda.device.driver import Driver
 from ...cuda.device.exports import DeviceExport
 from ...cuda.device.handles import OpenHandles
 from ...cuda.device.layout import LayoutError
 from ...cuda.host.pinning import Pinning
-from ...cuda.host.region import HostRegion
+from ...cuda.host.region import HostRegion, RegionError
 from ...cuda.host.warmup import warm_up
 from ..process.child_main import Channel, connect
 from .plan_codec import unpack_plan

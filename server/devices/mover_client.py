@@ -12,7 +12,7 @@ from typing import Any
 from ...cuda.device.exports import DeviceExport
 from ...cuda.host.region import HostRegion
 from ..process.child import Backoff, Child
-from ..rpc.interceptor import Refused
+from ..refused import Refused
 from ..telemetry.logs import get_logger
 from .plan_codec import Groups, pack_plan
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..devices.offer import why_not
+from ..devices.registry import why_not
 from . import machine
 from .finding import Finding, Scene, fail, ok, warn
 

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from ... import __version__
 from ...protos.endpoint import Endpoint, default_endpoint, parse_endpoint
+from ...tiers.base import TierError
+from ..config.schema import TierConfig
 from ..config.units import human_age, human_size, seconds_of
 from ..rpc.sessions import PROTOCOL_VERSIONS
 from ..rpc.sockets import trouble_with_port
+from ..tier_host.factory import tier_class
+from ..tier_host.guard import said
 from .finding import Finding, Scene, fail, ok, warn
 
-__all__ = ["configuration", "ports", "server", "socket_file", "versions"]
+__all__ = ["configuration", "ports", "server", "socket_file", "tiers", "versions"]
+
 
 _START = "start one: kvtier serve"
+
+
 _REMEDIES = {
     "UNAUTHENTICATED": "show what it knows: --token-file (KVTIER_TOKEN_FILE), or --cert and --key; docs/security.md",
     "TIMEOUT": "does it hang (its log, its CPU), is a firewall in between? docs/troubleshooting.md#kvtier-server-not-answering",
@@ -248,3 +257,35 @@ def ports(scene: Scene) -> Iterator[Finding]:
                 "a server could not start",
                 "choose another port (--listen, --metrics), or end who has it: ss -ltnp",
             )
+
+
+def tiers(scene: Scene) -> Iterator[Finding]:
+    """Can the classes be imported that the tables of tiers name. None of them is made: that would open its storage."""
+    if scene.config is None:
+        return
+    custom = [tier for tier in scene.config.tiers if tier.is_custom]
+    if not custom:
+        yield ok("all of them are part of kvtier")
+    for tier in custom:
+        trouble = _trouble(tier)
+        if trouble:
+            yield fail(
+                f"tier {tier.name}: {trouble}",
+                "the server does not start",
+                "install its package beside kvtier, or set PYTHONPATH; type is module:Class, of a SecondaryTier",
+            )
+        else:
+            yield ok(f"tier {tier.name}: {tier.type} can be imported")
+
+
+def _trouble(tier: TierConfig) -> str:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what a module prints is no part of the JSON
+            tier_class(tier)
+    except TierError as error:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - somebody else's module may raise anything
+        return f"cannot import {tier.type}: {said(error)}"
+    return ""

@@ -14,22 +14,14 @@ from google.protobuf.message import DecodeError
 
 from ...protos.error_reasons import STATUS_OF, error_details
 from ...tiers.errors import CoreError
+from ..refused import Refused
 from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
 
-__all__ = ["Auditor", "RefusalInterceptor", "Refused"]
+__all__ = ["Auditor", "RefusalInterceptor"]
+
 
 _log = get_logger(__name__)
-
-
-class Refused(Exception):
-    """The server refuses a call. `reason` is the name of a `kvtier.v1.ErrorReason` without its prefix."""
-
-    def __init__(self, reason: str, message: str, retry_after: float | None = None) -> None:
-        """`retry_after` says in how many seconds it may succeed, where that is known."""
-        super().__init__(message)
-        self.reason = reason
-        self.retry_after = retry_after
 
 
 class Auditor(Protocol):

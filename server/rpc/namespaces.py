@@ -6,21 +6,21 @@ import hashlib
 
 from ...protos.v1 import common_pb2
 from ...tiers.base import NamespaceId
-from ...tiers.core.block import NamespaceSpec
 from ...tiers.errors import InvalidNamespace
-from ...tiers.eviction.quotas import TENANT_TAG_BYTES
+from ...tiers.types import TENANT_TAG_BYTES, NamespaceSpec
+from ..config.tenants import tenant_tag
 
-__all__ = ["namespace_spec", "tenant_tag"]
+__all__ = ["namespace_spec"]
+
 
 _FORMAT = b"kvtier.namespace.2"
+
+
 _ID_BYTES = 16
+
+
 _MAX_BYTES = 64 << 10
 """As a message. The server keeps some of it for as long as the session is open."""
-
-
-def tenant_tag(tenant: str) -> bytes:
-    """Returns what the ids of a tenant's namespaces begin with: whose a block is shows before the tenant has come."""
-    return hashlib.blake2b(tenant.encode(), digest_size=TENANT_TAG_BYTES, person=b"kvtier.tenant").digest()
 
 
 def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:

@@ -10,10 +10,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from ...protos.v1 import cache_pb2
 from ...protos.wire.packed_keys import unpack_keys
-from ...tiers.core.block import GROUP_INDEX_BYTES, NamespaceSpec
 from ...tiers.negotiation import Medium, TierFilter
+from ...tiers.types import GROUP_INDEX_BYTES, NamespaceSpec
 from ..config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
-from .interceptor import Refused
+from ..refused import Refused
 
 __all__ = ["Edge"]
 

@@ -12,9 +12,9 @@ from ...tiers.base import NamespaceId
 from ...tiers.types import Session
 from ..auth.rate_limits import Meter, Meters
 from ..auth.roles import CALLER, OWNER, Identity
-from ..config.trust_settings import RateConfig
+from ..config.schema import RateConfig
+from ..refused import Refused
 from ..runtime import TierRuntime
-from .interceptor import Refused
 from .namespaces import namespace_spec
 
 __all__ = ["OpenSession", "SessionRegistry"]

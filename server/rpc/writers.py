@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-from ...tiers.core.in_flight import Store
+from ...tiers.core.stores import Store
 from ..runtime import TierRuntime
 
 __all__ = ["Writers"]

@@ -11,12 +11,12 @@ import grpc
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
 from ...tiers.base import NamespaceId
 from ...tiers.core.bulk_eviction import Wanted
-from ...tiers.core.in_flight import Store
 from ...tiers.core.leases import Lease
+from ...tiers.core.stores import Store
 from ...tiers.storage.fsck import NAMESPACE_BYTES
+from ..config.tenants import tenant_tag
 from ..drain import Drainage
-from ..rpc.interceptor import Refused
-from ..rpc.namespaces import tenant_tag
+from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger

@@ -10,13 +10,13 @@ from ...cuda.host.region import HostRegion
 from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
 from ...tiers.core.bulk_eviction import Clearing
-from ...tiers.core.holds import HandoffDirection, HandoffStats, Hold, HoldRecord
-from ...tiers.core.in_flight import Store
+from ...tiers.core.holds import Hold
 from ...tiers.core.leases import Lease
-from ...tiers.stats.eviction_history import MissReason
-from ...tiers.stats.request_log import LookupRecord, RequestRecord, Span
-from ...tiers.stats.snapshots import TierStats
+from ...tiers.core.stores import Store
+from ...tiers.stats.request_log import HoldRecord, LookupRecord, RequestRecord, Span
+from ...tiers.stats.snapshots import HandoffStats, TierStats
 from ...tiers.storage.fsck import NAMESPACE_BYTES
+from ...tiers.types import HandoffDirection, MissReason
 from ..rpc.sessions import OpenSession
 from .online_fsck import Progress
 

@@ -13,11 +13,10 @@ import grpc
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
 from ...protos.wire.packed_keys import pack_offsets
 from ...tiers.base import RequestInfo, TierFilter
-from ...tiers.core.commands import LeaseId, StoreId
-from ...tiers.core.leases import KeyStatus, Lease
+from ...tiers.core.leases import Lease
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
-from ...tiers.types import DurableStatus, Session
-from ..rpc.interceptor import Refused
+from ...tiers.types import DurableStatus, KeyStatus, LeaseId, Session, StoreId
+from ..refused import Refused
 from ..rpc.request_checks import Edge
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime

@@ -12,12 +12,11 @@ from google.protobuf import message_factory
 
 from ...cuda.device.device_errors import DeviceError
 from ...protos.v1 import devices_pb2, transfer_pb2
-from ...tiers.core.block import GROUP_INDEX_BYTES, Block
-from ...tiers.core.commands import LeaseId, StoreId
-from ..devices.exports import export_of
+from ...tiers.core.block import Block
+from ...tiers.types import GROUP_INDEX_BYTES, LeaseId, StoreId
 from ..devices.mover_client import CopyPlan
-from ..devices.registry import DeviceRegistry, Registration
-from ..rpc.interceptor import Refused
+from ..devices.registry import DeviceRegistry, Registration, export_of
+from ..refused import Refused
 from ..rpc.request_checks import Edge
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime

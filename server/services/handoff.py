@@ -9,10 +9,10 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from ...protos.v1 import handoff_pb2, handoff_pb2_grpc
-from ...tiers.core.holds import HandoffDirection, Hold, HoldName, PublishStatus
+from ...tiers.core.holds import Hold
 from ...tiers.errors import HoldExpired
-from ...tiers.types import Session
-from ..rpc.interceptor import Refused
+from ...tiers.types import HandoffDirection, HoldName, PublishStatus, Session
+from ..refused import Refused
 from ..rpc.request_checks import Edge
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...tiers.base import NamespaceId, TierError
 from ...tiers.storage.fsck import NAMESPACE_BYTES, Finding, Slice, check
-from ..rpc.interceptor import Refused
+from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger

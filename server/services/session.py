@@ -13,7 +13,7 @@ from ... import __version__
 from ...protos.v1 import session_pb2, session_pb2_grpc
 from ..auth.roles import CALLER
 from ..config.schema import Config
-from ..rpc.interceptor import Refused
+from ..refused import Refused
 from ..rpc.sessions import PROTOCOL_VERSIONS, SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger

@@ -7,8 +7,8 @@ from collections import defaultdict
 
 from ... import __version__
 from ...protos.v1 import admin_pb2
-from ...tiers.core.in_flight import Store
 from ...tiers.core.leases import Lease
+from ...tiers.core.stores import Store
 from ..rpc.sessions import PROTOCOL_VERSIONS, SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.loop_lag import Lateness

@@ -17,10 +17,9 @@ import xxhash
 from ...protos.v1 import common_pb2, transfer_pb2
 from ...protos.wire.grpc_frames import decode_push_frame, encode_pull_frame
 from ...protos.wire.part_sequence import PartSequence
-from ...tiers.core.commands import LeaseId, StoreId
-from ...tiers.types import Session
+from ...tiers.types import LeaseId, Session, StoreId
 from ..bulk.supervisor import BulkProcess
-from ..rpc.interceptor import Refused
+from ..refused import Refused
 from ..rpc.request_checks import Edge
 from ..rpc.sessions import SessionRegistry
 from ..rpc.socket_calls import LocalCalls

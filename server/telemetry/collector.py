@@ -12,14 +12,13 @@ from prometheus_client.registry import Collector
 
 from ... import __version__
 from ...tiers.base import NamespaceId
-from ...tiers.core.handoff_notes import ClaimOutcome
-from ...tiers.core.holds import HandoffDirection, HandoffStats
-from ...tiers.stats.eviction_history import MissReason
-from ...tiers.stats.snapshots import ManagerStats, NamespaceStats
+from ...tiers.stats.request_log import ClaimOutcome
+from ...tiers.stats.snapshots import HandoffStats, ManagerStats, NamespaceStats
+from ...tiers.types import HandoffDirection, MissReason
 from .definitions import METRICS, TRANSPORTS
-from .metrics_curve import curve_families
 
-__all__ = ["ServerStats", "Snapshot", "SnapshotCollector"]
+__all__ = ["ServerStats", "Snapshot", "SnapshotCollector", "curve_families"]
+
 
 _OTHER = "other"
 """Stands for what is not told apart: transports that are not known, namespaces beyond the bound."""
@@ -48,6 +47,7 @@ class ServerStats:
 
 
 Snapshot = Callable[[], ServerStats]
+
 
 Sample = tuple[Sequence[str], float]
 """Values of the labels, in their order, and the figure."""
@@ -83,7 +83,11 @@ _TIER_FIGURES = (
     *("capacity_bytes", "available_bytes", "used_bytes", "queued_bytes", "blocks", "jobs", "healthy"),
     *("hits", "misses", "evictions", "damaged", "dropped", "declined", "expired", "not_retained"),
 )
+
+
 _SHARE_FIGURES = ("used_bytes", "quota_bytes", "limit_bytes", "retained_bytes")
+
+
 _MANAGER_FIGURES = {
     "leases": "leases",
     "oldest_lease_seconds": "oldest_lease_seconds",
@@ -96,10 +100,14 @@ _MANAGER_FIGURES = {
     "lookup_keys": "lookup_keys",
 }
 """Metrics, and the attributes of `ManagerStats` that they show."""
+
+
 _SERVER_FIGURES = (
     *("uptime_seconds", "draining", "region_bytes", "region_backed_bytes"),
     *("sessions_attached", "sessions_limit", "sessions_opened", "sessions_closed"),
 )
+
+
 _HANDOFF_FIGURES = (
     *("published", "declined", "claimed", "released", "expired", "dropped", "claimed_bytes", "held_seconds"),
 )
@@ -190,3 +198,13 @@ def _namespace_families(stats: ServerStats) -> Iterator[Metric]:
             for reason, count in each.misses.items()
         ),
     )
+
+
+def curve_families(stats: ManagerStats) -> Iterator[Metric]:
+    """Yields the estimated hit ratios, one series per tier and size; none of a tier of which too little is known."""
+    row = METRICS["kvtier_estimated_hit_ratio"]
+    family = GaugeMetricFamily(row.name, row.text, labels=row.labels)
+    for tier in stats.tiers:
+        for estimate in tier.estimates:
+            family.add_metric((tier.name, f"{estimate.scale:g}"), estimate.hit_ratio)
+    yield family

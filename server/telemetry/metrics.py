@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter as CountOf
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 
@@ -18,17 +18,29 @@ from ...tiers.base import Outcome
 from .collector import ServerStats, Snapshot, SnapshotCollector
 from .definitions import METRICS
 
-__all__ = ["Direction", "Metrics", "ServerStats", "Snapshot"]
+__all__ = ["Direction", "JobObserver", "Metrics", "ServerStats", "Snapshot"]
+
 
 Direction = Literal["in", "out"]
 
+
 _RPC_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1, 5, 30)
+
+
 _JOB_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
+
+
 _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 
+
 _SERVICES = ("SessionService", "CacheService", "TransferService", "HandoffService", "AdminService")
+
+
 _JOBS = ("store", "load")
+
+
 _WORK = ("tick", "slice", "watch")
+
 
 # They are a series more for every counter and histogram, and nobody asks for them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -129,3 +141,10 @@ class Metrics:
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
         row = METRICS[f"kvtier_{name}"]
         return Histogram(row.name, row.text, row.labels, buckets=buckets, registry=self.registry)
+
+
+class JobObserver(Protocol):
+    """Who is told of every job that ended, on the thread that ran it."""
+
+    def __call__(self, tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
+        """Takes note of a job."""

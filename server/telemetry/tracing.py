@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ... import __version__
 from ...tiers.base import Outcome
 from ..config.schema import TracingConfig
-from ..tier_host.worker import JobObserver
+from .metrics import JobObserver
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...tiers.base import Medium, SecondaryTier, TierError, TierOpenError
 from ..config.schema import TierConfig
-from .strangers import said, shown
+from .guard import said, shown
 
 __all__ = ["open_tier", "open_tiers", "tier_class"]
 

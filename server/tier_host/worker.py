@@ -7,32 +7,32 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ...tiers.base import BlockBytes, Outcome, SecondaryTier, TierError
-from ...tiers.core.presence_cache import Name
+from ...tiers.core.secondary import Name
 from ..telemetry.logs import get_logger
-from .guard import GuardedTier
-from .strangers import said
+from ..telemetry.metrics import JobObserver
+from .guard import GuardedTier, said
 from .threads import Line, TierThreads
 
-__all__ = ["JobObserver", "TierWorker", "close_all"]
+__all__ = ["TierWorker", "close_all"]
+
 
 _log = get_logger(__name__)
 
+
 _CALLS_SECONDS = 3.0
 """For what still runs at the end; the drain has waited for jobs before."""
+
+
 _CLOSE_SECONDS = 15.0
 
+
 Finished = Callable[[Sequence[Outcome]], None]
+
+
 T = TypeVar("T")
-
-
-class JobObserver(Protocol):
-    """Who is told of every job that ended, on the thread that ran it."""
-
-    def __call__(self, tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
-        """Takes note of a job."""
 
 
 def _ignore_job(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 from kvtier.client import make_hold_key, make_key
 from kvtier.server.config.schema import LimitConfig
-from kvtier.tiers.core.block import PRIVATE_KEY_PREFIX
+from kvtier.tiers.types import PRIVATE_KEY_PREFIX
 
 
 def test_names_of_a_hold_are_all_different() -> None:

@@ -18,10 +18,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from kvtier.client.engines.transformers.cache import is_plain
+from kvtier.client.engines.transformers.cache import block_hashes, config_digest, is_plain, weights_digest
 from kvtier.client.engines.transformers.cache_layout import CacheLayout, UnsupportedModelError
-from kvtier.client.engines.transformers.fingerprint import config_digest, weights_digest
-from kvtier.client.engines.transformers.hashes import block_hashes
 
 SMALL = {
     "vocab_size": 64,

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cuda.host import copy, copy_helper
+from kvtier.cuda.host import copy
 from kvtier.cuda.host.copy import HostBuffer, address_of, addresses_of, copy_batch
 
 MIB = 1 << 20
@@ -171,8 +171,8 @@ def test_copies_arrive(seed: int, sizes: list[int], *, adjacent: bool) -> None:
 @pytest.mark.parametrize("block_bytes", [48 << 10, 512 << 10, 5 * MIB])
 def test_long_batches_arrive(block_bytes: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than is copied at once with the GIL arrives as well, by one thread or two, whatever the blocks and their places."""
-    monkeypatch.setattr(copy_helper, "usable_cores", lambda: cores)
-    monkeypatch.setattr(copy, "_helper", copy_helper.Helper())
+    monkeypatch.setattr(copy, "usable_cores", lambda: cores)
+    monkeypatch.setattr(copy, "_helper", copy.Helper())
     count = 12 * MIB // block_bytes
     source = np.random.default_rng(3).integers(0, 256, (count, block_bytes), np.uint8)
     target = np.zeros_like(source)
@@ -187,8 +187,8 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     """What is copied by one thread, and how, instead of copying it, in no time; nobody is known to be busy."""
     calls: list[tuple[str, tuple[int, ...]]] = []
     monkeypatch.setattr(copy, "_crowd", copy._Crowd())
-    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 1)
-    monkeypatch.setattr(copy, "_helper", copy_helper.Helper())
+    monkeypatch.setattr(copy, "usable_cores", lambda: 1)
+    monkeypatch.setattr(copy, "_helper", copy.Helper())
     monkeypatch.setattr(copy, "time", SimpleNamespace(perf_counter=lambda: 1.0))
     monkeypatch.setattr(copy, "_move", lambda *arguments: calls.append(("free", arguments)))
     monkeypatch.setattr(copy, "_move_kept", lambda *arguments: calls.append(("kept", arguments)))
@@ -331,10 +331,10 @@ def test_pieces_of_two_threads_are_all_of_a_batch(monkeypatch: pytest.MonkeyPatc
             both.wait(60)
         moved.append(block)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
+    monkeypatch.setattr(copy, "usable_cores", lambda: 2)
     monkeypatch.setattr(copy, "_move", move)
     monkeypatch.setattr(copy, "_crowd", copy._Crowd())
-    monkeypatch.setattr(copy, "_helper", copy_helper.Helper())
+    monkeypatch.setattr(copy, "_helper", copy.Helper())
     monkeypatch.setattr(copy._Crowd, "_is_late", lambda *_: False)
     for sizes in ([100] * 50_000, [64 << 10] * 100, [3 * MIB, 5, 2 * MIB, MIB + 1]):
         blocks = [((1 << 40) + n * 8 * MIB, (2 << 40) + n * 8 * MIB, size) for n, size in enumerate(sizes)]

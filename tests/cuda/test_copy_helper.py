@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from kvtier.cuda.host import cgroup, copy, copy_helper
-from kvtier.cuda.host.copy_helper import Helper, usable_cores
+from kvtier.cuda.host import copy, memory
+from kvtier.cuda.host.copy import Helper, usable_cores
 
 
 @pytest.fixture
 def helper(monkeypatch: pytest.MonkeyPatch) -> Helper:
     """One on a machine with processors enough."""
-    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
+    monkeypatch.setattr(copy, "usable_cores", lambda: 2)
     return Helper()
 
 
@@ -69,7 +69,7 @@ def test_it_waits_for_what_the_helper_is_at(helper: Helper) -> None:
 
 def test_one_processor_has_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is begun: the caller does it in its own way."""
-    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 1)
+    monkeypatch.setattr(copy, "usable_cores", lambda: 1)
     done: list[int] = []
     assert not Helper().share(range(3), done.append)
     assert done == []
@@ -98,8 +98,8 @@ def test_quotas_of_cgroups_count(
 ) -> None:
     """The tightest on the way up the tree, in whole processors; and a process with one of them has no helper."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr(cgroup, "_OWN", tmp_path / "cgroup")
-    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
+    monkeypatch.setattr(memory, "_OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_ROOT", tmp_path)
     (tmp_path / "cgroup").write_text(f"{own}\n")
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +244,7 @@ def test_no_thread_is_begun_at_the_end(helper: Helper, monkeypatch: pytest.Monke
 
 def test_a_child_that_was_forked_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """In mid-copy of its parent: no lock and no thread of the parent's is waited for."""
-    monkeypatch.setattr(copy_helper, "usable_cores", lambda: 2)
+    monkeypatch.setattr(copy, "usable_cores", lambda: 2)
     monkeypatch.setattr(copy, "_helper", Helper())
     child = 0
 

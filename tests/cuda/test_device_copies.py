@@ -12,12 +12,11 @@ from devices.engine import Engine, Watched
 from devices.kv import BLOCKS, JOINED, LAYOUTS, STEP, Kv, slots
 from harness.patience import wait_until
 
-from kvtier.cuda.device.copies import EngineBlocks
+from kvtier.cuda.device.copies import EngineBlocks, ValueAfter
 from kvtier.cuda.device.device_errors import Cause, DeviceError
 from kvtier.cuda.device.driver import StreamId
 from kvtier.cuda.device.handles import OpenHandles
 from kvtier.cuda.device.layout import LayoutError
-from kvtier.cuda.device.ordering import ValueAfter
 from kvtier.cuda.host.region import HostRegion
 
 StartEngine = Callable[[Kv], Engine]

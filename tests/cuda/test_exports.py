@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from kvtier.cuda.device.device_errors import Cause, DeviceError
 from kvtier.cuda.device.driver import HANDLE_BYTES, MemoryKind
-from kvtier.cuda.device.exports import DeviceExport, ExportedAllocation, export_blocks
+from kvtier.cuda.device.exports import DeviceExport, ExportedAllocation, Origin, explain, export_blocks, obstacle
 from kvtier.cuda.device.handles import OpenHandles
 from kvtier.cuda.device.layout import BlockLayout, Run
-from kvtier.cuda.device.origin import Origin, explain, obstacle
 from kvtier.cuda.host.region import PAGE_BYTES
 
 StartEngine = Callable[[Kv], Engine]

@@ -16,12 +16,12 @@ from kvtier.cuda.device.exports import export_blocks
 from kvtier.cuda.host.region import HostRegion
 from kvtier.server.devices import mover_client
 from kvtier.server.devices.mover_client import DeviceMover
-from kvtier.server.rpc.interceptor import Refused
+from kvtier.server.refused import Refused
 
 _PROGRAM = """
 import pathlib
 import time
-from kvtier.cuda.host_driver import HostDriver
+from kvtier.cuda.testing.host_driver import HostDriver
 
 class Stuck(HostDriver):
     def {call}(self, argument):

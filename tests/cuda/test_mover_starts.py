@@ -22,7 +22,7 @@ from kvtier.cuda.device.exports import DeviceExport, export_blocks
 from kvtier.cuda.host.region import HostRegion
 from kvtier.server.devices import registry as registry_module
 from kvtier.server.devices.registry import DeviceRegistry
-from kvtier.server.rpc.interceptor import Refused
+from kvtier.server.refused import Refused
 
 KEYS = keys_of(BLOCKS)
 GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS

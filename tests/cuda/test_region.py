@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cuda.host import region as region_module
-from kvtier.cuda.host.malloc import tune_malloc
-from kvtier.cuda.host.memory import available_bytes
+from kvtier.cuda.host.memory import available_bytes, tune_malloc
 from kvtier.cuda.host.region import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, RegionError
 
 SIZE = 2 * HUGE_PAGE_BYTES
@@ -267,7 +266,7 @@ def test_available_memory_is_plausible() -> None:
 
 def test_cgroup_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tightest limit on the way up the cgroup tree wins, less what is used, plus what is only cache."""
-    from kvtier.cuda.host import cgroup
+    from kvtier.cuda.host import memory
 
     (tmp_path / "cgroup").write_text("0::/pods/one\n")
     for group, limit in (("pods/one", "max"), ("pods", "1000000")):
@@ -275,8 +274,8 @@ def test_cgroup_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / group / "memory.max").write_text(f"{limit}\n")
         (tmp_path / group / "memory.current").write_text("600000\n")
         (tmp_path / group / "memory.stat").write_text("anon 500000\ninactive_file 60000\nactive_file 40000\n")
-    monkeypatch.setattr(cgroup, "_OWN", tmp_path / "cgroup")
-    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
+    monkeypatch.setattr(memory, "_OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_ROOT", tmp_path)
     assert available_bytes() == 500000
 
 
@@ -288,7 +287,7 @@ def test_tune_malloc_may_be_repeated() -> None:
 def test_nothing_heavy_is_imported() -> None:
     """The server's side of shared memory needs neither numpy nor torch, and NVIDIA's package only where there is a driver."""
     program = (
-        "import sys, kvtier.cuda.host.region, kvtier.cuda.host.copy, kvtier.cuda.host.malloc, kvtier.cuda.device.copies, kvtier.cuda.device.gather\n"
+        "import sys, kvtier.cuda.host.region, kvtier.cuda.host.copy, kvtier.cuda.host.memory, kvtier.cuda.device.copies, kvtier.cuda.device.gather\n"
         "assert not {'numpy', 'torch', 'grpc', 'cuda'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

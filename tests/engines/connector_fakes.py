@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.scheduler.peers import Peers
+from kvtier.client.engines.vllm.peers import Peers
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.stats import Tally
 from kvtier.client.engines.vllm.worker.worker import WorkerSide

@@ -16,7 +16,7 @@ from connector_fakes import FULL, PAGE, WAIT_SECONDS, FakePool, make_step, wait_
 from kvtier.client import Client, Group, Namespace, Timeouts
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.scheduler.peers import Peers, address_of
+from kvtier.client.engines.vllm.peers import Peers, address_of
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.stats import Tally
 from kvtier.client.engines.vllm.worker.reports import WorkerReports

@@ -17,9 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from kvtier.client.engines.vllm import KVTierConnector, compat
-from kvtier.client.engines.vllm.metrics import KVTierPromMetrics
-from kvtier.client.engines.vllm.stats import ConnectorStats
-from kvtier.client.engines.vllm.versions import SUPPORTED, release_of
+from kvtier.client.engines.vllm.compat import SUPPORTED, release_of
+from kvtier.client.engines.vllm.stats import ConnectorStats, KVTierPromMetrics
 
 INSTALLED = "{}.{}".format(*(release_of(vllm.__version__) or ()))
 

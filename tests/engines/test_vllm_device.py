@@ -25,8 +25,7 @@ from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.stats import Tally
 from kvtier.client.engines.vllm.worker.device_route import DeviceRoute, cuda_route, describe_layout
-from kvtier.client.engines.vllm.worker.metadata import StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.worker.reports import WorkerReports
+from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 from kvtier.cuda.device.driver import MemoryKind, StreamId

@@ -9,7 +9,7 @@ from connector_fakes import FakeClient, make_request, make_step, scheduler_side,
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvtier.client.engines.vllm.worker.metadata import SAVE_LOST_AFTER_S, WorkerReport
+from kvtier.client.engines.vllm.worker.reports import SAVE_LOST_AFTER_S, WorkerReport
 
 TABLE = [[7, 8, 9]]
 

@@ -24,7 +24,7 @@ from kvtier.client import (
     make_key,
 )
 from kvtier.client.engines.vllm.scheduler import hold_calls
-from kvtier.client.engines.vllm.worker.metadata import WorkerReport
+from kvtier.client.engines.vllm.worker.reports import WorkerReport
 
 TABLE = [[1, 2, 3, 4, 5, 6]]
 KEYS = [make_key(bytes([number]) * 32) for number in range(6)]

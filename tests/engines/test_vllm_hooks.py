@@ -18,7 +18,7 @@ from kvtier.client.engines.vllm.compat import CacheHitSource, KVConnectorRole, K
 from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
 from kvtier.client.engines.vllm.ranks import Parts
 from kvtier.client.engines.vllm.worker import worker
-from kvtier.client.engines.vllm.worker.metadata import StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 

@@ -15,7 +15,7 @@ from kvtier.client.engines.vllm import KVTierConnector, connector
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
-from kvtier.client.engines.vllm.worker.metadata import WorkerReport
+from kvtier.client.engines.vllm.worker.reports import WorkerReport
 from kvtier.client.offload import CacheGeometry
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
 
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
-from kvtier.client.engines.vllm.worker.metadata import WorkerReport
+from kvtier.client.engines.vllm.worker.reports import WorkerReport
 from kvtier.client.offload import SaveJob
 
 TABLES = {"r": [[1, 2, 3, 4]]}

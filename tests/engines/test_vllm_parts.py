@@ -18,13 +18,12 @@ from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
-from kvtier.client.engines.vllm.scheduler import calls
-from kvtier.client.engines.vllm.scheduler.announcements import Announcement
-from kvtier.client.engines.vllm.scheduler.peers import Peers
+from kvtier.client.engines.vllm.peers import Peers
+from kvtier.client.engines.vllm.scheduler import prefix_lookups
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, LookupState
+from kvtier.client.engines.vllm.scheduler.requests import Announcement
 from kvtier.client.engines.vllm.worker.copies import make_copier
-from kvtier.client.engines.vllm.worker.metadata import SAVE_WITHIN_S, StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.worker.reports import WorkerReports
+from kvtier.client.engines.vllm.worker.reports import SAVE_WITHIN_S, StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.handoff import HandoffOptions
 from kvtier.client.offload import BlockRead, CacheGeometry, CacheGroup, LoadJob, SaveJob
@@ -160,7 +159,7 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
 
 def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """B4.3 A lookup dropped while it runs releases what it finds."""
-    monkeypatch.setattr(calls, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
     started, gate = threading.Event(), threading.Event()
 
     def hang() -> None:

@@ -21,10 +21,9 @@ from server_process import ServerProcess
 
 from kvtier.client import Client, Group, InvalidRequest, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
 from kvtier.client.engines.vllm.background import LimitedLog
-from kvtier.client.engines.vllm.scheduler import calls
+from kvtier.client.engines.vllm.scheduler import prefix_lookups
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
-from kvtier.client.engines.vllm.worker.metadata import StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.worker.reports import WorkerReports
+from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import SaveJob
 
@@ -101,16 +100,16 @@ def test_a_request_that_the_engine_has_itself_is_voted_on_all_the_same() -> None
     with scheduler_side(client) as (scheduler, pool):
         request = make_request(6, kv_transfer_params=FLAG)
         pool.cached = set(request.block_hashes)
-        gate, calls = SimpleNamespace(open=False), []
+        gate, prefix_lookups = SimpleNamespace(open=False), []
 
         def ask() -> None:
-            calls.append("begin")
+            prefix_lookups.append("begin")
             wait_for(lambda: gate.open)
 
         client.before = ask
         scheduler.new_request(request)
         assert scheduler.matched_tokens(request, 24) == (0, False), "nothing to load, nothing to wait for"
-        wait_for(lambda: calls == ["begin"])
+        wait_for(lambda: prefix_lookups == ["begin"])
         request.num_computed_tokens = 24
         output = make_step({"r": TABLE}, r=1)
         assert not _offered(scheduler, output), "not before the tiers have voted"
@@ -147,7 +146,7 @@ def test_votes_that_cannot_be_had_keep_nobody_waiting() -> None:
 @pytest.mark.parametrize("may_load", [True, False])
 def test_a_refusal_is_no_reason_to_leave_the_server_in_peace(monkeypatch: Any, *, may_load: bool) -> None:
     """What the server refuses of one request says nothing of the next, which is looked up and voted on."""
-    monkeypatch.setattr(calls, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
     client = FakeClient(set(_keys(2)))
 
     def refuse() -> None:

@@ -28,7 +28,7 @@ from kvtier.client.engines.vllm import KVTierConnector
 from kvtier.client.engines.vllm.compat import KVConnectorRole
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.ranks import Parts, Ranks, merge_stages, resolve_ranks
-from kvtier.client.engines.vllm.worker.metadata import StepMetadata
+from kvtier.client.engines.vllm.worker.reports import StepMetadata
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 
 TOKENS, BLOCKS = 4, 8

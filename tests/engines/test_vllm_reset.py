@@ -9,8 +9,8 @@ import pytest
 from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
 
 from kvtier.client import NotConnected, make_key
-from kvtier.client.engines.vllm.scheduler import resets
-from kvtier.client.engines.vllm.worker.metadata import WorkerReport
+from kvtier.client.engines.vllm.scheduler import server
+from kvtier.client.engines.vllm.worker.reports import WorkerReport
 
 KEYS = [make_key(bytes([number]) * 32, 0) for number in range(3)]
 TABLE = [[7, 8, 9]]
@@ -116,7 +116,7 @@ def test_a_request_that_ends_during_a_reset_saves_nothing() -> None:
 )
 def test_a_reset_that_fails_is_tried_until_it_works(monkeypatch: Any, error: Exception) -> None:
     """B4.13: as long as the server's CPU tier has not been emptied, whatever the reason, it may be stale: misses until then."""
-    monkeypatch.setattr(resets, "_RETRY_S", 0.01)
+    monkeypatch.setattr(server, "_RETRY_S", 0.01)
     client, gate = FakeClient(set(KEYS)), Gate()
 
     def fail() -> int:

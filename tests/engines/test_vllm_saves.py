@@ -9,7 +9,7 @@ from connector_fakes import FakeClient, make_request, make_step, scheduler_side,
 
 from kvtier.client import make_key
 from kvtier.client.engines.vllm.stats import Tally
-from kvtier.client.engines.vllm.worker.metadata import WorkerReport
+from kvtier.client.engines.vllm.worker.reports import WorkerReport
 
 
 def _counted(tally: Tally, name: str) -> Any:

@@ -17,8 +17,7 @@ from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.sleep import Asleep, SleepGate
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm.worker.device_route import StepMark
-from kvtier.client.engines.vllm.worker.metadata import StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.worker.reports import WorkerReports
+from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 

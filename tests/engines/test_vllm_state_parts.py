@@ -24,10 +24,9 @@ from vllm.v1.request import Request
 
 from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
 from kvtier.client.engines.vllm.ranks import parts_of
-from kvtier.client.engines.vllm.scheduler.announcements import Announcement
-from kvtier.client.engines.vllm.scheduler.requests import VllmBlockPool, VllmRequest
+from kvtier.client.engines.vllm.scheduler.requests import Announcement, VllmBlockPool, VllmRequest
 from kvtier.client.offload import BlockTables, CacheGeometry, Found, GroupKind
-from kvtier.client.offload.reads import lacks_blocks, plan_reads
+from kvtier.client.offload.loads import lacks_blocks, plan_reads
 from kvtier.client.offload.saves import SavePlanner, SaveProgress
 
 TOKENS, BLOCKS = 16, 64

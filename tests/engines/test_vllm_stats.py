@@ -26,13 +26,11 @@ from connector_fakes import (
 from kvtier.client import KVTierError, NotConnected, make_key
 from kvtier.client.engines.vllm import KVTierConnector
 from kvtier.client.engines.vllm.background import LimitedLog
-from kvtier.client.engines.vllm.metrics import METRICS
-from kvtier.client.engines.vllm.scheduler import calls
-from kvtier.client.engines.vllm.scheduler.announcements import Announcement
+from kvtier.client.engines.vllm.scheduler import prefix_lookups
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService
-from kvtier.client.engines.vllm.stats import ConnectorStats, Tally
-from kvtier.client.engines.vllm.worker.metadata import StepMetadata, WorkerReport
-from kvtier.client.engines.vllm.worker.reports import WorkerReports
+from kvtier.client.engines.vllm.scheduler.requests import Announcement
+from kvtier.client.engines.vllm.stats import METRICS, ConnectorStats, Tally
+from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 
@@ -185,7 +183,7 @@ def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], No
 
 def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given up once is one count, whenever the answer comes; so is a server that is left in peace, or away."""
-    monkeypatch.setattr(calls, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
     gate, tally = threading.Event(), Tally()
     client = FakeClient(set(KEYS), lambda: gate.wait(60) and None)
     service = LookupService(client, CacheGeometry((FULL,), 4, 4), 30.0, LimitedLog(), tally)  # type: ignore[arg-type]

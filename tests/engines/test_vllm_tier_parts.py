@@ -21,9 +21,9 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from kvtier.client import LeaseLost, NotConnected, OffloadPolicy, StoreStatus, TierFilter
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.namespace import namespace_digest
-from kvtier.client.engines.vllm.scheduler import calls
+from kvtier.client.engines.vllm.scheduler import prefix_lookups
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
-from kvtier.client.engines.vllm_tier.config import TierConfig
+from kvtier.client.engines.vllm_tier.manager import TierConfig
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer
 from kvtier.client.engines.vllm_tier.tier_namespace import build_tier_namespace
 
@@ -173,7 +173,7 @@ def test_jobs_are_read_by_either_version_s_names() -> None:
 
 def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the server, and an answer that does not come, are misses of that request, and the server is left in peace."""
-    monkeypatch.setattr(calls, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
     answered, asked = threading.Event(), threading.Event()
     request = room.lookups.begin("waits", None)
     room.client.before = lambda: (asked.set(), answered.wait(60), None)[2]
@@ -219,7 +219,7 @@ def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: Room) -> 
 
 def test_stores_do_not_fail_because_lookups_did(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is left in peace by lookups for a moment still takes what was computed."""
-    monkeypatch.setattr(calls, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
     room.lookups.cool_down()
     room.transfers.submit(room.job(1, room.lookups.begin("stores", None)))
     room.transfers.submit(room.job(2, room.lookups.begin("loads", None), [1] * 4))

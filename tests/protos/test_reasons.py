@@ -12,9 +12,8 @@ from kvtier.client.results import DurableStatus, KeyStatus
 from kvtier.protos.error_reasons import STATUS_OF
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, errors_pb2, handoff_pb2
 from kvtier.tiers import base, types
-from kvtier.tiers.core import handoff_notes, holds, leases
 from kvtier.tiers.errors import CoreError
-from kvtier.tiers.stats import eviction_history
+from kvtier.tiers.stats import request_log
 
 
 def test_every_reason_has_its_status_and_its_exception() -> None:
@@ -33,17 +32,17 @@ def test_every_reason_has_its_status_and_its_exception() -> None:
 @pytest.mark.parametrize(
     ("ours", "wire"),
     [
-        (leases.KeyStatus, common_pb2.KeyStatus),
+        (types.KeyStatus, common_pb2.KeyStatus),
         (types.StoreStatus, common_pb2.StoreStatus),
         (types.DurableStatus, common_pb2.DurableStatus),
         (base.OffloadPolicy, cache_pb2.OffloadPolicy),
         (KeyStatus, common_pb2.KeyStatus),
         (StoreStatus, common_pb2.StoreStatus),
         (DurableStatus, common_pb2.DurableStatus),
-        (eviction_history.MissReason, admin_pb2.MissReason),
-        (holds.PublishStatus, handoff_pb2.PublishStatus),
-        (holds.HoldEnd, admin_pb2.HoldEnd),
-        (handoff_notes.ClaimOutcome, admin_pb2.ClaimOutcome),
+        (types.MissReason, admin_pb2.MissReason),
+        (types.PublishStatus, handoff_pb2.PublishStatus),
+        (types.HoldEnd, admin_pb2.HoldEnd),
+        (request_log.ClaimOutcome, admin_pb2.ClaimOutcome),
     ],
 )
 def test_numbers_agree_with_the_wire(ours: Any, wire: Any) -> None:

@@ -17,7 +17,7 @@ from kvtier.client import Client, DurableStatus
 from kvtier.protos.error_reasons import reason_of
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 from kvtier.server.drain import Drainage
-from kvtier.server.rpc.interceptor import Refused
+from kvtier.server.refused import Refused
 from kvtier.server.services.admin import _MOST_EVICTIONS, AdminService
 from kvtier.tiers.core.bulk_eviction import Cleared
 

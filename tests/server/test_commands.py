@@ -22,7 +22,7 @@ from harness.server_process import MIB, ServerProcess
 from kvtier.client import Client, KVTierError, StoreStatus
 from kvtier.protos.v1 import admin_pb2
 from kvtier.server import cli
-from kvtier.server.commands.rates import rates
+from kvtier.server.commands.top import rates
 from kvtier.server.telemetry import status
 
 PART = 64 << 10

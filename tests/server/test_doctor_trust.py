@@ -15,7 +15,7 @@ from kvtier.server.access import Trust, TrustError
 from kvtier.server.auth.tokens import entry_text, hash_of
 from kvtier.server.config.schema import AuthConfig, Config, TierConfig, TlsConfig
 from kvtier.server.doctor.finding import Finding, Scene, Verdict
-from kvtier.server.doctor.tier_checks import tiers
+from kvtier.server.doctor.server_checks import tiers
 from kvtier.server.doctor.trust_checks import trust
 
 LONG = (-1, 100)

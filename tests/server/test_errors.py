@@ -14,7 +14,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtier.server.rpc.interceptor import RefusalInterceptor, Refused
+from kvtier.server.refused import Refused
+from kvtier.server.rpc.interceptor import RefusalInterceptor
 
 SOON = 30.0
 """Seconds that a busy machine may take to notice; what is not noticed waits for a minute, or for ever."""

@@ -13,16 +13,14 @@ from harness.payloads import key_of
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import handoff_pb2
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
-from kvtier.server.rpc.interceptor import Refused
+from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import Edge
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.handoff import HandoffService
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.core.block import NamespaceSpec
-from kvtier.tiers.core.handoff_notes import ClaimOutcome
-from kvtier.tiers.core.leases import KeyStatus
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, UnknownSession
-from kvtier.tiers.types import Session, StoreStatus
+from kvtier.tiers.stats.request_log import ClaimOutcome
+from kvtier.tiers.types import KeyStatus, NamespaceSpec, Session, StoreStatus
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
 HOLD = handoff_pb2.HoldRef(engine_id="e", request_id="r")

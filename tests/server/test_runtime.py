@@ -18,9 +18,8 @@ from kvtier.server.rpc.request_checks import Edge
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.negotiation import vote
-from kvtier.tiers.types import Session, StoreStatus
+from kvtier.tiers.types import NamespaceSpec, Session, StoreStatus
 
 REGION = 64 << 10
 PART = 4096

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
-from kvtier.server.commands.table import Sheet
+from kvtier.server.commands.tables import Sheet
 
 
 def shown(table: Sheet, width: int) -> list[str]:

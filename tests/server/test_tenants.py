@@ -9,9 +9,9 @@ from harness.payloads import namespace_of
 from kvtier.server.config.loader import Loaded, load
 from kvtier.server.config.render import to_json, to_toml
 from kvtier.server.config.schema import Admission, ConfigError, Eviction
-from kvtier.server.config.tenants import keeping_of
+from kvtier.server.config.tenants import keeping_of, tenant_tag
 from kvtier.server.config.units import MIB
-from kvtier.server.rpc.namespaces import namespace_spec, tenant_tag
+from kvtier.server.rpc.namespaces import namespace_spec
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
 from kvtier.tiers.eviction.admission import ADMISSION, DEFAULT_ADMISSION
 

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.core.commands import LoadFromTier, RemoveFromTier, StoreInTier
-from kvtier.tiers.core.leases import KeyStatus
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, Keeping
 from kvtier.tiers.eviction.quotas import Share, Tenant
-from kvtier.tiers.types import Session
+from kvtier.tiers.types import KeyStatus, NamespaceSpec, Session
 
 PAGE = 4096
 ROOMY = 64 * EXTENT

@@ -9,8 +9,7 @@ from kvtier.tiers.core.commands import StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import Keeping
 from kvtier.tiers.eviction.admission import SecondUse
-from kvtier.tiers.stats.eviction_history import MissReason
-from kvtier.tiers.types import DurableStatus
+from kvtier.tiers.types import DurableStatus, MissReason
 
 
 class Choosy(Rig):

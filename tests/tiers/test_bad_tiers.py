@@ -6,13 +6,11 @@ import pytest
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
-from kvtier.tiers.core.block import NamespaceSpec
-from kvtier.tiers.core.commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
-from kvtier.tiers.core.leases import KeyStatus, Lease
+from kvtier.tiers.core.commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.core.leases import Lease
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.stats.eviction_history import MissReason
 from kvtier.tiers.stats.snapshots import TierStats
-from kvtier.tiers.types import DurableStatus, StoreStatus
+from kvtier.tiers.types import DurableStatus, JobId, KeyStatus, MissReason, NamespaceSpec, StoreStatus
 
 SPACE = NamespaceId(b"n" * 16)
 SPEC = NamespaceSpec(SPACE, world_size=1, part_bytes=(4096,))

@@ -8,10 +8,9 @@ from test_core import HIT, MISS, Rig, keys
 
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import bulk_eviction
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.core.bulk_eviction import Clearing, Wanted
 from kvtier.tiers.core.commands import RemoveFromTier, WorkLeft
-from kvtier.tiers.stats.eviction_history import MissReason
+from kvtier.tiers.types import MissReason, NamespaceSpec
 
 SLOT = 4096
 OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(SLOT,))

@@ -4,9 +4,7 @@ import pytest
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.core.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier, WorkLeft
-from kvtier.tiers.core.leases import KeyStatus
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import Keeping
 from kvtier.tiers.errors import (
@@ -18,7 +16,7 @@ from kvtier.tiers.errors import (
     StoreNotFound,
     UnknownSession,
 )
-from kvtier.tiers.types import DurableStatus, Session, StoreStatus
+from kvtier.tiers.types import DurableStatus, KeyStatus, NamespaceSpec, Session, StoreStatus
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096, 16384))
 HIT, MISS, PENDING = bytes([KeyStatus.HIT]), bytes([KeyStatus.MISS]), bytes([KeyStatus.HIT_PENDING])

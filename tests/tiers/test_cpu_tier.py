@@ -28,12 +28,9 @@ from contracts.tier import (
 from kvtier.cuda.host.region import HostRegion
 from kvtier.server.runtime import extent_bytes_for
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
-from kvtier.tiers.core.block import NamespaceSpec
-from kvtier.tiers.core.commands import LeaseId, StoreId
-from kvtier.tiers.core.leases import KeyStatus
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.errors import CoreError
-from kvtier.tiers.types import Session, StoreStatus
+from kvtier.tiers.types import KeyStatus, LeaseId, NamespaceSpec, Session, StoreId, StoreStatus
 
 NEVER = 1e9
 HIT = bytes([KeyStatus.HIT])

@@ -15,13 +15,11 @@ from simulation import ModelTier
 from test_core import SPEC, Rig
 
 from kvtier.tiers.base import NamespaceId, RequestInfo
-from kvtier.tiers.core.block import PRIVATE_KEY_PREFIX, NamespaceSpec
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, Keeping
-from kvtier.tiers.stats.eviction_history import MissReason
-from kvtier.tiers.stats.miss_ratio_curve import SCALES, Curves
+from kvtier.tiers.stats.miss_ratio_curve import SCALES, Curves, Stack
 from kvtier.tiers.stats.request_log import Span
-from kvtier.tiers.stats.reuse_distance import Stack
+from kvtier.tiers.types import PRIVATE_KEY_PREFIX, MissReason, NamespaceSpec
 
 BLOCK = 4096
 NAMESPACE = NamespaceId(b"n" * 16)

@@ -7,16 +7,16 @@ from simulation import EXTENT, ModelTier
 from test_core import HIT, MISS, PENDING, SPEC, Rig, keys
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
-from kvtier.tiers.core.block import MAX_PART_SIZES, NamespaceSpec
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.errors import InvalidNamespace, LimitExceeded, NotOwner
 from kvtier.tiers.eviction import LRU
 from kvtier.tiers.eviction.queues import Lines
-from kvtier.tiers.eviction.quotas import TENANT_TAG_BYTES, Shares, Tenant
-from kvtier.tiers.stats.eviction_history import History, MissReason
+from kvtier.tiers.eviction.quotas import Shares, Tenant
+from kvtier.tiers.stats.eviction_history import History
 from kvtier.tiers.stats.request_log import MOST_SPANS
+from kvtier.tiers.types import MAX_PART_SIZES, TENANT_TAG_BYTES, MissReason, NamespaceSpec
 
 
 class Insisting(ModelTier):

@@ -6,7 +6,7 @@ from test_core import Rig, keys
 from kvtier.tiers.core.commands import StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import Keeping
-from kvtier.tiers.stats.eviction_history import MissReason
+from kvtier.tiers.types import MissReason
 
 
 def test_a_block_that_was_read_during_a_reset_is_remembered_as_reset() -> None:

@@ -6,13 +6,10 @@ from test_core import SPEC, keys
 from test_handoffs import D2P, P2D, PRIVATE, HoldRig
 
 from kvtier.tiers.base import NamespaceId, Outcome
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.core.commands import LoadFromTier
-from kvtier.tiers.core.handoff_notes import ClaimOutcome, ClaimRecord
-from kvtier.tiers.core.holds import HoldEnd, HoldRecord, PublishStatus
 from kvtier.tiers.errors import HoldExpired, HoldNotFound
-from kvtier.tiers.stats.eviction_history import MissReason
-from kvtier.tiers.stats.request_log import LookupRecord, Span
+from kvtier.tiers.stats.request_log import ClaimOutcome, ClaimRecord, HoldRecord, LookupRecord, Span
+from kvtier.tiers.types import HoldEnd, MissReason, NamespaceSpec, PublishStatus
 
 OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
 

@@ -7,15 +7,15 @@ from simulation import EXTENT, ModelTier
 from test_core import GRANTED, HIT, MISS, NO_ROOM, PENDING, SPEC, Rig, keys
 
 from kvtier.tiers.base import NamespaceId, Outcome
-from kvtier.tiers.core.block import PRIVATE_KEY_PREFIX, NamespaceSpec
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, StoreInTier
 from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
-from kvtier.tiers.core.holds import Claim, HandoffDirection, HandoffStats, Hold, HoldName, PublishStatus
+from kvtier.tiers.core.holds import Claim, Hold
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import Keeping
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidItem, InvalidKey, LimitExceeded
 from kvtier.tiers.eviction.quotas import Tenant
-from kvtier.tiers.types import Session
+from kvtier.tiers.stats.snapshots import HandoffStats
+from kvtier.tiers.types import PRIVATE_KEY_PREFIX, HandoffDirection, HoldName, NamespaceSpec, PublishStatus, Session
 
 NO_STATUS = b"\0"
 P2D, D2P = HandoffDirection

@@ -6,12 +6,13 @@ from test_core import GRANTED, HIT, MISS, PENDING, keys
 from test_handoffs import D2P, P2D, PRIVATE, HoldRig
 
 from kvtier.tiers.base import NamespaceId, Outcome
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, LookupInTier
-from kvtier.tiers.core.holds import HandoffDirection, HandoffStats, Hold, PublishStatus
+from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import Keeping
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidKey
+from kvtier.tiers.stats.snapshots import HandoffStats
+from kvtier.tiers.types import HandoffDirection, NamespaceSpec, PublishStatus
 
 OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
 

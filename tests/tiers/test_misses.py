@@ -7,10 +7,10 @@ from simulation import ModelTier
 from test_core import SPEC, Rig, keys
 
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo, TierFilter
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.core.commands import LoadFromTier
-from kvtier.tiers.stats.eviction_history import History, MissReason
+from kvtier.tiers.stats.eviction_history import History
 from kvtier.tiers.stats.request_log import Span
+from kvtier.tiers.types import MissReason, NamespaceSpec
 
 OTHER_FORMAT = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096, 16384))
 FIRST_TICK = 100.0

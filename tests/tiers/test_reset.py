@@ -5,7 +5,7 @@ from test_core import GRANTED, HIT, MISS, PENDING, Rig, keys
 
 from kvtier.tiers.base import Outcome, RequestInfo
 from kvtier.tiers.core.commands import LoadFromTier
-from kvtier.tiers.stats.eviction_history import MissReason
+from kvtier.tiers.types import MissReason
 
 
 def test_the_tiers_below_keep_what_they_have() -> None:

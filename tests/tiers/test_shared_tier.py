@@ -8,8 +8,8 @@ from test_core import HIT, MISS, PENDING, Rig, keys
 
 from kvtier.tiers.base import Medium, Outcome, TierFilter
 from kvtier.tiers.core.commands import LoadFromTier, LookupInTier
-from kvtier.tiers.core.leases import KeyStatus
 from kvtier.tiers.errors import InvalidItem
+from kvtier.tiers.types import KeyStatus
 
 RETRY = bytes([KeyStatus.RETRY])
 

@@ -8,12 +8,11 @@ from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import cpu_tier, leases
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.core.commands import WorkLeft
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, Keeping
 from kvtier.tiers.eviction import queues
-from kvtier.tiers.stats.eviction_history import MissReason
+from kvtier.tiers.types import MissReason, NamespaceSpec
 
 MANY = 100_000
 SLOT = 4096

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.stats.counters import MOST_NAMESPACES, Tally
-from kvtier.tiers.stats.eviction_history import MissReason
 from kvtier.tiers.stats.request_log import Span
+from kvtier.tiers.types import MissReason
 
 
 def namespace(number: int, tag: bytes = b"rest") -> NamespaceId:

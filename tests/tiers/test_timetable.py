@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.eviction.expiry import Timetable
+from kvtier.tiers.eviction.queues import Timetable
 
 
 def test_items_come_when_their_time_is_over() -> None:

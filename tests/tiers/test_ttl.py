@@ -4,9 +4,8 @@ import pytest
 from simulation import ModelTier
 from tenants import PAGE, ROOMY, Rig, keys, spec
 
-from kvtier.tiers.core.leases import KeyStatus
 from kvtier.tiers.core.settings import CPU_TIER
-from kvtier.tiers.stats.eviction_history import MissReason
+from kvtier.tiers.types import KeyStatus, MissReason
 
 
 def why(rig: Rig, number: int) -> MissReason | None:

@@ -2,86 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..base import NamespaceId
-from ..errors import InvalidKey, InvalidNamespace
+from ..types import PRIVATE_KEY_PREFIX, NamespaceSpec
 
 if TYPE_CHECKING:
     from ..eviction.queues import Line
-    from ..stats.eviction_history import MissReason
-
-__all__ = ["GROUP_INDEX_BYTES", "PRIVATE_KEY_PREFIX", "SLOT_ALIGNMENT", "Block", "NamespaceSpec", "Shelf"]
-
-GROUP_INDEX_BYTES = 4
-"""A key ends in its KV cache group's index, big-endian."""
-
-PRIVATE_KEY_PREFIX = b"kvtier.hold."
-"""So begin the keys of blocks that only a hold names (`kvtier/v1/handoff.proto`): they have no content hash."""
-
-SLOT_ALIGNMENT = 4096
-"""Slots start and end on pages, as direct I/O wants it."""
-
-MAX_WORLD_SIZE = 4096
-MAX_PART_SIZES = 64
-"""Each size is a line of eviction of its own; engines have a handful."""
+    from ..types import MissReason
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceSpec:
-    """What the core needs to know of a namespace.
-
-    Attributes:
-        id: digest of everything that must agree for blocks to be shared.
-        world_size: ranks, each with one part of every block.
-        part_bytes: per KV cache group, the size of one rank's part of a block.
-        no_slots: what a block without slots has, one for all of them.
-    """
-
-    id: NamespaceId
-    world_size: int
-    part_bytes: tuple[int, ...]
-    no_slots: tuple[None, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.world_size <= MAX_WORLD_SIZE:
-            raise InvalidNamespace(f"world size {self.world_size} is not within 1..{MAX_WORLD_SIZE}")
-        if not self.part_bytes:
-            raise InvalidNamespace("a namespace needs at least one KV cache group")
-        if len(set(self.part_bytes)) > MAX_PART_SIZES:
-            raise InvalidNamespace(f"a namespace has parts of {MAX_PART_SIZES} sizes at most")
-        if min(self.part_bytes) < 1:
-            raise InvalidNamespace("part_bytes of every group must be positive")
-        object.__setattr__(self, "no_slots", (None,) * self.world_size)
-
-    def part_bytes_of(self, key: bytes) -> int:
-        """Returns the size of one part of the block with this key.
-
-        Raises:
-            InvalidKey: the key names a group that the namespace lacks.
-        """
-        group = int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
-        if group >= len(self.part_bytes):
-            raise InvalidKey(f"key names group {group}, the namespace has {len(self.part_bytes)}")
-        return self.part_bytes[group]
-
-    def check(self, keys: Sequence[bytes]) -> None:
-        """Raises InvalidKey if one of the keys names a group that the namespace lacks."""
-        if len(keys) == 1:  # blocks of the tiers below are found one by one
-            self.part_bytes_of(keys[0])
-            return
-        lengths = set(map(len, keys))
-        if len(lengths) == 1 and self.groups_are_known(b"".join(keys), lengths.pop()):
-            return
-        for key in keys:
-            self.part_bytes_of(key)
-
-    def groups_are_known(self, packed: bytes, length: int) -> bool:
-        """Whether keys of one length, one behind the other, are sure to pass `check`. Column by column, for lookups wait for it."""
-        *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
-        return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(len(self.part_bytes), 256))))
+__all__ = ["Block", "Shelf"]
 
 
 class Shelf:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..base import NamespaceId
-from ..eviction.quotas import TENANT_TAG_BYTES
+from ..types import TENANT_TAG_BYTES
 from .catalog import CatalogEntry, UsedElsewhere
 from .secondary import Lane
 

@@ -14,7 +14,8 @@ from typing import Any
 from ..base import Entry, NamespaceId
 from ..eviction.queues import Line, Lines
 from ..eviction.quotas import Share, choose
-from ..stats.eviction_history import Left, MissReason
+from ..stats.eviction_history import Left
+from ..types import MissReason
 
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
 

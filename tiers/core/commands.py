@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
 
 from ..base import NamespaceId
+from ..types import JobId, LeaseId
 from .block import Block
 
 __all__ = [
     "Command",
     "HoldChanged",
-    "JobId",
-    "LeaseId",
     "LeaseSettled",
     "LoadFromTier",
     "LookupInTier",
     "RemoveFromTier",
-    "StoreId",
     "StoreInTier",
     "WorkLeft",
 ]
-
-JobId = NewType("JobId", int)
-LeaseId = NewType("LeaseId", int)
-StoreId = NewType("StoreId", int)
 
 
 @dataclass(frozen=True, slots=True)

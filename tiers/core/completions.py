@@ -8,17 +8,54 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from ..base import Outcome
-from ..stats.eviction_history import History, MissReason
+from ..base import NamespaceId, Outcome
+from ..stats.eviction_history import History
+from ..types import DurableStatus, JobId, MissReason
 from .block import Block
-from .commands import Command, JobId, LeaseSettled
+from .commands import Command, LeaseSettled
 from .cpu_tier import PrimaryTier
 from .handoffs import Handoffs
 from .lookups import Lookups
 from .requests import RequestTable
 from .transfers import JobKind, TierFlow
 
-__all__ = ["Arrivals"]
+__all__ = ["Arrivals", "Durability"]
+
+
+class Durability:
+    """Knows what is in the durable tiers, or on its way there."""
+
+    def __init__(self, primary: PrimaryTier, flow: TierFlow) -> None:
+        self._primary = primary
+        self._flow = flow
+        self._below = flow.whereabouts
+
+    def flush(self, namespace: NamespaceId, keys: Sequence[bytes]) -> bytes:
+        """Returns a `DurableStatus` per key, and sends on their way ready blocks that no durable tier has."""
+        blocks = self._primary.blocks_of(namespace)
+        waiting = [
+            block
+            for key in keys
+            if (block := blocks.get(key)) and block.ready and not self._below.is_becoming_durable(namespace, key)
+        ]
+        self._flow.cascade(list(dict.fromkeys(waiting)), None, even_if_busy=True)
+        return bytes(self.of(namespace, key) for key in keys)
+
+    def send_left_out(self) -> None:
+        """Sends on their way, last used first, the blocks that backpressure had left out.
+
+        Those only: what a tier has had and evicted since must not drive out what it has now.
+        """
+        self._flow.cascade(self._primary.left_out_blocks(), None, even_if_busy=True)
+
+    def of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
+        """Returns whether a block survives a restart."""
+        if self._below.is_durable(namespace, key):
+            return DurableStatus.DURABLE
+        block = self._primary.blocks_of(namespace).get(key)
+        being_written = block is not None and block.pending
+        on_its_way = being_written or self._below.is_becoming_durable(namespace, key)
+        return DurableStatus.PENDING if on_its_way else DurableStatus.VOLATILE
 
 
 class Arrivals:

@@ -8,9 +8,10 @@ from operator import attrgetter
 from ..base import NamespaceId
 from ..eviction.queues import Line, Lines, by_line
 from ..eviction.quotas import Share
-from ..stats.eviction_history import LeftTogether, MissReason
+from ..stats.eviction_history import LeftTogether
 from ..stats.snapshots import TierStats
-from .block import Block, NamespaceSpec
+from ..types import MissReason, NamespaceSpec
+from .block import Block
 from .block_index import Shelves
 from .slot_allocator import SlotAllocator
 from .slot_reclaim import RegionRoom

@@ -13,26 +13,31 @@ from dataclasses import replace
 from ..base import NamespaceId
 from ..errors import HoldExpired, HoldNotFound, InvalidItem, LimitExceeded
 from ..eviction.quotas import Budget, Share
-from ..types import EngineKey, Session
+from ..stats.eviction_history import History
+from ..stats.request_log import ClaimOutcome, ClaimRecord, HoldRecord, Journal, LookupRecord, Verdict, bounded, spans_of
+from ..stats.snapshots import HandoffStats
+from ..types import EngineKey, HandoffDirection, HoldEnd, HoldName, KeyStatus, MissReason, Owner, PublishStatus, Session
 from .block import Block
 from .commands import Command, HoldChanged
 from .cpu_tier import PrimaryTier
-from .handoff_notes import ClaimOutcome, HandoffNotes
-from .holds import Claim, HandoffDirection, HandoffStats, Hold, HoldEnd, HoldName, HoldTable, PublishStatus
-from .leases import KeyStatus, Owner
+from .holds import Claim, Hold, HoldTable
 from .lookups import MAX_LEASED_ITEMS, Lookups
 from .settings import Keeping
 
-__all__ = ["EXPIRY_MARGIN_SECONDS", "Handoffs"]
+__all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffNotes", "Handoffs"]
+
 
 EXPIRY_MARGIN_SECONDS = 5.0
 """A hold that ends within so many seconds is not read any more (B2.19)."""
 
+
 EXTENSION_PART = 2 / 3
 """What of its duration a heartbeat adds to a hold, from the time of the heartbeat on (B2.1)."""
 
+
 MAX_HELD_ITEMS = 4 << 20
 """Most items that the holds of one tenant may add up to; what several hold counts for each."""
+
 
 _REMEMBERED = 4096
 """Names of holds that are over that are remembered: nobody waits for these, and who claims one is told why not."""
@@ -328,3 +333,59 @@ def _status(block: Block | None, wanted: bool) -> int:  # noqa: FBT001 - from a 
     if block is None:
         return KeyStatus.MISS
     return KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING
+
+
+_CPU_TIER = 0
+
+
+class HandoffNotes:
+    """Writes publications and claims into the journal."""
+
+    def __init__(self, journal: Journal, history: History) -> None:
+        self._journal = journal
+        self._history = history
+
+    def published(
+        self,
+        name: HoldName,
+        direction: HandoffDirection,
+        *,
+        num_tokens: int,
+        blocks: int,
+        status: PublishStatus,
+        now: float,
+    ) -> HoldRecord:
+        """Takes note of a publication, be it declined or not."""
+        record = HoldRecord(now, direction, num_tokens, blocks, status)
+        self._journal.latest(name[:2], name[2], now).holds.append(record)
+        return record
+
+    def ended(self, hold: Hold, how: HoldEnd, now: float) -> None:
+        """Takes note of the end of a hold."""
+        if hold.record is not None:
+            hold.record.end, hold.record.ended_at = how, now
+
+    def claimed(self, owner: Owner, hold: Hold, statuses: bytes, now: float) -> None:
+        """Takes note of a claim that found its hold, whatever was there of it."""
+        keys = [key for key, status in zip(hold.keys, statuses, strict=True) if status]
+        met = [status for status in statuses if status]
+        verdicts = self._verdicts(hold, keys, met)
+        first = next((key for key, verdict in zip(keys, verdicts, strict=True) if verdict != _CPU_TIER), None)
+        if hold.record is not None:
+            hold.record.claims += 1
+            hold.record.hits += met.count(KeyStatus.HIT)
+        claim = ClaimRecord(hold.name[1], hold.name[2], ClaimOutcome.HELD, len(statuses) - len(met))
+        record = LookupRecord(now, bounded(spans_of(verdicts)), first, claim=claim)
+        self._journal.note_lookup(owner.engine, owner.request_id, record)
+
+    def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
+        """Takes note of a claim that did not find its hold."""
+        record = LookupRecord(now, (), claim=ClaimRecord(name[1], name[2], outcome))
+        self._journal.note_lookup(owner.engine, owner.request_id, record)
+
+    def _verdicts(self, hold: Hold, keys: Sequence[bytes], met: Sequence[int]) -> list[Verdict]:
+        known: dict[int, Verdict] = {KeyStatus.HIT: _CPU_TIER, KeyStatus.HIT_PENDING: MissReason.PENDING}
+        if KeyStatus.MISS not in met:
+            return [known[status] for status in met]
+        lost = self._history.why_each(hold.name[0], keys, MissReason.NEVER_STORED)
+        return [known.get(status, reason) for status, reason in zip(met, lost, strict=True)]

@@ -6,94 +6,16 @@ published it, and never its expiry.
 
 from __future__ import annotations
 
-import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..base import NamespaceId
-from ..types import EngineKey
+from ..stats.request_log import HoldRecord
+from ..types import EngineKey, HandoffDirection, HoldName
 from .block import Block
 from .leases import Lease
 
-__all__ = [
-    "Claim",
-    "HandoffDirection",
-    "HandoffStats",
-    "Hold",
-    "HoldEnd",
-    "HoldName",
-    "HoldRecord",
-    "HoldTable",
-    "PublishStatus",
-]
-
-HoldName = tuple[NamespaceId, str, str]
-"""A hold: the engine that published it, and that engine's id of the request, within a namespace."""
-
-
-class HandoffDirection(enum.IntEnum):
-    """Which way a request goes. Numbers as in `kvtier.v1.HandoffDirection`."""
-
-    PREFILL_TO_DECODE = 1
-    DECODE_TO_PREFILL = 2
-
-
-class PublishStatus(enum.IntEnum):
-    """What became of a publication. Numbers as in `kvtier.v1.PublishStatus`."""
-
-    PUBLISHED = 1
-    NO_ROOM = 2
-    TOO_MANY = 3
-
-
-class HoldEnd(enum.Enum):
-    """How a hold ended. Numbers as in `kvtier.v1.HoldEnd`."""
-
-    RELEASED = 1
-    EXPIRED = 2
-    REPLACED = 3
-    """Another one of its name was published."""
-    RESET = 4
-
-
-@dataclass(slots=True, eq=False)
-class HoldRecord:
-    """What the journal keeps of a publication, in the core's seconds; it outlives its hold, and has no block."""
-
-    at: float
-    direction: HandoffDirection
-    num_tokens: int
-    blocks: int
-    status: PublishStatus
-    pending: int = 0
-    """Blocks that were on their way when it was published."""
-    claims: int = 0
-    """Claims that found it."""
-    hits: int = 0
-    """Blocks that these were granted, added up."""
-    end: HoldEnd | None = None
-    """None as long as it is open, and for what was declined."""
-    ended_at: float = 0.0
-
-
-@dataclass(slots=True)
-class HandoffStats:
-    """What has become of the holds of one direction since start, each counted once; and what is open."""
-
-    open: int = 0
-    published: int = 0
-    declined: int = 0
-    """Publications that were beyond what may be held."""
-    claimed: int = 0
-    """Claims that were granted something."""
-    released: int = 0
-    expired: int = 0
-    dropped: int = 0
-    """Holds that ended with a reset, or were replaced."""
-    claimed_bytes: int = 0
-    held_seconds: float = 0.0
-    """For how long the holds that have ended kept their blocks from eviction, added up."""
+__all__ = ["Claim", "Hold", "HoldTable"]
 
 
 @dataclass(slots=True, eq=False)

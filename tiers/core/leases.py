@@ -5,54 +5,27 @@ A lease belongs to an engine, falls with the session that it was granted to, and
 
 from __future__ import annotations
 
-import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
-from ..types import EngineKey
+from ..types import EngineKey, KeyStatus, LeaseId, Owner
 from .block import Block
-from .commands import LeaseId
 
 if TYPE_CHECKING:
     from ..stats.request_log import LookupRecord
 
-__all__ = ["KeyStatus", "Lease", "LeaseTable", "LookupAnswer", "Owner"]
+
+__all__ = ["Lease", "LeaseTable", "LookupAnswer"]
+
 
 K = TypeVar("K")
 
+
 SLICE = 8192
 """Pins that fall at a time, where many do."""
-
-
-class KeyStatus(enum.IntEnum):
-    """What a lookup says of one key. Numbers as in `kvtier.v1.KeyStatus`."""
-
-    HIT = 1
-    MISS = 2
-    HIT_PENDING = 3
-    RETRY = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Who holds a lease: a session of an engine, on behalf of a request (or none)."""
-
-    engine: EngineKey
-    session_id: bytes
-    request_id: str
-
-    @property
-    def engine_id(self) -> str:
-        """The engine, for people."""
-        return self.engine[1]
-
-    @property
-    def user(self) -> tuple[EngineKey, str] | None:
-        """What eviction policies know the request by; None where the client did not say."""
-        return (self.engine, self.request_id) if self.request_id else None
 
 
 @dataclass(slots=True, eq=False)

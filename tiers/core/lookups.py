@@ -10,13 +10,13 @@ from itertools import islice
 from ..errors import LimitExceeded
 from ..negotiation import NamespaceId
 from ..stats.counters import Tally
-from ..stats.eviction_history import History, MissReason
+from ..stats.eviction_history import History
 from ..stats.miss_ratio_curve import Curves
 from ..stats.request_log import Journal, LookupRecord, Span, Verdict, bounded, spans_of
-from ..types import Session
-from .block import Block, NamespaceSpec
+from ..types import MissReason, NamespaceSpec, Owner, Session
+from .block import Block
 from .cpu_tier import PrimaryTier
-from .leases import Lease, LeaseTable, LookupAnswer, Owner
+from .leases import Lease, LeaseTable, LookupAnswer
 from .secondary import Lane, Presence
 from .transfers import TierFlow
 

@@ -16,23 +16,19 @@ from ..stats.eviction_history import History, names_for
 from ..stats.miss_ratio_curve import Curves
 from ..stats.request_log import Journal, RequestRecord
 from ..stats.snapshots import ManagerStats, NamespaceStats
-from ..types import DurableStatus, Negotiation, Session, StoreAnswer
-from .block import NamespaceSpec
+from ..types import DurableStatus, JobId, LeaseId, NamespaceSpec, Negotiation, Session, StoreAnswer, StoreId
 from .bulk_eviction import Clearing, Wanted
-from .commands import Command, JobId, LeaseId, LeaseSettled, StoreId
-from .completions import Arrivals
+from .commands import Command, LeaseSettled
+from .completions import Arrivals, Durability
 from .cpu_tier import PrimaryTier
-from .durability import Durability
 from .figures import Figures
-from .handoff_notes import HandoffNotes
-from .handoffs import Handoffs
-from .in_flight import Store
+from .handoffs import HandoffNotes, Handoffs
 from .leases import Lease, LookupAnswer
 from .lookups import Lookups
 from .requests import Request, RequestTable
 from .settings import CPU_TIER, Keeping
 from .sliced_work import Slices
-from .stores import Stores
+from .stores import Store, Stores
 from .transfers import TierFlow
 
 __all__ = ["CPU_TIER", "TierManager"]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..base import NamespaceId, TierFilter
 from ..errors import InvalidItem
-from .commands import Command, JobId, LookupInTier
-from .presence_cache import Name
-from .secondary import Lane, Presence
+from ..types import JobId
+from .commands import Command, LookupInTier
+from .secondary import Lane, Name, Presence
 
 __all__ = ["Whereabouts"]
 

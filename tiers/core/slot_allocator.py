@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from .block import SLOT_ALIGNMENT
+from ..types import SLOT_ALIGNMENT
 
 __all__ = ["Extent", "SlotAllocator"]
 

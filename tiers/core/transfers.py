@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ..base import Outcome, SecondaryTier
-from ..stats.eviction_history import History, MissReason
+from ..stats.eviction_history import History
+from ..types import JobId, MissReason
 from .block import Block
 from .bulk_eviction import LaneStock
 from .catalog import CatalogEntry, EntryState, UsedElsewhere
-from .commands import Command, JobId, LoadFromTier, RemoveFromTier, StoreInTier
-from .presence_cache import Name
+from .commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
 from .requests import Request
 from .residency import Whereabouts
-from .secondary import Lane
+from .secondary import Lane, Name
 from .settings import Keeping
 
 __all__ = ["Finished", "JobKind", "StallChange", "TierFlow"]

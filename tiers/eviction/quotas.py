@@ -14,16 +14,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ..base import NamespaceId
+from ..types import REST, TENANT_TAG_BYTES
 
-__all__ = ["REST", "TENANT_TAG_BYTES", "Budget", "QuotaError", "Share", "Shares", "Tenant", "choose"]
+__all__ = ["Budget", "QuotaError", "Share", "Shares", "Tenant", "choose"]
+
 
 T = TypeVar("T")
-
-TENANT_TAG_BYTES = 4
-"""A namespace's id begins with a tag of its tenant, so that it is known whose a block is before the tenant has come."""
-
-REST = ""
-"""Name of the share of those who have none of their own."""
 
 
 class QuotaError(ValueError):

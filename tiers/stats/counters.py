@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..base import NamespaceId
-from ..eviction.quotas import REST, TENANT_TAG_BYTES
-from .eviction_history import MissReason
+from ..types import REST, TENANT_TAG_BYTES, MissReason
 from .request_log import Span
 
 __all__ = ["MOST_NAMESPACES", "Cell", "Tally"]

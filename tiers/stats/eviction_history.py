@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from ..negotiation import NamespaceId
+from ..types import MissReason
 
-__all__ = ["History", "Left", "LeftTogether", "MissReason", "names_for"]
+__all__ = ["History", "Left", "LeftTogether", "names_for"]
+
 
 MOST_REMEMBERED = 1 << 18
 """Departures that are remembered at most; what left before them counts as never stored. A name takes about 170 bytes."""
+
+
 LEAST_REMEMBERED = 1 << 14
+
+
 _BYTES_PER_NAME = 16 << 10
 
 
@@ -21,35 +26,9 @@ def names_for(region_bytes: int) -> int:
     return min(max(region_bytes // _BYTES_PER_NAME, LEAST_REMEMBERED), MOST_REMEMBERED)
 
 
-class MissReason(enum.Enum):
-    """Why a looked-up block was a miss. Numbers as in `kvtier.v1.MissReason`."""
-
-    NEVER_STORED = 1
-    """Nobody stored it, as far as is remembered."""
-    EVICTED = 2
-    """It had to make room."""
-    STORE_FAILED = 3
-    """It was offered, and could not be written: there was no room, its writer failed or went silent, or a tier was too busy."""
-    POLICY = 4
-    """A rule kept it out: the lookup excluded the tier that has it, or a tier did not admit it."""
-    BELOW_THRESHOLD = 5
-    """It was there, in a prefix shorter than what the lookup called worth having."""
-    FORMAT_MISMATCH = 6
-    """It is there in another format (model revision, dtype, layout, parallelism), whose bytes would be wrong."""
-    EXPIRED = 7
-    """Its time was over."""
-    LOAD_FAILED = 8
-    """A tier had it and could not give it back: damaged, lost, or an error of its storage."""
-    NO_ROOM = 9
-    """A tier has it, and every slot of the CPU tier is in use."""
-    RESET = 10
-    """The CPU tier was emptied on demand, or is being emptied."""
-    PENDING = 11
-    """It was on its way, and had not come when the wait of a claim was over."""
-
-
 Left = Callable[[NamespaceId, bytes, MissReason], None]
 """Told of each block that leaves a tier, and why. Raises nothing."""
+
 
 LeftTogether = Callable[[NamespaceId, Iterable[bytes], MissReason], None]
 """The same, of blocks that leave a tier for one reason."""

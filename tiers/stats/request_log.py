@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ..types import EngineKey, Negotiation
-from .eviction_history import MissReason
+from ..types import (
+    EngineKey,
+    HandoffDirection,
+    HoldEnd,
+    MissReason,
+    Negotiation,
+    PublishStatus,
+)
+
+__all__ = [
+    "ClaimOutcome",
+    "ClaimRecord",
+    "HoldRecord",
+    "Journal",
+    "LookupRecord",
+    "RequestRecord",
+    "Span",
+    "Verdict",
+    "bounded",
+    "spans_of",
+]
+
 
 if TYPE_CHECKING:
-    from ..core.handoff_notes import ClaimRecord
-    from ..core.holds import HoldRecord
+    pass
 
-__all__ = ["Journal", "LookupRecord", "RequestRecord", "Span", "Verdict", "bounded", "spans_of"]
 
 MOST_REQUESTS = 4096
+
+
 MAX_AGE_SECONDS = 900.0
+
+
 _MOST_LOOKUPS = 4
 """Lookups that are kept per request, the latest: an engine that polls asks the same again and again."""
 
+
 _MOST_HOLDS = 2
 """Publications that are kept per request: it ends once, unless its engine says so again."""
+
 
 Verdict = int | MissReason | None
 """What a key met: the position of the tier that had it, the reason of a miss, or None where a tier does not know yet."""
@@ -165,3 +190,45 @@ class Journal:
     def __iter__(self) -> Iterator[RequestRecord]:
         """Iterates over the requests, the latest first."""
         return reversed(self._requests.values())
+
+
+class ClaimOutcome(enum.Enum):
+    """What a claim met. Numbers as in `kvtier.v1.ClaimOutcome`."""
+
+    HELD = 1
+    NOT_HELD = 2
+    """Nobody had published it in time, or it had ended."""
+    EXPIRED = 3
+    """Its time was over, or nearly so."""
+    OTHER_NAMESPACE = 4
+    """It is held, by an engine whose blocks mean something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRecord:
+    """Which hold a request claimed, and what it met; `unwanted` blocks of it were not asked for."""
+
+    engine_id: str
+    request_id: str
+    outcome: ClaimOutcome
+    unwanted: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class HoldRecord:
+    """What the journal keeps of a publication, in the core's seconds; it outlives its hold, and has no block."""
+
+    at: float
+    direction: HandoffDirection
+    num_tokens: int
+    blocks: int
+    status: PublishStatus
+    pending: int = 0
+    """Blocks that were on their way when it was published."""
+    claims: int = 0
+    """Claims that found it."""
+    hits: int = 0
+    """Blocks that these were granted, added up."""
+    end: HoldEnd | None = None
+    """None as long as it is open, and for what was declined."""
+    ended_at: float = 0.0

@@ -14,28 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..base import NamespaceId
-from ..core.handoff_notes import ClaimOutcome
-from ..core.holds import HandoffDirection, HandoffStats
-from .eviction_history import MissReason
+from ..types import HandoffDirection, MissReason, ShareStats
 from .miss_ratio_curve import HitRatio
+from .request_log import ClaimOutcome
 
-__all__ = ["ManagerStats", "NamespaceStats", "ShareStats", "TierStats"]
-
-
-@dataclass(frozen=True, slots=True)
-class ShareStats:
-    """What a tenant has of a tier at one moment, in bytes."""
-
-    tenant: str
-    """Its name; empty for all who have no share of their own."""
-    quota_bytes: int
-    """What it is guaranteed."""
-    limit_bytes: int | None
-    """The most that it may hold; None where nothing is said."""
-    used_bytes: int
-    """What it holds."""
-    retained_bytes: int
-    """What of that may not be evicted for a while."""
+__all__ = ["HandoffStats", "ManagerStats", "NamespaceStats", "TierStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +119,22 @@ class ManagerStats:
     """Looked-up keys that no tier answered for since start; in PREFIX mode also those behind the first miss."""
     misses_by_reason: Mapping[MissReason, int] = field(default_factory=dict)
     """Why those keys were missed; adds up to `lookup_misses`."""
+
+
+@dataclass(slots=True)
+class HandoffStats:
+    """What has become of the holds of one direction since start, each counted once; and what is open."""
+
+    open: int = 0
+    published: int = 0
+    declined: int = 0
+    """Publications that were beyond what may be held."""
+    claimed: int = 0
+    """Claims that were granted something."""
+    released: int = 0
+    expired: int = 0
+    dropped: int = 0
+    """Holds that ended with a reset, or were replaced."""
+    claimed_bytes: int = 0
+    held_seconds: float = 0.0
+    """For how long the holds that have ended kept their blocks from eviction, added up."""

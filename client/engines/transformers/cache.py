@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,17 +12,18 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
 from ... import Client, DurableStatus, Group, KVTierError, Namespace, make_key
 from .cache_layout import CacheLayout
-from .fingerprint import config_digest, weights_digest
-from .hashes import HASH_SCHEME, block_hashes
 
-__all__ = ["Hit", "KVTierCache"]
+__all__ = ["HASH_SCHEME", "Hit", "KVTierCache", "block_hashes", "config_digest", "weights_digest"]
+
 
 _log = logging.getLogger(__name__)
+
 
 _HARMLESS = {
     "attention_mask",
@@ -32,6 +35,7 @@ _HARMLESS = {
     "tokenizer",
 }
 """Arguments of `generate`, beside its settings, that leave the meaning of the tokens alone. Others may be the model's inputs."""
+
 
 _DECIDING: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
@@ -248,3 +252,59 @@ def is_plain(input_ids: torch.Tensor, options: Mapping[str, Any], defaults: Any)
         and all(name in _HARMLESS or hasattr(settings, name) for name in options)
         and all(chosen[name] in plain for name, plain in _DECIDING.items())
     )
+
+
+HASH_SCHEME = "kvtier.transformers.sha256.1"
+"""Part of the namespace; changes when the hashes do."""
+
+
+def block_hashes(tokens: Sequence[int], block_tokens: int, *, extra: bytes = b"") -> list[bytes]:
+    """Returns the hash (32 bytes) of each full block of `tokens`; a rest that does not fill a block has none."""
+    data = np.asarray(tokens, dtype="<i8").tobytes()
+    parent = hashlib.sha256(HASH_SCHEME.encode() + b"\0" + extra).digest()
+    step = 8 * block_tokens
+    hashes = []
+    for end in range(step, len(data) + 1, step):
+        parent = hashlib.sha256(parent + data[end - step : end]).digest()
+        hashes.append(parent)
+    return hashes
+
+
+SAMPLES = 256
+"""Elements of each parameter that the fingerprint covers."""
+
+
+_IRRELEVANT = {
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""Settings that say where a model came from or how it is run, not what its KV means."""
+
+
+@torch.no_grad()
+def weights_digest(model: torch.nn.Module) -> str:
+    """Returns a digest of a sample of all parameters and buffers, as hex."""
+    digest = hashlib.sha256()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in sorted(tensors, key=lambda named: named[0]):
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+        if tensor.is_meta:  # offloaded: not here to be looked at
+            continue
+        flat = tensor.detach().reshape(-1)
+        count = min(SAMPLES, flat.numel())
+        if count:
+            places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64, device="cpu").long()
+            sample = flat[places.to(flat.device)].cpu().contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def config_digest(config: Any) -> str:
+    """Returns a digest of a transformers config (rope, layer types, windows, …), as hex."""
+    settings = {name: value for name, value in config.to_dict().items() if name not in _IRRELEVANT}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()

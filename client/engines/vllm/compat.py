@@ -15,15 +15,91 @@ An older release, and one that lacks what is imported here, is refused with one 
 
 from __future__ import annotations
 
-from .versions import is_known, refuse_text, unknown_text
+import re
+
+__all__ = [
+    "MEDIUM_CPU",
+    "SUPPORTED",
+    "AllBlocksCleared",
+    "BlockStored",
+    "CacheHitSource",
+    "FullAttentionSpec",
+    "KVCacheConfig",
+    "KVCacheEvent",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "MLAAttentionSpec",
+    "MambaSpec",
+    "SlidingWindowSpec",
+    "SupportsHMA",
+    "UniformTypeKVCacheSpecs",
+    "generate_block_hash_extra_keys",
+    "get_block_hash",
+    "get_group_id",
+    "group_kernel_blocks",
+    "init_logger",
+    "is_known",
+    "maybe_convert_block_hash",
+    "refuse_text",
+    "release_of",
+    "resolve_block_hashes",
+    "resolve_dcp_kv_block_size",
+    "resolve_kv_cache_block_sizes",
+    "unknown_text",
+    "vllm_version",
+]
+
+
+Release = tuple[int, int]
+
+
+_KNOWN: tuple[Release, ...] = ((0, 32), (0, 33))
+
+
+SUPPORTED = "vLLM 0.32 and 0.33"
+
+
+def release_of(version: str) -> Release | None:
+    """Returns major and minor; None for a build that does not say, like one from a checkout without tags ("0.1.dev7+g…")."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or version.startswith("0.1.dev"):
+        return None
+    return int(match[1]), int(match[2])
+
+
+def is_known(version: str) -> bool:
+    """Whether the adapter is tested with this release."""
+    return release_of(version) in _KNOWN
+
+
+def refuse_text(version: str, reason: str = "") -> str | None:
+    """Returns why the connector cannot run in this vLLM: it is too old, or ``reason`` says what is missing; None where it may."""
+    release = release_of(version)
+    if not reason and (release is None or release >= _KNOWN[0]):
+        return None
+    return f"kvtier's connector works with {SUPPORTED}; this is vLLM {version}{f' ({reason})' if reason else ''}"
+
+
+def unknown_text(version: str) -> str:
+    """Returns what to say of a vLLM that is newer than what was tested, or does not say what it is."""
+    return f"kvtier: this is vLLM {version}; the connector was made for {SUPPORTED}, and goes on: all that it needs is there"
+
 
 try:
     from vllm import __version__ as vllm_version
 except ImportError as error:  # pragma: no cover - only without vLLM
     raise ImportError("kvtier.client.engines.vllm runs inside vLLM, which is not installed here") from error
 
+
 if _too_old := refuse_text(vllm_version):
     raise ImportError(_too_old)
+
 
 try:
     from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
@@ -61,40 +137,9 @@ try:
 except ImportError as error:
     raise ImportError(refuse_text(vllm_version, str(error))) from error
 
+
 del _KVConnectorBlockState  # imported only to refuse a vLLM that does not offer block tables to its connector
+
 
 if not is_known(vllm_version):
     init_logger("vllm." + __name__).warning(unknown_text(vllm_version))
-
-__all__ = [
-    "MEDIUM_CPU",
-    "AllBlocksCleared",
-    "BlockStored",
-    "CacheHitSource",
-    "FullAttentionSpec",
-    "KVCacheConfig",
-    "KVCacheEvent",
-    "KVConnectorBase_V1",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
-    "MLAAttentionSpec",
-    "MambaSpec",
-    "SlidingWindowSpec",
-    "SupportsHMA",
-    "UniformTypeKVCacheSpecs",
-    "generate_block_hash_extra_keys",
-    "get_block_hash",
-    "get_group_id",
-    "group_kernel_blocks",
-    "init_logger",
-    "maybe_convert_block_hash",
-    "resolve_block_hashes",
-    "resolve_dcp_kv_block_size",
-    "resolve_kv_cache_block_sizes",
-    "vllm_version",
-]

@@ -22,19 +22,16 @@ from ...offload import CacheGeometry
 from .background import LimitedLog, logger
 from .compat import KVConnectorHandshakeMetadata, KVConnectorPromMetrics, KVConnectorRole, KVConnectorStats
 from .config import ConnectorConfig
-from .containment import contained, nothing
 from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
-from .metrics import KVTierPromMetrics
+from .hooks import SchedulerHooks, WorkerHooks, contained, nothing
 from .namespace import build_namespace, namespace_digest
+from .peers import Peers, address_of
 from .ranks import Parts, merge_stages, parts_of, resolve_ranks
-from .scheduler.peers import Peers, address_of
 from .scheduler.scheduler import SchedulerSide
-from .scheduler_hooks import SchedulerHooks
-from .stats import ConnectorStats, Tally
+from .stats import ConnectorStats, KVTierPromMetrics, Tally
 from .worker.device_route import cuda_route, no_route
 from .worker.reports import WorkerReports
 from .worker.worker import WorkerSide
-from .worker_hooks import WorkerHooks
 
 __all__ = ["KVTierConnector"]
 

@@ -12,30 +12,41 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ....cuda.host.copy import address_of
 from ... import Client, InvalidRequest, KVTierError, Namespace, OffloadPolicy, Timeouts
 from ..vllm.background import BackgroundThreads, LimitedLog, leave_compute_cores, logger
-from ..vllm.containment import contained, nothing
+from ..vllm.config import ServerConfig
 from ..vllm.groups import Unsupported
+from ..vllm.hooks import contained, nothing
 from ..vllm.namespace import namespace_digest
 from . import compat
 from .compat import JobResult, Locality, LookupResult, RequestOffloadingContext, SecondaryTierManager
-from .config import TierConfig
 from .tier_lookups import Answer, TierLookups, TierRequest
 from .tier_namespace import build_tier_namespace
 from .transfers import Job, PrimaryTier, Transfers
 
-__all__ = ["KVTierSecondaryTier"]
+__all__ = ["KVTierSecondaryTier", "TierConfig"]
+
 
 _START_SECONDS = 2.0
+
+
 _DRAIN_SECONDS = 5.0
+
+
 _TRANSFER_SECONDS = 10.0
+
+
 # They only wait: a burst of requests is not to queue behind the few that came first.
 _LOOKUP_THREADS = 8
 
+
 _ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.UNKNOWN: LookupResult.RETRY}
+
+
 _POLICIES = {
     OffloadPolicy.BLOCK_LEVEL: compat.BLOCK_LEVEL,
     OffloadPolicy.REQUEST_LEVEL: compat.OffloadPolicy.REQUEST_LEVEL,
@@ -272,3 +283,30 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
 
 compat.check_hooks(frozenset(SecondaryTierManager.__abstractmethods__), frozenset(vars(KVTierSecondaryTier)))
+
+
+_LOCALITIES = (None, "LOCAL", "REMOTE")
+
+
+@dataclass(frozen=True)
+class TierConfig(ServerConfig):
+    """The tier's settings, besides those of every way to kvtier.
+
+    ``identity``: a name for these weights and settings, part of the namespace; wanted where the tier cannot see the engine's
+    configuration (it says so at start), and otherwise a way to keep engines apart. Where it is wanted it also vouches for what then
+    cannot be checked: block hashes that are the same in every process (``--prefix-caching-hash-algo sha256``), and no LoRA.
+    ``locality``: vLLM's word for where this tier is, ``LOCAL`` or ``REMOTE``; requests can leave tiers out by it.
+    """
+
+    where: ClassVar[str] = "the tier's table in secondary_tiers"
+
+    identity: str = ""
+    locality: str | None = None
+
+    def check(self) -> None:
+        """Raises ValueError for a value that cannot be."""
+        super().check()
+        if not isinstance(self.identity, str):
+            raise ValueError(f"kvtier: identity must be a string, not {self.identity!r}")  # noqa: TRY004 - one kind for all
+        if self.locality not in _LOCALITIES:
+            raise ValueError(f"kvtier: locality must be LOCAL or REMOTE, not {self.locality!r}")

@@ -17,8 +17,8 @@ from typing import Any
 from ... import Client, KeyStatus, KVTierError, Lease, OffloadPolicy
 from ..vllm.background import BackgroundThreads, LimitedLog
 from ..vllm.request_settings import RequestSettings
-from ..vllm.scheduler.announcements import Announcement, server_name
-from ..vllm.scheduler.calls import RequestCalls
+from ..vllm.scheduler.prefix_lookups import RequestCalls
+from ..vllm.scheduler.requests import Announcement, server_name
 
 __all__ = ["Answer", "Pin", "TierLookups", "TierRequest"]
 

@@ -6,7 +6,7 @@ import pytest
 from peers import BLOCK, FULL, PEER, REMOTE, STATE, WALL, WINDOW, Request, Rig, answered, held, prefilled
 
 from kvtier.client.handoff import Claimed, HandoffOptions, HeldBlock, Transfer, TransferParams
-from kvtier.client.handoff.matching import offered_tokens, worth
+from kvtier.client.handoff.claims import offered_tokens, worth
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
 BOTH = {"bidirectional_kv_xfer": True}

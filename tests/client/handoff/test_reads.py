@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peers import BLOCK, FULL, WINDOW
 
-from kvtier.client.handoff.reads import plan_pull
+from kvtier.client.handoff.claims import plan_pull
 
 TABLES = [[11, 12, 13, 14], [21, 22, 23, 24]]
 USABLE = {0: {0: 0, 1: 1, 2: 2}, 1: {1: 3, 2: 4}}

@@ -6,8 +6,7 @@ import pytest
 from stand_ins import FULL, STATE, WINDOW, References
 
 from kvtier.client.offload import BlockRead, CacheGeometry, Found, Place, search
-from kvtier.client.offload.hits import longest_hit, usable_limit
-from kvtier.client.offload.reads import lacks_blocks, plan_reads
+from kvtier.client.offload.loads import lacks_blocks, longest_hit, plan_reads, usable_limit
 
 
 @pytest.mark.parametrize(("num_tokens", "limit"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])

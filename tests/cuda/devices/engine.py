@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from devices.kv import Kv
+from kvtier.cuda.device.copies import After
 from kvtier.cuda.device.exports import DeviceExport
-from kvtier.cuda.device.ordering import After
 from kvtier.cuda.host.region import HostRegion
 
 __all__ = ["Engine", "Watched"]

@@ -19,7 +19,7 @@ from kvtier.server.auth.roles import CALLER, OWNER, Identity, Role
 from kvtier.server.auth.tokens import Directory, TokensError, entry_text, hash_of, new_token, read_directory
 from kvtier.server.commands import token as token_command
 from kvtier.server.config.schema import AuthConfig, Config
-from kvtier.server.rpc.interceptor import Refused
+from kvtier.server.refused import Refused
 
 
 def read(path: Path, text: str) -> Directory:

@@ -22,7 +22,7 @@ from kvtier.protos.v1 import cache_pb2
 from kvtier.protos.wire.attach import REPLY_BYTES, Purpose, pack_request
 from kvtier.protos.wire.call_frames import pack_call
 from kvtier.server.rpc import socket_calls
-from kvtier.server.telemetry import patience
+from kvtier.server.telemetry import http
 from kvtier.server.telemetry.http import MetricsServer
 
 
@@ -128,21 +128,21 @@ def test_a_local_call_that_stays_half(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_scrapes_that_dawdle(site: Site) -> None:
     """There are 64 connections, and one more ends the oldest: the next scrape, and a probe of the health, are served."""
     port = metrics_port(site)
-    dawdlers = [dial(f"127.0.0.1:{port}") for _ in range(patience._MAX_CONNECTIONS)]
+    dawdlers = [dial(f"127.0.0.1:{port}") for _ in range(http._MAX_CONNECTIONS)]
     for dawdler in dawdlers[:10]:
         dawdler.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
     for path in ("metrics", "healthz") * 5:
         with urlopen(f"http://127.0.0.1:{port}/{path}", timeout=60) as answer:
             assert answer.status == 200
-    dawdlers += [dial(f"127.0.0.1:{port}") for _ in range(patience._MAX_CONNECTIONS)]
-    assert all(map(is_hung_up_on, dawdlers[: patience._MAX_CONNECTIONS]))
+    dawdlers += [dial(f"127.0.0.1:{port}") for _ in range(http._MAX_CONNECTIONS)]
+    assert all(map(is_hung_up_on, dawdlers[: http._MAX_CONNECTIONS]))
     for dawdler in dawdlers:
         dawdler.close()
 
 
 def test_a_connection_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slowly its request comes: then its thread is there for somebody else."""
-    monkeypatch.setattr(patience, "_CONNECTION_SECONDS", 0.2)
+    monkeypatch.setattr(http, "_CONNECTION_SECONDS", 0.2)
     server = MetricsServer("127.0.0.1:0", CollectorRegistry())
     with contextlib.closing(server), contextlib.closing(dial(f"127.0.0.1:{server.port}")) as dawdler:
         dawdler.sendall(b"GET /metrics HTTP/1.1\r\nX: ")

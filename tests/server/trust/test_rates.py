@@ -20,7 +20,7 @@ from kvtier.protos.error_reasons import status_within
 from kvtier.protos.v1 import cache_pb2
 from kvtier.server.auth.rate_limits import Meter, Meters
 from kvtier.server.config.schema import RateConfig
-from kvtier.server.rpc.interceptor import Refused
+from kvtier.server.refused import Refused
 
 
 class Clock:

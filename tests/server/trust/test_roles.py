@@ -56,7 +56,7 @@ from kvtier.protos.v1 import (
     transfer_pb2,
 )
 from kvtier.server.auth.roles import OWNER, RPC_ROLES, Role, demand
-from kvtier.server.rpc.interceptor import Refused
+from kvtier.server.refused import Refused
 
 WRONG_TENANT = ("PERMISSION_DENIED", "WRONG_TENANT")
 NOT_FOR_YOU = ("PERMISSION_DENIED", "PERMISSION_DENIED")

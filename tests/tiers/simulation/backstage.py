@@ -9,7 +9,7 @@ from kvtier.tiers.base import Outcome
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.bulk_eviction import Wanted
 from kvtier.tiers.core.commands import RemoveFromTier
-from kvtier.tiers.eviction.quotas import TENANT_TAG_BYTES
+from kvtier.tiers.types import TENANT_TAG_BYTES
 
 from . import inspect as inside
 from .ledger import JobRecord

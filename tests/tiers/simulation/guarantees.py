@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-from kvtier.tiers.core.block import SLOT_ALIGNMENT
 from kvtier.tiers.negotiation import NamespaceId
-from kvtier.tiers.stats.snapshots import ShareStats, TierStats
+from kvtier.tiers.stats.snapshots import TierStats
+from kvtier.tiers.types import SLOT_ALIGNMENT, ShareStats
 
 from . import inspect as inside
 from .keeping import tenant_of

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from kvtier.tiers import errors
 from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
-from kvtier.tiers.core.holds import Claim, HandoffDirection, Hold, HoldName
-from kvtier.tiers.core.leases import KeyStatus
+from kvtier.tiers.core.holds import Claim, Hold
+from kvtier.tiers.types import HandoffDirection, HoldName, KeyStatus
 
 from .actors import HOLD_SECONDS, Actors
 from .holds import HoldRecord

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtier.tiers.core.block import Block
-from kvtier.tiers.core.holds import Hold, HoldName
-from kvtier.tiers.types import EngineKey
+from kvtier.tiers.core.holds import Hold
+from kvtier.tiers.types import EngineKey, HoldName
 
 __all__ = ["HoldBook", "HoldRecord"]
 

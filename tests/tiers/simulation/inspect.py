@@ -11,11 +11,11 @@ from unittest import mock
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.catalog import CatalogEntry, EntryState
-from kvtier.tiers.core.in_flight import Store
 from kvtier.tiers.core.leases import Lease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.secondary import Lane
+from kvtier.tiers.core.stores import Store
 from kvtier.tiers.core.transfers import JobKind
 
 from .model import Name

@@ -9,8 +9,9 @@ from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, Keeping
 from kvtier.tiers.eviction import POLICIES
 from kvtier.tiers.eviction.admission import ADMISSION
-from kvtier.tiers.eviction.quotas import TENANT_TAG_BYTES, Tenant
+from kvtier.tiers.eviction.quotas import Tenant
 from kvtier.tiers.negotiation import NamespaceId
+from kvtier.tiers.types import TENANT_TAG_BYTES
 
 from . import inspect as inside
 from .model import SPECS

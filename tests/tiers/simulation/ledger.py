@@ -12,9 +12,9 @@ from itertools import chain
 
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, StoreInTier
-from kvtier.tiers.core.leases import KeyStatus, Lease
+from kvtier.tiers.core.leases import Lease
 from kvtier.tiers.negotiation import NamespaceId
-from kvtier.tiers.types import Session
+from kvtier.tiers.types import KeyStatus, Session
 
 from .holds import HoldBook
 from .model import Name

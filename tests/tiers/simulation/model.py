@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from kvtier.tiers.base import BlockBytes, Entry, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.core.block import PRIVATE_KEY_PREFIX, NamespaceSpec
 from kvtier.tiers.negotiation import vote
+from kvtier.tiers.types import PRIVATE_KEY_PREFIX, NamespaceSpec
 
 __all__ = [
     "CHAINS",

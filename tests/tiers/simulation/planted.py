@@ -24,14 +24,14 @@ MUTANTS = (
     Mutant(
         "slots of a fallen writer are given away at once",
         Invariant.SLOTS,
-        "core/in_flight.py",
+        "core/stores.py",
         "store.owner.engine, set(writers))",
         "store.owner.engine, set())",
     ),
     Mutant(
         "a stranger's late completion frees slots",
         Invariant.SLOTS,
-        "core/in_flight.py",
+        "core/stores.py",
         "if entry is not None and entry.engine == engine:",
         "if entry is not None:",
     ),
@@ -311,7 +311,7 @@ MUTANTS = (
     Mutant(
         "a quarantine is never lifted",
         Invariant.LEAKS,
-        "core/in_flight.py",
+        "core/stores.py",
         "            entry.writers.discard(writer)\n            self._lift_if_free(store_id)\n",
         "            entry.writers.discard(writer)\n",
     ),
@@ -381,7 +381,7 @@ MUTANTS = (
     Mutant(
         "what nobody uses stays",
         Invariant.TTL,
-        "eviction/expiry.py",
+        "eviction/queues.py",
         "        return taken\n",
         "        return []\n",
     ),

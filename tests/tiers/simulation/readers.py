@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier.tiers import errors
-from kvtier.tiers.core.leases import KeyStatus, LookupAnswer
+from kvtier.tiers.core.leases import LookupAnswer
 from kvtier.tiers.negotiation import TierFilter
-from kvtier.tiers.stats.eviction_history import MissReason
-from kvtier.tiers.types import Session
+from kvtier.tiers.types import KeyStatus, MissReason, Session
 
 from . import inspect as inside
 from .actors import HOLD_SECONDS, Actors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier.tiers.base import OffloadPolicy, RequestInfo
-from kvtier.tiers.core.block import NamespaceSpec
+from kvtier.tiers.types import NamespaceSpec
 
 from . import inspect as inside
 from .actors import Actors

@@ -10,13 +10,12 @@ from dataclasses import replace
 from itertools import accumulate
 
 from kvtier.tiers.base import OffloadPolicy
-from kvtier.tiers.core.block import NamespaceSpec
 from kvtier.tiers.core.commands import Command, HoldChanged, LeaseSettled, WorkLeft
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.negotiation import DEFAULT_RULES, Rule
-from kvtier.tiers.types import Session
+from kvtier.tiers.types import NamespaceSpec, Session
 
 from . import inspect as inside
 from .backstage import Backstage

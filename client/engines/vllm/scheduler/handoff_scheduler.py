@@ -12,9 +12,9 @@ from typing import Any
 from ....handoff import Finished, HandoffCore, HandoffOptions, Identity, Pull, Reason, TransferParams
 from ....offload import CacheGeometry, LoadJob
 from ..background import LimitedLog
+from ..peers import Peers
 from ..stats import Tally
 from .hold_calls import HoldCalls
-from .peers import Peers
 from .requests import VllmRequest
 
 __all__ = ["Handoffs"]

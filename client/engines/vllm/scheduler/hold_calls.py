@@ -25,8 +25,8 @@ from .... import (
 from .... import HandoffDirection as WireDirection
 from ....handoff import Claimed, ClaimId, Direction, HandoffRequest, HeldBlock, Publication, RemoteRequest
 from ..background import BackgroundThreads, LimitedLog, logger
+from ..peers import OWN, Peers
 from ..stats import Tally
-from .peers import OWN, Peers
 from .requests import VllmRequest
 
 __all__ = ["ClaimAnswer", "HoldCalls"]

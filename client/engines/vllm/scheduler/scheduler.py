@@ -19,14 +19,13 @@ from ....offload import CacheGeometry, Computed, EndedSave, LoadJob, Mode, Offlo
 from ..background import LimitedLog
 from ..compat import CacheHitSource, KVCacheEvent
 from ..config import ConnectorConfig
+from ..peers import Peers
 from ..request_settings import RequestSettings
 from ..stats import Tally
-from ..worker.metadata import SAVE_LOST_AFTER_S, StepMetadata, WorkerReport
-from .announcements import Announcement, server_name
+from ..worker.reports import SAVE_LOST_AFTER_S, StepMetadata, WorkerReport
 from .events import KVEvents
 from .handoff_scheduler import Handoffs
-from .peers import Peers
-from .requests import VllmBlockPool, VllmRequest
+from .requests import Announcement, VllmBlockPool, VllmRequest, server_name
 from .server import Remote
 
 __all__ = ["SchedulerSide"]

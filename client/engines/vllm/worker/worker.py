@@ -21,13 +21,12 @@ from .... import Client, InvalidRequest, KVTierError, StoreStatus
 from ....offload import BlockRead, CacheGroup, LoadJob, SaveJob
 from ..background import BackgroundThreads, LimitedLog, leave_compute_cores
 from ..layout import build_layouts
-from ..scheduler.peers import OWN, Peers
+from ..peers import OWN, Peers
 from ..sleep import Asleep, SleepGate
 from ..stats import Tally
 from .copies import BlockCopier, make_copier
 from .device_route import DeviceRoute, RouteOf, StepMark, cuda_route
-from .metadata import SAVE_WITHIN_S, StepMetadata
-from .reports import WorkerReports
+from .reports import SAVE_WITHIN_S, StepMetadata, WorkerReports
 
 __all__ = ["WorkerSide"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 
-from .....protos.endpoint import Endpoint, client_endpoint
-from .... import Client, Unavailable
-from ....handoff import RemoteRequest
+from ....protos.endpoint import Endpoint, client_endpoint
+from ... import Client, Unavailable
+from ...handoff import RemoteRequest
 
 __all__ = ["OWN", "Peers", "address_of"]
 

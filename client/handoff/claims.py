@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from ..offload import CacheGeometry, CacheGroup, GroupKind
-from ..offload.hits import longest_hit
-from .engine import Claimed, HandoffRequest
-from .options import EXPIRY_MARGIN_S, HandoffOptions
+from dataclasses import dataclass
+from enum import Enum
+
+from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, GroupKind
+from ..offload.loads import longest_hit
+from .model import EXPIRY_MARGIN_S, Claimed, ClaimId, HandoffOptions, HandoffRequest
 from .params import RemoteRequest, TransferParams
 
 __all__ = [
+    "Claim",
+    "HandoffState",
+    "Transfer",
     "Usable",
     "is_expired",
     "may_pull",
     "needs_earlier_context",
     "needs_older_windows",
     "offered_tokens",
+    "plan_pull",
     "usable_blocks",
     "usable_tokens",
     "worth",
 ]
+
 
 Usable = dict[int, dict[int, int]]
 """Per group index and position, the item of the lease that has the block."""
@@ -107,3 +114,74 @@ def _own_key(
     if is_full and position < request.final_blocks(group):
         return request.key(group, position)
     return request.hold_key(remote.engine_id, remote.request_id, group, position, num_tokens)
+
+
+def plan_pull(
+    geometry: CacheGeometry, usable: Usable, lease_id: int, tables: BlockTables, start: int, end: int
+) -> list[BlockRead]:
+    """Returns the read that fills all blocks that the engine allocated for [``start``, ``end``) tokens, the last one as a part.
+
+    Nothing when the claim lacks one of them, or ``start`` lies within a block: the engine will take every one for loaded.
+    """
+    read = BlockRead(lease_id)
+    for group in geometry.groups:
+        if start % group.block_tokens:
+            return []
+        for position in range(start // group.block_tokens, -(-end // group.block_tokens)):
+            block_id = tables[group.index][position]
+            if block_id == geometry.null_block:
+                continue
+            item = usable[group.index].get(position)
+            if item is None:
+                return []
+            read.indices.append(item)
+            read.groups.append(group.index)
+            read.block_ids.append(block_id)
+    return [read] if read.indices else []
+
+
+class Transfer(Enum):
+    """Where the one transfer of a request is (B2.10). It only ever moves down this list.
+
+    NONE: the parameters name nobody to pull from. WANTED: they do, and it was not decided yet. CLAIMED: asked for, or leased.
+    PULLING: workers copy. OVER: copied, or not worth it, or not possible; the peer has been told that it is not needed any more.
+    """
+
+    NONE = "none"
+    WANTED = "wanted"
+    CLAIMED = "claimed"
+    PULLING = "pulling"
+    OVER = "over"
+
+
+@dataclass
+class Claim:
+    """A question to a server, from ``computed_tokens`` on; once answered a lease on what is ``usable`` of the request.
+
+    ``answer`` is None for one that was not granted anything. ``reach``: how far the usable blocks go, in tokens.
+    """
+
+    number: ClaimId
+    computed_tokens: int
+    deadline: float
+    answered: bool = False
+    answered_at: float = 0.0
+    answer: Claimed | None = None
+    usable: Usable | None = None
+    reach: int = 0
+
+
+@dataclass
+class HandoffState:
+    """One request.
+
+    ``in_batch``: it was scheduled, and is to be held at its end (B2.8). ``ended``: only workers use it any more.
+    """
+
+    engine: HandoffRequest
+    params: TransferParams
+    transfer: Transfer
+    claim: Claim | None = None
+    offered_from: int = 0
+    in_batch: bool = False
+    ended: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..offload import BlockTables, CacheGeometry, CacheGroup, FreeBlock
-from .engine import HandoffRequest
+from .model import HandoffRequest
 
 __all__ = ["Holding", "hold_blocks"]
 

@@ -1,0 +1,15 @@
+"""Refusal of a call: a gRPC status with a stable reason."""
+
+from __future__ import annotations
+
+__all__ = ["Refused"]
+
+
+class Refused(Exception):
+    """The server refuses a call. `reason` is the name of a `kvtier.v1.ErrorReason` without its prefix."""
+
+    def __init__(self, reason: str, message: str, retry_after: float | None = None) -> None:
+        """`retry_after` says in how many seconds it may succeed, where that is known."""
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after = retry_after
