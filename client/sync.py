@@ -90,7 +90,7 @@ class Client(DeviceCalls):
                 share a host, else "tcp"; "cuda_ipc" is like "auto", for a
                 client that registers its device (`register_kv_buffers`).
             timeouts: deadlines.
-            pin: makes what pins the server's region, and staging buffers, in a process that has a GPU; see `kvtier.cuda.host.pinning`.
+            pin: makes the object that pins the server's region and the staging buffers; see `kvtier.cuda.host.pinning`.
             credentials: what it shows the server, and how it knows the server: certificates, a token. By default what `KVTIER_CA`,
                 `KVTIER_CERT`, `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE` say.
             wire: for tests, what stands in for a server; see `kvtier.client.testing.fake_server`.
