@@ -83,7 +83,7 @@ FLEET = Screen(
                 ),
                 Lines(
                     "Misses by reason",
-                    "What each reason means, and what to do: docs/operations.md, Why was it not there.",
+                    "docs/troubleshooting.md#misses-by-reason explains each reason and what to do.",
                     "cps",
                     [Query("sum by (reason) (rate(kvtier_lookup_misses_total[]))", "{{reason}}")],
                     stacked=True,

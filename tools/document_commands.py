@@ -28,7 +28,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 _HEAD = """\
 # The commands of kvtier
 
-Written by `tools/document_commands.py`. What they are for, and when: [operations.md](operations.md).
+Written by `tools/document_commands.py`. When to use them: [Running a server](running.md) and the pages that it lists.
 
 Commands that ask a running server find it at `--endpoint`, else at `KVTIER_ENDPOINT`, else at this user's socket. Where it asks for
 credentials, they take a token with the role `admin`, `bench` one with `engine` as well ([security.md](security.md)). Tables are for

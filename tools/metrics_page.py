@@ -22,8 +22,8 @@ written from the code (`tools/metrics_page.py`), and a test holds it against a s
   the tenant `""`. The first 64 namespaces are told apart, those that come later count as `other`, per tenant.
 - Counters begin at 0 with the server. Where all values of the labels are known at the start, they are there from the start.
 - `process_*` are the standard metrics of a process (memory, CPU, descriptors, start), of the server's main process. Its
-  resident memory includes what was read of `lmdb` tiers, which is page cache: see [operations](operations.md#memory).
-- Engines have metrics of their own: see [operations](operations.md#vllms-side).
+  resident memory includes what was read of `lmdb` tiers, which is page cache: see [Memory](tuning.md#memory).
+- Engines have metrics of their own: see [Engines](engines.md#metrics-of-the-connector).
 
 Dashboards and alerts made of these: [dashboards/](../dashboards).
 """

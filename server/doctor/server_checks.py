@@ -193,7 +193,7 @@ def server(scene: Scene) -> Iterator[Finding]:
             yield warn(
                 f"tier {tier.name}: {tier.trouble}",
                 "the server goes on without that",
-                "docs/operations.md, by what it says",
+                "docs/troubleshooting.md#a-tier-is-in-trouble",
             )
     if status.quarantined_bytes:
         yield warn(

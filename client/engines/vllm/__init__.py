@@ -18,13 +18,13 @@ engine finds it; and of windows and states only those are stored that vLLM itsel
 end where earlier prompts and answers did.
 
 Requests that engines hand to each other (prefill and decode) need no other connector and no role: ``kv_transfer_params`` says of
-each request what is to become of it, ``bidirectional_kv_xfer`` whether decode engines hand on as well. See ``docs/operations.md``.
+each request what is to become of it, ``bidirectional_kv_xfer`` whether decode engines hand on as well. See ``docs/handoffs.md``.
 
 Limits, of which vLLM gives a connector no way around:
 
 - ``reset_prefix_cache(reset_connector=True)`` drops what is looked up and empties the server's CPU tier, not the tiers below, which
   keep their data (B3.19). An engine whose weights are updated in place (RL) would find the old weights' KV there: restart it from
-  other files, give it another ``tenant``, or use a server without tiers below. See ``docs/operations.md``.
+  other files, give it another ``tenant``, or use a server without tiers below. See ``docs/engines.md``.
 - ``reset_prefix_cache(reset_running_requests=True)`` raises, in vLLM, while saves are in flight, for they hold references to their
   blocks, and no hook precedes it. Call it again when they have ended: idle steps do that, within milliseconds.
 - An engine in the caller's process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) takes no steps between calls, so its last saves end with
