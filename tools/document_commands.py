@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtier.client import breakeven
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2
-from kvtier.server.commands import bench_report, drain, evict, explain, handoffs, leases
+from kvtier.server.commands import bench_report, drain, evict, explain, handoffs, leases, size
 from kvtier.server.commands.console import EXIT_CODES
 from kvtier.server.commands.doctor import CHECKS
 from kvtier.server.commands.parser import new_parser
@@ -111,6 +111,7 @@ def json_fields() -> dict[str, list[str]]:
             "drain": dict.fromkeys(("mode", *drain.FIGURES, "ended")),
             "bench": json.loads(bench_report.to_json(_measured())),
             "config": {"config": 0, "origins": 0},
+            "size": size.figures(size.KvShape(1, 0, 0, False, 1, 1, "fp8", 1), 1, 1, {"cpu": 0, "disk": 0}),
             "doctor": {"ok": 0, "findings": [dict.fromkeys(("check", "verdict", "seen", "why", "do"))]},
         }.items()
     }

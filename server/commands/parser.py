@@ -30,6 +30,7 @@ def new_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_fsck(commands)
     _add_bench(commands)
+    _add_size(commands)
     _add_token(commands)
     completion = commands.add_parser("completion", help="print what makes a shell complete commands and flags")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell")
@@ -201,6 +202,20 @@ def _add_bench(commands: Any) -> None:
     speed = bench.add_argument_group("how fast prompts are computed, one of")
     speed.add_argument("--engine", metavar="URL", help="an engine to ask: its OpenAI API, like http://127.0.0.1:8000")
     speed.add_argument("--prefill-tokens-per-s", metavar="N", type=float, help="where it is known")
+
+
+def _add_size(commands: Any) -> None:
+    size = commands.add_parser(
+        "size", help="compute the KV bytes per token of a model, and what tiers of given sizes hold"
+    )
+    size.add_argument("model_config", metavar="CONFIG.json", help="the model's config.json, as on Hugging Face")
+    dtypes = ("auto", "bfloat16", "float16", "float32", "fp8")
+    size.add_argument("--dtype", choices=dtypes, default="auto", help="of the KV cache (auto: the model's)")
+    size.add_argument("--block-tokens", metavar="N", type=int, default=16, help="tokens of a block (16)")
+    size.add_argument("--tp", metavar="N", type=int, default=1, help="tensor parallel ranks of the engine (1)")
+    size.add_argument("--cpu", metavar="SIZE", help="size of the region, like 64GiB")
+    size.add_argument("--disk", metavar="SIZE", help="size of an lmdb tier, like 500GiB")
+    size.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 
 def _add_token(commands: Any) -> None:
