@@ -1,4 +1,4 @@
-"""Every block of the documentation that people may copy, run as they would; what cannot be run here says what it needs."""
+"""Runs the code blocks of the documentation. A mark says what a block that cannot run here needs."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from harness.shell import Desk
 from kvtier.server.config.loader import load
 
 NEEDS = {
-    "needs an index": "installs from a package index, or starts other targets of make",
-    "needs a cluster": "a cluster of Kubernetes",
+    "needs an index": "installs from a package index, or runs other make targets",
+    "needs a cluster": "a Kubernetes cluster",
     "needs a model": "transformers with a model in memory",
     "needs an engine": "an engine that serves prompts",
     "needs docker": "a docker daemon",
-    "needs root": "changes the system that it runs on",
+    "needs root": "changes the host system",
     "needs vllm": "vLLM",
 }
-"""Why a block is not run. Every other one is; what can be checked of these without what they need is checked."""
+"""Marks of blocks that are not run, with the cause. These blocks are only checked statically."""
 
-ELSEWHERE = {
-    "docs/security.md": "tests of its own, with certificates and tokens",
+TESTED_ELSEWHERE = {
+    "docs/security.md": "tests/server/trust, with certificates and tokens",
     "docs/commands.md": "generated from the parser",
     "docs/metrics.md": "generated from the code",
 }
-"""Pages whose blocks other tests run."""
+"""Pages whose blocks other tests cover."""
 
-BLOCKS = [block for page in pages() for block in blocks_of(page) if block.page not in ELSEWHERE]
+BLOCKS = [block for page in pages() for block in blocks_of(page) if block.page not in TESTED_ELSEWHERE]
 
 
 def _of(language: str) -> list[Block]:
@@ -45,7 +45,7 @@ def _of(language: str) -> list[Block]:
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:
-    """A reader's place. With a short name: a socket's path has a limit."""
+    """Environment of a reader. The path is short because the length of a socket path is limited."""
     path = Path(tempfile.mkdtemp(prefix="kvt-"))
     place = Desk(path)
     yield place
@@ -53,8 +53,7 @@ def desk() -> Iterator[Desk]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def test_every_block_says_what_it_is() -> None:
-    """In a language that is looked at here, and with a mark that is known."""
+def test_every_block_has_a_known_language_and_mark() -> None:
     known = {"", *NEEDS, "own server", "no server"}
     languages = {"console", "python", "toml", "json", "yaml", "ini", "mermaid", ""}
     assert [str(block) for block in BLOCKS if block.language not in languages] == []
@@ -63,8 +62,8 @@ def test_every_block_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in _of("console") if block.mark not in NEEDS], ids=str)
-def test_a_console_block_works(desk: Desk, block: Block) -> None:
-    """Each of its commands ends with 0, one after the other in one shell."""
+def test_console_block_runs(desk: Desk, block: Block) -> None:
+    """All commands of the block run in one shell and exit with 0."""
     commands = commands_of(block)
     assert commands, "a console block without a command: is the dollar missing?"
     if block.mark:
@@ -78,8 +77,8 @@ def test_a_console_block_works(desk: Desk, block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in _of("console") if block.mark in NEEDS], ids=str)
-def test_what_cannot_be_run_is_right_as_far_as_can_be_seen(block: Block) -> None:
-    """The shell can read it, `kvtier` has these flags, `make` these targets, and the files are there."""
+def test_console_block_is_valid_without_running(block: Block) -> None:
+    """The shell parses it; its `kvtier` flags, `make` targets and repository files exist."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in commands_of(block):
         read = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True, check=False)
@@ -96,8 +95,8 @@ def test_what_cannot_be_run_is_right_as_far_as_can_be_seen(block: Block) -> None
 
 
 @pytest.mark.parametrize("block", [block for block in _of("python") if not block.mark], ids=str)
-def test_python_works(desk: Desk, block: Block) -> None:
-    """As a script, beside a server."""
+def test_python_block_runs(desk: Desk, block: Block) -> None:
+    """The block runs as a script while a server runs."""
     with desk.server() as server:
         server.wait_ready()
         done = desk.run_python(block.text)
@@ -105,8 +104,8 @@ def test_python_works(desk: Desk, block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in _of("python") if block.mark in NEEDS], ids=str)
-def test_python_that_needs_more_can_be_read(block: Block) -> None:
-    """It compiles, and what it imports of kvtier is there."""
+def test_python_block_is_valid_without_running(block: Block) -> None:
+    """The block compiles, and the names that it imports from kvtier exist."""
     compile(block.text, str(block), "exec")
     for module, names in re.findall(r"^from (kvtier[\w.]*) import (.+)$", block.text, re.MULTILINE):
         source = ROOT.joinpath(*module.split(".")[1:])
@@ -115,22 +114,20 @@ def test_python_that_needs_more_can_be_read(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.mark.startswith("from ")], ids=str)
-def test_what_is_shown_of_a_file_is_in_it(block: Block) -> None:
-    """Line for line, so that the tests of the file are tests of the page."""
+def test_excerpt_matches_its_file(block: Block) -> None:
+    """The excerpt occurs in the file line by line, so the file's own tests cover the page."""
     file = (ROOT / block.mark.removeprefix("from ")).read_text()
     for piece in block.text.split("\n...\n"):
         assert piece.strip("\n") in file
 
 
 @pytest.mark.parametrize("block", _of("toml"), ids=str)
-def test_settings_are_settings(tmp_path: Path, block: Block) -> None:
-    """A server takes them."""
+def test_toml_block_is_a_valid_configuration(tmp_path: Path, block: Block) -> None:
     file = tmp_path / "kvtier.toml"
     file.write_text(block.text)
     load({"data_dir": f"{tmp_path}/data"}, file=file)
 
 
 @pytest.mark.parametrize("block", _of("json"), ids=str)
-def test_json_is_json(block: Block) -> None:
-    """It can be read."""
+def test_json_block_parses(block: Block) -> None:
     json.loads(block.text)

@@ -1,4 +1,4 @@
-"""The pages as a whole: every link leads somewhere, what is made from the code is so, and nothing comes from elsewhere."""
+"""The documentation as a whole: links, navigation, metric names, generated pages, site."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import yaml
 from harness.pages import ROOT, pages
 
-OTHER_NAMES = {"kvtier_tier"}
-"""What only looks like a metric: a module of an adapter."""
+OTHER_IDENTIFIERS = {"kvtier_tier"}
+"""Identifiers that look like metric names."""
 
 MKDOCS = ROOT / "build" / "docs" / "bin" / "python"
 _LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
@@ -20,7 +20,7 @@ _CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
 
 def _anchors(page: Path) -> set[str]:
-    """Returns the anchors of a page's headings, as GitHub and mkdocs make them."""
+    """Returns the anchors of a page's headings, in the form that GitHub and mkdocs generate."""
     text = _CODE.sub("", page.read_text())
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
@@ -31,8 +31,8 @@ def _all_pages() -> list[Path]:
 
 
 @pytest.mark.parametrize("page", _all_pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
-    """To a file of the repository, and to a heading that it has."""
+def test_every_link_has_a_target(page: Path) -> None:
+    """Each relative link points to a file of the repository and to an existing heading."""
     broken = []
     for target in _LINK.findall(_CODE.sub("", page.read_text())):
         if target.startswith(("https://", "http://")):
@@ -44,24 +44,25 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert broken == []
 
 
-def test_every_page_can_be_found() -> None:
-    """The navigation has all of them, once."""
+def test_navigation_lists_every_page_once() -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = re.findall(r"[\w-]+\.md", str(settings["nav"]))
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_metric_that_is_named_exists(page: Path) -> None:
-    """In the table that is made from the code, whole or as the beginning of a family; metrics of engines are their own."""
+def test_every_mentioned_metric_exists(page: Path) -> None:
+    """docs/metrics.md lists the metric or its prefix. Metrics of engines (`vllm:`) are exempt."""
     known = set(re.findall(r"`(kvtier_\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
-    named = {name.rstrip("_") for name in re.findall(r"(?<!vllm:)\b(kvtier_[a-z_]+)", page.read_text())} - OTHER_NAMES
+    named = {
+        name.rstrip("_") for name in re.findall(r"(?<!vllm:)\b(kvtier_[a-z_]+)", page.read_text())
+    } - OTHER_IDENTIFIERS
     families = {re.sub(r"_(count|sum|bucket)$", "", name) for name in named}
     assert sorted(name for name in families if not any(found.startswith(name) for found in known)) == []
 
 
-def test_what_is_made_from_the_code_is_as_the_code_says() -> None:
-    """Else: `make docs-reference`."""
+def test_generated_pages_are_up_to_date() -> None:
+    """If this fails, run `make docs-reference`."""
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "write_docs.py", "--check"], capture_output=True, text=True, check=False
     )
@@ -69,8 +70,8 @@ def test_what_is_made_from_the_code_is_as_the_code_says() -> None:
 
 
 @pytest.mark.skipif(not MKDOCS.exists(), reason="`make docs` installs mkdocs")
-def test_the_site_is_built_and_asks_nothing_of_others(tmp_path: Path) -> None:
-    """Strictly: a broken link or anchor is an error. No page loads a script, a style, a font or a picture of another host."""
+def test_site_builds_without_external_resources(tmp_path: Path) -> None:
+    """A strict build succeeds, and no page loads a resource from another host."""
     done = subprocess.run(
         [MKDOCS, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
         cwd=ROOT,
