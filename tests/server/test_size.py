@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from kvtier.server.commands.parser import new_parser
 from kvtier.server.commands.size import DTYPES, LMDB_SHARE
 from kvtier.server.config.units import GIB
 from kvtier.tiers.lmdb.tier import PAYLOAD_SHARE
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sizing.md").read_text()
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -154,3 +157,32 @@ def test_every_dtype_is_a_choice() -> None:
     """The parser repeats them because it imports no command."""
     for dtype in DTYPES:
         assert new_parser().parse_args(["size", "config.json", "--dtype", dtype]).dtype == dtype
+
+
+def test_the_table_of_the_sizing_page(size: Any) -> None:
+    """docs/sizing.md has the figures of the command."""
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) > 10
+    for name, layers, heads, head_size, token, tokens in rows:
+        config = LLAMA_8B | {"num_hidden_layers": int(layers), "num_key_value_heads": int(heads)}
+        config |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64} if "MLA" in name else {"head_dim": int(head_size)}
+        found = size(config, "--cpu", "64GiB")
+        assert (f"{found['bytes_per_token']:,}", f"{found['cpu']['tokens']:,}") == (token, tokens), name
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        (LLAMA_8B, "--cpu 32GiB --disk 500GiB"),
+        (LLAMA_8B | {"num_hidden_layers": 80}, "--tp 4 --cpu 96GiB --disk 2TiB"),
+        (DEEPSEEK_V3, "--tp 8 --block-tokens 64 --cpu 32GiB --disk 1TiB"),
+    ],
+)
+def test_the_examples_of_the_sizing_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], flags: str
+) -> None:
+    """docs/sizing.md shows what the command prints."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert cli.main(["size", str(file), *flags.split()]) == 0
+    assert f"`kvtier size config.json {flags}`:\n\n```\n{capsys.readouterr().out}```\n" in PAGE
