@@ -13,7 +13,7 @@ from typing import ClassVar
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import Keeping
+from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.admission import ADMISSION
 from kvtier.tiers.negotiation import vote
 from kvtier.tiers.types import NamespaceSpec, Session
@@ -51,7 +51,9 @@ def replay(trace: Trace, admission: str, cpu_blocks: int, disk_blocks: int) -> t
     """Returns the prefix-hit ratio of both tiers together, and blocks written to the disk per block asked."""
     region = cpu_blocks * BLOCK_BYTES
     disk = _Disk("disk", disk_blocks * BLOCK_BYTES)
-    core = TierManager(region, region, [disk], max_queued_bytes=region, keeping=Keeping(admission={"disk": admission}))
+    core = TierManager(
+        region, region, [disk], max_queued_bytes=region, keeping=TierSettings(admission={"disk": admission})
+    )
     core.add_memory(0, region)
     spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(BLOCK_BYTES,))
     session = core.open_session(b"replay", "engine", 0, spec)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
-from kvtier.tiers.stats.miss_ratio_curve import SCALES, Curves
-from kvtier.tiers.stats.request_log import Span
+from kvtier.tiers.stats.miss_ratio_curve import SCALES, MissRatioCurves
+from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
 from .policies import GROUP, Replay, read_trace
@@ -61,11 +61,11 @@ def price(*, rounds: int = 7) -> float:
     spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(2 * MIB,))
     rng = random.Random(1)
     chains = [[rng.randbytes(16) + GROUP for _ in range(KEYS)] for _ in range(1500)]
-    curves = Curves((8 * GIB, 64 * GIB), lambda *_: None)
+    curves = MissRatioCurves((8 * GIB, 64 * GIB), lambda *_: None)
     known = [(spec.id, key) for chain in chains[::2] for key in chain]
     for name in known:
         curves.put(name, 2 * MIB)
-    spans = (Span(KEYS // 2, 0), Span(KEYS // 2, MissReason.NEVER_STORED))
+    spans = (OutcomeRun(KEYS // 2, 0), OutcomeRun(KEYS // 2, MissReason.NEVER_STORED))
     best = float("inf")
     for _ in range(rounds):
         asked = rng.choices(chains, k=2000)

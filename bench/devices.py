@@ -19,7 +19,7 @@ from kvtier.client import Client, Group, KvBuffers, Namespace, Timeouts, make_ke
 from kvtier.cuda.device.cuda_driver import CudaDriver
 from kvtier.cuda.device.device_errors import DeviceError
 from kvtier.cuda.device.driver import Driver
-from kvtier.cuda.device.layout import BlockLayout, Run
+from kvtier.cuda.device.layout import BlockLayout, LayoutRun
 from kvtier.cuda.host.pinning import PIN_CHUNK_BYTES
 from kvtier.cuda.host.region import HostRegion
 from kvtier.cuda.testing.host_driver import HostDriver
@@ -79,7 +79,7 @@ class Engine:
 
     def __init__(self, service: Service, device: Device, fragment: int) -> None:
         self.blocks = MOVED_BYTES // fragment // LAYERS
-        runs = tuple(Run(0, layer * self.blocks * fragment, fragment, fragment) for layer in range(LAYERS))
+        runs = tuple(LayoutRun(0, layer * self.blocks * fragment, fragment, fragment) for layer in range(LAYERS))
         self.cpu_seconds: list[float] = []
         self._buffers = KvBuffers(device.driver, {0: (BlockLayout(self.blocks, runs), [device.address])})
         namespace = Namespace(f"devices {fragment}", "uint8", (Group(LAYERS * fragment, 16),))

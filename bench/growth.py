@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.server.process.gc_tuning import collect_the_young_only
+from kvtier.server.process.gc_tuning import disable_full_gc
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.catalog import Catalog
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import Keeping
-from kvtier.tiers.stats.eviction_history import History
+from kvtier.tiers.core.settings import TierSettings
+from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.types import SLOT_ALIGNMENT, NamespaceSpec
 
 from .report import Report
@@ -130,7 +130,7 @@ def _of_the_catalog(count: int) -> list[_Figure]:
     """Returns how many bytes per key the catalog of a tier below takes."""
     before = _resident_bytes()
     capacity = count * SLOT_ALIGNMENT
-    catalog = Catalog(capacity, Keeping().lines("below", capacity, 0.0), History().left)
+    catalog = Catalog(capacity, TierSettings().lines("below", capacity, 0.0), EvictionHistory().left)
     for first in range(0, count, CHAIN):
         keys = _keys(first, min(CHAIN, count - first))
         for key in keys:
@@ -162,5 +162,5 @@ def _resident_bytes() -> int:
 _PARTS = {"core": _of_the_core, "catalog": _of_the_catalog}
 
 if __name__ == "__main__":
-    collect_the_young_only()  # as the server does
+    disable_full_gc()  # as the server does
     print(json.dumps(_PARTS[sys.argv[1]](int(sys.argv[2]))))

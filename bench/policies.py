@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import CPU_TIER, Keeping
+from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
 from kvtier.tiers.types import SLOT_ALIGNMENT, NamespaceSpec, Session
 
@@ -43,7 +43,7 @@ class Replay:
 
     def __init__(self, policy: str, capacity: int) -> None:
         region = capacity * BLOCK_BYTES
-        self.core = TierManager(region, region, (), keeping=Keeping(eviction={CPU_TIER: policy}))
+        self.core = TierManager(region, region, (), keeping=TierSettings(eviction={CPU_TIER: policy}))
         self.core.add_memory(0, region)
         spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(BLOCK_BYTES,))
         self.session: Session = self.core.open_session(b"replay", "engine", 0, spec)

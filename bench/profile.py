@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.client import Client, StoreStatus
 from kvtier.client.effects import Call, Connect, Copy, Effect, Pull, Push
-from kvtier.client.transport.sync_wire import Wire
+from kvtier.client.transport.sync_wire import SyncTransport
 
 from .measure import timed
 from .peers.base import free_port
@@ -51,7 +51,7 @@ class Timings:
 class Watched:
     """A wire, and a clock beside it."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: SyncTransport) -> None:
         self._wire = wire
         self.timings = Timings()
 

@@ -17,7 +17,7 @@ from typing import Self
 
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1.admin_pb2 import GetStatusResponse
-from kvtier.server.commands.admin_client import InquiryError, ask_status
+from kvtier.server.commands.admin_client import AdminClientError, ask_status
 
 __all__ = ["Service", "cpu_seconds_of", "memory_bytes_of"]
 
@@ -103,7 +103,7 @@ class Service:
         while True:
             try:
                 return self.status()
-            except InquiryError as error:
+            except AdminClientError as error:
                 if self._process.poll() is not None or time.perf_counter() > deadline:
                     tail = self.log.read_text(errors="replace")[-2000:]
                     raise RuntimeError(f"the server does not answer: {error}\n{tail}") from error

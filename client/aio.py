@@ -27,9 +27,9 @@ from .results import (
     TierFilter,
     WriteBatch,
 )
-from .session.connection import Identity, Transport
+from .session.connection import ClientIdentity, Transport
 from .timeouts import Timeouts
-from .transport.aio_wire import AsyncWire
+from .transport.aio_wire import AsyncTransport
 
 __all__ = ["AsyncClient", "AsyncLease"]
 
@@ -77,8 +77,8 @@ class AsyncClient(AsyncDeviceCalls):
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
-        identity = Identity(namespace, name, self.engine_id, rank, transport)
-        self._wire = AsyncWire(endpoint, identity, self.timeouts, credentials)
+        identity = ClientIdentity(namespace, name, self.engine_id, rank, transport)
+        self._wire = AsyncTransport(endpoint, identity, self.timeouts, credentials)
         self._operations = Operations(namespace, self.timeouts, self._wire.lost)
 
     @property

@@ -15,7 +15,7 @@ from typing import Self
 from ..cuda.device.device_errors import DeviceError
 from ..cuda.device.driver import Driver, EventId, StreamId
 from ..cuda.device.exports import DeviceExport, export_blocks
-from ..cuda.device.layout import BlockLayout, Run
+from ..cuda.device.layout import BlockLayout, LayoutRun
 from ..protos.v1 import devices_pb2, transfer_pb2
 from .errors import DeviceUnavailable
 
@@ -143,7 +143,7 @@ def registration_of(export: DeviceExport) -> transfer_pb2.RegisterDeviceBuffersR
     )
 
 
-def _run(run: Run) -> devices_pb2.DeviceRun:
+def _run(run: LayoutRun) -> devices_pb2.DeviceRun:
     return devices_pb2.DeviceRun(
         allocation_index=run.buffer,
         offset_bytes=run.offset,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from .part_streams import Sink, Source
-from .session.session import Link
+from .part_streams import PartReceiver, PartSender
+from .session.session import Session
 
 __all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Pull", "Push"]
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Give me the link to the server; wait so many seconds for the first one. Result: `Link`."""
+    """Give me the link to the server; wait so many seconds for the first one. Result: `Session`."""
 
     timeout: float
     patient: bool = False
@@ -41,10 +41,10 @@ class Call:
 class Push:
     """Send frames, as long as the link stands. Result: `PushResponse`."""
 
-    link: Link
+    link: Session
     frames: Callable[[], Iterator[bytes]]
     timeout: float
-    source: Source
+    source: PartSender
     """Where the frames come from: from byte `start` on, of `step` bytes each; `complete` is the request's."""
     start: int
     step: int
@@ -55,11 +55,11 @@ class Push:
 class Pull:
     """Ask for frames, as long as the link stands, and give each to `take`. Result: None."""
 
-    link: Link
+    link: Session
     request: Any
     take: Callable[[bytes], None]
     timeout: float
-    sink: Sink
+    sink: PartReceiver
     """What `take` belongs to."""
 
 

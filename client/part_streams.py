@@ -17,15 +17,15 @@ from ..protos.wire.grpc_frames import decode_pull_frame, push_head
 from ..protos.wire.part_sequence import PartSequence
 from ..protos.wire.tcp_frames import FrameHead
 from .errors import ChecksumMismatch, KVTierError, LimitExceeded, NotConnected, ServerError, SessionLost
-from .session.session import Link
+from .session.session import Session
 
-__all__ = ["ATTEMPTS", "Sink", "Source", "worth_another_try"]
+__all__ = ["ATTEMPTS", "PartReceiver", "PartSender", "is_retryable"]
 
 ATTEMPTS = 3
 """How often a stream is begun in all, each time for what has not arrived."""
 
 
-def worth_another_try(error: KVTierError, link: Link) -> bool:
+def is_retryable(error: KVTierError, link: Session) -> bool:
     """Returns whether a stream that ended like this may be continued: it broke, and its session stands.
 
     Not where its tenant has had its share: trying again at once would only take more of the calls that it has left.
@@ -36,7 +36,7 @@ def worth_another_try(error: KVTierError, link: Link) -> bool:
     return broke and not link.fallen and error.reason != "RATE_LIMITED"
 
 
-class Source:
+class PartSender:
     """Parts in memory, as frames of a Push.
 
     gRPC asks for frames on a thread of its own, at times after the call has ended. Once `close` has returned, the memory is
@@ -88,7 +88,7 @@ class Source:
             self._closed = True
 
 
-class Sink:
+class PartReceiver:
     """Parts in memory, to be filled by frames of a Pull; knows which are not there yet."""
 
     def __init__(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:

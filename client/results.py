@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ..protos.v1 import cache_pb2, common_pb2, handoff_pb2
-from .session.session import Link
+from .session.session import Session
 
 __all__ = [
     "DurableStatus",
@@ -185,7 +185,7 @@ class LookupResult:
     prefix_hits: int
     request_id: str
     keys: Sequence[bytes]
-    link: Link
+    link: Session
     source_indices: bytes
     slots: Sequence[int] = ()
     policy: OffloadPolicy | None = None

@@ -29,9 +29,9 @@ from .results import (
     TierFilter,
     WriteBatch,
 )
-from .session.connection import Identity, Transport
+from .session.connection import ClientIdentity, Transport
 from .timeouts import Timeouts
-from .transport.sync_wire import GrpcWire, Wire
+from .transport.sync_wire import GrpcTransport, SyncTransport
 
 __all__ = ["Client", "Lease"]
 
@@ -76,7 +76,7 @@ class Client(DeviceCalls):
         timeouts: Timeouts | None = None,
         pin: Pin | None = None,
         credentials: Credentials | None = None,
-        wire: Wire | None = None,
+        wire: SyncTransport | None = None,
     ) -> None:
         """Does not block, and does not raise for a server that is not there.
 
@@ -101,8 +101,8 @@ class Client(DeviceCalls):
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
-        identity = Identity(namespace, name, self.engine_id, rank, transport, pin)
-        self._wire = wire or GrpcWire(endpoint, identity, self.timeouts, credentials)
+        identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin)
+        self._wire = wire or GrpcTransport(endpoint, identity, self.timeouts, credentials)
         self._operations = Operations(namespace, self.timeouts, self._wire.lost, pin)
 
     @property

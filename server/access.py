@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import grpc
 
-from .auth.audit_log import Audit
-from .auth.authenticator import Authority, Gate
-from .auth.rate_limits import Meters
+from .auth.audit_log import AuditLog
+from .auth.authenticator import Authenticator, AuthInterceptor
+from .auth.rate_limits import RateLimiters
 from .auth.tls import TlsError, server_credentials
 from .auth.tokens import TokensError
 from .config.schema import Config
 from .rpc.sessions import SessionRegistry
 
-__all__ = ["Trust", "TrustError"]
+__all__ = ["AccessControl", "AccessError"]
 
 
-class TrustError(Exception):
+class AccessError(Exception):
     """A file of tokens, or a certificate, cannot be used; one line."""
 
 
-class Trust:
+class AccessControl:
     """What the server's doors ask. Where nobody is asked who he is, `authority` and `gate` are None, and calls cost nothing more.
 
     Raises:
@@ -34,12 +34,12 @@ class Trust:
                 if tls.cert is not None and tls.key is not None
                 else None
             )
-            self.authority = Authority(config) if Authority.is_wanted(config) else None
+            self.authority = Authenticator(config) if Authenticator.is_wanted(config) else None
         except (TlsError, TokensError) as error:
-            raise TrustError(str(error)) from None
-        self.audit = Audit(looks=self.authority is not None)
-        self.gate = Gate(self.authority) if self.authority is not None else None
-        self.meters = Meters(config.rates, {tenant.name: tenant.rates for tenant in config.tenants})
+            raise AccessError(str(error)) from None
+        self.audit = AuditLog(looks=self.authority is not None)
+        self.gate = AuthInterceptor(self.authority) if self.authority is not None else None
+        self.meters = RateLimiters(config.rates, {tenant.name: tenant.rates for tenant in config.tenants})
         self._metrics = config.auth.metrics
 
     def may_see_metrics(self, header: str | None) -> bool:

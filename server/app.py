@@ -21,35 +21,35 @@ from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint
 from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
 from ..tiers.base import TierError
-from .access import Trust, TrustError
-from .bulk.broker import BulkDesk
+from .access import AccessControl, AccessError
+from .bulk.broker import BulkBroker
 from .bulk.supervisor import BulkProcess
 from .config.machine import allow_descriptors
 from .config.schema import Config
 from .config.tenants import keeping_of, why_refused
-from .devices.registry import DeviceRegistry, why_not
-from .drain import Drainage
-from .process.gc_tuning import OldGarbage, collect_the_young_only
+from .devices.registry import DeviceRegistry, unavailable_reason
+from .drain import Drain
+from .process.gc_tuning import FullCollector, disable_full_gc
 from .process.systemd import ServiceManager
 from .rpc.attach import AttachServer
 from .rpc.interceptor import RefusalInterceptor
-from .rpc.request_checks import Edge
+from .rpc.request_checks import RequestValidator
 from .rpc.sessions import SessionRegistry
-from .rpc.socket_calls import LocalCalls
+from .rpc.socket_calls import SocketCallServer
 from .rpc.sockets import SocketClaim, SocketError, trouble_with_port
 from .rpc.writers import Writers
 from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.cache import CacheService
-from .services.devices import DeviceCalls, add_device_calls
+from .services.devices import DeviceCopyCalls, add_device_calls
 from .services.handoff import HandoffService
 from .services.session import SessionService
-from .services.status_builder import Overview
+from .services.status_builder import StatusBuilder
 from .services.transfer import TransferService
 from .telemetry.health import Health
 from .telemetry.http import MetricsServer, MetricsServerError, on_loop
 from .telemetry.logs import get_logger
-from .telemetry.loop_lag import Lateness, watch_loop
+from .telemetry.loop_lag import LoopLag, watch_loop
 from .telemetry.metrics import Metrics, ServerStats
 from .telemetry.status_page import StatusPage
 from .telemetry.tracing import Tracing, TracingError, open_tracing
@@ -130,7 +130,7 @@ class Server:
         loop = asyncio.get_running_loop()
         started = loop.time()
         with _start_errors():
-            trust = Trust(self.config)
+            trust = AccessControl(self.config)
         claims = self._claim_sockets()
         runtime = await self._open_runtime()
         sessions = SessionRegistry(runtime, self.config.limits.max_sessions, trust.meters)
@@ -142,21 +142,21 @@ class Server:
         interceptor = RefusalInterceptor(
             metrics.observe_rpc, metrics.refused, tracing, gate=trust.gate, auditor=trust.audit
         )
-        calls = LocalCalls(interceptor, self._max_message_bytes)
+        calls = SocketCallServer(interceptor, self._max_message_bytes)
         attach = AttachServer(_attach_path(claims), runtime.region.fd, runtime.region.size_bytes, sessions, calls)
         with _start_errors():
             attach.start()
         self._closers.push_async_callback(attach.close)
         server = self._make_server(interceptor)
-        drainage, lateness = Drainage(runtime, sessions, self._end), Lateness()
-        overview = Overview(runtime, sessions, started, lateness)
+        drainage, lateness = Drain(runtime, sessions, self._end), LoopLag()
+        overview = StatusBuilder(runtime, sessions, started, lateness)
         admin = AdminService(runtime, sessions, overview, drainage)
         self._add_services(server, calls, runtime, sessions, attach, metrics, trust, admin)
         health = Health([f"kvtier.v1.{name}" for name in _SERVICES])
         await health.register(server)
         self._listen(server, trust)
         self._start_metrics(loop, drainage, metrics, overview, trust)
-        collect_the_young_only()  # anew, with what the tiers have found on their disks
+        disable_full_gc()  # anew, with what the tiers have found on their disks
         # The first pages are there before the first call is.
         await runtime.start()
         await server.start()
@@ -270,21 +270,21 @@ class Server:
     def _add_services(
         self,
         server: grpc.aio.Server,
-        calls: LocalCalls,
+        calls: SocketCallServer,
         runtime: TierRuntime,
         sessions: SessionRegistry,
         attach: AttachServer,
         metrics: Metrics,
-        trust: Trust,
+        trust: AccessControl,
         admin: AdminService,
     ) -> None:
         """Registers all services with gRPC, and those with unary calls for clients on this host as well."""
-        edge = Edge(self.config.limits, self.config.leases, self.config.retention, self.config.handoff)
+        edge = RequestValidator(self.config.limits, self.config.leases, self.config.retention, self.config.handoff)
         writers = Writers(runtime)
         devices = self._make_devices(runtime, sessions, writers)
         session = SessionService(self.config, runtime, sessions, attach.path, devices.capabilities)
         session_pb2_grpc.add_SessionServiceServicer_to_server(session, server)
-        desk = BulkDesk(runtime, sessions, edge, metrics, writers, trust.authority, trust.audit)
+        desk = BulkBroker(runtime, sessions, edge, metrics, writers, trust.authority, trust.audit)
         bulk = self._make_bulk(desk, runtime, sessions, attach)
         cache = CacheService(runtime, sessions, edge, bulk.quiet)
         handoff = HandoffService(runtime, sessions, edge)
@@ -292,7 +292,7 @@ class Server:
             cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, registry)
             handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, registry)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, registry)
-            add_device_calls(DeviceCalls(runtime, sessions, edge, metrics, devices), registry)
+            add_device_calls(DeviceCopyCalls(runtime, sessions, edge, metrics, devices), registry)
         transfer = TransferService(runtime, sessions, edge, metrics, bulk)
         server.add_generic_rpc_handlers((transfer.handler(),))
         transfer.add_calls(calls)
@@ -300,7 +300,7 @@ class Server:
         reflection.enable_server_reflection([*names, SERVICE_NAME, reflection.SERVICE_NAME], server)
 
     def _make_bulk(
-        self, desk: BulkDesk, runtime: TierRuntime, sessions: SessionRegistry, attach: AttachServer
+        self, desk: BulkBroker, runtime: TierRuntime, sessions: SessionRegistry, attach: AttachServer
     ) -> BulkProcess:
         sessions.on_close.append(desk.session_fell)
         bulk = BulkProcess(runtime.region, self.config, desk, attach.take_calls)
@@ -309,13 +309,13 @@ class Server:
 
     def _make_devices(self, runtime: TierRuntime, sessions: SessionRegistry, writers: Writers) -> DeviceRegistry:
         driver = self.config.devices.driver
-        devices = DeviceRegistry(runtime, sessions, writers, driver=driver, why_not=why_not(driver))
+        devices = DeviceRegistry(runtime, sessions, writers, driver=driver, unavailable=unavailable_reason(driver))
         self._closers.push_async_callback(devices.close)
-        if devices.why_not:
-            _log.info("engines' devices are not served", reason=devices.why_not)
+        if devices.unavailable:
+            _log.info("engines' devices are not served", reason=devices.unavailable)
         return devices
 
-    def _listen(self, server: grpc.aio.Server, trust: Trust) -> None:
+    def _listen(self, server: grpc.aio.Server, trust: AccessControl) -> None:
         for endpoint in self.config.endpoints:
             credentials = None if endpoint.is_unix else trust.credentials
             try:
@@ -338,10 +338,10 @@ class Server:
     def _start_metrics(
         self,
         loop: asyncio.AbstractEventLoop,
-        drainage: Drainage,
+        drainage: Drain,
         metrics: Metrics,
-        overview: Overview,
-        trust: Trust,
+        overview: StatusBuilder,
+        trust: AccessControl,
     ) -> None:
         if self.config.metrics is None:
             return
@@ -362,7 +362,7 @@ class Server:
 async def _watch(
     runtime: TierRuntime, health: Health, metrics: Metrics, look_again: Callable[[], object] = lambda: None
 ) -> None:
-    garbage = OldGarbage(runtime.now())
+    garbage = FullCollector(runtime.now())
     while True:
         await asyncio.sleep(_HEALTH_SECONDS)
         try:
@@ -378,7 +378,7 @@ async def _watch(
 def _start_errors() -> Iterator[None]:
     try:
         yield
-    except (SocketError, TierError, RegionError, MetricsServerError, TracingError, TrustError, OSError) as error:
+    except (SocketError, TierError, RegionError, MetricsServerError, TracingError, AccessError, OSError) as error:
         raise StartError(str(error)) from error
 
 

@@ -13,7 +13,7 @@ from .rpc.sessions import SessionRegistry
 from .runtime import TierRuntime
 from .telemetry.logs import get_logger
 
-__all__ = ["DRAIN_SECONDS", "Drainage"]
+__all__ = ["DRAIN_SECONDS", "Drain"]
 
 DRAIN_SECONDS = 20.0
 """How long a drain waits for what is under way."""
@@ -21,7 +21,7 @@ DRAIN_SECONDS = 20.0
 _log = get_logger(__name__)
 
 
-class Drainage:
+class Drain:
     """The drain of one server. Lives on the event loop."""
 
     def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, end: Callable[[], object]) -> None:

@@ -22,21 +22,21 @@ from ..tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier
 from ..tiers.core.block import Block
 from ..tiers.core.commands import (
     Command,
+    ContinueWork,
     HoldChanged,
     LeaseSettled,
     LoadFromTier,
     LookupInTier,
     RemoveFromTier,
     StoreInTier,
-    WorkLeft,
 )
 from ..tiers.core.manager import TierManager
-from ..tiers.core.settings import Keeping
+from ..tiers.core.settings import TierSettings
 from ..tiers.stats.snapshots import ManagerStats
 from ..tiers.types import HoldName, JobId, LeaseId
 from .telemetry.logs import get_logger
 from .telemetry.metrics import JobObserver
-from .tier_host.guard import GuardedTier
+from .tier_host.guard import CheckedTier
 from .tier_host.worker import TierWorker, close_all
 
 __all__ = ["TierRuntime", "extent_bytes_for"]
@@ -73,7 +73,7 @@ class TierRuntime:
         self,
         region: HostRegion,
         tiers: Sequence[SecondaryTier],
-        keeping: Keeping | None = None,
+        keeping: TierSettings | None = None,
         *,
         stall_seconds: float = 10.0,
     ) -> None:
@@ -233,7 +233,7 @@ class TierRuntime:
         self._observe_failure = observer
 
     @property
-    def tiers(self) -> list[GuardedTier]:
+    def tiers(self) -> list[CheckedTier]:
         """The tiers below the CPU tier, in lookup order."""
         return [worker.tier for worker in self._workers]
 
@@ -285,7 +285,7 @@ class TierRuntime:
                 for future in self._waiting.pop(name, ()):
                     if not future.done():
                         future.set_result(None)
-            case WorkLeft():
+            case ContinueWork():
                 self._ask_for_slice()
 
     def _ask_for_slice(self) -> None:

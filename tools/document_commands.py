@@ -118,10 +118,10 @@ def json_fields() -> dict[str, list[str]]:
 
 
 def _measured() -> breakeven.Report:
-    line, samples = breakeven.Line(0.002, 1e-6), {64: [0.002]}
+    line, samples = breakeven.RegressionLine(0.002, 1e-6), {64: [0.002]}
     geometry = breakeven.Geometry.given(1 << 17, 16)
-    transferred = breakeven.Transferred("shm", geometry, samples, line, 0.0, 1e11)
-    return breakeven.Report(transferred, breakeven.Computed(samples, line), breakeven.Proposal(64, 48, 80))
+    transferred = breakeven.TransferTimes("shm", geometry, samples, line, 0.0, 1e11)
+    return breakeven.Report(transferred, breakeven.ComputeTimes(samples, line), breakeven.Proposal(64, 48, 80))
 
 
 def _paths(value: Any, path: str = "") -> set[str]:

@@ -6,24 +6,24 @@ knows (``compute``), and draws the conclusion (``fit``, which is pure). Everythi
 
 from ..errors import BreakEvenError, NobodyAnswers
 from .compute import PrefillEngine
-from .fit import Line, Proposal, Samples, fit, propose, worst_miss
+from .fit import Proposal, RegressionLine, Samples, fit, propose, worst_miss
 from .geometry import Geometry, geometry_of_engines, lengths_up_to
-from .measure import Computed, Plan, Report, Transferred, measure
+from .measure import ComputeTimes, MeasurementPlan, Report, TransferTimes, measure
 from .transfer import TransferRig
 
 __all__ = [
     "BreakEvenError",
-    "Computed",
+    "ComputeTimes",
     "Geometry",
-    "Line",
+    "MeasurementPlan",
     "NobodyAnswers",
-    "Plan",
     "PrefillEngine",
     "Proposal",
+    "RegressionLine",
     "Report",
     "Samples",
     "TransferRig",
-    "Transferred",
+    "TransferTimes",
     "fit",
     "geometry_of_engines",
     "lengths_up_to",

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Line", "Proposal", "Samples", "fit", "propose", "worst_miss"]
+__all__ = ["Proposal", "RegressionLine", "Samples", "fit", "propose", "worst_miss"]
 
 Samples = Mapping[int, Sequence[float]]
 """Seconds of each round, by number of tokens."""
@@ -19,7 +19,7 @@ _TAIL = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RegressionLine:
     """`fixed` seconds, and `per_token` seconds for each token."""
 
     fixed: float
@@ -39,7 +39,7 @@ class Proposal:
     high: int | None
 
 
-def fit(samples: Samples) -> Line:
+def fit(samples: Samples) -> RegressionLine:
     """Returns the line through the medians with the least squares of relative errors.
 
     Relative, because what disturbs a timing grows with it: otherwise the longest prompts would decide what the shortest cost.
@@ -57,10 +57,10 @@ def fit(samples: Samples) -> Line:
     spread = sum(weights[tokens] * (tokens - center) ** 2 for tokens in medians)
     shared = sum(weights[tokens] * (tokens - center) * (seconds - middle) for tokens, seconds in medians.items())
     slope = shared / spread
-    return Line(middle - slope * center, slope)
+    return RegressionLine(middle - slope * center, slope)
 
 
-def worst_miss(line: Line, samples: Samples) -> float:
+def worst_miss(line: RegressionLine, samples: Samples) -> float:
     """Returns how far the line is from a median at most, as a part of that median."""
     medians = {tokens: statistics.median(seconds) for tokens, seconds in samples.items()}
     return max(abs(line.at(tokens) - seconds) / max(seconds, 1e-9) for tokens, seconds in medians.items())

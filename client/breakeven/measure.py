@@ -14,18 +14,18 @@ from ..session.connection import Transport
 from ..sync import Client
 from ..timeouts import Timeouts
 from .compute import PrefillEngine
-from .fit import Line, Proposal, Samples, fit, propose, worst_miss
+from .fit import Proposal, RegressionLine, Samples, fit, propose, worst_miss
 from .geometry import CLIENT_NAME, Geometry, geometry_of_engines, lengths_up_to
 from .transfer import TransferRig
 
-__all__ = ["Computed", "Plan", "Report", "Transferred", "measure"]
+__all__ = ["ComputeTimes", "MeasurementPlan", "Report", "TransferTimes", "measure"]
 
 _CPU_TIER_PART = 8
 """An eighth of the CPU tier at most is taken from the engines for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MeasurementPlan:
     """What to measure.
 
     Attributes:
@@ -54,13 +54,13 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Transferred:
+class TransferTimes:
     """Timings of transfers; `memcpy` is the limit of any, in bytes per second."""
 
     transport: str
     geometry: Geometry
     samples: Samples
-    line: Line
+    line: RegressionLine
     miss: float
     memcpy: float
 
@@ -71,11 +71,11 @@ class Transferred:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputeTimes:
     """Timings of prompts; without samples where the engine's rate was given."""
 
     samples: Samples
-    line: Line
+    line: RegressionLine
     miss: float = 0.0
 
 
@@ -83,8 +83,8 @@ class Computed:
 class Report:
     """What was measured, and what follows."""
 
-    transferred: Transferred
-    computed: Computed
+    transferred: TransferTimes
+    computed: ComputeTimes
     proposal: Proposal
 
     @property
@@ -94,7 +94,7 @@ class Report:
         return min(lengths)
 
 
-def measure(plan: Plan) -> Report:
+def measure(plan: MeasurementPlan) -> Report:
     """Measures and proposes a threshold; leaves nothing on the server.
 
     Raises:
@@ -109,7 +109,7 @@ def measure(plan: Plan) -> Report:
         raise BreakEvenError(f"{plan.endpoint} refuses: {error}") from None
 
 
-def _measure(plan: Plan) -> Report:
+def _measure(plan: MeasurementPlan) -> Report:
     # The engine first: if it is not there, the server is not bothered.
     most = plan.compute.look() if isinstance(plan.compute, PrefillEngine) else None
     transferred = _transfers(plan)
@@ -118,12 +118,12 @@ def _measure(plan: Plan) -> Report:
         computed = _prompts(plan.compute, min(plan.max_tokens, (most or plan.max_tokens + 1) - 1), step, plan.rounds)
         proposal = propose(transferred.samples, computed.samples, step)
     else:
-        computed = Computed({}, Line(0.0, plan.compute))
+        computed = ComputeTimes({}, RegressionLine(0.0, plan.compute))
         proposal = propose(transferred.samples, plan.compute, step)
     return Report(transferred, computed, proposal)
 
 
-def _transfers(plan: Plan) -> Transferred:
+def _transfers(plan: MeasurementPlan) -> TransferTimes:
     geometry = plan.geometry or geometry_of_engines(plan.status, plan.model)
     with _client(plan, geometry) as client, TransferRig(client, geometry) as rig:
         rig.fill(plan.max_tokens, min(plan.max_bytes, plan.status.tiers[0].capacity_bytes // _CPU_TIER_PART))
@@ -131,10 +131,10 @@ def _transfers(plan: Plan) -> Transferred:
         samples = _interleaved(rig.lengths, plan.rounds, rig.read, lambda: copies.append(rig.copy()))
         line = fit(samples)
         memcpy = 1 / max(statistics.median(copies[1:]), 1e-15)
-        return Transferred(client.transport or "none", geometry, samples, line, worst_miss(line, samples), memcpy)
+        return TransferTimes(client.transport or "none", geometry, samples, line, worst_miss(line, samples), memcpy)
 
 
-def _client(plan: Plan, geometry: Geometry) -> Client:
+def _client(plan: MeasurementPlan, geometry: Geometry) -> Client:
     client = Client(
         plan.endpoint,
         namespace=TransferRig.namespace(geometry),
@@ -151,7 +151,7 @@ def _client(plan: Plan, geometry: Geometry) -> Client:
     return client
 
 
-def _prompts(engine: PrefillEngine, max_tokens: int, step: int, rounds: int) -> Computed:
+def _prompts(engine: PrefillEngine, max_tokens: int, step: int, rounds: int) -> ComputeTimes:
     lengths = lengths_up_to(max_tokens, step)
     if len(lengths) < 2:
         raise BreakEvenError(f"{engine.url} takes prompts of {max_tokens} tokens at most: too few to measure")
@@ -161,7 +161,7 @@ def _prompts(engine: PrefillEngine, max_tokens: int, step: int, rounds: int) -> 
         raise BreakEvenError(
             "what a token costs to compute is lost in the noise: measure longer prompts (--max-tokens), or more --rounds"
         )
-    return Computed(samples, line, worst_miss(line, samples))
+    return ComputeTimes(samples, line, worst_miss(line, samples))
 
 
 def _interleaved(

@@ -6,7 +6,7 @@ the core asks of its surroundings. It knows neither an engine nor kvtier's clien
 """
 
 from .claims import Transfer
-from .core import Finished, HandoffCore, Identity, Pull
+from .core import BlockPull, EngineIdentity, Finished, HandoffCore
 from .model import (
     EXPIRY_MARGIN_S,
     Claimed,
@@ -16,25 +16,25 @@ from .model import (
     HandoffRequest,
     HandoffServer,
     HeldBlock,
-    Publication,
+    PlannedPublication,
     Reason,
 )
 from .params import RemoteRequest, TransferParams
 
 __all__ = [
     "EXPIRY_MARGIN_S",
+    "BlockPull",
     "ClaimId",
     "Claimed",
     "Direction",
+    "EngineIdentity",
     "Finished",
     "HandoffCore",
     "HandoffOptions",
     "HandoffRequest",
     "HandoffServer",
     "HeldBlock",
-    "Identity",
-    "Publication",
-    "Pull",
+    "PlannedPublication",
     "Reason",
     "RemoteRequest",
     "Transfer",

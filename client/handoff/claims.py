@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, GroupKind
+from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, CacheGroupKind
 from ..offload.loads import longest_hit
 from .model import EXPIRY_MARGIN_S, Claimed, ClaimId, HandoffOptions, HandoffRequest
 from .params import RemoteRequest, TransferParams
@@ -15,6 +15,7 @@ __all__ = [
     "HandoffState",
     "Transfer",
     "Usable",
+    "apply_threshold",
     "is_expired",
     "may_pull",
     "needs_earlier_context",
@@ -23,7 +24,6 @@ __all__ = [
     "plan_pull",
     "usable_blocks",
     "usable_tokens",
-    "worth",
 ]
 
 
@@ -47,7 +47,7 @@ def offered_tokens(params: TransferParams, prompt_tokens: int, computed_tokens: 
     return max(0, min(params.num_tokens, prompt_tokens) - computed_tokens) if params.has_blocks else 0
 
 
-def worth(count: int, params: TransferParams, options: HandoffOptions) -> int:
+def apply_threshold(count: int, params: TransferParams, options: HandoffOptions) -> int:
     """Returns ``count``, or 0 where it is too little: below the threshold a prefill engine computes it sooner (B2.4)."""
     too_little = not params.do_remote_prefill and count < options.kv_recompute_threshold
     return 0 if count <= 0 or too_little else count
@@ -90,7 +90,7 @@ def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
     """
     if not any(group.is_state for group in geometry.groups):
         return False
-    windows = (group for group in geometry.groups if group.kind is GroupKind.WINDOW)
+    windows = (group for group in geometry.groups if group.kind is CacheGroupKind.WINDOW)
     return any(group.first_needed_block(end) < start // group.block_tokens for group in windows)
 
 

@@ -19,6 +19,7 @@ from .claims import (
     Claim,
     HandoffState,
     Transfer,
+    apply_threshold,
     is_expired,
     may_pull,
     needs_earlier_context,
@@ -27,16 +28,24 @@ from .claims import (
     plan_pull,
     usable_blocks,
     usable_tokens,
-    worth,
 )
 from .holds import hold_blocks
-from .model import Claimed, ClaimId, Direction, HandoffOptions, HandoffRequest, HandoffServer, Publication, Reason
+from .model import (
+    Claimed,
+    ClaimId,
+    Direction,
+    HandoffOptions,
+    HandoffRequest,
+    HandoffServer,
+    PlannedPublication,
+    Reason,
+)
 from .params import RemoteRequest, TransferParams, returned_params
 
-__all__ = ["Finished", "HandoffCore", "Identity", "Pull"]
+__all__ = ["BlockPull", "EngineIdentity", "Finished", "HandoffCore"]
 
 
-class Identity(NamedTuple):
+class EngineIdentity(NamedTuple):
     """Who we are for our peers: our engine, the server that holds our requests, and how many ranks have a part of each block."""
 
     engine_id: str
@@ -45,7 +54,7 @@ class Identity(NamedTuple):
     tp_size: int
 
 
-class Pull(NamedTuple):
+class BlockPull(NamedTuple):
     """A load from the server that ``remote`` names. Without reads it is one that cannot be done."""
 
     remote: RemoteRequest | None
@@ -69,7 +78,7 @@ class HandoffCore:
     """One engine's. It never waits; every method is called on the scheduler's thread."""
 
     def __init__(
-        self, geometry: CacheGeometry, identity: Identity, options: HandoffOptions, server: HandoffServer
+        self, geometry: CacheGeometry, identity: EngineIdentity, options: HandoffOptions, server: HandoffServer
     ) -> None:
         self._geometry = geometry
         self._identity = identity
@@ -77,7 +86,7 @@ class HandoffCore:
         self._server = server
         self._requests: dict[str, HandoffState] = {}
         self._claims: dict[ClaimId, HandoffState] = {}
-        self._pulls: list[Pull] = []
+        self._pulls: list[BlockPull] = []
         self._next_claim = 1
         self._beat_at = 0.0
         # Of whose peers no heartbeat was sent yet.
@@ -174,7 +183,7 @@ class HandoffCore:
             if state.transfer is Transfer.CLAIMED:
                 self._drop(state)
 
-    def take_pulls(self) -> list[Pull]:
+    def take_pulls(self) -> list[BlockPull]:
         """Returns what the step's workers are to read; each pull is in one plan."""
         pulls, self._pulls = self._pulls, []
         return pulls
@@ -224,7 +233,7 @@ class HandoffCore:
             self._server.debug(f"{request.request_id}: the time of {_name(params.remote)} is over; computed instead")
             return False
         offered = offered_tokens(params, request.prompt_tokens, computed_tokens, options)
-        wanted = worth(offered, params, options)
+        wanted = apply_threshold(offered, params, options)
         if offered and not wanted:
             threshold = options.kv_recompute_threshold
             self._server.debug(f"{request.request_id}: {offered} tokens < threshold {threshold}; computed, not pulled")
@@ -236,7 +245,7 @@ class HandoffCore:
         reach = self._reach(claim, state.engine.prompt_tokens, computed_tokens)
         if needs_older_windows(self._geometry, computed_tokens, reach):
             return 0
-        return worth(reach - computed_tokens, state.params, self._options)
+        return apply_threshold(reach - computed_tokens, state.params, self._options)
 
     def _reach(self, claim: Claim, prompt_tokens: int, computed_tokens: int) -> int:
         """Returns how many tokens from its start the request may take from an answered claim."""
@@ -271,11 +280,11 @@ class HandoffCore:
     def _pull(self, state: HandoffState | None, request_id: str, tables: BlockTables, external_tokens: int) -> None:
         job = LoadJob(request_id)
         if state is None or state.transfer not in (Transfer.WANTED, Transfer.CLAIMED):
-            self._pulls.append(Pull(None, job))
+            self._pulls.append(BlockPull(None, job))
             return
         # First of all: whatever goes wrong below, the engine is told of a load that has failed, and this was the transfer.
         state.transfer = Transfer.PULLING
-        self._pulls.append(Pull(state.params.remote, job))
+        self._pulls.append(BlockPull(state.params.remote, job))
         claim, start = state.claim, state.offered_from
         if claim is not None and claim.answer is not None and claim.usable is not None:
             end = start + external_tokens
@@ -301,7 +310,7 @@ class HandoffCore:
         if holding.keys:
             direction = Direction.PREFILL_TO_DECODE if prefilled else Direction.DECODE_TO_PREFILL
             self._server.publish(
-                Publication(
+                PlannedPublication(
                     state.engine.hold_name,
                     direction,
                     holding.keys,

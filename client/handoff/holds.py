@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from ..offload import BlockTables, CacheGeometry, CacheGroup, FreeBlock
 from .model import HandoffRequest
 
-__all__ = ["Holding", "hold_blocks"]
+__all__ = ["HeldBlocks", "hold_blocks"]
 
 
 @dataclass
-class Holding:
+class HeldBlocks:
     """The blocks of a request that another engine needs to go on from ``num_tokens``.
 
     ``positions``: per group. ``blocks``: all of them, each with the name under which it is held.
@@ -35,7 +35,7 @@ class Holding:
 
 def hold_blocks(
     geometry: CacheGeometry, engine_id: str, request: HandoffRequest, tables: BlockTables, confirmed_tokens: int
-) -> Holding:
+) -> HeldBlocks:
     """Returns what can be held: nothing, of 0 tokens, where a block is gone that would be needed.
 
     Of a window that is the tail that it reaches, and that of the token before, if it is there still: where the prompt ends here,
@@ -43,13 +43,13 @@ def hold_blocks(
     block of the one that could be gone on from: with such groups nothing is held, and the cache has what was stored on the way.
     Where the last block of a hit is computed anew, whole steps are handed over.
     """
-    nothing = Holding(0, positions=[[] for _ in geometry.groups])
+    nothing = HeldBlocks(0, positions=[[] for _ in geometry.groups])
     if any(group.is_state for group in geometry.groups):
         return nothing
     num_tokens = confirmed_tokens
     if geometry.drop_last_block:
         num_tokens -= num_tokens % geometry.step_tokens
-    holding = Holding(num_tokens)
+    holding = HeldBlocks(num_tokens)
     for group in geometry.groups:
         end, table = -(-num_tokens // group.block_tokens), tables[group.index]
         positions = range(_first_held(geometry, group, table, num_tokens), end)

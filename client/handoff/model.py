@@ -22,7 +22,7 @@ __all__ = [
     "HandoffRequest",
     "HandoffServer",
     "HeldBlock",
-    "Publication",
+    "PlannedPublication",
     "Reason",
 ]
 
@@ -70,7 +70,7 @@ class Claimed:
 
 
 @dataclass(frozen=True)
-class Publication:
+class PlannedPublication:
     """A request to be held, for so many seconds. Its blocks may be on their way to the server still."""
 
     request_id: str
@@ -154,7 +154,7 @@ class HandoffServer(Protocol):
     def release(self, remote: RemoteRequest) -> None:
         """Tell whoever holds this that it is not needed any more."""
 
-    def publish(self, publication: Publication) -> None:
+    def publish(self, publication: PlannedPublication) -> None:
         """Have a request held. What cannot be held is not an error, and not reported."""
 
     def debug(self, text: str) -> None:

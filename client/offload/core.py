@@ -2,7 +2,7 @@
 
 A state machine without I/O, clock or threads. What happens in the engine, in its workers and at the server comes in as method
 calls, with the time where it matters (seconds, of any clock that does not go back); what to move goes out once per step as a
-StepPlan; what the server is to do goes out through ``Server``. In the order of one request's life:
+StepPlan; what the server is to do goes out through ``OffloadServer``. In the order of one request's life:
 
     arrived -> match (until it is known) -> allocated -> [loads_ended] -> plan_saves, take_plan (every step) -> finished
 
@@ -28,8 +28,8 @@ from .model import (
     LookupId,
     Mode,
     OffloadOptions,
+    OffloadServer,
     SaveJob,
-    Server,
     StepPlan,
 )
 from .saves import EndedSave, SavePlanner
@@ -61,7 +61,7 @@ class OffloadCore:
     """One engine's. It never waits; every method is called on the scheduler's thread."""
 
     def __init__(
-        self, geometry: CacheGeometry, world_size: int, options: OffloadOptions, pool: BlockPool, server: Server
+        self, geometry: CacheGeometry, world_size: int, options: OffloadOptions, pool: BlockPool, server: OffloadServer
     ) -> None:
         self._server = server
         self._loads = LoadPlanner(geometry, options, pool, server)
@@ -106,7 +106,7 @@ class OffloadCore:
         return self._loads.match(state, computed_tokens, now)
 
     def lookup_ended(self, lookup: LookupId, found: Found, now: float) -> None:
-        """The server's answer to ``Server.start_lookup``; ``now`` is when it came. What was dropped meanwhile is ignored."""
+        """The server's answer to ``OffloadServer.start_lookup``; ``now`` is when it came. What was dropped meanwhile is ignored."""
         self._loads.answered(lookup, found, now)
 
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:

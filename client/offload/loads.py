@@ -14,12 +14,12 @@ from .model import (
     BlockTables,
     CacheGeometry,
     CacheGroup,
+    CacheGroupKind,
     EngineRequest,
-    GroupKind,
     LoadJob,
     LookupId,
     OffloadOptions,
-    Server,
+    OffloadServer,
 )
 from .saves import SaveProgress
 
@@ -147,7 +147,9 @@ def _serves(group: CacheGroup, runs: Sequence[int], start: int, hit: int) -> boo
 class LoadPlanner:
     """Lookups, matches and loads of all requests."""
 
-    def __init__(self, geometry: CacheGeometry, options: OffloadOptions, pool: BlockPool, server: Server) -> None:
+    def __init__(
+        self, geometry: CacheGeometry, options: OffloadOptions, pool: BlockPool, server: OffloadServer
+    ) -> None:
         self._geometry = geometry
         self._options = options
         self._pool = pool
@@ -284,7 +286,7 @@ def lacks_blocks(geometry: CacheGeometry, pool: BlockPool, tables: BlockTables, 
     return any(
         (block_id := tables[group.index][position]) != geometry.null_block and pool.known_as(block_id) is None
         for group in geometry.groups
-        if group.kind is GroupKind.WINDOW
+        if group.kind is CacheGroupKind.WINDOW
         for position in range(group.first_needed_block(end), start // group.block_tokens)
     )
 

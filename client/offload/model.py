@@ -17,15 +17,15 @@ __all__ = [
     "BlockTables",
     "CacheGeometry",
     "CacheGroup",
+    "CacheGroupKind",
     "EngineRequest",
     "FreeBlock",
-    "GroupKind",
     "LoadJob",
     "LookupId",
     "Mode",
     "OffloadOptions",
+    "OffloadServer",
     "SaveJob",
-    "Server",
     "StepPlan",
 ]
 
@@ -37,7 +37,7 @@ BlockTables: TypeAlias = Sequence[Sequence[int]]
 _STATE_BLOCKS_PER_STEP = 2
 
 
-class GroupKind(Enum):
+class CacheGroupKind(Enum):
     """What of a prefix a group's layers look at: all of it, its last tokens, or one state at its end."""
 
     FULL = "full"
@@ -65,16 +65,16 @@ class CacheGroup:
     is_state: bool = False
 
     @property
-    def kind(self) -> GroupKind:
+    def kind(self) -> CacheGroupKind:
         """Which blocks of a prefix count."""
         if self.is_state:
-            return GroupKind.STATE
-        return GroupKind.FULL if self.retained_tokens is None else GroupKind.WINDOW
+            return CacheGroupKind.STATE
+        return CacheGroupKind.FULL if self.retained_tokens is None else CacheGroupKind.WINDOW
 
     @property
     def name(self) -> str:
         """For people, and part of the namespace: it carries the window."""
-        kind = f"window_{self.retained_tokens}" if self.kind is GroupKind.WINDOW else self.kind.value
+        kind = f"window_{self.retained_tokens}" if self.kind is CacheGroupKind.WINDOW else self.kind.value
         return f"{kind}.{self.index}"
 
     @property
@@ -116,7 +116,7 @@ class CacheGeometry:
     @property
     def leading_group(self) -> CacheGroup:
         """The group whose blocks stand for a request's tokens in guesses and counts: one that keeps all of them, if any does."""
-        return next((group for group in self.groups if group.kind is GroupKind.FULL), self.groups[0])
+        return next((group for group in self.groups if group.kind is CacheGroupKind.FULL), self.groups[0])
 
 
 LookupId = NewType("LookupId", int)
@@ -209,7 +209,7 @@ class BlockPool(Protocol):
         ...
 
 
-class Server(Protocol):
+class OffloadServer(Protocol):
     """Carries out what the core wants of the server; it answers later, with events."""
 
     def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int) -> bool:

@@ -24,9 +24,9 @@ from .model import (
     BlockTables,
     CacheGeometry,
     CacheGroup,
+    CacheGroupKind,
     EngineRequest,
     FreeBlock,
-    GroupKind,
     SaveJob,
 )
 
@@ -131,7 +131,7 @@ class SavePlanner:
     ) -> None:
         self._null_block = geometry.null_block
         # First those whose blocks go while the request runs, out of their window; full attention's are there in the next step too.
-        self._groups = sorted(geometry.groups, key=lambda group: group.kind is GroupKind.FULL)
+        self._groups = sorted(geometry.groups, key=lambda group: group.kind is CacheGroupKind.FULL)
         self._state_sizes = {group.block_tokens for group in geometry.groups if group.is_state}
         self._world_size = world_size
         self._max_held_fraction = max_held_fraction

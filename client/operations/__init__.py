@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ...protos.v1 import admin_pb2
 from ..effects import Call, Operation
-from .devices import Devices
-from .handoff import Handoffs
-from .loads import Loads, Reading
-from .stores import Stores, Writing
+from .devices import DeviceOperations
+from .handoff import HandoffOperations
+from .loads import LoadOperations, Reading
+from .stores import StoreOperations, Writing
 
 __all__ = ["Operations", "Reading", "Writing"]
 
 
-class Operations(Loads, Stores, Handoffs, Devices):
+class Operations(LoadOperations, StoreOperations, HandoffOperations, DeviceOperations):
     """All operations of one client."""
 
     def status(self) -> Operation[admin_pb2.GetStatusResponse]:

@@ -17,7 +17,7 @@ from ...protos.v1 import common_pb2
 from ..effects import Call, Operation
 from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, SessionLost
 from ..namespace import Namespace
-from ..session.session import Link
+from ..session.session import Session
 from ..staging import StagingPool
 from ..timeouts import Timeouts
 
@@ -31,7 +31,7 @@ class Base:
     """Operations of one client; stateless but for the staging buffers."""
 
     def __init__(
-        self, namespace: Namespace, timeouts: Timeouts, lost: Callable[[Link], None], pin: Pin | None = None
+        self, namespace: Namespace, timeouts: Timeouts, lost: Callable[[Session], None], pin: Pin | None = None
     ) -> None:
         """`lost` is told of a link whose session the server does not know any more; `pin` pins staging buffers."""
         self._namespace = namespace
@@ -46,14 +46,14 @@ class Base:
         """Gives up the staging buffers; those in use when they are given back."""
         self._staging.close()
 
-    def _call(self, link: Link, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
+    def _call(self, link: Session, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
         try:
             return (yield Call(method, request, self._timeouts.call + wait))
         except SessionLost:
             self._lost(link)
             raise
 
-    def _call_for_sure(self, link: Link, method: str, request: Any) -> Operation[Any]:
+    def _call_for_sure(self, link: Session, method: str, request: Any) -> Operation[Any]:
         """Calls what grants slots or gives them back.
 
         Where nobody knows whether it was carried out (no answer in time, or the caller was cancelled), slots could stay with
@@ -109,7 +109,7 @@ def message(make: type[M], **fields: Any) -> M:
         raise InvalidRequest(str(error)) from error
 
 
-def keys_for(link: Link, keys: Sequence[bytes]) -> dict[str, Any]:
+def keys_for(link: Session, keys: Sequence[bytes]) -> dict[str, Any]:
     """Returns the fields of a request that carry keys: packed if the server takes that, and they are of one length."""
     try:
         lengths = set(map(len, keys)) if link.takes_packed_keys else set()

@@ -12,11 +12,11 @@ from ..device import KvBuffers, Mark, registration_of
 from ..effects import Call, Connect, Copy, Operation
 from ..errors import DeadlineExceeded, DeviceUnavailable, InvalidRequest, KVTierError
 from ..results import LookupResult, StoreStatus
-from ..session.session import Link
+from ..session.session import Session
 from .base import duration, keys_for, message
-from .lookups import Lookups
+from .lookups import LookupOperations
 
-__all__ = ["Devices"]
+__all__ = ["DeviceOperations"]
 
 _START_SECONDS = 30.0
 """For the first registration with a device: a process is started there, and a context made."""
@@ -31,22 +31,22 @@ _ANSWER_SECONDS = 2.0
 class _Registered:
     """What a server has open of this client."""
 
-    link: Link
+    link: Session
     id: int
     sees_events: bool
 
 
-class Devices(Lookups):
+class DeviceOperations(LookupOperations):
     """Bytes between a device and the server, moved by the server."""
 
     _buffers: KvBuffers | None = None
     _registered: _Registered | None = None
-    _refused: tuple[Link, float, DeviceUnavailable] | None = None
+    _refused: tuple[Session, float, DeviceUnavailable] | None = None
 
     def register_kv_buffers(self, buffers: KvBuffers) -> Operation[None]:
         """Registers blocks now; from now on with every server that answers."""
         self._buffers, self._registered, self._refused = buffers, None, None
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         yield from self._register(link, _START_SECONDS)
 
     def store_from_device(
@@ -61,7 +61,7 @@ class Devices(Lookups):
         """Stores blocks; returns a `StoreStatus` per key."""
         if len(keys) != len(blocks):
             raise InvalidRequest(f"{len(keys)} keys, but {len(blocks)} blocks")
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         registered = yield from self._register(link)
         event = yield from self._order(registered, after)
         prepare = message(
@@ -114,7 +114,7 @@ class Devices(Lookups):
         self, lease: LookupResult | int, items: Sequence[int], blocks: Sequence[int], *, after: Mark | None
     ) -> Operation[None]:
         """Fills blocks with items of a lease, and makes sure that it held."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         registered = yield from self._register(link)
         event = yield from self._order(registered, after)
         lease_id = lease if isinstance(lease, int) else lease.id
@@ -139,7 +139,7 @@ class Devices(Lookups):
         confirm = cache_pb2.CompleteLoadRequest(session=link.ref, lease_id=lease_id)
         yield from self._call(link, "CacheService/CompleteLoad", confirm)
 
-    def _register(self, link: Link, wait: float = 0.0) -> Operation[_Registered]:
+    def _register(self, link: Session, wait: float = 0.0) -> Operation[_Registered]:
         """Returns what the link's server has open, and has it opened if that has not happened yet.
 
         Who waits for the first start of a mover (``wait``) is told that it takes longer still; for any other call the server does
@@ -164,7 +164,7 @@ class Devices(Lookups):
         self._registered = registered
         return registered
 
-    def _ask_to_open(self, link: Link, wait: float) -> Operation[_Registered]:
+    def _ask_to_open(self, link: Session, wait: float) -> Operation[_Registered]:
         if self._buffers is None:
             raise InvalidRequest("no KV buffers are registered: see register_kv_buffers")
         if not link.devices.offered:
@@ -187,7 +187,7 @@ class Devices(Lookups):
     def _give_up_at(self) -> int:
         return time.monotonic_ns() + int(self._timeouts.device * 1e9)
 
-    def _move(self, link: Link, method: str, request: Any) -> Operation[None]:
+    def _move(self, link: Session, method: str, request: Any) -> Operation[None]:
         try:
             yield Call(method, request, self._timeouts.device + _ANSWER_SECONDS)
         except DeviceUnavailable:

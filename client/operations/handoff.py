@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from ...protos.v1 import handoff_pb2
 from ..effects import Connect, Operation
 from ..results import HandoffDirection, HoldInfo, HoldName, KeyStatus, LookupResult, Publication, PublishStatus
-from ..session.session import Link
+from ..session.session import Session
 from .base import Base, duration, message
 
-__all__ = ["Handoffs"]
+__all__ = ["HandoffOperations"]
 
 
-class Handoffs(Base):
+class HandoffOperations(Base):
     """Requests that one engine holds for another."""
 
     def publish(
@@ -27,7 +27,7 @@ class Handoffs(Base):
         hold_for: float | None,
     ) -> Operation[Publication]:
         """Publishes a request of this engine."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(
             handoff_pb2.PublishHoldRequest,
             session=link.ref,
@@ -52,7 +52,7 @@ class Handoffs(Base):
         lease: float | None,
     ) -> Operation[LookupResult]:
         """Leases the blocks of a hold."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(
             handoff_pb2.ClaimHoldRequest,
             session=link.ref,
@@ -82,7 +82,7 @@ class Handoffs(Base):
 
     def renew_holds(self, holds: Sequence[HoldName], *, extension: float | None) -> Operation[list[HoldName]]:
         """Extends holds; returns those that are gone."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(
             handoff_pb2.RenewHoldsRequest,
             session=link.ref,
@@ -94,7 +94,7 @@ class Handoffs(Base):
 
     def release_holds(self, holds: Iterable[HoldName]) -> Operation[None]:
         """Ends holds."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(handoff_pb2.ReleaseHoldsRequest, session=link.ref, holds=map(_ref, holds))
         yield from self._call(link, "HandoffService/ReleaseHolds", request)
 

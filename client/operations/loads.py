@@ -11,13 +11,13 @@ from ...protos.v1 import cache_pb2, transfer_pb2
 from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Copy, Operation, Pull
 from ..errors import KVTierError, ServerError
-from ..part_streams import ATTEMPTS, Sink, worth_another_try
+from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
 from ..results import LookupResult, ReadBatch
-from ..session.session import Link
+from ..session.session import Session
 from .base import consecutive, message
-from .lookups import Lookups
+from .lookups import LookupOperations
 
-__all__ = ["Loads", "Reading"]
+__all__ = ["LoadOperations", "Reading"]
 
 
 def _sources(batch: ReadBatch, blocks: int) -> list[int]:
@@ -31,12 +31,12 @@ def _sources(batch: ReadBatch, blocks: int) -> list[int]:
 class Reading:
     """A load between its two halves."""
 
-    link: Link
+    link: Session
     lease_id: int
     batch: ReadBatch
 
 
-class Loads(Lookups):
+class LoadOperations(LookupOperations):
     """Bytes out of the server."""
 
     def begin_read(
@@ -51,7 +51,7 @@ class Loads(Lookups):
 
         `sizes` are those of the items' parts, where they are known already.
         """
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         lease_id = lease if isinstance(lease, int) else lease.id
         held.enter_context(link.using())
         known = isinstance(lease, LookupResult) and lease.link is link and max(items, default=0) < len(lease.slots)
@@ -101,19 +101,19 @@ class Loads(Lookups):
         return hits
 
     def _load_by_stream(
-        self, link: Link, lease_id: int, items: Sequence[int], addresses: Sequence[int], sizes: Sequence[int]
+        self, link: Session, lease_id: int, items: Sequence[int], addresses: Sequence[int], sizes: Sequence[int]
     ) -> Operation[None]:
         """Fills buffers, and confirms that the lease held meanwhile; ends it."""
         if not (yield from self._pull(link, lease_id, items, addresses, sizes, complete=True)):
             yield from self._confirm(link, lease_id, release=True)
 
-    def _confirm(self, link: Link, lease_id: int, *, release: bool) -> Operation[None]:
+    def _confirm(self, link: Session, lease_id: int, *, release: bool) -> Operation[None]:
         request = message(cache_pb2.CompleteLoadRequest, session=link.ref, lease_id=lease_id, release=release)
         yield from self._call(link, "CacheService/CompleteLoad", request)
 
     def _pull(
         self,
-        link: Link,
+        link: Session,
         lease_id: int,
         items: Sequence[int],
         addresses: Sequence[int],
@@ -122,7 +122,7 @@ class Loads(Lookups):
         complete: bool = False,
     ) -> Operation[bool]:
         """Fills memory, all at once or piece after piece; returns whether that has confirmed the load and ended the lease."""
-        sink = Sink(addresses, sizes)
+        sink = PartReceiver(addresses, sizes)
         attempt = 0
         while sink.missing:
             attempt += 1
@@ -137,7 +137,7 @@ class Loads(Lookups):
             try:
                 yield Pull(link, request, sink.take, self._timeouts.transfer, sink)
             except KVTierError as error:
-                if attempt == ATTEMPTS or not worth_another_try(error, link):
+                if attempt == ATTEMPTS or not is_retryable(error, link):
                     raise
                 sink.settle()
             else:

@@ -9,13 +9,13 @@ from ...protos.v1 import cache_pb2
 from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Operation
 from ..results import LookupResult, OffloadPolicy, RequestOutcome, TierFilter, TierVote
-from ..session.session import Link
+from ..session.session import Session
 from .base import Base, as_json, duration, keys_for, message
 
-__all__ = ["Lookups"]
+__all__ = ["LookupOperations"]
 
 
-class Lookups(Base):
+class LookupOperations(Base):
     """Which blocks are there; and requests, from their beginning to their end."""
 
     def begin_request(
@@ -34,7 +34,7 @@ class Lookups(Base):
         retain_for: float | None = None,
     ) -> Operation[LookupResult]:
         """Announces a request and looks up its keys."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.BeginRequestRequest,
             session=link.ref,
@@ -68,7 +68,7 @@ class Lookups(Base):
         want_slots: bool = False,
     ) -> Operation[LookupResult]:
         """Looks up keys and leases the hits."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.LookupRequest,
             session=link.ref,
@@ -87,20 +87,20 @@ class Lookups(Base):
 
     def release(self, lease_ids: Iterable[int]) -> Operation[None]:
         """Gives leases back."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(cache_pb2.ReleaseLeaseRequest, session=link.ref, lease_ids=lease_ids)
         yield from self._call(link, "CacheService/ReleaseLease", request)
 
     def touch(self, lease_ids: Iterable[int], *, lease: float | None) -> Operation[list[int]]:
         """Extends leases; returns those that are gone."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(cache_pb2.TouchRequest, session=link.ref, lease_ids=lease_ids, lease_duration=duration(lease))
         answer = yield from self._call(link, "CacheService/Touch", request)
         return list(answer.missing_lease_ids)
 
     def finish_request(self, request_id: str, *, wait: float) -> Operation[RequestOutcome]:
         """Ends a request."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(cache_pb2.FinishRequestRequest, session=link.ref, request_id=request_id, wait=duration(wait))
         answer = yield from self._call(link, "CacheService/FinishRequest", request, wait)
         return RequestOutcome(answer.settled, answer.incomplete_blocks)
@@ -110,7 +110,7 @@ def lookup_result(
     answer: cache_pb2.LookupResponse,
     request_id: str,
     keys: Sequence[bytes],
-    link: Link,
+    link: Session,
     policy: OffloadPolicy | None = None,
     votes: tuple[TierVote, ...] = (),
 ) -> LookupResult:

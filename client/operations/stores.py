@@ -12,13 +12,13 @@ from ...protos.wire.grpc_frames import FRAME_BYTES
 from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Copy, Operation, Push
 from ..errors import KVTierError, ServerError
-from ..part_streams import ATTEMPTS, Source, worth_another_try
+from ..part_streams import ATTEMPTS, PartSender, is_retryable
 from ..results import StoreStatus, WriteBatch
-from ..session.session import Link
+from ..session.session import Session
 from ..transport.grpc_methods import LOCATE
 from .base import Base, consecutive, duration, keys_for, message
 
-__all__ = ["Stores", "Writing"]
+__all__ = ["StoreOperations", "Writing"]
 
 _GRANTED = bytes([StoreStatus.GRANTED])
 
@@ -27,12 +27,12 @@ _GRANTED = bytes([StoreStatus.GRANTED])
 class Writing:
     """A store between its two halves."""
 
-    link: Link
+    link: Session
     store_id: int
     batch: WriteBatch
 
 
-class Stores(Base):
+class StoreOperations(Base):
     """Bytes into the server."""
 
     def begin_write(
@@ -49,7 +49,7 @@ class Stores(Base):
 
         `sizes` are those of the keys' parts, where they are known already.
         """
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.PrepareStoreRequest,
             session=link.ref,
@@ -128,7 +128,7 @@ class Stores(Base):
 
     def flush(self, keys: Sequence[bytes], *, wait: float) -> Operation[bytes]:
         """Waits until blocks are durable; returns a `DurableStatus` per key."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(cache_pb2.FlushRequest, session=link.ref, keys=keys, wait=duration(wait))
         answer = yield from self._call(link, "CacheService/Flush", request, wait)
         statuses: bytes = answer.statuses
@@ -136,7 +136,7 @@ class Stores(Base):
 
     def reset(self, *, wait: float) -> Operation[int]:
         """Empties the CPU tier of the namespace; returns how many blocks are waited for."""
-        link: Link = yield Connect(self._timeouts.connect)
+        link: Session = yield Connect(self._timeouts.connect)
         request = message(cache_pb2.ResetRequest, session=link.ref, wait=duration(wait))
         answer = yield from self._call(link, "CacheService/Reset", request, wait)
         pending: int = answer.pending_blocks
@@ -147,14 +147,14 @@ class Stores(Base):
         link, batch = writing.link, writing.batch
         if sources is None:
             sources = [batch.address + offset for offset in batch.offsets]
-        source = Source(link.ref, writing.store_id, sources, batch.sizes)
+        source = PartSender(link.ref, writing.store_id, sources, batch.sizes)
         start, attempt = 0, 1
         try:
             while True:
                 try:
                     return (yield from self._push_from(link, source, start, complete=not batch.failed))
                 except KVTierError as error:
-                    if attempt == ATTEMPTS or not worth_another_try(error, link):
+                    if attempt == ATTEMPTS or not is_retryable(error, link):
                         raise
                 request = transfer_pb2.LocateRequest(session=link.ref, store_id=writing.store_id)
                 answer = yield from self._call(link, LOCATE, request)
@@ -162,7 +162,7 @@ class Stores(Base):
         finally:
             source.close()
 
-    def _push_from(self, link: Link, source: Source, start: int, *, complete: bool) -> Operation[bool]:
+    def _push_from(self, link: Session, source: PartSender, start: int, *, complete: bool) -> Operation[bool]:
         step = min(link.limits.max_frame_bytes, FRAME_BYTES)
         if start >= source.total_bytes:
             return False

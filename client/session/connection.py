@@ -21,10 +21,10 @@ from ...cuda.host.warmup import warm_up
 from ...protos.v1 import session_pb2, session_pb2_grpc
 from ..errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from ..namespace import Namespace
-from .session import AttachError, Attachment, Link
-from .socket_calls import LocalCalls
+from .session import AttachError, Attachment, Session
+from .socket_calls import SocketCalls
 
-__all__ = ["Identity", "Keeper", "Transport"]
+__all__ = ["ClientIdentity", "SessionConnection", "Transport"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _random = random.SystemRandom()  # an engine may have seeded the other one; and 
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ClientIdentity:
     """Who opens a session, and what for."""
 
     namespace: Namespace
@@ -52,29 +52,29 @@ class Identity:
     pin: Pin | None = None
 
 
-class Keeper:
+class SessionConnection:
     """Keeps a link to the server, whatever happens to either side."""
 
-    def __init__(self, channel: grpc.Channel, identity: Identity, call_timeout: float) -> None:
+    def __init__(self, channel: grpc.Channel, identity: ClientIdentity, call_timeout: float) -> None:
         self._stub = session_pb2_grpc.SessionServiceStub(channel)
         self._identity = identity
         self._call_timeout = call_timeout
         self._changed = threading.Condition()
-        self._link: Link | None = None
+        self._link: Session | None = None
         self._error: KVTierError | None = None
         self._closing = threading.Event()
         self._asking: Any = None
-        self._beats: _Beats | None = None
+        self._beats: _Heartbeats | None = None
         self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
         self._thread.start()
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> Session | None:
         """The link, if there is one now."""
         link = self._link
         return None if link is None or link.fallen else link
 
-    def wait(self, seconds: float, *, patient: bool = False) -> Link:
+    def wait(self, seconds: float, *, patient: bool = False) -> Session:
         """Returns the link; waits only while the first attempt to connect is under way, unless `patient`.
 
         Raises:
@@ -98,7 +98,7 @@ class Keeper:
             # A new one for every caller: a raised exception keeps, and adds to, the frames that it passed through.
             raise type(self._error)(str(self._error), self._error.reason)
 
-    def lost(self, link: Link) -> None:
+    def lost(self, link: Session) -> None:
         """Takes note that the server does not know the session of this link any more."""
         link.fall()
         with self._changed:
@@ -142,7 +142,7 @@ class Keeper:
                 self._asking.cancel()
             capabilities = self._asking.result()
             transport = self._pick_transport(capabilities)
-            self._beats = beats = _Beats(self._stub.Open(self._open_request(transport)))
+            self._beats = beats = _Heartbeats(self._stub.Open(self._open_request(transport)))
             if self._closing.is_set():  # `close` came before there was a stream that it could have cancelled
                 beats.cancel()
             try:
@@ -190,25 +190,25 @@ class Keeper:
 
     def _make_link(
         self, first: session_pb2.OpenResponse, capabilities: session_pb2.CapabilitiesResponse, transport: str
-    ) -> Link:
+    ) -> Session:
         if first.session.epoch != capabilities.epoch:
             # What the one said of its tiers and limits is not true of the other.
             raise NotConnected("the server was restarted while a session was opened")
         if transport == "grpc":
             why = "another host" if capabilities.HasField("region") else _NOT_SHARED
             asked_for = self._asked_for("grpc") or self._asked_for("tcp")
-            return Link(first.session, capabilities, None, "asked for" if asked_for else why)
+            return Session(first.session, capabilities, None, "asked for" if asked_for else why)
         try:
             attachment = Attachment.connect(capabilities.region.attach_path, first.session, self._identity.pin)
         except AttachError as error:
             if self._asked_for("shm"):
                 # Most likely the server was killed a moment ago. Nobody asked for anything that cannot be had.
                 raise NotConnected(f"transport shm: {error}") from error
-            return Link(first.session, capabilities, None, f"shm failed: {error}")
-        calls = LocalCalls(capabilities.region.attach_path, first.session) if capabilities.region.takes_calls else None
+            return Session(first.session, capabilities, None, f"shm failed: {error}")
+        calls = SocketCalls(capabilities.region.attach_path, first.session) if capabilities.region.takes_calls else None
         if calls is not None and not calls.prepare():
             calls = None
-        link = Link(first.session, capabilities, attachment, "same host", calls)
+        link = Session(first.session, capabilities, attachment, "same host", calls)
         with contextlib.suppress(RuntimeError):  # no thread to be had: then the first copies are slower
             arguments = (attachment.region, attachment.pinning, lambda: link.fallen)
             threading.Thread(target=warm_up, args=arguments, name="kvtier-warmup", daemon=True).start()
@@ -217,14 +217,14 @@ class Keeper:
     def _asked_for(self, transport: str) -> bool:
         return self._identity.transport == transport
 
-    def _publish(self, link: Link) -> None:
+    def _publish(self, link: Session) -> None:
         _log.info("kvtier: session open, transport %s (%s)", link.transport, link.why)
         with self._changed:
             self._link = link
             self._error = None
             self._changed.notify_all()
 
-    def _retire(self, link: Link) -> None:
+    def _retire(self, link: Session) -> None:
         link.fall()
         with self._changed:
             self._link = None
@@ -242,7 +242,7 @@ class Keeper:
             _log.warning("kvtier: cannot open a session: %s", error)
 
 
-class _Beats:
+class _Heartbeats:
     """Heartbeats of one stream, read on a thread of their own so that their absence can be noticed."""
 
     def __init__(self, stream: Any) -> None:  # grpc has no type for a call that is an iterator as well

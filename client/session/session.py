@@ -13,9 +13,9 @@ from ...cuda.host.region import HostRegion, RegionError
 from ...protos.v1 import common_pb2, session_pb2
 from ...protos.wire.attach import REPLY_BYTES, pack_request, unpack_reply
 from ..errors import SessionLost
-from .socket_calls import LocalCalls
+from .socket_calls import SocketCalls
 
-__all__ = ["AttachError", "Attachment", "Limits", "Link"]
+__all__ = ["AttachError", "Attachment", "Limits", "Session"]
 
 _ATTACH_SECONDS = 2.0
 
@@ -82,7 +82,7 @@ class Attachment:
         self._connection.close()
 
 
-class Link:
+class Session:
     """One session of a client, from `Open` until it falls.
 
     Attributes:
@@ -101,7 +101,7 @@ class Link:
         capabilities: session_pb2.CapabilitiesResponse,
         attachment: Attachment | None,
         why: str,
-        calls: LocalCalls | None = None,
+        calls: SocketCalls | None = None,
     ) -> None:
         self.ref = ref
         self.transport = "grpc" if attachment is None else "shm"
@@ -121,7 +121,7 @@ class Link:
         self._fallen = False
         self._cancels: set[Callable[[], object]] = set()
 
-    def call_over(self, calls: LocalCalls) -> None:
+    def call_over(self, calls: SocketCalls) -> None:
         """Has calls go this way from now on, as long as the link stands; instead of an earlier way, which is given up."""
         with self._lock:
             unused = calls if self._fallen else self.calls

@@ -23,7 +23,7 @@ from ...protos.wire.attach import REPLY_BYTES, Purpose, pack_request, unpack_rep
 from ...protos.wire.call_frames import LENGTH_BYTES, STATUS_OF_CODE, pack_call, unpack_answer, unpack_length
 from ..errors import DeadlineExceeded, ServerError, SessionLost, error_from
 
-__all__ = ["MAX_IDLE", "LocalCalls", "answer_of", "keep_alive"]
+__all__ = ["MAX_IDLE", "SocketCalls", "answer_of", "keep_alive"]
 
 _CONNECT_SECONDS = 2.0
 _CHUNK_BYTES = 64 << 10
@@ -33,7 +33,7 @@ MAX_IDLE = 8
 """Connections that are kept for later calls; each is a descriptor of the server's."""
 
 
-class LocalCalls:
+class SocketCalls:
     """Connections for the calls of one session. Any thread may call."""
 
     def __init__(

@@ -25,7 +25,7 @@ from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import DeadlineExceeded, KVTierError, NotConnected, error_for
 from ..namespace import Namespace
 from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
-from ..session.session import Link
+from ..session.session import Session
 from ..sync import Client
 from .fake_holds import BlockName, FakeHolds
 
@@ -116,7 +116,7 @@ class FakeServer:
         self._blocks.pop(name, None)
         self._world.pop(name, None)
 
-    def _open(self, wire: _FakeWire) -> Link:
+    def _open(self, wire: _FakeWire) -> Session:
         session_id = secrets.token_bytes(16)
         prefix = wire.namespace.to_proto().SerializeToString(deterministic=True)
         self._sessions[session_id] = _Session(wire.engine_id, wire.rank, wire.namespace, prefix)
@@ -126,9 +126,9 @@ class FakeServer:
             limits=session_pb2.Limits(max_keys=_MAX_KEYS, max_frame_bytes=_MAX_FRAME_BYTES),
         )
         ref = common_pb2.SessionRef(session_id=session_id, epoch=self.epoch)
-        return Link(ref, capabilities, None, "a fake")
+        return Session(ref, capabilities, None, "a fake")
 
-    def _close(self, link: Link) -> None:
+    def _close(self, link: Session) -> None:
         session = self._sessions.pop(link.ref.session_id, None)
         if session is not None:
             self._leases = {number: lease for number, lease in self._leases.items() if number not in session.leases}
@@ -399,11 +399,11 @@ class _FakeWire:
         self.engine_id = engine_id
         self.rank = rank
         self._server = server
-        self._link: Link | None = None
+        self._link: Session | None = None
         self._closed = False
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> Session | None:
         try:
             return self._connect()
         except KVTierError:
@@ -423,7 +423,7 @@ class _FakeWire:
                 run()
         return None
 
-    def lost(self, link: Link) -> None:
+    def lost(self, link: Session) -> None:
         link.fall()
 
     def close(self) -> None:
@@ -432,7 +432,7 @@ class _FakeWire:
             self._link.fall()
             self._server._close(self._link)  # noqa: SLF001
 
-    def _connect(self) -> Link:
+    def _connect(self) -> Session:
         if self._closed:
             raise NotConnected("the client is closed")
         if self._server.down:

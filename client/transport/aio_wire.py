@@ -19,27 +19,27 @@ from ...protos.endpoint import client_endpoint
 from ...protos.v1 import transfer_pb2
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
-from ..session.connection import Identity, Keeper
-from ..session.session import Link
+from ..session.connection import ClientIdentity, SessionConnection
+from ..session.session import Session
 from ..timeouts import Timeouts
-from .bulk_connector import AnyStreams, BulkRoute
+from .bulk_connector import AnyStreams, BulkConnector
 from .grpc_methods import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, response_of, serialize
-from .socket_calls_aio import AsyncLocalCalls
+from .socket_calls_aio import AsyncSocketCalls
 
-__all__ = ["AsyncWire"]
+__all__ = ["AsyncTransport"]
 
 _MOST_STREAMS = 64
 """Streams to the bulk process at a time; more wait for their turn."""
 
 
-class AsyncWire:
+class AsyncTransport:
     """Performs effects over channels of its own, on one event loop; construct it there.
 
     The session is kept by a thread, so that a loop which is busy for long does not lose it.
     """
 
     def __init__(
-        self, endpoint: str | None, identity: Identity, timeouts: Timeouts, credentials: Credentials | None
+        self, endpoint: str | None, identity: ClientIdentity, timeouts: Timeouts, credentials: Credentials | None
     ) -> None:
         """Does not block. Raises `InvalidRequest` for an endpoint that cannot be parsed, or credentials that do not go with it."""
         credentials = credentials or Credentials.from_environment()
@@ -51,11 +51,11 @@ class AsyncWire:
         tune_malloc()
         # Threads of its own: those of the loop are also for the application, which streams that hang must not keep waiting.
         self._movers = ThreadPoolExecutor(_MOST_STREAMS, "kvtier-stream")
-        self._bulk = BulkRoute(self._session_channel, server, credentials, plain=identity.transport != "grpc")
-        self._keeper = Keeper(self._session_channel, identity, timeouts.call)
+        self._bulk = BulkConnector(self._session_channel, server, credentials, plain=identity.transport != "grpc")
+        self._keeper = SessionConnection(self._session_channel, identity, timeouts.call)
         self._channel = credentials.aio_channel(server, CHANNEL_OPTIONS)
         self._closed = False
-        self._local: AsyncLocalCalls | None = None
+        self._local: AsyncSocketCalls | None = None
         self._calls = {
             method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
@@ -64,11 +64,11 @@ class AsyncWire:
         self._pull = self._channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> Session | None:
         """The link, if there is one now."""
         return self._keeper.link
 
-    def lost(self, link: Link) -> None:
+    def lost(self, link: Session) -> None:
         """Takes note that the server does not know the session of this link any more."""
         self._keeper.lost(link)
 
@@ -123,7 +123,7 @@ class AsyncWire:
                 await _to_its_end(asyncio.to_thread(run))
         return None
 
-    async def _connect(self, timeout: float, *, patient: bool) -> Link:
+    async def _connect(self, timeout: float, *, patient: bool) -> Session:
         link = self._keeper.link
         if link is None:
             link = await asyncio.to_thread(self._keeper.wait, timeout, patient=patient)
@@ -162,7 +162,7 @@ class AsyncWire:
         await _to_its_end(asyncio.wrap_future(moved), hurry)
         return moved.result()
 
-    def _local_calls(self) -> AsyncLocalCalls | None:
+    def _local_calls(self) -> AsyncSocketCalls | None:
         """Returns what this session's calls go over, if that is not gRPC."""
         link = self._keeper.link
         wanted = link.calls if link is not None else None
@@ -170,7 +170,7 @@ class AsyncWire:
             self._local.close()
             self._local = None
         if self._local is None and wanted is not None:
-            self._local = AsyncLocalCalls(wanted)
+            self._local = AsyncSocketCalls(wanted)
         return self._local
 
     def _from_any_thread(self, cancel: Callable[[], object]) -> Callable[[], object]:

@@ -21,11 +21,11 @@ from ...protos.error_reasons import reason_of
 from ...protos.v1 import transfer_pb2
 from ..effects import Pull, Push
 from ..errors import NotConnected
-from ..session.session import Link
+from ..session.session import Session
 from .grpc_methods import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
-from .tcp_streams import PlainStreams
+from .tcp_streams import TcpStreamClient
 
-__all__ = ["AnyStreams", "BulkRoute", "Streams"]
+__all__ = ["AnyStreams", "BulkConnector", "Streams"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,10 +68,10 @@ class Streams:
         self._channel.close()
 
 
-AnyStreams: TypeAlias = Streams | PlainStreams
+AnyStreams: TypeAlias = Streams | TcpStreamClient
 
 
-class BulkRoute:
+class BulkConnector:
     """Finds the bulk process of a server, and keeps a channel to it. Any thread may call."""
 
     def __init__(self, control: grpc.Channel, endpoint: Endpoint, credentials: Credentials, *, plain: bool) -> None:
@@ -83,7 +83,7 @@ class BulkRoute:
         self._locate = control.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
         self._lock = threading.Lock()
         self._streams: AnyStreams | None = None
-        self._link: Link | None = None
+        self._link: Session | None = None
         self._search: threading.Thread | None = None
         self._call: Any = None
         self._full_until = 0.0
@@ -94,7 +94,7 @@ class BulkRoute:
         """Whether streams go to the bulk process now."""
         return self._streams is not None
 
-    def streams(self, link: Link) -> AnyStreams | None:
+    def streams(self, link: Session) -> AnyStreams | None:
         """Returns the way to the bulk process; None, and begins to look for it, where it is not known."""
         if link.region is not None:
             return None
@@ -150,7 +150,7 @@ class BulkRoute:
         if streams is not None:
             streams.close()
 
-    def _look(self, link: Link) -> None:
+    def _look(self, link: Session) -> None:
         with self._lock:
             if self._closing.is_set() or (self._search is not None and self._search.is_alive()):
                 return
@@ -162,7 +162,7 @@ class BulkRoute:
         if old is not None:
             old.close()
 
-    def _find(self, link: Link) -> None:
+    def _find(self, link: Session) -> None:
         """Looks until it is found, or there is nothing to be found."""
         delay = _FIRST_RETRY_SECONDS
         while not link.fallen:
@@ -180,28 +180,28 @@ class BulkRoute:
             return Endpoint(path=self._endpoint.path + answer.socket_suffix) if answer.socket_suffix else None
         return Endpoint(host=self._endpoint.host, port=answer.port) if answer.port else None
 
-    def _connect_plainly(self, link: Link, answer: transfer_pb2.LocateResponse) -> bool:
+    def _connect_plainly(self, link: Session, answer: transfer_pb2.LocateResponse) -> bool:
         if not self._plain or self._endpoint.path is not None or not answer.plain_port:
             return False
         try:
-            streams = PlainStreams(self._endpoint.host, answer.plain_port)
+            streams = TcpStreamClient(self._endpoint.host, answer.plain_port)
         except OSError as error:
             _log.info("kvtier: plain sockets do not reach the bulk process: %s", error)
             return False
         streams.take_calls(link)
         return self._found(link, streams, f"plain port {answer.plain_port}")
 
-    def _found(self, link: Link, streams: AnyStreams, where: str) -> bool:
+    def _found(self, link: Session, streams: AnyStreams, where: str) -> bool:
         with self._lock:
             if not self._closing.is_set():
                 self._streams, self._link = streams, link
-                link.transport = "tcp" if isinstance(streams, PlainStreams) else "grpc"
+                link.transport = "tcp" if isinstance(streams, TcpStreamClient) else "grpc"
                 _log.info("kvtier: streams go to the bulk process at %s", where)
                 return True
         streams.close()
         return True
 
-    def _connect(self, link: Link, answer: transfer_pb2.LocateResponse) -> bool:
+    def _connect(self, link: Session, answer: transfer_pb2.LocateResponse) -> bool:
         endpoint = self._endpoint_of(answer)
         if endpoint is None:
             return False

@@ -10,17 +10,17 @@ from collections.abc import AsyncIterator, Callable
 from ...protos.wire.attach import REPLY_BYTES, unpack_reply
 from ...protos.wire.call_frames import LENGTH_BYTES, pack_call, unpack_length
 from ..errors import DeadlineExceeded, SessionLost
-from ..session.socket_calls import MAX_IDLE, LocalCalls, answer_of
+from ..session.socket_calls import MAX_IDLE, SocketCalls, answer_of
 
-__all__ = ["AsyncLocalCalls"]
+__all__ = ["AsyncSocketCalls"]
 
 _CHUNK_BYTES = 64 << 10
 
 
-class AsyncLocalCalls:
+class AsyncSocketCalls:
     """Connections of one event loop for the calls of one session."""
 
-    def __init__(self, calls: LocalCalls) -> None:
+    def __init__(self, calls: SocketCalls) -> None:
         self.calls = calls
         """Says where to connect, and as whom."""
         self._idle: list[socket.socket] = []
@@ -31,7 +31,7 @@ class AsyncLocalCalls:
         calls.when_closed(lambda: _call_soon(loop, self.close))
 
     async def call(self, name: str, message: bytes, timeout: float) -> bytes | None:
-        """See `LocalCalls.call`."""
+        """See `SocketCalls.call`."""
         try:
             async with asyncio.timeout(timeout), self._lend() as connection:
                 if connection is None:
@@ -47,7 +47,7 @@ class AsyncLocalCalls:
         return answer_of(body)
 
     def close(self) -> None:
-        """See `LocalCalls.close`. On the loop."""
+        """See `SocketCalls.close`. On the loop."""
         self._closed = True
         for connection in self._idle:
             connection.close()

@@ -13,37 +13,37 @@ from ...protos.credentials import Credentials
 from ...protos.endpoint import client_endpoint
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
-from ..session.connection import Identity, Keeper
-from ..session.session import Link
+from ..session.connection import ClientIdentity, SessionConnection
+from ..session.session import Session
 from ..timeouts import Timeouts
-from .bulk_connector import AnyStreams, BulkRoute, Streams
+from .bulk_connector import AnyStreams, BulkConnector, Streams
 from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
 
-__all__ = ["GrpcWire", "Wire"]
+__all__ = ["GrpcTransport", "SyncTransport"]
 
 
-class Wire(Protocol):
+class SyncTransport(Protocol):
     """Carries out effects, and keeps the link. The real one talks gRPC; `testing.FakeServer` has another."""
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> Session | None:
         """The link, if there is one now."""
 
     def perform(self, effect: Effect) -> Any:
         """Returns an effect's result. Raises `KVTierError`."""
 
-    def lost(self, link: Link) -> None:
+    def lost(self, link: Session) -> None:
         """Takes note that the server does not know the session of this link any more."""
 
     def close(self) -> None:
         """Ends the session."""
 
 
-class GrpcWire:
+class GrpcTransport:
     """Performs effects over a channel of its own."""
 
     def __init__(
-        self, endpoint: str | None, identity: Identity, timeouts: Timeouts, credentials: Credentials | None
+        self, endpoint: str | None, identity: ClientIdentity, timeouts: Timeouts, credentials: Credentials | None
     ) -> None:
         tune_malloc()
         try:
@@ -57,16 +57,16 @@ class GrpcWire:
             for method, response in RESPONSES.items()
         }
         self._streams = Streams(self._channel)
-        self._bulk = BulkRoute(self._channel, server, credentials, plain=identity.transport != "grpc")
-        self._keeper = Keeper(self._channel, identity, timeouts.call)
+        self._bulk = BulkConnector(self._channel, server, credentials, plain=identity.transport != "grpc")
+        self._keeper = SessionConnection(self._channel, identity, timeouts.call)
         self._closed = False
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> Session | None:
         """See Wire."""
         return self._keeper.link
 
-    def lost(self, link: Link) -> None:
+    def lost(self, link: Session) -> None:
         """See Wire."""
         self._keeper.lost(link)
 
@@ -113,7 +113,7 @@ class GrpcWire:
                 return response_of(method, answer)
         return self._calls[method](request, timeout=timeout)
 
-    def _stream(self, link: Link, move: Callable[[AnyStreams], Any]) -> Any:
+    def _stream(self, link: Session, move: Callable[[AnyStreams], Any]) -> Any:
         bulk = self._bulk.streams(link)
         if bulk is None:
             return move(self._streams)

@@ -15,10 +15,10 @@ from ...protos.v1 import transfer_pb2
 from ...protos.wire import tcp_frames
 from ..effects import Pull, Push
 from ..errors import DeadlineExceeded, NotConnected, SessionLost, error_for
-from ..session.session import Link
-from ..session.socket_calls import LocalCalls, keep_alive
+from ..session.session import Session
+from ..session.socket_calls import SocketCalls, keep_alive
 
-__all__ = ["PlainStreams"]
+__all__ = ["TcpStreamClient"]
 
 _CONNECT_SECONDS = 2.0
 _KEEP = 8
@@ -26,7 +26,7 @@ _KEEP = 8
 _END = tcp_frames.pack_frame_head(0, 0, 0)
 
 
-class PlainStreams:
+class TcpStreamClient:
     """Push and Pull over connections of its own. Any thread may call."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -69,13 +69,13 @@ class PlainStreams:
             answer = transfer_pb2.PullResponse.FromString(connection.answer())
             sink.completed = sink.completed or answer.completed
 
-    def take_calls(self, link: Link) -> None:
+    def take_calls(self, link: Session) -> None:
         """Has the calls of a link go to the same port as well, if the server takes them there."""
         family, address = self._peer
         if link.calls is not None:  # connections that stand go on, wherever they were made
             link.calls.address, link.calls.family = address, family
             return
-        calls = LocalCalls(address, link.ref, family)
+        calls = SocketCalls(address, link.ref, family)
         if calls.prepare():
             link.call_over(calls)
 

@@ -24,7 +24,7 @@ from .driver import Driver, EventId, StreamId
 from .exports import DeviceExport, Origin
 from .handles import OpenHandles
 
-__all__ = ["After", "Direction", "EngineBlocks", "EventAfter", "Method", "Tuning", "ValueAfter", "wait_until"]
+__all__ = ["After", "CopyDirection", "CopyMethod", "EngineBlocks", "EventAfter", "Tuning", "ValueAfter", "wait_until"]
 
 
 _PAUSE_SECONDS = 100e-6
@@ -81,14 +81,14 @@ def _never() -> bool:
     return False
 
 
-class Direction(Enum):
+class CopyDirection(Enum):
     """Which way bytes go: out of the engine into slots, or in from slots."""
 
     OUT = "out"
     IN = "in"
 
 
-class Method(Protocol):
+class CopyMethod(Protocol):
     """A way to copy: the driver's own is one, a kernel another (`gather.KernelCopier`)."""
 
     def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
@@ -106,7 +106,7 @@ class Tuning:
 
     batch_bytes: int = 64 << 20
     batch_copies: int = 4096
-    small: Method | None = None
+    small: CopyMethod | None = None
     small_bytes: int = 16 << 10
     small_copies: int = 64
 
@@ -140,7 +140,7 @@ class EngineBlocks:
             addresses = handles.open(export)
             undo.callback(handles.close, export)
             self._events = self._open_events(undo, export)
-            self._streams = {direction: self._open_stream(undo) for direction in Direction}
+            self._streams = {direction: self._open_stream(undo) for direction in CopyDirection}
             self._planners = {
                 group: Planner(layout, addresses, region.address, region.size_bytes)
                 for group, layout in export.layouts.items()
@@ -200,7 +200,7 @@ class EngineBlocks:
         Raises CopyCancelled and DeviceError; LayoutError for blocks or slots that are not there, and RegionError where the region
         is closed (then nothing is copied).
         """
-        self._move(Direction.OUT, group, blocks, offsets, after, called_off)
+        self._move(CopyDirection.OUT, group, blocks, offsets, after, called_off)
 
     def copy_in(
         self,
@@ -211,7 +211,7 @@ class EngineBlocks:
         called_off: Callable[[], bool] = _never,
     ) -> None:
         """Copies slots into blocks; otherwise as `copy_out`. ``after`` is when nothing reads the blocks any more."""
-        self._move(Direction.IN, group, blocks, offsets, after, called_off)
+        self._move(CopyDirection.IN, group, blocks, offsets, after, called_off)
 
     def cancel(self) -> None:
         """The engine is gone: nothing new is begun, and what runs raises CopyCancelled once it is drained. Does not wait."""
@@ -238,7 +238,7 @@ class EngineBlocks:
 
     def _move(
         self,
-        direction: Direction,
+        direction: CopyDirection,
         group: int,
         blocks: Sequence[int],
         offsets: Sequence[int],
@@ -268,7 +268,7 @@ class EngineBlocks:
                 self._running -= 1
                 self._idle.notify_all()
 
-    def _carry_out(self, direction: Direction, plan: Plan, is_off: Callable[[], bool]) -> None:
+    def _carry_out(self, direction: CopyDirection, plan: Plan, is_off: Callable[[], bool]) -> None:
         """Begins batch after batch, waiting for the last but one; whatever happens, returns with none under way."""
         stream = self._streams[direction]
         under_way: list[EventId] = []
@@ -284,8 +284,8 @@ class EngineBlocks:
                 for event in under_way:
                     rest.callback(self._finish, event)
 
-    def _begin(self, direction: Direction, stream: StreamId, batch: Plan, under_way: list[EventId]) -> None:
-        ends = (batch.host, batch.device) if direction is Direction.OUT else (batch.device, batch.host)
+    def _begin(self, direction: CopyDirection, stream: StreamId, batch: Plan, under_way: list[EventId]) -> None:
+        ends = (batch.host, batch.device) if direction is CopyDirection.OUT else (batch.device, batch.host)
         event = self._driver.create_event()
         try:
             self._method(batch).copy(stream, *ends, batch.sizes)
@@ -308,7 +308,7 @@ class EngineBlocks:
             self._lost = error if error.cause is Cause.BROKEN else DeviceError(Cause.BROKEN, str(error))
             raise self._lost from error
 
-    def _method(self, batch: Plan) -> Method:
+    def _method(self, batch: Plan) -> CopyMethod:
         tuning = self._tuning
         few = len(batch.sizes) < tuning.small_copies
         if tuning.small is None or few or max(batch.sizes) > tuning.small_bytes:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from .device_errors import Cause, DeviceError
 from .driver import HANDLE_BYTES, Allocation, Driver, EventId
-from .layout import BlockLayout, LayoutError, Run
+from .layout import BlockLayout, LayoutError, LayoutRun
 
 __all__ = ["DeviceExport", "ExportedAllocation", "Origin", "explain", "export_blocks", "obstacle", "other_host"]
 
@@ -242,7 +242,7 @@ def _layout_fields(layout: BlockLayout) -> dict[str, Any]:
 
 
 def _parsed_layout(fields: Any) -> BlockLayout:
-    runs = tuple(Run(*(_count(number) for number in numbers)) for numbers in fields["runs"])
+    runs = tuple(LayoutRun(*(_count(number) for number in numbers)) for numbers in fields["runs"])
     return BlockLayout(_count(fields["num_blocks"]), runs)
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-__all__ = ["BlockLayout", "LayoutError", "Piece", "Run", "TensorShape", "describe"]
+__all__ = ["BlockLayout", "LayoutError", "LayoutPiece", "LayoutRun", "TensorShape", "describe"]
 
 
 class LayoutError(ValueError):
     """No block can lie like that."""
 
 
-class Piece(NamedTuple):
+class LayoutPiece(NamedTuple):
     """One contiguous piece of a block: where it is (bytes from the start of a buffer) and its size."""
 
     buffer: int
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class LayoutRun:
     """Evenly spaced pieces in one buffer: piece p of block b is at ``offset + b * block_stride + p * piece_stride``; in bytes.
 
     Raises LayoutError where pieces would overlap, or do not nest (blocks within pieces' distance, or pieces within blocks').
@@ -68,10 +68,10 @@ class Run:
             + self.piece_bytes
         )
 
-    def joined(self) -> Run:
+    def joined(self) -> LayoutRun:
         """The same bytes in as few pieces as possible."""
         if self.pieces == 1 or self.piece_stride == self.piece_bytes:
-            return Run(self.buffer, self.offset, self.block_stride, self.pieces * self.piece_bytes)
+            return LayoutRun(self.buffer, self.offset, self.block_stride, self.pieces * self.piece_bytes)
         return self
 
 
@@ -80,7 +80,7 @@ class BlockLayout:
     """Where the bytes of each of ``num_blocks`` blocks are, in slot order. Raises LayoutError for what cannot be."""
 
     num_blocks: int
-    runs: tuple[Run, ...]
+    runs: tuple[LayoutRun, ...]
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1 or not self.runs:
@@ -93,14 +93,14 @@ class BlockLayout:
         """The size of one block's part, and so of its bytes in a slot."""
         return sum(run.pieces * run.piece_bytes for run in self.runs)
 
-    def pieces(self, block: int) -> Iterator[Piece]:
+    def pieces(self, block: int) -> Iterator[LayoutPiece]:
         """Yields the pieces of a block in slot order. Raises LayoutError for a block that is not there."""
         if not 0 <= block < self.num_blocks:
             raise LayoutError(f"there is no block {block} of {self.num_blocks}")
         for run in self.runs:
             start = run.offset + block * run.block_stride
             for piece in range(run.pieces):
-                yield Piece(run.buffer, start + piece * run.piece_stride, run.piece_bytes)
+                yield LayoutPiece(run.buffer, start + piece * run.piece_stride, run.piece_bytes)
 
     def end(self, buffer: int) -> int:
         """How many bytes of a buffer the layout reaches into; 0 if it does not use it."""
@@ -109,7 +109,7 @@ class BlockLayout:
     def moved(self, places: Sequence[tuple[int, int]]) -> BlockLayout:
         """The same blocks where buffer i starts ``places[i][1]`` bytes into buffer ``places[i][0]``."""
         runs = tuple(
-            Run(buffer, run.offset + start, run.block_stride, run.piece_bytes, run.pieces, run.piece_stride)
+            LayoutRun(buffer, run.offset + start, run.block_stride, run.piece_bytes, run.pieces, run.piece_stride)
             for run in self.runs
             for buffer, start in (places[run.buffer],)
         )
@@ -140,7 +140,7 @@ def describe(tensors: Iterable[TensorShape]) -> BlockLayout:
     return BlockLayout(counts.pop(), tuple(_carved(runs)))
 
 
-def _runs(buffer: int, shape: TensorShape) -> Iterator[Run]:
+def _runs(buffer: int, shape: TensorShape) -> Iterator[LayoutRun]:
     """The runs of one tensor: its innermost dense axes are a piece, the next one repeats it, those outside of it make runs."""
     axes = [
         (stride * shape.item_bytes, size)
@@ -162,12 +162,12 @@ def _runs(buffer: int, shape: TensorShape) -> Iterator[Run]:
     block_stride = 1 if one_block else shape.strides[shape.block_axis] * shape.item_bytes
     outer = [range(0, size * step, step) for step, size in reversed(axes)]
     for steps in product(*outer):
-        yield Run(buffer, sum(steps), block_stride, piece_bytes, count, stride)
+        yield LayoutRun(buffer, sum(steps), block_stride, piece_bytes, count, stride)
 
 
-def _carved(runs: Iterable[Run]) -> Iterator[Run]:
+def _carved(runs: Iterable[LayoutRun]) -> Iterator[LayoutRun]:
     """Joins runs of single pieces at even distances in one buffer into runs of many: layers carved out of one allocation."""
-    pending: Run | None = None
+    pending: LayoutRun | None = None
     for run in (run.joined() for run in runs):
         if pending is not None:
             longer = _continued(pending, run)
@@ -180,7 +180,7 @@ def _carved(runs: Iterable[Run]) -> Iterator[Run]:
         yield pending.joined()
 
 
-def _continued(run: Run, following: Run) -> Run | None:
+def _continued(run: LayoutRun, following: LayoutRun) -> LayoutRun | None:
     distance = following.offset - run.offset - (run.pieces - 1) * run.piece_stride
     alike = (run.buffer, run.block_stride, run.piece_bytes) == (
         following.buffer,
@@ -189,4 +189,4 @@ def _continued(run: Run, following: Run) -> Run | None:
     )
     if not alike or following.pieces > 1 or distance <= 0 or (run.pieces > 1 and distance != run.piece_stride):
         return None
-    return Run(run.buffer, run.offset, run.block_stride, run.piece_bytes, run.pieces + 1, distance)
+    return LayoutRun(run.buffer, run.offset, run.block_stride, run.piece_bytes, run.pieces + 1, distance)

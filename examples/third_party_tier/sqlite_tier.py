@@ -31,7 +31,7 @@ from kvtier.tiers.base import (
 from kvtier.tiers.negotiation import vote
 from kvtier.tiers.storage.checksum import block_checksum
 from kvtier.tiers.storage.fsck import Finding, Slice
-from kvtier.tiers.storage.health import Troubles
+from kvtier.tiers.storage.health import TierHealth
 
 __all__ = ["SQLiteTier"]
 
@@ -72,7 +72,7 @@ class SQLiteTier(SecondaryTier):
         """
         super().__init__(name, int(size_bytes * CAPACITY_SHARE))
         self._path = directory / "blocks.sqlite"
-        self._troubles = Troubles(self)
+        self._troubles = TierHealth(self)
         self._connections: list[sqlite3.Connection] = []
         self._connecting = threading.Lock()
         self._mine = threading.local()

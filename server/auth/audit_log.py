@@ -9,7 +9,7 @@ from typing import Any
 from ..telemetry.logs import get_logger
 from .roles import CALLER
 
-__all__ = ["Audit"]
+__all__ = ["AuditLog"]
 
 _log = get_logger(__name__)
 
@@ -22,7 +22,7 @@ _QUIET_SECONDS = 10.0
 _MAX_KINDS = 1024
 
 
-class Audit:
+class AuditLog:
     """Writes it. Lives on the event loop."""
 
     def __init__(self, *, looks: bool, clock: Callable[[], float] = time.monotonic) -> None:

@@ -12,10 +12,10 @@ import grpc
 from ..config.schema import Config
 from ..refused import Refused
 from ..telemetry.logs import get_logger
-from .roles import CALLER, OWNER, Identity, demand, is_open
+from .roles import CALLER, OWNER, Identity, is_open, require_role
 from .tokens import TokensError, read_directory
 
-__all__ = ["Authority", "Gate", "bearer_of", "credentials_of"]
+__all__ = ["AuthInterceptor", "Authenticator", "bearer_of", "peer_credentials"]
 
 
 _BEARER = "bearer "
@@ -24,7 +24,7 @@ _BEARER = "bearer "
 _MAX_TOKEN_CHARACTERS = 512
 
 
-def credentials_of(context: grpc.ServicerContext) -> tuple[str | None, list[str], bool]:
+def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[str], bool]:
     """Returns what a call shows: a token, the names of a certificate that TLS has verified, whether it came by a Unix socket."""
     token = None
     for key, value in context.invocation_metadata() or ():
@@ -51,7 +51,7 @@ def bearer_of(header: str) -> str | None:
 _log = get_logger(__name__)
 
 
-class Authority:
+class Authenticator:
     """Knows the tokens and certificates. Lives on the event loop.
 
     Raises:
@@ -110,10 +110,10 @@ class Authority:
         return identity is not None and any(role.value in ("metrics", "admin") for role in identity.roles)
 
 
-class Gate:
+class AuthInterceptor:
     """Sees to it that each call is made by somebody who may make it."""
 
-    def __init__(self, authority: Authority) -> None:
+    def __init__(self, authority: Authenticator) -> None:
         self._authority = authority
 
     def __call__(self, method: str, context: Any) -> None:
@@ -123,10 +123,10 @@ class Gate:
         if caller is None:
             if is_open(method):
                 return
-            token, names, is_local = credentials_of(context)
+            token, names, is_local = peer_credentials(context)
             caller = self._authority.identify(token, names, is_local=is_local)
         CALLER.set(caller)
-        demand(method, caller)
+        require_role(method, caller)
 
 
 def _look(path: Path | None) -> tuple[int, ...] | None:

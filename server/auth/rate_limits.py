@@ -10,7 +10,7 @@ import msgspec
 from ..config.schema import RateConfig
 from ..refused import Refused
 
-__all__ = ["Meter", "Meters"]
+__all__ = ["RateLimiter", "RateLimiters"]
 
 _BURST_SECONDS = 10.0
 _SWEEP_METERS = 1024
@@ -18,7 +18,7 @@ _GIVEN_BACK = 1024
 """So many calls that give something back are let through beyond what a tenant has: what it was granted would stay out of use."""
 
 
-class _Bucket:
+class _TokenBucket:
     """Fills at a rate, up to ten seconds' worth. It may be overdrawn; who finds it empty waits."""
 
     def __init__(self, rate: float, now: float) -> None:
@@ -52,7 +52,7 @@ class _Bucket:
         self._at = now
 
 
-class Meter:
+class RateLimiter:
     """One tenant's."""
 
     def __init__(self, tenant: str, rates: RateConfig, clock: Callable[[], float]) -> None:
@@ -61,8 +61,8 @@ class Meter:
         self._rates = rates
         self._clock = clock
         now = clock()
-        self._calls = _Bucket(rates.calls, now) if rates.calls is not None else None
-        self._bytes = _Bucket(rates.bytes, now) if rates.bytes is not None else None
+        self._calls = _TokenBucket(rates.calls, now) if rates.calls is not None else None
+        self._bytes = _TokenBucket(rates.bytes, now) if rates.bytes is not None else None
 
     def opens(self) -> None:
         """Takes note of a session, and of the call that opens it. Raises Refused for one too many, of either."""
@@ -98,14 +98,14 @@ class Meter:
         now = self._clock()
         return not self.sessions and all(b is None or b.is_full(now) for b in (self._calls, self._bytes))
 
-    def _check(self, bucket: _Bucket, what: str) -> None:
+    def _check(self, bucket: _TokenBucket, what: str) -> None:
         wait = bucket.wait(self._clock())
         if wait > 0:
             text = f"tenant {self._tenant!r} has used up its {what}; try again in {wait:.2f} s"
             raise Refused("RATE_LIMITED", text, retry_after=wait)
 
 
-class Meters:
+class RateLimiters:
     """The meters of those tenants that have any bound."""
 
     def __init__(
@@ -115,9 +115,9 @@ class Meters:
         self._rates = rates
         self._of_tenants = {name: _merged(rates, own) for name, own in of_tenants.items()}
         self._clock = clock
-        self._meters: dict[str, Meter] = {}
+        self._meters: dict[str, RateLimiter] = {}
 
-    def of(self, tenant: str) -> Meter | None:
+    def of(self, tenant: str) -> RateLimiter | None:
         """Returns a tenant's meter; None where there is no bound."""
         rates = self._of_tenants.get(tenant, self._rates)
         if rates == RateConfig():
@@ -126,7 +126,7 @@ class Meters:
         if meter is None:
             if len(self._meters) >= _SWEEP_METERS:
                 self._meters = {name: meter for name, meter in self._meters.items() if not meter.is_idle}
-            meter = self._meters[tenant] = Meter(tenant, rates, self._clock)
+            meter = self._meters[tenant] = RateLimiter(tenant, rates, self._clock)
         return meter
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ..refused import Refused
 
-__all__ = ["CALLER", "OWNER", "RPC_ROLES", "Identity", "Role", "demand", "is_open"]
+__all__ = ["CALLER", "OWNER", "RPC_ROLES", "Identity", "Role", "is_open", "require_role"]
 
 
 class Role(enum.Enum):
@@ -101,7 +101,7 @@ def is_open(method: str) -> bool:
     return RPC_ROLES.get(method, frozenset()) is None
 
 
-def demand(method: str, identity: Identity) -> None:
+def require_role(method: str, identity: Identity) -> None:
     """Raises Refused if an RPC (`service/method`) is not for this one."""
     roles = RPC_ROLES.get(method, frozenset())
     if roles is not None and not roles & identity.roles:

@@ -16,19 +16,19 @@ from prometheus_client import Counter
 from ...protos.v1 import common_pb2
 from ...tiers.errors import CoreError, LeaseNotFound
 from ...tiers.types import LeaseId, Session, StoreId
-from ..auth.audit_log import Audit
-from ..auth.authenticator import Authority
-from ..auth.rate_limits import Meter
-from ..auth.roles import demand
+from ..auth.audit_log import AuditLog
+from ..auth.authenticator import Authenticator
+from ..auth.rate_limits import RateLimiter
+from ..auth.roles import require_role
 from ..refused import Refused
-from ..rpc.request_checks import Edge
+from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import OpenSession, SessionRegistry
 from ..rpc.writers import Writers
 from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
-from .messages import Begin, Damaged, End, Granted, Moved, Quiet, Refusal, Settled, ToChild
+from .messages import Begin, Committed, Damaged, Detached, End, Granted, Moved, Refusal, ToChild
 
-__all__ = ["Arrivals", "BulkDesk"]
+__all__ = ["BulkBroker", "ReceivedOffsets"]
 
 
 _METHODS = {True: "/kvtier.v1.TransferService/Push", False: "/kvtier.v1.TransferService/Pull"}
@@ -46,7 +46,7 @@ class _Stream:
     """Open as long as it may write; from the start empty for a reader."""
     refused: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    meter: Meter | None = None
+    meter: RateLimiter | None = None
     """Of its tenant, where that has a bound."""
 
     def count(self, nbytes: int) -> None:
@@ -56,21 +56,21 @@ class _Stream:
             self.meter.moved(nbytes)
 
 
-class BulkDesk:
+class BulkBroker:
     """Decides on behalf of one bulk process after the other."""
 
     def __init__(
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        edge: Edge,
+        edge: RequestValidator,
         metrics: Metrics,
         writers: Writers,
-        authority: Authority | None = None,
-        audit: Audit | None = None,
+        authority: Authenticator | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         """`authority` knows who the child's clients are, where they are asked; `audit` hears of those that are refused."""
-        self.arrivals = Arrivals(lambda: {store.id for store in runtime.core.stores()})
+        self.arrivals = ReceivedOffsets(lambda: {store.id for store in runtime.core.stores()})
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
@@ -100,7 +100,7 @@ class BulkDesk:
             self._observe(_METHODS[stream.push], "UNAVAILABLE", self._runtime.now() - stream.began_at)
             self._gone(stream)
 
-    def take(self, message: Begin | Moved | Damaged | Quiet | End) -> None:
+    def take(self, message: Begin | Moved | Damaged | Detached | End) -> None:
         """Deals with what the child says."""
         if isinstance(message, Begin):
             self._begin(message)
@@ -113,7 +113,7 @@ class BulkDesk:
                 self._moved(stream, message)
             case Damaged():
                 self._damaged.inc()
-            case Quiet():
+            case Detached():
                 self._detach(stream)
             case End():
                 self._end(stream, message)
@@ -158,8 +158,8 @@ class BulkDesk:
                 caller = self._authority.identify(message.token, message.names, is_local=message.is_local)
                 if caller.tenant not in (None, session.core.tenant):
                     raise Refused("WRONG_TENANT", "the session is another tenant's")
-            demand(_METHODS[message.push].lstrip("/"), caller)
-            demand(_METHODS[message.push].lstrip("/"), session.identity)
+            require_role(_METHODS[message.push].lstrip("/"), caller)
+            require_role(_METHODS[message.push].lstrip("/"), session.identity)
         self._sessions.heard(session)
         if session.meter is not None:
             session.meter.stream()
@@ -199,7 +199,7 @@ class BulkDesk:
         if not message.complete:
             return
         try:
-            self._say(Settled(stream.number, self._complete(stream)))
+            self._say(Committed(stream.number, self._complete(stream)))
         except (CoreError, Refused) as error:
             self._say(Refusal(stream.number, error.reason, str(error)))
 
@@ -241,7 +241,7 @@ class BulkDesk:
 _SWEEP_ENTRIES = 256
 
 
-class Arrivals:
+class ReceivedOffsets:
     """Per store, where the bytes end that came without a gap. Lives on the event loop."""
 
     def __init__(self, stores: Callable[[], Collection[int]]) -> None:

@@ -18,22 +18,22 @@ from ..process.child_main import Channel
 from ..refused import Refused
 from .messages import (
     Begin,
+    Committed,
     Damaged,
+    Detached,
     End,
     FromChild,
     Granted,
     Listening,
     Moved,
-    Quiet,
     Refusal,
-    Settled,
     Setup,
     ToChild,
     decode_to_child,
     encode,
 )
 
-__all__ = ["Control", "Stream"]
+__all__ = ["BrokerClient", "Stream"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Stream:
 
     def __init__(
         self,
-        control: Control,
+        control: BrokerClient,
         number: int,
         transport: str,
         interrupt: Callable[[], object],
@@ -77,7 +77,7 @@ class Stream:
         """Held while the region is touched on behalf of this stream."""
         self._control = control
         self._news = threading.Condition()
-        self._answer: Granted | Settled | None = None
+        self._answer: Granted | Committed | None = None
         self._refusal: Refusal | None = None
         self._start = self._end = -1
         self._unsaid = 0
@@ -133,9 +133,9 @@ class Stream:
     def settled(self) -> bool:
         """Waits, and returns whether what was to be completed is. Raises `Refused`."""
         answer = self._wait()
-        return isinstance(answer, Settled) and answer.completed
+        return isinstance(answer, Committed) and answer.completed
 
-    def answer(self, message: Granted | Settled | Refusal) -> None:
+    def answer(self, message: Granted | Committed | Refusal) -> None:
         """Takes in what the server says of this stream. Called by the thread that reads."""
         if isinstance(message, Refusal):
             self._refusal = message
@@ -157,7 +157,7 @@ class Stream:
         nbytes, self._unsaid = self._unsaid, 0
         return nbytes, max(self._start, 0), max(self._end, 0)
 
-    def _wait(self) -> Granted | Settled | None:
+    def _wait(self) -> Granted | Committed | None:
         with self._news:
             self._news.wait_for(lambda: self._answer or self._refusal, _ANSWER_SECONDS)
             answer, self._answer = self._answer, None
@@ -167,7 +167,7 @@ class Stream:
         return answer
 
 
-class Control:
+class BrokerClient:
     """The connection to the server. `setup` comes first, then `start`."""
 
     def __init__(self, channel: Channel) -> None:
@@ -233,4 +233,4 @@ class Control:
         if stream is not None:
             stream.answer(message)
         if isinstance(message, Refusal):
-            self.send(Quiet(message.stream))
+            self.send(Detached(message.stream))

@@ -20,19 +20,19 @@ from ...protos.error_reasons import STATUS_OF, error_details
 from ...protos.v1 import transfer_pb2
 from ...protos.wire.grpc_frames import decode_push_frame, pull_head
 from ...protos.wire.part_sequence import PartSequence
-from ..auth.authenticator import credentials_of
+from ..auth.authenticator import peer_credentials
 from ..refused import Refused
-from .client import Control, Stream
+from .client import BrokerClient, Stream
 
-__all__ = ["BulkStreams"]
+__all__ = ["GrpcStreamServer"]
 
 _log = logging.getLogger(__name__)
 
 
-class BulkStreams:
+class GrpcStreamServer:
     """The handlers. Each runs on a thread of gRPC's pool."""
 
-    def __init__(self, control: Control, region: HostRegion, frame_bytes: int) -> None:
+    def __init__(self, control: BrokerClient, region: HostRegion, frame_bytes: int) -> None:
         self._control = control
         self._region = region
         self._frame_bytes = frame_bytes
@@ -117,11 +117,11 @@ class BulkStreams:
 class _Outcome:
     """One stream from its begin to its end, however it ends: the server hears of it, and so does the client."""
 
-    def __init__(self, control: Control, context: grpc.ServicerContext) -> None:
+    def __init__(self, control: BrokerClient, context: grpc.ServicerContext) -> None:
         self._control = control
         self._context = context
         self._stream = control.open("grpc-bulk", context.cancel)
-        self._stream.shown = credentials_of(context)
+        self._stream.shown = peer_credentials(context)
         self._ended = False
 
     def end(self, *, complete: bool) -> None:

@@ -17,10 +17,10 @@ from ...protos.endpoint import Endpoint
 from ...protos.wire.grpc_frames import FRAME_BYTES
 from ..auth.tls import server_credentials
 from ..process.child_main import connect
-from .client import Control
-from .grpc_streams import BulkStreams
+from .client import BrokerClient
+from .grpc_streams import GrpcStreamServer
 from .messages import Setup
-from .tcp_streams import PlainServer
+from .tcp_streams import TcpStreamServer
 
 __all__ = ["MAX_STREAMS", "listen", "main"]
 
@@ -36,7 +36,7 @@ _NICE = 5
 
 def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
     """Serves until the server has ended. Does not return."""
-    control = Control(connect(socket_fd))
+    control = BrokerClient(connect(socket_fd))
     _stand_back()
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
@@ -59,12 +59,12 @@ def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
         ],
     )
     frame_bytes = min(setup.max_frame_bytes, FRAME_BYTES)
-    server.add_generic_rpc_handlers((BulkStreams(control, region, frame_bytes).handler(),))
+    server.add_generic_rpc_handlers((GrpcStreamServer(control, region, frame_bytes).handler(),))
     credentials = None if setup.tls is None else server_credentials(setup.tls[0], setup.tls[1], setup.tls[2] or None)
     port = listen(server, setup, credentials)
     plain_port = 0
     if setup.plain:
-        plain_server = PlainServer(control, region, frame_bytes, socket.socket(fileno=handover_fd))
+        plain_server = TcpStreamServer(control, region, frame_bytes, socket.socket(fileno=handover_fd))
         plain_port = plain_server.listen(setup.hosts, setup.plain_port, other=setup.any_plain_port)
     server.start()
     control.start(port, plain_port)

@@ -8,15 +8,15 @@ import msgspec
 
 __all__ = [
     "Begin",
+    "Committed",
     "Damaged",
+    "Detached",
     "End",
     "FromChild",
     "Granted",
     "Listening",
     "Moved",
-    "Quiet",
     "Refusal",
-    "Settled",
     "Setup",
     "ToChild",
     "decode_from_child",
@@ -61,14 +61,14 @@ class Granted(_Message, frozen=True):
 
 
 class Refusal(_Message, frozen=True):
-    """A stream must end, now or when it was going to begin. The child answers with `Quiet`."""
+    """A stream must end, now or when it was going to begin. The child answers with `Detached`."""
 
     stream: int
     reason: str
     text: str
 
 
-class Settled(_Message, frozen=True):
+class Committed(_Message, frozen=True):
     """The answer to an `End`."""
 
     stream: int
@@ -118,7 +118,7 @@ class Damaged(_Message, frozen=True):
     stream: int
 
 
-class Quiet(_Message, frozen=True):
+class Detached(_Message, frozen=True):
     """A stream that was refused touches the region no more."""
 
     stream: int
@@ -138,8 +138,8 @@ class End(_Message, frozen=True):
     end: int = 0
 
 
-ToChild: TypeAlias = Setup | Granted | Refusal | Settled
-FromChild: TypeAlias = Listening | Begin | Moved | Damaged | Quiet | End
+ToChild: TypeAlias = Setup | Granted | Refusal | Committed
+FromChild: TypeAlias = Listening | Begin | Moved | Damaged | Detached | End
 
 _encoder = msgspec.msgpack.Encoder()
 _to_child = msgspec.msgpack.Decoder(ToChild)

@@ -16,9 +16,9 @@ import msgspec
 from ...cuda.host.region import HostRegion
 from ...protos.wire.attach import REQUEST_BYTES
 from ..config.schema import Config
-from ..process.child import Backoff, Child
+from ..process.child import Child, RestartBackoff
 from ..telemetry.logs import get_logger
-from .broker import BulkDesk
+from .broker import BulkBroker
 from .messages import Listening, Setup, ToChild, decode_from_child, encode
 
 __all__ = ["SOCKET_SUFFIX", "BulkProcess"]
@@ -41,7 +41,7 @@ class BulkProcess:
     """The child, if there is one. `close` ends it."""
 
     def __init__(
-        self, region: HostRegion, config: Config, desk: BulkDesk, take_calls: Callable[[socket.socket, bytes], None]
+        self, region: HostRegion, config: Config, desk: BulkBroker, take_calls: Callable[[socket.socket, bytes], None]
     ) -> None:
         """`take_calls` is given each connection that a client made to the child for calls, and what came first on it."""
         self.arrivals = desk.arrivals
@@ -89,7 +89,7 @@ class BulkProcess:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        backoff = Backoff(most=10.0, good=30.0)
+        backoff = RestartBackoff(most=10.0, good=30.0)
         while True:
             began = time.monotonic()
             try:

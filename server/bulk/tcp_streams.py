@@ -23,9 +23,9 @@ from ...protos.v1 import transfer_pb2
 from ...protos.wire import attach, tcp_frames
 from ...protos.wire.part_sequence import PartSequence
 from ..refused import Refused
-from .client import Control, Stream
+from .client import BrokerClient, Stream
 
-__all__ = ["PlainServer"]
+__all__ = ["TcpStreamServer"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ _ROOM_SECONDS = 1.0
 _END = tcp_frames.pack_frame_head(0, 0, 0)
 
 
-class PlainServer:
+class TcpStreamServer:
     """Listens, and serves whoever connects."""
 
-    def __init__(self, control: Control, region: HostRegion, frame_bytes: int, handover: socket.socket) -> None:
+    def __init__(self, control: BrokerClient, region: HostRegion, frame_bytes: int, handover: socket.socket) -> None:
         """Connections for calls are handed to the server over `handover`."""
         self._control = control
         self._region = region

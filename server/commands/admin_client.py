@@ -20,7 +20,7 @@ from ...protos.v1.admin_pb2_grpc import AdminServiceStub
 from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, refuse
 
 __all__ = [
-    "InquiryError",
+    "AdminClientError",
     "UnreachableError",
     "ask",
     "ask_status",
@@ -46,7 +46,7 @@ _LONG_OPTIONS = (
 )
 
 
-class InquiryError(Exception):
+class AdminClientError(Exception):
     """A server answered, but not with what was asked; one line.
 
     Attributes:
@@ -59,20 +59,20 @@ class InquiryError(Exception):
         self.reason = reason
 
 
-class UnreachableError(InquiryError):
+class UnreachableError(AdminClientError):
     """No server answered in time; one line."""
 
 
 def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS) -> grpc.Channel:
-    """Returns a channel to a server, with the credentials of the environment. Raises `InquiryError`."""
+    """Returns a channel to a server, with the credentials of the environment. Raises `AdminClientError`."""
     try:
         return Credentials.from_environment().channel(endpoint, options)
     except CredentialsError as error:
-        raise InquiryError(f"{error}") from None
+        raise AdminClientError(f"{error}") from None
 
 
 def ask(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Any:
-    """Calls a method of a server's `AdminService`, for at most `timeout` seconds. Raises `InquiryError`."""
+    """Calls a method of a server's `AdminService`, for at most `timeout` seconds. Raises `AdminClientError`."""
     with channel_to(endpoint) as channel:
         try:
             return getattr(AdminServiceStub(channel), method)(request, timeout=timeout)
@@ -81,7 +81,7 @@ def ask(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Any:
 
 
 def ask_status(endpoint: Endpoint, timeout: float) -> GetStatusResponse:
-    """Asks a server for its status, for at most `timeout` seconds. Raises `InquiryError`."""
+    """Asks a server for its status, for at most `timeout` seconds. Raises `AdminClientError`."""
     answer: GetStatusResponse = ask(endpoint, "GetStatus", GetStatusRequest(), timeout)
     return answer
 
@@ -89,7 +89,7 @@ def ask_status(endpoint: Endpoint, timeout: float) -> GetStatusResponse:
 def follow(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Generator[Any, None, None]:
     """Yields what a streaming method of a server's `AdminService` says, for as long as that takes.
 
-    `timeout` seconds are waited for the server to answer at all. Closing the iterator cancels the call. Raises `InquiryError`.
+    `timeout` seconds are waited for the server to answer at all. Closing the iterator cancels the call. Raises `AdminClientError`.
     """
     ask_status(endpoint, timeout)
     with channel_to(endpoint, _LONG_OPTIONS) as channel:
@@ -109,13 +109,13 @@ def inquire(
     try:
         endpoint = client_endpoint(options.endpoint)
         answer = fetch(endpoint, options.timeout)
-    except (EndpointError, InquiryError) as error:
+    except (EndpointError, AdminClientError) as error:
         return refuse_inquiry(error)
     show(answer, endpoint)
     return 0
 
 
-def refuse_inquiry(error: EndpointError | InquiryError) -> int:
+def refuse_inquiry(error: EndpointError | AdminClientError) -> int:
     """Says why a server was not asked, or did not answer; returns the exit code."""
     if isinstance(error, EndpointError):
         return refuse([f"{error}"], EXIT_USAGE)
@@ -130,18 +130,18 @@ def plain_console() -> Console:
     return console
 
 
-def explain(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> InquiryError:
+def explain(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> AdminClientError:
     """Returns what to say of a call that failed."""
     code, details = error.code(), (error.details() or "").partition("\n")[0]
     if (reason := reason_of(error.trailing_metadata())) is not None:
-        return InquiryError(f"{endpoint}: {details}", reason)
+        return AdminClientError(f"{endpoint}: {details}", reason)
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnreachableError(f"no answer from {endpoint} within {timeout:g} s", "TIMEOUT")
     if code == grpc.StatusCode.UNAVAILABLE:
         return _unreachable(endpoint, details)
     if code == grpc.StatusCode.UNIMPLEMENTED:
-        return InquiryError(f"{endpoint} is a gRPC server, but not kvtier's, or one of an older version")
-    return InquiryError(f"{endpoint}: {code.name}: {details}")
+        return AdminClientError(f"{endpoint} is a gRPC server, but not kvtier's, or one of an older version")
+    return AdminClientError(f"{endpoint}: {code.name}: {details}")
 
 
 def _unreachable(endpoint: Endpoint, details: str) -> UnreachableError:

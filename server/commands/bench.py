@@ -16,7 +16,7 @@ from ...protos.endpoint import EndpointError, client_endpoint
 from ..config.units import parse_size
 from . import admin_client
 from .bench_report import show, to_json
-from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, refuse, say
+from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, print_line, refuse
 
 if TYPE_CHECKING:
     from ...client import breakeven
@@ -43,15 +43,15 @@ def run(options: argparse.Namespace) -> int:
         return refuse([f"{error}"], EXIT_USAGE)
     except (admin_client.UnreachableError, breakeven.NobodyAnswers) as error:
         return refuse([f"{error}"], EXIT_UNREACHABLE)
-    except (admin_client.InquiryError, breakeven.BreakEvenError) as error:
+    except (admin_client.AdminClientError, breakeven.BreakEvenError) as error:
         return refuse([f"{error}"], EXIT_FAILURE)
     except KeyboardInterrupt:
         return refuse(["interrupted; nothing is left on the server"], EXIT_FAILURE)
-    say(to_json(report)) if options.json else show(report)
+    print_line(to_json(report)) if options.json else show(report)
     return 0
 
 
-def _plan(options: argparse.Namespace) -> breakeven.Plan:
+def _plan(options: argparse.Namespace) -> breakeven.MeasurementPlan:
     """Returns what to measure, of flags that are all right, and of a server that answers."""
     from ...client import breakeven
 
@@ -61,7 +61,7 @@ def _plan(options: argparse.Namespace) -> breakeven.Plan:
     _at_least(1, "--max-tokens", options.max_tokens)
     max_bytes, compute, geometry = _size("--max-bytes", options.max_bytes), _compute(options), _geometry(options)
     endpoint = client_endpoint(options.endpoint)
-    return breakeven.Plan(
+    return breakeven.MeasurementPlan(
         endpoint=f"{endpoint}",
         status=admin_client.ask_status(endpoint, options.timeout),
         compute=compute,

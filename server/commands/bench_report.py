@@ -15,7 +15,7 @@ from ..config.units import human_size
 from .admin_client import plain_console
 
 if TYPE_CHECKING:
-    from ...client.breakeven import Computed, Proposal, Report, Samples, Transferred
+    from ...client.breakeven import ComputeTimes, Proposal, Report, Samples, TransferTimes
 
 __all__ = ["show", "to_json"]
 
@@ -57,7 +57,7 @@ def _verdict(proposal: Proposal) -> str:
     return "from" if proposal.threshold else "always"
 
 
-def _transfer_values(transferred: Transferred) -> dict[str, Any]:
+def _transfer_values(transferred: TransferTimes) -> dict[str, Any]:
     rate, geometry = transferred.bytes_per_second, transferred.geometry
     return {
         "transport": transferred.transport,
@@ -76,7 +76,7 @@ def _transfer_values(transferred: Transferred) -> dict[str, Any]:
     }
 
 
-def _compute_values(computed: Computed) -> dict[str, Any]:
+def _compute_values(computed: ComputeTimes) -> dict[str, Any]:
     return {
         "measured": bool(computed.samples),
         "fixed_seconds": computed.line.fixed,
@@ -111,7 +111,7 @@ def _cells(seconds: Any) -> tuple[str, str]:
     return f"{_ms(statistics.median(seconds))} ms", f"{_ms(min(seconds))}-{_ms(max(seconds))}"
 
 
-def _transfer_lines(transferred: Transferred) -> Iterator[str]:
+def _transfer_lines(transferred: TransferTimes) -> Iterator[str]:
     geometry, rate, line = transferred.geometry, transferred.bytes_per_second, transferred.line
     whose = f"of {geometry.model}" if geometry.model else "as given"
     ranks = f", for each of {geometry.world_size} ranks" if geometry.world_size > 1 else ""
@@ -124,7 +124,7 @@ def _transfer_lines(transferred: Transferred) -> Iterator[str]:
     yield f"transfer over {transferred.transport}: {_ms(line.fixed)} ms and {speed}{_missed(transferred.miss)}"
 
 
-def _compute_lines(computed: Computed) -> Iterator[str]:
+def _compute_lines(computed: ComputeTimes) -> Iterator[str]:
     speed = f"{1 / computed.line.per_token:,.0f} tokens/s"
     if not computed.samples:
         yield f"compute: {speed}, as given"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .console import EXIT_FAILURE, refuse, say
+from .console import EXIT_FAILURE, print_line, refuse
 from .parser import new_parser
 
 __all__ = ["run"]
@@ -16,5 +16,5 @@ def run(options: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         return refuse(["shtab is missing: pip install 'kvtier[server]'"], EXIT_FAILURE)
-    say(shtab.complete(new_parser(), shell=options.shell).rstrip())
+    print_line(shtab.complete(new_parser(), shell=options.shell).rstrip())
     return 0

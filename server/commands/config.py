@@ -6,7 +6,7 @@ import argparse
 
 from ..config import render
 from ..config.schema import ConfigError
-from .console import EXIT_CONFIG, complain, refuse, say
+from .console import EXIT_CONFIG, complain, print_line, refuse
 from .load_config import load
 
 __all__ = ["run"]
@@ -15,12 +15,12 @@ __all__ = ["run"]
 def run(options: argparse.Namespace) -> int:
     """Prints it; returns the exit code."""
     if options.reference:
-        say(render.reference().rstrip())
+        print_line(render.reference().rstrip())
         return 0
     try:
         loaded = load(options)
     except ConfigError as error:
         return refuse(error.problems, EXIT_CONFIG)
-    say(render.to_json(loaded) if options.json else render.to_toml(loaded).rstrip())
+    print_line(render.to_json(loaded) if options.json else render.to_toml(loaded).rstrip())
     complain(f"warning: {warning}" for warning in loaded.warnings)
     return 0

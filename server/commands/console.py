@@ -15,8 +15,8 @@ __all__ = [
     "EXIT_UNREACHABLE",
     "EXIT_USAGE",
     "complain",
+    "print_line",
     "refuse",
-    "say",
 ]
 
 EXIT_FAILURE = 1
@@ -42,7 +42,7 @@ EXIT_CODES = (
 """Every exit code, the commands that end with it, and what it says: the one table."""
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Writes a part of the answer."""
     sys.stdout.write(f"{text}\n")
 

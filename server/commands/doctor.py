@@ -15,9 +15,9 @@ from ...protos.v1.session_pb2 import CapabilitiesRequest, CapabilitiesResponse
 from ...protos.v1.session_pb2_grpc import SessionServiceStub
 from ..config.schema import Config, ConfigError
 from ..doctor import disk_checks, engine_checks, memory_checks, process_checks, server_checks, trust_checks
-from ..doctor.finding import Check, Finding, Scene, Verdict, fail
-from .admin_client import InquiryError, ask_status, channel_to, explain, plain_console
-from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
+from ..doctor.finding import Check, CheckContext, CheckResult, Verdict, fail
+from .admin_client import AdminClientError, ask_status, channel_to, explain, plain_console
+from .console import EXIT_FAILURE, EXIT_USAGE, print_line, refuse
 from .load_config import load
 
 __all__ = ["CHECKS", "run"]
@@ -64,11 +64,11 @@ def run(options: argparse.Namespace) -> int:
             if not options.json:
                 _show(console, name, finding)
     if options.json:
-        say(json.dumps({"ok": not failed, "findings": shown}, indent=2))
+        print_line(json.dumps({"ok": not failed, "findings": shown}, indent=2))
     return EXIT_FAILURE if failed else 0
 
 
-def _findings(check: Check, scene: Scene) -> list[Finding]:
+def _findings(check: Check, scene: CheckContext) -> list[CheckResult]:
     try:
         return list(check(scene))
     except Exception as error:  # noqa: BLE001 - one check that breaks must not hide what the others see
@@ -81,7 +81,7 @@ def _findings(check: Check, scene: Scene) -> list[Finding]:
         ]
 
 
-def _scene(options: argparse.Namespace) -> Scene:
+def _scene(options: argparse.Namespace) -> CheckContext:
     """Looks at the configuration, and asks the server. Raises `EndpointError`."""
     config, problems, warnings = None, list[str](), list[str]()
     try:
@@ -94,9 +94,9 @@ def _scene(options: argparse.Namespace) -> Scene:
     try:
         capabilities = _capabilities(endpoint, options.timeout)
         status = ask_status(endpoint, options.timeout)
-    except InquiryError as error:
+    except AdminClientError as error:
         silence, reason = f"{error}", error.reason
-    return Scene(
+    return CheckContext(
         config=config,
         problems=tuple(problems),
         warnings=tuple(warnings),
@@ -121,7 +121,7 @@ def _endpoint(options: argparse.Namespace, config: Config | None) -> Endpoint:
 
 
 def _capabilities(endpoint: Endpoint, timeout: float) -> CapabilitiesResponse:
-    """Asks a server, of whatever version, which protocol it speaks. Raises `InquiryError`."""
+    """Asks a server, of whatever version, which protocol it speaks. Raises `AdminClientError`."""
     with channel_to(endpoint) as channel:
         try:
             answer: CapabilitiesResponse = SessionServiceStub(channel).Capabilities(
@@ -132,11 +132,11 @@ def _capabilities(endpoint: Endpoint, timeout: float) -> CapabilitiesResponse:
     return answer
 
 
-def _values(finding: Finding) -> dict[str, str]:
+def _values(finding: CheckResult) -> dict[str, str]:
     return {"verdict": finding.verdict.value, "seen": finding.seen, "why": finding.why, "do": finding.do}
 
 
-def _show(console: Console, name: str, finding: Finding) -> None:
+def _show(console: Console, name: str, finding: CheckResult) -> None:
     line = Text(f"{finding.verdict.value:<4} ", style=_STYLES[finding.verdict])
     line.append(f"{name}: {finding.seen}", style="default")
     console.print(line, soft_wrap=True)

@@ -9,8 +9,8 @@ import time
 
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import DrainMode, DrainRequest, DrainResponse
-from .admin_client import InquiryError, UnreachableError, ask_status, follow, refuse_inquiry
-from .console import EXIT_FAILURE, refuse, say
+from .admin_client import AdminClientError, UnreachableError, ask_status, follow, refuse_inquiry
+from .console import EXIT_FAILURE, print_line, refuse
 from .progress import progress_bar
 
 __all__ = ["FIGURES", "run"]
@@ -31,15 +31,15 @@ def run(options: argparse.Namespace) -> int:
         epoch = ask_status(endpoint, options.timeout).epoch
         last = _drain(endpoint, DrainRequest(mode=mode), options)
         ended = options.wait and mode == DrainMode.DRAIN_MODE_END and _wait_for_end(endpoint, epoch)
-    except (EndpointError, InquiryError) as error:
+    except (EndpointError, AdminClientError) as error:
         return refuse_inquiry(error)
     except KeyboardInterrupt:
         return refuse(["interrupted; the drain goes on"], EXIT_FAILURE)
     if options.json:
         figures = {name: getattr(last, name) for name in FIGURES}
-        say(json.dumps({"mode": _word(options)} | figures | {"ended": ended}, indent=2))
+        print_line(json.dumps({"mode": _word(options)} | figures | {"ended": ended}, indent=2))
     else:
-        say(_text(options, last, ended=ended))
+        print_line(_text(options, last, ended=ended))
     if not options.wait:
         return 0
     return 0 if last.complete and (ended or mode != DrainMode.DRAIN_MODE_END) else EXIT_FAILURE
@@ -74,7 +74,7 @@ def _wait_for_end(endpoint: Endpoint, epoch: int) -> bool:
                 return True
         except UnreachableError:
             return True
-        except InquiryError:
+        except AdminClientError:
             pass
         time.sleep(_LOOK_SECONDS)
     return False

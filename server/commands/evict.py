@@ -12,10 +12,10 @@ from rich.text import Text
 from ...protos.endpoint import EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import EvictRequest, EvictResponse
 from ..config.units import human_size, parse_duration, parse_size
-from .admin_client import InquiryError, follow, plain_console, refuse_inquiry
-from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
+from .admin_client import AdminClientError, follow, plain_console, refuse_inquiry
+from .console import EXIT_FAILURE, EXIT_USAGE, print_line, refuse
 from .progress import progress_bar
-from .tables import Sheet
+from .tables import ResponsiveTable
 
 __all__ = ["FIGURES", "run"]
 
@@ -38,13 +38,13 @@ def run(options: argparse.Namespace) -> int:
         return refuse([f"{error}"], EXIT_USAGE)
     try:
         result = _evict(options, request)
-    except (EndpointError, InquiryError) as error:
+    except (EndpointError, AdminClientError) as error:
         return refuse_inquiry(error)
     if result is None:
         return EXIT_FAILURE
     if options.json:
         tiers = [{name: getattr(tier, name) for name in FIGURES} for tier in result.tiers]
-        say(json.dumps({"dry_run": options.dry_run, "done": result.done, "tiers": tiers}, indent=2))
+        print_line(json.dumps({"dry_run": options.dry_run, "done": result.done, "tiers": tiers}, indent=2))
     else:
         plain_console().print(_table(result, dry_run=options.dry_run))
     return 0 if result.done else refuse(["interrupted: it was left at what has gone"], EXIT_FAILURE)
@@ -87,9 +87,9 @@ def _read(flag: str, text: str, read: Any) -> Any:
         raise ValueError(f"{flag} {text}: {error}") from None
 
 
-def _table(result: EvictResponse, *, dry_run: bool) -> Sheet:
+def _table(result: EvictResponse, *, dry_run: bool) -> ResponsiveTable:
     title = "would go" if dry_run else "gone"
-    table = Sheet("tier")
+    table = ResponsiveTable("tier")
     for column in (title, "size", "stays (pinned, at work, retained)", "size"):
         table.add_column(column, justify="right")
     for tier in result.tiers:

@@ -24,7 +24,7 @@ from ...protos.v1.cache_pb2 import OffloadPolicy
 from ...protos.v1.handoff_pb2 import PublishStatus
 from ..config.units import human_age, seconds_of
 from .admin_client import ask, inquire, plain_console
-from .console import say
+from .console import print_line
 from .handoffs import DIRECTIONS
 
 __all__ = ["run", "show", "to_json"]
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         return ask(endpoint, "ExplainRequest", request, timeout)
 
     def display(answer: Any, _: Endpoint) -> None:
-        say(to_json(answer, request_id)) if options.json else show(answer, request_id)
+        print_line(to_json(answer, request_id)) if options.json else show(answer, request_id)
 
     return inquire(options, fetch, display)
 

@@ -13,8 +13,8 @@ from ..config.schema import Config, ConfigError
 from ..config.units import KIB, human_size, parse_size
 from ..tier_host import offline_fsck
 from ..tier_host.offline_fsck import TierReport
-from .admin_client import InquiryError, follow
-from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, refuse, say
+from .admin_client import AdminClientError, follow
+from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, print_line, refuse
 from .load_config import load
 from .progress import progress_bar
 
@@ -70,15 +70,15 @@ def _offline(config: Config, options: argparse.Namespace) -> int:
         if not options.json:
             _say_all(offline_fsck.lines(reports[-1]))
     if options.json:
-        say(offline_fsck.to_json(reports))
+        print_line(offline_fsck.to_json(reports))
     elif not tiers:
-        say(_NO_TIER)
+        print_line(_NO_TIER)
     return offline_fsck.exit_code(reports)
 
 
 def _online(options: argparse.Namespace) -> int:
     """Lets a running server check its tiers; returns the exit code."""
-    from .admin_client import InquiryError, UnreachableError
+    from .admin_client import AdminClientError, UnreachableError
 
     reports: dict[str, offline_fsck.TierReport] = {}
     try:
@@ -87,12 +87,12 @@ def _online(options: argparse.Namespace) -> int:
         return refuse([f"{error}"], EXIT_USAGE)
     except UnreachableError as error:
         return refuse([f"{error}"], EXIT_UNREACHABLE)
-    except InquiryError as error:
+    except AdminClientError as error:
         return refuse([f"{error}"], offline_fsck.EXIT_UNCHECKED)
     if options.json:
-        say(offline_fsck.to_json(list(reports.values())))
+        print_line(offline_fsck.to_json(list(reports.values())))
     elif not reports:
-        say(_NO_TIER)
+        print_line(_NO_TIER)
     else:
         for report in reports.values():
             _say_all(offline_fsck.summary_lines(report))
@@ -130,7 +130,7 @@ def _read_rate(text: str | None) -> int:
 
 def _say_all(lines: Iterable[str]) -> None:
     for line in lines:
-        say(line)
+        print_line(line)
 
 
 def check_by_server(
@@ -151,7 +151,7 @@ def check_by_server(
                 report = TierReport(step.tier, step.tier_type)
             found = _take_in(report, step)
             yield report, step.total_blocks, found
-    except InquiryError as error:
+    except AdminClientError as error:
         if report is None:
             raise
         report.error = f"{error}"

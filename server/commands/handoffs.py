@@ -14,8 +14,8 @@ from ...protos.v1.admin_pb2 import HandoffStatus, HandoffTotals, ListHandoffsReq
 from ...protos.v1.handoff_pb2 import HandoffDirection
 from ..config.units import human_age, human_size, seconds_of
 from .admin_client import ask, inquire, plain_console
-from .console import EXIT_USAGE, refuse, say
-from .tables import Sheet
+from .console import EXIT_USAGE, print_line, refuse
+from .tables import ResponsiveTable
 
 __all__ = ["DIRECTIONS", "run", "show", "to_json"]
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         return ask(endpoint, "ListHandoffs", ListHandoffsRequest(max_handoffs=options.most), timeout)
 
     def display(answer: Any, _: Endpoint) -> None:
-        say(to_json(answer)) if options.json else show(answer)
+        print_line(to_json(answer)) if options.json else show(answer)
 
     return inquire(options, fetch, display)
 
@@ -64,8 +64,8 @@ def show(answer: ListHandoffsResponse, console: Console | None = None) -> None:
         console.print(f"{human_size(answer.held_bytes)} are held")
 
 
-def _holds(answer: ListHandoffsResponse) -> Sheet:
-    table = Sheet("engine", "request", "direction", "tenant")
+def _holds(answer: ListHandoffsResponse) -> ResponsiveTable:
+    table = ResponsiveTable("engine", "request", "direction", "tenant")
     for column in ("tokens", "blocks", "size", "on their way", "claims", "age", "ends in"):
         table.add_column(column, justify="right")
     for hold in answer.handoffs:
@@ -85,8 +85,8 @@ def _holds(answer: ListHandoffsResponse) -> Sheet:
     return table
 
 
-def _totals(answer: ListHandoffsResponse) -> Sheet:
-    table = Sheet("since start")
+def _totals(answer: ListHandoffsResponse) -> ResponsiveTable:
+    table = ResponsiveTable("since start")
     for column in ("held", "declined", "claims", "bytes claimed", "released", "expired", "dropped"):
         table.add_column(column, justify="right")
     for totals in answer.totals:

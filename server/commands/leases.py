@@ -13,8 +13,8 @@ from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import LeaseKind, LeaseStatus, ListLeasesRequest, ListLeasesResponse
 from ..config.units import human_age, human_size, seconds_of
 from .admin_client import ask, inquire, plain_console
-from .console import EXIT_USAGE, refuse, say
-from .tables import Sheet
+from .console import EXIT_USAGE, print_line, refuse
+from .tables import ResponsiveTable
 
 __all__ = ["run", "show", "to_json"]
 
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         return ask(endpoint, "ListLeases", ListLeasesRequest(max_leases=options.most), timeout)
 
     def display(answer: Any, _: Endpoint) -> None:
-        say(to_json(answer)) if options.json else show(answer)
+        print_line(to_json(answer)) if options.json else show(answer)
 
     return inquire(options, fetch, display)
 
@@ -46,7 +46,7 @@ def show(answer: ListLeasesResponse, console: Console | None = None) -> None:
     if not answer.leases:
         console.print("no leases")
         return
-    table = Sheet("lease", "for", "engine", "client", "pid", "request")
+    table = ResponsiveTable("lease", "for", "engine", "client", "pid", "request")
     for column in ("age", "ends in", "blocks", "size", "on their way"):
         table.add_column(column, justify="right")
     for lease in answer.leases:

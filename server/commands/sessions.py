@@ -13,8 +13,8 @@ from ...protos.v1.admin_pb2 import GetStatusResponse
 from ..config.units import human_age, human_size, seconds_of
 from ..telemetry import status
 from .admin_client import ask_status, inquire, plain_console
-from .console import say
-from .tables import Sheet
+from .console import print_line
+from .tables import ResponsiveTable
 
 __all__ = ["run"]
 
@@ -24,17 +24,17 @@ def run(options: argparse.Namespace) -> int:
 
     def display(answer: Any, _: Endpoint) -> None:
         if options.json:
-            say(json.dumps({"sessions": status.values(answer)["sessions"]}, indent=2))
+            print_line(json.dumps({"sessions": status.values(answer)["sessions"]}, indent=2))
         elif answer.sessions:
             plain_console().print(_table(answer))
         else:
-            say("no sessions")
+            print_line("no sessions")
 
     return inquire(options, ask_status, display)
 
 
-def _table(answer: GetStatusResponse) -> Sheet:
-    table = Sheet("client", "engine", "rank", "pid", "transport", "region", "model", "tenant")
+def _table(answer: GetStatusResponse) -> ResponsiveTable:
+    table = ResponsiveTable("client", "engine", "rank", "pid", "transport", "region", "model", "tenant")
     for column in ("age", "last heard", "calls", "leases", "pinned", "stores", "writing"):
         table.add_column(column, justify="right")
     for session in answer.sessions:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.units import GIB, human_size, parse_size
-from .console import EXIT_FAILURE, EXIT_USAGE, refuse, say
+from .console import EXIT_FAILURE, EXIT_USAGE, print_line, refuse
 
 __all__ = ["run"]
 
@@ -69,7 +69,9 @@ def run(options: argparse.Namespace) -> int:
     except UnsupportedModelError as error:
         return refuse([f"{options.model_config}: {error}"], EXIT_FAILURE)
     found = figures(shape, options.block_tokens, options.tp, sizes)
-    say(json.dumps(found) if options.json else "\n".join(f"{name:<10} {text}" for name, text in _rows(shape, found)))
+    print_line(
+        json.dumps(found) if options.json else "\n".join(f"{name:<10} {text}" for name, text in _rows(shape, found))
+    )
     return 0
 
 

@@ -13,7 +13,7 @@ from ..config.units import human_age, human_size, seconds_of
 from ..telemetry import status
 from . import tables
 from .admin_client import ask_status, inquire, plain_console
-from .console import say
+from .console import print_line
 
 __all__ = ["run", "show"]
 
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     """Shows it; returns the exit code."""
 
     def display(answer: Any, endpoint: Endpoint) -> None:
-        say(status.to_json(answer)) if options.json else show(answer, endpoint)
+        print_line(status.to_json(answer)) if options.json else show(answer, endpoint)
 
     return inquire(options, ask_status, display)
 

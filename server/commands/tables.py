@@ -13,7 +13,7 @@ from ...protos.v1.admin_pb2 import GetStatusResponse
 from ..config.units import human_age, human_size, seconds_of
 from ..telemetry.status import hit_rate
 
-__all__ = ["Sheet", "print_troubles", "sessions", "shares", "tiers"]
+__all__ = ["ResponsiveTable", "print_troubles", "sessions", "shares", "tiers"]
 
 
 _ANY_WIDTH = 10_000
@@ -30,7 +30,7 @@ _AROUND = 3
 """Characters of a column that are no text of its: blanks on both sides, and the line on one."""
 
 
-class Sheet(Table):
+class ResponsiveTable(Table):
     """A table that is turned on its side where the terminal is too narrow for it: what was a line is a column then.
 
     As many of them stand beside each other as there is room for, and the next ones below.
@@ -83,9 +83,9 @@ def print_troubles(answer: GetStatusResponse, console: Console) -> None:
             console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)
 
 
-def tiers(answer: GetStatusResponse) -> Sheet:
+def tiers(answer: GetStatusResponse) -> ResponsiveTable:
     """Returns the tiers, a line each."""
-    table = Sheet("tier", "type", title="tiers", title_justify="left")
+    table = ResponsiveTable("tier", "type", title="tiers", title_justify="left")
     for column in ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "damaged", "jobs"):
         table.add_column(column, justify="right")
     table.add_column("health")
@@ -113,9 +113,9 @@ def tiers(answer: GetStatusResponse) -> Sheet:
     return table
 
 
-def shares(answer: GetStatusResponse) -> Sheet:
+def shares(answer: GetStatusResponse) -> ResponsiveTable:
     """Returns who has what of each tier."""
-    table = Sheet("tenant", "tier", title="tenants", title_justify="left")
+    table = ResponsiveTable("tenant", "tier", title="tenants", title_justify="left")
     for column in ("used", "quota", "limit", "retained"):
         table.add_column(column, justify="right")
     for tier in answer.tiers:
@@ -131,10 +131,10 @@ def shares(answer: GetStatusResponse) -> Sheet:
     return table
 
 
-def sessions(answer: GetStatusResponse) -> Sheet:
+def sessions(answer: GetStatusResponse) -> ResponsiveTable:
     """Returns who is there, a line each."""
     columns = ("client", "engine", "rank", "transport", "model", "pid", "age", "region")
-    table = Sheet(*columns, title="sessions", title_justify="left")
+    table = ResponsiveTable(*columns, title="sessions", title_justify="left")
     for session in answer.sessions:
         table.add_row(
             Text(session.client_name),

@@ -14,8 +14,8 @@ from ..config.units import human_size
 from ..telemetry import status
 from . import tables
 from .admin_client import ask_status, inquire, plain_console
-from .console import say
-from .tables import Sheet
+from .console import print_line
+from .tables import ResponsiveTable
 
 __all__ = ["run"]
 
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     def display(answer: Any, _: Endpoint) -> None:
         if options.json:
             values = status.values(answer)
-            say(json.dumps({name: values[name] for name in ("tiers", "region", "quarantined_bytes")}, indent=2))
+            print_line(json.dumps({name: values[name] for name in ("tiers", "region", "quarantined_bytes")}, indent=2))
             return
         console = plain_console()
         console.print(tables.tiers(answer))
@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
     return inquire(options, ask_status, display)
 
 
-def _behind(answer: GetStatusResponse) -> Sheet:
-    table = Sheet("tier", title="what waits, and what was left out", title_justify="left")
+def _behind(answer: GetStatusResponse) -> ResponsiveTable:
+    table = ResponsiveTable("tier", title="what waits, and what was left out", title_justify="left")
     for column in ("jobs", "queued", "dropped", "declined", "expired", "not retained"):
         table.add_column(column, justify="right")
     for tier in answer.tiers:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..auth.tokens import TokensError, entry_text, hash_of, new_token, read_directory
-from .console import EXIT_FAILURE, EXIT_USAGE, complain, refuse, say
+from .console import EXIT_FAILURE, EXIT_USAGE, complain, print_line, refuse
 
 __all__ = ["run"]
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         except TokensError as error:
             return refuse([f"{error}"], EXIT_FAILURE)
         complain([f"{name}: its hash is in {options.file}; the token is on standard output, and nowhere else"])
-    say(token)
+    print_line(token)
     return 0
 
 

@@ -16,9 +16,9 @@ from rich.text import Text
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ..config.units import human_age, human_size
 from ..telemetry import status
-from .admin_client import InquiryError, UnreachableError, ask_status, plain_console, refuse_inquiry
-from .console import EXIT_USAGE, refuse, say
-from .tables import Sheet
+from .admin_client import AdminClientError, UnreachableError, ask_status, plain_console, refuse_inquiry
+from .console import EXIT_USAGE, print_line, refuse
+from .tables import ResponsiveTable
 
 __all__ = ["rates", "run"]
 
@@ -117,8 +117,8 @@ def run(options: argparse.Namespace) -> int:
                         live.update(_view(look, endpoint), refresh=True)
             else:
                 for look in looks:
-                    say(json.dumps(look)) if options.json else console.print(_view(look, endpoint))
-    except (EndpointError, InquiryError) as error:
+                    print_line(json.dumps(look)) if options.json else console.print(_view(look, endpoint))
+    except (EndpointError, AdminClientError) as error:
         return refuse_inquiry(error)
     return 0
 
@@ -160,8 +160,8 @@ def _view(look: dict[str, Any] | str, endpoint: Endpoint) -> Group | Text:
     return Group(*pieces)
 
 
-def _tiers(look: dict[str, Any]) -> Sheet:
-    table = Sheet("tier", title="tiers, per second", title_justify="left")
+def _tiers(look: dict[str, Any]) -> ResponsiveTable:
+    table = ResponsiveTable("tier", title="tiers, per second", title_justify="left")
     for column in (
         "used",
         "fill",
@@ -195,8 +195,8 @@ def _tiers(look: dict[str, Any]) -> Sheet:
     return table
 
 
-def _tenants(look: dict[str, Any]) -> Sheet:
-    table = Sheet("tenant", "tier", title="tenants", title_justify="left")
+def _tenants(look: dict[str, Any]) -> ResponsiveTable:
+    table = ResponsiveTable("tenant", "tier", title="tenants", title_justify="left")
     for column in ("used", "change", "retained"):
         table.add_column(column, justify="right")
     for share in look["tenants"]:
@@ -210,8 +210,10 @@ def _tenants(look: dict[str, Any]) -> Sheet:
     return table
 
 
-def _sessions(look: dict[str, Any]) -> Sheet:
-    table = Sheet("client", "engine", "rank", "transport", title="sessions, the busiest first", title_justify="left")
+def _sessions(look: dict[str, Any]) -> ResponsiveTable:
+    table = ResponsiveTable(
+        "client", "engine", "rank", "transport", title="sessions, the busiest first", title_justify="left"
+    )
     for column in ("calls/s", "leases", "pinned", "stores", "writing", "last heard"):
         table.add_column(column, justify="right")
     for session in look["sessions"][:_MOST_SESSIONS]:

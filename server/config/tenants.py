@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...tiers.base import SecondaryTier
-from ...tiers.core.settings import CPU_TIER, Keeping
-from ...tiers.eviction.quotas import QuotaError, Shares, Tenant
+from ...tiers.core.settings import CPU_TIER, TierSettings
+from ...tiers.eviction.quotas import QuotaError, Quotas, Tenant
 from ...tiers.types import TENANT_TAG_BYTES
 from .fields import SETTINGS, TENANT_SETTINGS, nearest
 from .schema import Amount, Config, RateConfig, TenantConfig, TierConfig
@@ -49,11 +49,11 @@ def read_tenants(
     return tuple(tenants), problems
 
 
-def keeping_of(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]) -> Keeping:
+def keeping_of(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]) -> TierSettings:
     """Returns how tiers that are open keep blocks, and for whom."""
     capacities = {CPU_TIER: region_bytes} | {tier.name: tier.capacity_bytes for tier in tiers}
     configured = {CPU_TIER: config.cpu} | {tier.name: tier for tier in config.tiers}
-    return Keeping(
+    return TierSettings(
         eviction={name: tier.eviction for name, tier in configured.items()},
         admission={tier.name: tier.admission for tier in config.tiers},
         ttl={name: tier.ttl for name, tier in configured.items() if tier.ttl is not None},
@@ -149,7 +149,7 @@ def _contradictions(tenants: Sequence[TenantConfig], capacities: Mapping[str, in
     resolved = _tenants(tenants, capacities)
     for tier, capacity in capacities.items():
         try:
-            Shares(tier, capacity, resolved)
+            Quotas(tier, capacity, resolved)
         except ValueError as error:
             yield f"tenants: {why_refused(error)}"
 

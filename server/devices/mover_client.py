@@ -11,7 +11,7 @@ from typing import Any
 
 from ...cuda.device.exports import DeviceExport
 from ...cuda.host.region import HostRegion
-from ..process.child import Backoff, Child
+from ..process.child import Child, RestartBackoff
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from .plan_codec import Groups, pack_plan
@@ -55,7 +55,7 @@ class DeviceMover:
         self._driver = driver
         self._region = region
         self._tell_end = ended
-        self._backoff = Backoff()
+        self._backoff = RestartBackoff()
         self._starting = asyncio.Lock()
         self._process: Child | None = None
         self._child: Child | None = None  # once it is ready

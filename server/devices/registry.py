@@ -14,7 +14,7 @@ from typing import Any
 
 from ...cuda.device.device_errors import Cause, DeviceError, advice
 from ...cuda.device.exports import DeviceExport, ExportedAllocation, Origin, other_host
-from ...cuda.device.layout import BlockLayout, LayoutError, Run
+from ...cuda.device.layout import BlockLayout, LayoutError, LayoutRun
 from ...protos.v1 import devices_pb2, session_pb2, transfer_pb2
 from ...tiers.core.stores import Store
 from ...tiers.types import Session
@@ -25,7 +25,7 @@ from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .mover_client import CopyPlan, DeviceMover
 
-__all__ = ["DeviceRegistry", "Registration", "export_of", "why_not"]
+__all__ = ["DeviceRegistry", "Registration", "export_of", "unavailable_reason"]
 
 
 _MOST = 1 << 63  # addresses and sizes beyond are not a device's
@@ -62,18 +62,18 @@ def _layout_of(group: devices_pb2.DeviceGroup) -> BlockLayout:
     return BlockLayout(group.num_blocks, tuple(map(_run_of, group.runs)))
 
 
-def _run_of(run: devices_pb2.DeviceRun) -> Run:
+def _run_of(run: devices_pb2.DeviceRun) -> LayoutRun:
     sizes = (run.offset_bytes, run.block_stride_bytes, run.piece_bytes, run.piece_stride_bytes)
     if max(sizes) >= _MOST:
         raise LayoutError(f"sizes of a run go beyond a device: {sizes}")
     offset, block_stride, piece_bytes, piece_stride = sizes
-    return Run(run.allocation_index, offset, block_stride, piece_bytes, run.pieces, piece_stride)
+    return LayoutRun(run.allocation_index, offset, block_stride, piece_bytes, run.pieces, piece_stride)
 
 
 _NVIDIA = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # Linux; Windows' subsystem for it
 
 
-def why_not(driver: str, devices: tuple[Path, ...] = _NVIDIA) -> str:
+def unavailable_reason(driver: str, devices: tuple[Path, ...] = _NVIDIA) -> str:
     """Returns why devices are not offered, as "cause: text"; empty where they are. ``driver`` is the setting."""
     if driver == "off":
         return "switched_off: the setting devices.driver is off"
@@ -112,12 +112,12 @@ class Registration:
 
 
 class DeviceRegistry:
-    """Lives on the event loop. ``driver`` is the setting; ``why_not`` is empty where devices are offered."""
+    """Lives on the event loop. ``driver`` is the setting; ``unavailable`` is empty where devices are offered."""
 
     def __init__(
-        self, runtime: TierRuntime, sessions: SessionRegistry, writers: Writers, *, driver: str, why_not: str
+        self, runtime: TierRuntime, sessions: SessionRegistry, writers: Writers, *, driver: str, unavailable: str
     ) -> None:
-        self.why_not = why_not
+        self.unavailable = unavailable
         self._runtime = runtime
         self._sessions = sessions
         self._writers = writers
@@ -134,15 +134,15 @@ class DeviceRegistry:
     @property
     def capabilities(self) -> session_pb2.Devices:
         """What clients are told."""
-        return session_pb2.Devices(offered=not self.why_not, why_not=self.why_not)
+        return session_pb2.Devices(offered=not self.unavailable, why_not=self.unavailable)
 
     async def register(self, session: Session, export: DeviceExport) -> Registration:
         """Opens a session's blocks, in place of what it had registered before; what is open already stays. Raises Refused.
 
         Goes on when the caller is cancelled: a device's first process may take longer than a call, and is there for the next.
         """
-        if self.why_not:
-            raise Refused("DEVICE_UNAVAILABLE", self.why_not)
+        if self.unavailable:
+            raise Refused("DEVICE_UNAVAILABLE", self.unavailable)
         if (elsewhere := other_host(export.origin, Origin.here())) is not None:  # no process is started for that
             raise Refused("DEVICE_UNAVAILABLE", f"{elsewhere.cause}: {elsewhere}")
         self._check_parts(session, export)

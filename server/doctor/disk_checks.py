@@ -14,7 +14,7 @@ from pathlib import Path
 from ..config.machine import disk_bytes
 from ..config.units import MIB, human_size
 from . import machine
-from .finding import Finding, Scene, fail, ok, warn
+from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["disks"]
 
@@ -46,7 +46,7 @@ _SLOW_BYTES_PER_S = 100e6
 _SLOW_SYNC_SECONDS = 0.02
 
 
-def disks(scene: Scene) -> Iterator[Finding]:
+def disks(scene: CheckContext) -> Iterator[CheckResult]:
     """Looks at the directory of each tier below the CPU tier."""
     if scene.config is None:
         return
@@ -77,7 +77,7 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _file_system(what: str, directory: Path) -> Iterator[Finding]:
+def _file_system(what: str, directory: Path) -> Iterator[CheckResult]:
     kind = machine.file_system(directory.resolve())
     if kind in _NETWORK:
         yield fail(
@@ -101,7 +101,7 @@ def _file_system(what: str, directory: Path) -> Iterator[Finding]:
         yield ok(f"{what} is on {kind}")
 
 
-def _room(what: str, path: Path, size: int) -> Iterator[Finding]:
+def _room(what: str, path: Path, size: int) -> Iterator[CheckResult]:
     room = disk_bytes(path)
     seen = f"{what}: room for {human_size(room)}, its size is {human_size(size)}"
     if room < min(size, _LEAST_BYTES):
@@ -114,7 +114,7 @@ def _room(what: str, path: Path, size: int) -> Iterator[Finding]:
         yield ok(seen)
 
 
-def _speed(what: str, directory: Path) -> Finding:
+def _speed(what: str, directory: Path) -> CheckResult:
     """Measures a file without a name, which is gone when it is closed, however this process ends."""
     try:
         with _unnamed(directory) as descriptor:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..devices.registry import why_not
+from ..devices.registry import unavailable_reason
 from . import machine
-from .finding import Finding, Scene, fail, ok, warn
+from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["cuda_ipc", "hashes"]
 
@@ -33,7 +33,7 @@ class Engine:
     """Its PYTHONHASHSEED."""
 
 
-def hashes(scene: Scene) -> Iterator[Finding]:
+def hashes(scene: CheckContext) -> Iterator[CheckResult]:
     """Do the engines' block hashes mean the same in every process."""
     engines = list(_running())
     if scene.hash_algo is not None:
@@ -51,7 +51,7 @@ def hashes(scene: Scene) -> Iterator[Finding]:
         )
 
 
-def _judge(engine: Engine) -> Finding:
+def _judge(engine: Engine) -> CheckResult:
     seed = "PYTHONHASHSEED is not set" if engine.seed in (None, "", "random") else f"PYTHONHASHSEED={engine.seed}"
     if engine.algorithm in _REPRODUCIBLE:
         return ok(f"{engine.name}: hashes by {engine.algorithm}, {seed}")
@@ -102,7 +102,7 @@ def _algorithm(arguments: Sequence[str]) -> str:
     return _DEFAULT
 
 
-def cuda_ipc(scene: Scene) -> Iterator[Finding]:
+def cuda_ipc(scene: CheckContext) -> Iterator[CheckResult]:
     """Can the server copy to and from the memory of engines' GPUs."""
     allocator = scene.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + scene.environ.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments:true" in allocator.lower():
@@ -114,7 +114,7 @@ def cuda_ipc(scene: Scene) -> Iterator[Finding]:
     if not machine.has_gpu():
         yield ok("no NVIDIA GPU here: engines copy between their memory and the region themselves")
         return
-    reason = why_not(scene.config.devices.driver if scene.config else "auto")
+    reason = unavailable_reason(scene.config.devices.driver if scene.config else "auto")
     if reason:
         yield warn(
             reason, "the server does not copy to and from GPUs; engines do it themselves, more slowly", "as it says"

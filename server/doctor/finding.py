@@ -10,7 +10,7 @@ from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import GetStatusResponse
 from ..config.schema import Config
 
-__all__ = ["Check", "Finding", "Scene", "Verdict", "fail", "ok", "warn"]
+__all__ = ["Check", "CheckContext", "CheckResult", "Verdict", "fail", "ok", "warn"]
 
 
 class Verdict(enum.StrEnum):
@@ -22,7 +22,7 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """What one check has found."""
 
     verdict: Verdict
@@ -34,23 +34,23 @@ class Finding:
     """What to do about it; likewise."""
 
 
-def ok(seen: str) -> Finding:
+def ok(seen: str) -> CheckResult:
     """Returns that all is well."""
-    return Finding(Verdict.OK, seen)
+    return CheckResult(Verdict.OK, seen)
 
 
-def warn(seen: str, why: str, do: str) -> Finding:
+def warn(seen: str, why: str, do: str) -> CheckResult:
     """Returns that something will not be as good as it could be."""
-    return Finding(Verdict.WARN, seen, why, do)
+    return CheckResult(Verdict.WARN, seen, why, do)
 
 
-def fail(seen: str, why: str, do: str) -> Finding:
+def fail(seen: str, why: str, do: str) -> CheckResult:
     """Returns that something does not work."""
-    return Finding(Verdict.FAIL, seen, why, do)
+    return CheckResult(Verdict.FAIL, seen, why, do)
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class CheckContext:
     """What checks look at beside the machine."""
 
     config: Config | None
@@ -76,4 +76,4 @@ class Scene:
     measure_disks: bool = True
 
 
-Check = Callable[[Scene], Iterator[Finding]]
+Check = Callable[[CheckContext], Iterator[CheckResult]]

@@ -14,7 +14,7 @@ from ...cuda.host.region import HUGE_PAGE_BYTES, HostRegion, RegionError
 from ..config.machine import memory_bytes
 from ..config.units import GIB, MIB, human_size
 from . import machine
-from .finding import Finding, Scene, fail, ok, warn
+from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["container", "huge_pages", "memlock", "shared_memory"]
 
@@ -23,7 +23,7 @@ _OWN_BYTES = 256 * MIB
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 
 
-def shared_memory(scene: Scene) -> Iterator[Finding]:
+def shared_memory(scene: CheckContext) -> Iterator[CheckResult]:
     """Can the region be had. It is a memfd: nothing is in /dev/shm, whose size does not matter."""
     try:
         with HostRegion.create(mmap.PAGESIZE) as region:
@@ -68,7 +68,7 @@ def shared_memory(scene: Scene) -> Iterator[Finding]:
         yield ok(f"{human_size(size)} fit into {human_size(limit)}, as a memfd; /dev/shm is not used")
 
 
-def huge_pages(_: Scene) -> Iterator[Finding]:
+def huge_pages(_: CheckContext) -> Iterator[CheckResult]:
     """Can the region lie on huge pages. Tried with a small one."""
     settings = ", ".join(f"{name}={_chosen(name)}" for name in ("enabled", "shmem_enabled"))
     try:
@@ -97,7 +97,7 @@ def _chosen(name: str) -> str:
     return text.partition("[")[2].partition("]")[0] or text.strip()
 
 
-def memlock(scene: Scene) -> Iterator[Finding]:
+def memlock(scene: CheckContext) -> Iterator[CheckResult]:
     """May this user lock, and so pin, memory; tried with a page."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     said = _limit(soft)
@@ -141,7 +141,7 @@ def _locks_a_page() -> bool:
     return locked
 
 
-def container(scene: Scene) -> Iterator[Finding]:
+def container(scene: CheckContext) -> Iterator[CheckResult]:
     """What the control groups allow of processors and memory."""
     cores, usable = machine.cpu_limit(), len(os.sched_getaffinity(0))
     if cores is not None and cores < 1:

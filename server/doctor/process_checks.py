@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Iterator
 
-from .finding import Finding, Scene, fail, ok, warn
+from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["clock", "descriptors"]
 
@@ -20,7 +20,7 @@ _JUMP_SECONDS = 0.02
 _STA_UNSYNC = 0x40
 
 
-def descriptors(scene: Scene) -> Iterator[Finding]:
+def descriptors(scene: CheckContext) -> Iterator[CheckResult]:
     """May a server have as many descriptors as its sessions want. It raises its own soft limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     sessions = scene.config.limits.max_sessions if scene.config else 0
@@ -40,7 +40,7 @@ def descriptors(scene: Scene) -> Iterator[Finding]:
         yield ok(f"{hard} open files are allowed")
 
 
-def clock(_: Scene) -> Iterator[Finding]:
+def clock(_: CheckContext) -> Iterator[CheckResult]:
     """Does the wall clock run steadily, and does somebody set it. Leases and expiry go by the monotonic clock."""
     wall, steady = time.time(), time.monotonic()
     time.sleep(_WATCH_SECONDS)

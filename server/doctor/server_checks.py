@@ -20,8 +20,8 @@ from ..config.units import human_age, human_size, seconds_of
 from ..rpc.sessions import PROTOCOL_VERSIONS
 from ..rpc.sockets import trouble_with_port
 from ..tier_host.factory import tier_class
-from ..tier_host.guard import said
-from .finding import Finding, Scene, fail, ok, warn
+from ..tier_host.guard import describe_error
+from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["configuration", "ports", "server", "socket_file", "tiers", "versions"]
 
@@ -36,7 +36,7 @@ _REMEDIES = {
 }
 
 
-def configuration(scene: Scene) -> Iterator[Finding]:
+def configuration(scene: CheckContext) -> Iterator[CheckResult]:
     """Can a server start with what file, environment and flags say."""
     for problem in scene.problems:
         yield fail(
@@ -54,7 +54,7 @@ def configuration(scene: Scene) -> Iterator[Finding]:
         )
 
 
-def socket_file(scene: Scene) -> Iterator[Finding]:
+def socket_file(scene: CheckContext) -> Iterator[CheckResult]:
     """Is the socket there, whose is it, and does somebody listen."""
     if scene.endpoint.path is None:
         yield ok(f"{scene.endpoint} is TCP: there is no socket file to look at")
@@ -80,7 +80,7 @@ def socket_file(scene: Scene) -> Iterator[Finding]:
         yield _nobody(path, trouble)
 
 
-def _absent(path: Path) -> Iterator[Finding]:
+def _absent(path: Path) -> Iterator[CheckResult]:
     directory = next(parent for parent in path.parents if parent.exists())
     if not os.access(directory, os.W_OK | os.X_OK):
         yield fail(
@@ -94,7 +94,7 @@ def _absent(path: Path) -> Iterator[Finding]:
         )
 
 
-def _ownership(path: Path, status: os.stat_result) -> Iterator[Finding]:
+def _ownership(path: Path, status: os.stat_result) -> Iterator[CheckResult]:
     own, mode = os.getuid(), stat.S_IMODE(status.st_mode)
     if status.st_uid != own and path == Path(default_endpoint().path or ""):
         yield fail(
@@ -129,7 +129,7 @@ def _connect(path: Path) -> OSError | None:
     return None
 
 
-def _nobody(path: Path, trouble: OSError) -> Finding:
+def _nobody(path: Path, trouble: OSError) -> CheckResult:
     if trouble.errno != errno.ECONNREFUSED:
         return fail(
             f"{path}: {trouble.strerror or trouble}",
@@ -163,7 +163,7 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def server(scene: Scene) -> Iterator[Finding]:
+def server(scene: CheckContext) -> Iterator[CheckResult]:
     """Does a server answer, and is it well."""
     status = scene.status
     if status is None and scene.reason == "PERMISSION_DENIED":
@@ -208,7 +208,7 @@ def _is_listening(endpoint: Endpoint) -> bool:
     return path.is_socket() and _connect(path) is None
 
 
-def versions(scene: Scene) -> Iterator[Finding]:
+def versions(scene: CheckContext) -> Iterator[CheckResult]:
     """Do this command, and so the clients installed beside it, and the server speak the same."""
     if not scene.protocol_versions:
         yield ok(
@@ -236,7 +236,7 @@ def _numbers(versions: tuple[int, ...]) -> str:
     return ", ".join(map(str, versions))
 
 
-def ports(scene: Scene) -> Iterator[Finding]:
+def ports(scene: CheckContext) -> Iterator[CheckResult]:
     """Are the TCP ports free that a server would take, where none runs."""
     config = scene.config
     if config is None:
@@ -259,7 +259,7 @@ def ports(scene: Scene) -> Iterator[Finding]:
             )
 
 
-def tiers(scene: Scene) -> Iterator[Finding]:
+def tiers(scene: CheckContext) -> Iterator[CheckResult]:
     """Can the classes be imported that the tables of tiers name. None of them is made: that would open its storage."""
     if scene.config is None:
         return
@@ -287,5 +287,5 @@ def _trouble(tier: TierConfig) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - somebody else's module may raise anything
-        return f"cannot import {tier.type}: {said(error)}"
+        return f"cannot import {tier.type}: {describe_error(error)}"
     return ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..auth.tls import TlsError, TlsFiles, read_files
 from ..auth.tokens import TokensError, read_directory
 from ..config.units import human_age
-from .finding import Finding, Scene, fail, ok, warn
+from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["trust"]
 
@@ -20,7 +20,7 @@ _NO_START = "the server does not start; one that runs goes on with what it has r
 _RENEW = "put a new one in its place: a server that runs takes it with the next connection"
 
 
-def trust(scene: Scene) -> Iterator[Finding]:
+def trust(scene: CheckContext) -> Iterator[CheckResult]:
     """Can the certificate, its key and the tokens be used, do they hold for now, and who can read and change the files."""
     config = scene.config
     if config is None:
@@ -33,7 +33,7 @@ def trust(scene: Scene) -> Iterator[Finding]:
         yield from _tokens(config.auth.tokens)
 
 
-def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[Finding]:
+def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[CheckResult]:
     try:
         files = read_files(str(cert), str(key), str(client_ca) if client_ca else None)
     except TlsError as error:
@@ -58,7 +58,7 @@ def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[Finding]:
         )
 
 
-def _certificate(path: Path, files: TlsFiles) -> Finding:
+def _certificate(path: Path, files: TlsFiles) -> CheckResult:
     left = _left(files.cert_expires)
     if files.out_of_date:
         return fail(f"{path}: {files.out_of_date}", "every client refuses it", f"{_RENEW}; or set the clock")
@@ -67,7 +67,7 @@ def _certificate(path: Path, files: TlsFiles) -> Finding:
     return ok(f"{path} and its key can be used{_for(left)}")
 
 
-def _authorities(path: Path, files: TlsFiles) -> Finding:
+def _authorities(path: Path, files: TlsFiles) -> CheckResult:
     left = _left(files.client_ca_expires)
     if left is not None and left <= 0:
         return fail(f"{path}: all in it have expired", "every client is refused", _RENEW)
@@ -84,7 +84,7 @@ def _for(left: float | None) -> str:
     return "" if left is None else f" for {human_age(left)}"
 
 
-def _tokens(path: Path) -> Iterator[Finding]:
+def _tokens(path: Path) -> Iterator[CheckResult]:
     try:
         directory = read_directory(path)
     except TokensError as error:
@@ -109,7 +109,7 @@ def _tokens(path: Path) -> Iterator[Finding]:
     yield from _written_by_others(path, "whoever does can give himself every role and every tenant")
 
 
-def _written_by_others(path: Path, why: str) -> Iterator[Finding]:
+def _written_by_others(path: Path, why: str) -> Iterator[CheckResult]:
     mode = _mode(path)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         yield warn(f"{path} has mode {mode:04o}: others than its owner can write to it", why, f"chmod go-w {path}")

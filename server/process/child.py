@@ -21,14 +21,14 @@ from typing import Any, Self
 from ..telemetry.logs import get_logger
 from .child_main import SIZES_BYTES, pack, read_sizes, unpack
 
-__all__ = ["Backoff", "Child"]
+__all__ = ["Child", "RestartBackoff"]
 
 _log = get_logger(__name__)
 
 _STDERR_LINE_BYTES = 64 << 10
 
 
-class Backoff:
+class RestartBackoff:
     """When a child may be started again: at once, then after twice as long each time, until one has lived for a while."""
 
     def __init__(self, first: float = 0.1, most: float = 30.0, good: float = 60.0) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 
-__all__ = ["OldGarbage", "collect_the_young_only"]
+__all__ = ["FullCollector", "disable_full_gc"]
 
 _YOUNG = 2000
 """New objects between two collections of them: half a millisecond's work."""
@@ -25,14 +25,14 @@ _SHARE = 2000
 """A full collection may take this part of the time at most: 0.1 s, which half a million blocks take, every 200 s."""
 
 
-def collect_the_young_only() -> None:
+def disable_full_gc() -> None:
     """Takes what is there by now for good, and collects of what comes only what is young. Called before serving."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _YOUNG_ROUNDS, _NEVER)
 
 
-class OldGarbage:
+class FullCollector:
     """Has the old collected as well: now and then where nobody calls, once an hour where somebody always does.
 
     What becomes garbage when it is old (sessions, errors of a bad day) is little; but a server runs for months.

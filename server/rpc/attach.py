@@ -19,7 +19,7 @@ from typing import Any
 from ...protos.wire.attach import REQUEST_BYTES, Purpose, pack_reply, unpack_request
 from ..telemetry.logs import get_logger
 from .sessions import SessionRegistry
-from .socket_calls import LocalCalls
+from .socket_calls import SocketCallServer
 
 __all__ = ["AttachServer"]
 
@@ -35,7 +35,7 @@ class AttachServer:
     """Listens on a Unix socket that only this user can connect to. Lives on the event loop."""
 
     def __init__(
-        self, path: Path, region_fd: int, region_bytes: int, sessions: SessionRegistry, calls: LocalCalls
+        self, path: Path, region_fd: int, region_bytes: int, sessions: SessionRegistry, calls: SocketCallServer
     ) -> None:
         self.path = path
         self._region_fd = region_fd

@@ -15,14 +15,14 @@ from ...tiers.types import GROUP_INDEX_BYTES, NamespaceSpec
 from ..config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from ..refused import Refused
 
-__all__ = ["Edge"]
+__all__ = ["RequestValidator"]
 
 _MAX_REQUEST_ID_BYTES = 512
 
 _NamesKeys: TypeAlias = cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrepareStoreRequest
 
 
-class Edge:
+class RequestValidator:
     """Checks arguments against the configured limits; raises `Refused`."""
 
     def __init__(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ...protos.v1 import common_pb2, session_pb2
 from ...tiers.base import NamespaceId
 from ...tiers.types import Session
-from ..auth.rate_limits import Meter, Meters
+from ..auth.rate_limits import RateLimiter, RateLimiters
 from ..auth.roles import CALLER, OWNER, Identity
 from ..config.schema import RateConfig
 from ..refused import Refused
@@ -51,7 +51,7 @@ class OpenSession:
     """When its last call came, in seconds; meaningless before the first."""
     identity: Identity = OWNER
     """Who opened it."""
-    meter: Meter | None = None
+    meter: RateLimiter | None = None
     """What its tenant may ask for, where that has a bound."""
     revoked: bool = False
     """Whether that one's credentials are not valid any more: nothing is done for it, and it ends with its next heartbeat."""
@@ -60,7 +60,7 @@ class OpenSession:
 class SessionRegistry:
     """Opens, finds and closes sessions. Lives on the event loop."""
 
-    def __init__(self, runtime: TierRuntime, max_sessions: int, meters: Meters | None = None) -> None:
+    def __init__(self, runtime: TierRuntime, max_sessions: int, meters: RateLimiters | None = None) -> None:
         self.epoch = secrets.randbits(63) + 1
         self.drain_began = asyncio.Event()
         """Set when the server takes no new work any more."""
@@ -75,7 +75,7 @@ class SessionRegistry:
         """Sessions that were opened since start."""
         self.models: dict[NamespaceId, str] = {}
         """Models of the namespaces that came last, for people."""
-        self._meters = meters or Meters(RateConfig(), {})
+        self._meters = meters or RateLimiters(RateConfig(), {})
         self._sessions: dict[bytes, OpenSession] = {}
 
     @property
@@ -191,7 +191,7 @@ class SessionRegistry:
         session = self._sessions.get(session_id)
         return session.identity.name if session is not None else "unknown"
 
-    def meter(self, session: Session) -> Meter | None:
+    def meter(self, session: Session) -> RateLimiter | None:
         """Returns what a session's tenant may ask for, where that has a bound and the session is still open."""
         known = self._sessions.get(session.id)
         return known.meter if known is not None else None

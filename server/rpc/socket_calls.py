@@ -21,7 +21,7 @@ from ..auth.roles import OWNER, Identity
 from ..telemetry.logs import get_logger
 from .interceptor import RefusalInterceptor
 
-__all__ = ["LocalCalls"]
+__all__ = ["SocketCallServer"]
 
 _log = get_logger(__name__)
 
@@ -30,7 +30,7 @@ _REQUEST_SECONDS = 30.0
 """How long a request may be under way, from its first byte to its last."""
 
 
-class LocalCalls:
+class SocketCallServer:
     """The methods that can be called, and what serves a connection. Lives on the event loop.
 
     Services are registered as with a server of gRPC (`add_…Servicer_to_server`); of their methods the unary ones are served.
@@ -107,7 +107,7 @@ class _Context:
 class _Connection(asyncio.Protocol):
     """One connection: takes a request, has it answered, takes the next."""
 
-    def __init__(self, calls: LocalCalls, caller: Identity) -> None:
+    def __init__(self, calls: SocketCallServer, caller: Identity) -> None:
         self.ended = asyncio.get_running_loop().create_future()
         self._calls = calls
         self._caller = caller

@@ -10,12 +10,12 @@ import grpc
 
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
 from ...tiers.base import NamespaceId
-from ...tiers.core.bulk_eviction import Wanted
+from ...tiers.core.bulk_eviction import EvictionRequest
 from ...tiers.core.leases import Lease
 from ...tiers.core.stores import Store
 from ...tiers.storage.fsck import NAMESPACE_BYTES
 from ..config.tenants import tenant_tag
-from ..drain import Drainage
+from ..drain import Drain
 from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
@@ -29,7 +29,7 @@ from .admin_messages import (
     lease_status,
 )
 from .online_fsck import OnlineFsck
-from .status_builder import Overview
+from .status_builder import StatusBuilder
 
 __all__ = ["AdminService"]
 
@@ -48,8 +48,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        overview: Overview,
-        drainage: Drainage,
+        overview: StatusBuilder,
+        drainage: Drain,
     ) -> None:
         self._runtime = runtime
         self._sessions = sessions
@@ -164,7 +164,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
 
 
-def _wanted(request: admin_pb2.EvictRequest, tiers: list[str], now: float) -> Wanted:
+def _wanted(request: admin_pb2.EvictRequest, tiers: list[str], now: float) -> EvictionRequest:
     """Returns what a request wants gone. Raises `Refused`."""
     unknown = [name for name in request.tiers if name not in tiers]
     if unknown:
@@ -174,7 +174,7 @@ def _wanted(request: admin_pb2.EvictRequest, tiers: list[str], now: float) -> Wa
     unused_for = request.unused_for.seconds + request.unused_for.nanos / 1e9
     if unused_for < 0:
         raise Refused("INVALID_ARGUMENT", "unused_for is negative")
-    return Wanted(
+    return EvictionRequest(
         [number for number, name in enumerate(tiers) if name in request.tiers or not request.tiers],
         namespace=NamespaceId(request.namespace_id) if request.namespace_id else None,
         tenant_tag=tenant_tag(request.tenant) if request.HasField("tenant") else None,

@@ -9,11 +9,11 @@ from google.protobuf.duration_pb2 import Duration
 from ...cuda.host.region import HostRegion
 from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
-from ...tiers.core.bulk_eviction import Clearing
+from ...tiers.core.bulk_eviction import EvictionTask
 from ...tiers.core.holds import Hold
 from ...tiers.core.leases import Lease
 from ...tiers.core.stores import Store
-from ...tiers.stats.request_log import HoldRecord, LookupRecord, RequestRecord, Span
+from ...tiers.stats.request_log import HoldRecord, LookupRecord, OutcomeRun, RequestRecord
 from ...tiers.stats.snapshots import HandoffStats, TierStats
 from ...tiers.storage.fsck import NAMESPACE_BYTES
 from ...tiers.types import HandoffDirection, MissReason
@@ -121,7 +121,7 @@ def region_status(region: HostRegion) -> admin_pb2.RegionStatus:
     )
 
 
-def evict_step(clearing: Clearing, tiers: Sequence[str]) -> admin_pb2.EvictResponse:
+def evict_step(clearing: EvictionTask, tiers: Sequence[str]) -> admin_pb2.EvictResponse:
     """Returns how far an eviction has come; `tiers` are the names of all tiers, in lookup order."""
     return admin_pb2.EvictResponse(
         tiers=[
@@ -242,7 +242,7 @@ def _hold(hold: HoldRecord, now: float) -> admin_pb2.HoldExplained:
     )
 
 
-def _span(span: Span, tiers: list[str]) -> admin_pb2.KeySpan:
+def _span(span: OutcomeRun, tiers: list[str]) -> admin_pb2.KeySpan:
     if isinstance(span.verdict, MissReason):
         return admin_pb2.KeySpan(keys=span.count, miss_reason=admin_pb2.MissReason.Name(span.verdict.value))
     if span.verdict is None:

@@ -17,7 +17,7 @@ from ...tiers.core.leases import Lease
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
 from ...tiers.types import DurableStatus, KeyStatus, LeaseId, Session, StoreId
 from ..refused import Refused
-from ..rpc.request_checks import Edge
+from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
 from .admin_messages import POLICIES
@@ -52,7 +52,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        edge: Edge,
+        edge: RequestValidator,
         quiet: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """`quiet` ends the streams that still write to a store, and returns when they do not."""

@@ -17,24 +17,24 @@ from ...tiers.types import GROUP_INDEX_BYTES, LeaseId, StoreId
 from ..devices.mover_client import CopyPlan
 from ..devices.registry import DeviceRegistry, Registration, export_of
 from ..refused import Refused
-from ..rpc.request_checks import Edge
+from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
 
-__all__ = ["DeviceCalls", "add_device_calls"]
+__all__ = ["DeviceCopyCalls", "add_device_calls"]
 
 _LONGEST_NANOSECONDS = 60 * 10**9
 
 
-class DeviceCalls:
+class DeviceCopyCalls:
     """Serves part of `kvtier.v1.TransferService`, beside `transfer.TransferService`."""
 
     def __init__(
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        edge: Edge,
+        edge: RequestValidator,
         metrics: Metrics,
         devices: DeviceRegistry,
     ) -> None:
@@ -136,7 +136,7 @@ class DeviceCalls:
         return CopyPlan(out, groups, nbytes, _event_of(request, registration), _give_up_at(request))
 
 
-def add_device_calls(calls: DeviceCalls, server: Any) -> None:
+def add_device_calls(calls: DeviceCopyCalls, server: Any) -> None:
     """Registers the calls with a server of gRPC, or with what takes the same, beside the rest of the service."""
     service = transfer_pb2.DESCRIPTOR.services_by_name["TransferService"]
     handlers = {

@@ -13,7 +13,7 @@ from ...tiers.core.holds import Hold
 from ...tiers.errors import HoldExpired
 from ...tiers.types import HandoffDirection, HoldName, PublishStatus, Session
 from ..refused import Refused
-from ..rpc.request_checks import Edge
+from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
 
@@ -23,7 +23,7 @@ __all__ = ["HandoffService"]
 class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
     """Serves `kvtier.v1.HandoffService`."""
 
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: Edge) -> None:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: RequestValidator) -> None:
         self._runtime = runtime
         self._handoffs = runtime.core.handoffs
         self._sessions = sessions

@@ -15,7 +15,7 @@ from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
-from ..tier_host.guard import GuardedTier
+from ..tier_host.guard import CheckedTier
 
 __all__ = ["OnlineFsck", "Progress"]
 
@@ -26,7 +26,7 @@ _log = get_logger(__name__)
 class Progress:
     """How far the check of one tier has come."""
 
-    tier: GuardedTier
+    tier: CheckedTier
     total: int = 0
     blocks: int = 0
     nbytes: int = 0

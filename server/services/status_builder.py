@@ -11,16 +11,16 @@ from ...tiers.core.leases import Lease
 from ...tiers.core.stores import Store
 from ..rpc.sessions import PROTOCOL_VERSIONS, SessionRegistry
 from ..runtime import TierRuntime
-from ..telemetry.loop_lag import Lateness
+from ..telemetry.loop_lag import LoopLag
 from .admin_messages import handoff_totals, miss_counts, region_status, session_status, tier_status
 
-__all__ = ["Overview"]
+__all__ = ["StatusBuilder"]
 
 
-class Overview:
+class StatusBuilder:
     """What a server holds, and for whom."""
 
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, ready_at: float, lateness: Lateness) -> None:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, ready_at: float, lateness: LoopLag) -> None:
         """`ready_at` is on the runtime's clock, in seconds."""
         self._runtime = runtime
         self._sessions = sessions

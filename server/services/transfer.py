@@ -20,9 +20,9 @@ from ...protos.wire.part_sequence import PartSequence
 from ...tiers.types import LeaseId, Session, StoreId
 from ..bulk.supervisor import BulkProcess
 from ..refused import Refused
-from ..rpc.request_checks import Edge
+from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
-from ..rpc.socket_calls import LocalCalls
+from ..rpc.socket_calls import SocketCallServer
 from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
 
@@ -36,7 +36,7 @@ class TransferService:
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        edge: Edge,
+        edge: RequestValidator,
         metrics: Metrics,
         bulk: BulkProcess,
     ) -> None:
@@ -70,7 +70,7 @@ class TransferService:
             },
         )
 
-    def add_calls(self, calls: LocalCalls) -> None:
+    def add_calls(self, calls: SocketCallServer) -> None:
         """Registers what clients call over sockets that are not gRPC's."""
         calls.add_registered_method_handlers("kvtier.v1.TransferService", {"Locate": self._locate})
 

@@ -22,7 +22,7 @@ from prometheus_client.exposition import choose_encoder
 from ...protos.endpoint import parse_endpoint
 from .status_page import SECURITY_HEADERS, StatusPage
 
-__all__ = ["MetricsServer", "MetricsServerError", "PatientServer", "on_loop"]
+__all__ = ["BoundedHTTPServer", "MetricsServer", "MetricsServerError", "on_loop"]
 
 
 _CONNECTION_SECONDS = 30.0
@@ -32,7 +32,7 @@ _CONNECTION_SECONDS = 30.0
 _MAX_CONNECTIONS = 64
 
 
-class PatientServer(ThreadingHTTPServer):
+class BoundedHTTPServer(ThreadingHTTPServer):
     """Ends each connection after 30 s, however busy or slow it is, and has 64 of them at the most.
 
     One more ends the oldest: idle ones would keep out a probe of the health otherwise, and with it the server.
@@ -160,7 +160,7 @@ class MetricsServer:
         self._thread.join()
 
 
-class _Server(PatientServer):
+class _Server(BoundedHTTPServer):
     daemon_threads = True
     admits: Callable[[str | None], bool]
     page: StatusPage | None = None

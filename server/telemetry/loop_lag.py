@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Lateness", "watch_loop"]
+__all__ = ["LoopLag", "watch_loop"]
 
 _SECONDS = 0.1
 """Ten times a second costs some ten microseconds each, and meets what holds the loop up for a tenth of a second for certain."""
@@ -25,7 +25,7 @@ async def watch_loop(*observers: Callable[[float], object]) -> None:
             observe(late)
 
 
-class Lateness:
+class LoopLag:
     """The latest wake-up of the last seconds, for people who look now."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...tiers.base import Medium, SecondaryTier, TierError, TierOpenError
 from ..config.schema import TierConfig
-from .guard import said, shown
+from .guard import describe_error, safe_repr
 
 __all__ = ["open_tier", "open_tiers", "tier_class"]
 
@@ -61,7 +61,7 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # somebody else's class may raise anything
-        raise TierOpenError(f"tier {config.name}: {said(error)}") from error
+        raise TierOpenError(f"tier {config.name}: {describe_error(error)}") from error
     return tier
 
 
@@ -69,13 +69,13 @@ def _check(tier: SecondaryTier, config: TierConfig) -> None:
     """Refuses a tier that the server could not go by."""
     name, capacity = getattr(tier, "name", None), getattr(tier, "capacity_bytes", None)
     if name != config.name:
-        raise TierOpenError(f"it calls itself {shown(name)}; has it called SecondaryTier.__init__?")
+        raise TierOpenError(f"it calls itself {safe_repr(name)}; has it called SecondaryTier.__init__?")
     if type(capacity) is not int or capacity <= 0:
-        raise TierOpenError(f"its capacity is {shown(capacity)}")
+        raise TierOpenError(f"its capacity is {safe_repr(capacity)}")
     for attribute, kind in _ATTRIBUTES.items():
         value = getattr(tier, attribute, None)
         if not isinstance(value, kind):
-            raise TierOpenError(f"its `{attribute}` is {shown(value)}; it must be a {kind.__name__}")
+            raise TierOpenError(f"its `{attribute}` is {safe_repr(value)}; it must be a {kind.__name__}")
 
 
 def tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:

@@ -17,16 +17,25 @@ from typing import Any, cast
 from ...tiers.base import BlockBytes, Entry, NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
 from ...tiers.core.secondary import Name
 from ...tiers.storage.fsck import NAMESPACE_BYTES, Checkable
-from ...tiers.storage.health import Troubles
-from .threads import Line, TierThreads
+from ...tiers.storage.health import TierHealth
+from .threads import TierThreads, WorkQueue
 
-__all__ = ["CANARY_BYTES", "VOTE_SECONDS", "GuardedTier", "is_left", "lend", "plant", "said", "shown"]
+__all__ = [
+    "CANARY_BYTES",
+    "VOTE_SECONDS",
+    "CheckedTier",
+    "canary_intact",
+    "copy_views",
+    "describe_error",
+    "safe_repr",
+    "write_canary",
+]
 
 
 CANARY_BYTES = 8
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns what an error says, or only its kind where it cannot say it."""
     try:
         return f"{type(error).__name__}: {error!s:.200}"
@@ -34,7 +43,7 @@ def said(error: BaseException) -> str:
         return type(error).__name__
 
 
-def shown(thing: object) -> str:
+def safe_repr(thing: object) -> str:
     """Returns what a thing looks like, shortened; likewise."""
     try:
         return f"{thing!r:.100}"
@@ -42,18 +51,18 @@ def shown(thing: object) -> str:
         return f"a {type(thing).__name__}"
 
 
-def lend(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
+def copy_views(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
     """Returns the blocks with views of their own, which a tier may release (`with part as view:`) without harm to others."""
     return [BlockBytes(block.namespace, block.key, tuple(part[:] for part in block.parts)) for block in blocks]
 
 
-def plant(part: memoryview, canary: bytes) -> None:
+def write_canary(part: memoryview, canary: bytes) -> None:
     """Marks a part where a load that stops half-way, or does nothing, would leave the mark. Tiny parts are let be."""
     for at in _places(part):
         part[at : at + CANARY_BYTES] = canary
 
 
-def is_left(part: memoryview, canary: bytes) -> bool:
+def canary_intact(part: memoryview, canary: bytes) -> bool:
     """Returns whether a mark is still there."""
     return any(part[at : at + CANARY_BYTES] == canary for at in _places(part))
 
@@ -80,14 +89,14 @@ _ATTRIBUTES = ("type", "durable", "medium", "local", "shared")
 _FAILED = object()
 
 
-class GuardedTier(SecondaryTier):
+class CheckedTier(SecondaryTier):
     """Passes everything on to a tier, and sees to it that what comes back is what it should be."""
 
     def __init__(self, tier: SecondaryTier, threads: TierThreads) -> None:
         """Tiers of kvtier's own are known not to block and to verify what they load; of others neither is taken on trust."""
         self._tier = tier
         self._noted: str | None = None
-        self._troubles = Troubles(self)
+        self._troubles = TierHealth(self)
         super().__init__(tier.name, tier.capacity_bytes)
         for attribute in _ATTRIBUTES:
             setattr(self, attribute, getattr(tier, attribute))
@@ -139,7 +148,7 @@ class GuardedTier(SecondaryTier):
         self._voting = future
         wait, deadline = 0 if self._late else VOTE_SECONDS, time.monotonic() + VOTE_SECONDS
         try:
-            self._threads.submit(Line.VOTE, "on_new_request", lambda: self._answer(future, request, deadline))
+            self._threads.submit(WorkQueue.VOTE, "on_new_request", lambda: self._answer(future, request, deadline))
         except RuntimeError:  # no thread to be had
             future.cancel()
             self._unheard[request.request_id] += 1
@@ -162,7 +171,7 @@ class GuardedTier(SecondaryTier):
             self._unheard -= Counter([request_id])
         elif self._foreign:
             with contextlib.suppress(RuntimeError):  # no thread to be had
-                self._threads.submit(Line.VOTE, "on_request_finished", finish)
+                self._threads.submit(WorkQueue.VOTE, "on_request_finished", finish)
         else:
             finish()
 
@@ -189,10 +198,10 @@ class GuardedTier(SecondaryTier):
         canary = os.urandom(CANARY_BYTES)
         for block in blocks:
             for part in block.parts:
-                plant(part, canary)
-        outcomes = self._outcomes("load", self._tier.load, lend(blocks))
+                write_canary(part, canary)
+        outcomes = self._outcomes("load", self._tier.load, copy_views(blocks))
         for number, block in enumerate(blocks):
-            if outcomes[number] is Outcome.DONE and any(is_left(part, canary) for part in block.parts):
+            if outcomes[number] is Outcome.DONE and any(canary_intact(part, canary) for part in block.parts):
                 self.note("load", "says that it has loaded blocks that it has not filled")
                 outcomes[number] = Outcome.CORRUPT
         return outcomes
@@ -224,7 +233,7 @@ class GuardedTier(SecondaryTier):
             vote: Any = self._tier.on_new_request(request)
             if isinstance(vote, Vote) and isinstance(vote.policy, OffloadPolicy):
                 return Vote(vote.policy, f"{vote.why}")
-            self.note("on_new_request", f"votes {shown(vote)}")
+            self.note("on_new_request", f"votes {safe_repr(vote)}")
             return None
 
         vote = self._try("on_new_request", ask)
@@ -244,11 +253,11 @@ class GuardedTier(SecondaryTier):
                     "is listed twice" if (entry.namespace, entry.key) in sound else ""
                 )
                 if problem:
-                    bad.append(f"{shown(entry)} {problem}")
+                    bad.append(f"{safe_repr(entry)} {problem}")
                 else:
                     sound[entry.namespace, entry.key] = entry
         except BaseException as error:  # noqa: BLE001 - the server starts with what it has heard of
-            bad.append(f"the list broke off: {said(error)}")
+            bad.append(f"the list broke off: {describe_error(error)}")
         if bad:
             self.note("entries", f"{len(bad)} of the blocks that it lists were left out; the first: {bad[0]}")
         return list(sound.values())
@@ -274,7 +283,7 @@ class GuardedTier(SecondaryTier):
         if outcomes is _FAILED or not self._counts(work, outcomes, blocks):
             return [Outcome.FAILED] * len(blocks)
         if not all(isinstance(outcome, Outcome) for outcome in outcomes):
-            self.note(work, f"{work} returns what is no outcome: {shown(outcomes)}")
+            self.note(work, f"{work} returns what is no outcome: {safe_repr(outcomes)}")
             return [outcome if isinstance(outcome, Outcome) else Outcome.FAILED for outcome in outcomes]
         self.note(work, None)
         return list(outcomes)
@@ -291,7 +300,7 @@ class GuardedTier(SecondaryTier):
         try:
             return call()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the server goes on
-            self.note(work, f"{work} failed: {said(error)}")
+            self.note(work, f"{work} failed: {describe_error(error)}")
             return _FAILED
 
 

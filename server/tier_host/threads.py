@@ -15,12 +15,12 @@ from queue import Empty, SimpleQueue
 
 from ..telemetry.logs import get_logger
 
-__all__ = ["Line", "TierThreads"]
+__all__ = ["TierThreads", "WorkQueue"]
 
 _log = get_logger(__name__)
 
 
-class Line(enum.Enum):
+class WorkQueue(enum.Enum):
     """Calls of one line wait for one another; those of two lines run side by side."""
 
     STORE = "store"
@@ -31,14 +31,14 @@ class Line(enum.Enum):
     """What the event loop would ask of the tier itself, if the tier could be relied on not to block."""
 
 
-_THREADS = {Line.STORE: 1, Line.LOAD: 2, Line.CHECK: 1, Line.VOTE: 1}
+_THREADS = {WorkQueue.STORE: 1, WorkQueue.LOAD: 2, WorkQueue.CHECK: 1, WorkQueue.VOTE: 1}
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     """Something that a tier is asked to do."""
 
-    line: Line
+    line: WorkQueue
     operation: str
     run: Callable[[], object]
     abandoned: Callable[[], object]
@@ -51,14 +51,14 @@ class TierThreads:
     def __init__(self, name: str) -> None:
         """Starts no thread: they come as they are needed."""
         self._name = name
-        self._queues: dict[Line, SimpleQueue[_Call | None]] = {line: SimpleQueue() for line in Line}
-        self._threads: dict[Line, list[threading.Thread]] = {line: [] for line in Line}
+        self._queues: dict[WorkQueue, SimpleQueue[_Call | None]] = {line: SimpleQueue() for line in WorkQueue}
+        self._threads: dict[WorkQueue, list[threading.Thread]] = {line: [] for line in WorkQueue}
         self._running: set[_Call] = set()
         self._changing = threading.Lock()
 
     def submit(
         self,
-        line: Line,
+        line: WorkQueue,
         operation: str,
         run: Callable[[], object],
         abandoned: Callable[[], object] = lambda: None,
@@ -84,12 +84,12 @@ class TierThreads:
                 threads.append(thread)
         self._queues[line].put(_Call(line, operation, run, abandoned))
 
-    def abandon(self, line: Line) -> None:
+    def abandon(self, line: WorkQueue) -> None:
         """Takes back what a line has not begun yet."""
         for call in self._take_all(line):
             call.abandoned()
 
-    def overdue(self, seconds: float) -> dict[Line, str]:
+    def overdue(self, seconds: float) -> dict[WorkQueue, str]:
         """Returns, per line, a call that has been running for so long."""
         since = time.monotonic() - seconds
         with self._changing:
@@ -99,7 +99,7 @@ class TierThreads:
         """Begins nothing more, and waits for what runs; returns whether all of it has ended in time."""
         deadline = time.monotonic() + seconds
         for line, threads in self._threads.items():
-            if line is not Line.VOTE:  # these take no time, and there is nothing to make up for them
+            if line is not WorkQueue.VOTE:  # these take no time, and there is nothing to make up for them
                 self._take_all(line)
             for _ in threads:
                 self._queues[line].put(None)
@@ -108,7 +108,7 @@ class TierThreads:
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for threads in self._threads.values() for thread in threads)
 
-    def _take_all(self, line: Line) -> list[_Call]:
+    def _take_all(self, line: WorkQueue) -> list[_Call]:
         queue = self._queues[line]
         calls: list[_Call] = []
         while True:

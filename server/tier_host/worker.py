@@ -13,8 +13,8 @@ from ...tiers.base import BlockBytes, Outcome, SecondaryTier, TierError
 from ...tiers.core.secondary import Name
 from ..telemetry.logs import get_logger
 from ..telemetry.metrics import JobObserver
-from .guard import GuardedTier, said
-from .threads import Line, TierThreads
+from .guard import CheckedTier, describe_error
+from .threads import TierThreads, WorkQueue
 
 __all__ = ["TierWorker", "close_all"]
 
@@ -44,7 +44,7 @@ class TierWorker:
 
     def __init__(self, tier: SecondaryTier) -> None:
         self._threads = TierThreads(tier.name)
-        self.tier = GuardedTier(tier, self._threads)
+        self.tier = CheckedTier(tier, self._threads)
         self.observe_job: JobObserver = _ignore_job
         self.jobs = 0
         """Stores and loads that were begun and have not been taken note of; who hears of their end counts them down."""
@@ -55,11 +55,11 @@ class TierWorker:
 
     def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
         """Writes blocks; `finished` hears what became of them, once and on the thread that did it."""
-        self._begin(Line.STORE, self.tier.store, blocks, finished)
+        self._begin(WorkQueue.STORE, self.tier.store, blocks, finished)
 
     def load(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
         """Fills blocks, likewise."""
-        self._begin(Line.LOAD, self.tier.load, blocks, finished)
+        self._begin(WorkQueue.LOAD, self.tier.load, blocks, finished)
 
     def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
         """Asks for blocks; `answered` hears on that thread, once, which of them are there: none where that went wrong."""
@@ -74,7 +74,7 @@ class TierWorker:
                 answered(there)
 
         try:
-            self._threads.submit(Line.LOAD, "lookup", run, lambda: answered([]))
+            self._threads.submit(WorkQueue.LOAD, "lookup", run, lambda: answered([]))
         except RuntimeError as error:  # no thread to be had
             self._note_failure("lookup", error)
             answered([])
@@ -85,7 +85,7 @@ class TierWorker:
         What goes wrong here is logged, and no more: what was not removed is removed when the tier is opened again.
         """
         with contextlib.suppress(RuntimeError):
-            self._threads.submit(Line.STORE, "remove", lambda: self.tier.remove(keys))
+            self._threads.submit(WorkQueue.STORE, "remove", lambda: self.tier.remove(keys))
 
     def check(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Has the tier look at itself, beside its jobs; returns what comes of it.
@@ -109,11 +109,11 @@ class TierWorker:
             except BaseException as failure:  # noqa: BLE001 - whoever waits is told
                 # A future takes no StopIteration, and what is no Exception would end who waits for it.
                 proper = isinstance(failure, Exception) and not isinstance(failure, StopIteration)
-                error = failure if proper else TierError(said(failure))
+                error = failure if proper else TierError(describe_error(failure))
             with contextlib.suppress(RuntimeError):  # as in `_begin`
                 loop.call_soon_threadsafe(settle, result, error)
 
-        self._threads.submit(Line.CHECK, "check", run)
+        self._threads.submit(WorkQueue.CHECK, "check", run)
         return future
 
     def watch(self, seconds: float) -> bool:
@@ -124,9 +124,9 @@ class TierWorker:
         overdue = self._threads.overdue(seconds)
         calls = ", ".join(sorted(overdue.values()))
         self.tier.note("stalled", f"{calls}: no end for more than {seconds:g} s" if calls else None)
-        self.stalled = Line.STORE in overdue or Line.LOAD in overdue
+        self.stalled = WorkQueue.STORE in overdue or WorkQueue.LOAD in overdue
         if self.stalled:
-            self._threads.abandon(Line.LOAD)
+            self._threads.abandon(WorkQueue.LOAD)
         return self.stalled
 
     def close(self) -> bool:
@@ -151,7 +151,7 @@ class TierWorker:
 
     def _note_failure(self, operation: str, error: BaseException) -> None:
         """Says it of the tier. Without a traceback: one that shows variables would look at what nobody has looked at yet."""
-        self.tier.note(operation, f"{operation} failed: {said(error)}")
+        self.tier.note(operation, f"{operation} failed: {describe_error(error)}")
 
     def _close_tier(self) -> None:
         try:
@@ -161,7 +161,7 @@ class TierWorker:
 
     def _begin(
         self,
-        line: Line,
+        line: WorkQueue,
         move: Callable[[Sequence[BlockBytes]], list[Outcome]],
         blocks: Sequence[BlockBytes],
         finished: Finished,

@@ -12,10 +12,10 @@ from kvtier.client import Group, GroupKind
 from kvtier.client.breakeven import (
     BreakEvenError,
     Geometry,
-    Line,
     NobodyAnswers,
     PrefillEngine,
     Proposal,
+    RegressionLine,
     Samples,
     fit,
     geometry_of_engines,
@@ -28,7 +28,7 @@ from kvtier.protos.v1 import admin_pb2, common_pb2
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
 
-def on(line: Line, lengths: Iterable[int] = LENGTHS, rounds: int = 5) -> Samples:
+def on(line: RegressionLine, lengths: Iterable[int] = LENGTHS, rounds: int = 5) -> Samples:
     """Returns timings that lie on a line."""
     return {tokens: [line.at(tokens)] * rounds for tokens in lengths}
 
@@ -38,20 +38,32 @@ class TestProposal:
         ("transfer", "compute", "threshold"),
         [
             (
-                Line(2**-9, 2**-20),
-                Line(0, 2**-15),
+                RegressionLine(2**-9, 2**-20),
+                RegressionLine(0, 2**-15),
                 80,
             ),  # 2^-9 / (2^-15 - 2^-20) = 66.06: 67 tokens, 80 are whole blocks
-            (Line(2**-9, 2**-20), Line(2**-4, 2**-15), 80),  # what a request costs in either case does not count
-            (Line(2**-9, 0), Line(0, 2**-15), 80),  # at 64 tokens both take 2^-9: 65 is the first that is worth it
-            (Line(2**-9, 0), Line(0, 2**-11), 16),  # 5 tokens
-            (Line(2**-20, 2**-20), Line(0, 2**-10), 0),  # a single token is worth it
-            (Line(-(2**-20), 2**-20), Line(0, 2**-10), 0),  # noise may put a line below nothing
-            (Line(2**-9, 2**-15), Line(0, 2**-15), None),
-            (Line(2**-9, 2**-14), Line(2**-2, 2**-15), None),  # slower at any length, however slow requests are
+            (
+                RegressionLine(2**-9, 2**-20),
+                RegressionLine(2**-4, 2**-15),
+                80,
+            ),  # what a request costs in either case does not count
+            (
+                RegressionLine(2**-9, 0),
+                RegressionLine(0, 2**-15),
+                80,
+            ),  # at 64 tokens both take 2^-9: 65 is the first that is worth it
+            (RegressionLine(2**-9, 0), RegressionLine(0, 2**-11), 16),  # 5 tokens
+            (RegressionLine(2**-20, 2**-20), RegressionLine(0, 2**-10), 0),  # a single token is worth it
+            (RegressionLine(-(2**-20), 2**-20), RegressionLine(0, 2**-10), 0),  # noise may put a line below nothing
+            (RegressionLine(2**-9, 2**-15), RegressionLine(0, 2**-15), None),
+            (
+                RegressionLine(2**-9, 2**-14),
+                RegressionLine(2**-2, 2**-15),
+                None,
+            ),  # slower at any length, however slow requests are
         ],
     )
-    def test_known_lines(self, transfer: Line, compute: Line, threshold: int | None) -> None:
+    def test_known_lines(self, transfer: RegressionLine, compute: RegressionLine, threshold: int | None) -> None:
         """The least that is worth it, in whole blocks; timings without any noise leave no doubt."""
         expected = Proposal(threshold, threshold, threshold)
         assert propose(on(transfer), on(compute), 16) == expected
@@ -59,18 +71,18 @@ class TestProposal:
 
     def test_whole_blocks(self) -> None:
         """It is rounded up to the blocks of whoever asks."""
-        transfer, compute = on(Line(2**-9, 0)), 2**-15
+        transfer, compute = on(RegressionLine(2**-9, 0)), 2**-15
         assert [propose(transfer, compute, block).threshold for block in (1, 16, 100, 528)] == [65, 80, 100, 528]
 
     def test_noise(self) -> None:
         """The interval holds what is true, is wider the more the timings vary, and the same for the same timings."""
         draws = random.Random(7)
 
-        def noisy(line: Line, part: float) -> Samples:
+        def noisy(line: RegressionLine, part: float) -> Samples:
             return {tokens: [line.at(tokens) * (1 + draws.uniform(0, part)) for _ in range(9)] for tokens in LENGTHS}
 
         def width(part: float) -> int:
-            transfer, compute = noisy(Line(0.002, 1e-6), part), noisy(Line(0.05, 1e-5), part)
+            transfer, compute = noisy(RegressionLine(0.002, 1e-6), part), noisy(RegressionLine(0.05, 1e-5), part)
             proposal = propose(transfer, compute, 1)
             assert proposal == propose(transfer, compute, 1)
             assert proposal.low is not None
@@ -92,7 +104,7 @@ class TestProposal:
 
     def test_one_slow_round_does_not_count(self) -> None:
         """Somebody else's second of work is in one round of each length: the line is that of the others."""
-        line = Line(0.001, 1e-6)
+        line = RegressionLine(0.001, 1e-6)
         disturbed = {tokens: [*seconds, 1.0] for tokens, seconds in on(line).items()}
         found = fit(disturbed)
         assert found.fixed == pytest.approx(line.fixed)
@@ -101,7 +113,7 @@ class TestProposal:
 
     def test_the_short_ones_say_what_is_fixed(self) -> None:
         """An error of a tenth at the longest moves what is fixed by less than a tenth."""
-        line = Line(0.001, 1e-5)
+        line = RegressionLine(0.001, 1e-5)
         samples = on(line) | {4096: [line.at(4096) * 1.1] * 5}
         assert fit(samples).fixed == pytest.approx(line.fixed, rel=0.1)
         assert 0.02 < worst_miss(fit(samples), samples) < 0.1
@@ -109,7 +121,7 @@ class TestProposal:
     def test_one_length_is_no_line(self) -> None:
         """It is refused."""
         with pytest.raises(ValueError, match="two lengths"):
-            fit(on(Line(1, 1), [16]))
+            fit(on(RegressionLine(1, 1), [16]))
 
 
 class TestGeometry:

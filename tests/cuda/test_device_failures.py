@@ -14,7 +14,7 @@ from devices.engine import Engine, Watched
 from devices.kv import BLOCKS, JOINED, JOINED_LAYERS, STEP, Kv, slots
 from harness.patience import wait_until
 
-from kvtier.cuda.device.copies import Direction, EngineBlocks
+from kvtier.cuda.device.copies import CopyDirection, EngineBlocks
 from kvtier.cuda.device.device_errors import Cause, CopyCancelled, DeviceError
 from kvtier.cuda.device.driver import StreamId
 from kvtier.cuda.device.handles import OpenHandles
@@ -116,7 +116,7 @@ def test_slots_are_not_written_after_a_copy_has_returned(
         begun.append(arguments)
 
     monkeypatch.setattr(backend.driver, "copy", count)
-    release = backend.hold(blocks._streams[Direction.OUT])
+    release = backend.hold(blocks._streams[CopyDirection.OUT])
     moving = aside.submit(blocks.copy_out, 0, [0, 2, 4], [0, STEP, 2 * STEP])
     wait_until(lambda: len(begun) == 2)
     engine.kill()

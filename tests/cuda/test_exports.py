@@ -20,7 +20,7 @@ from kvtier.cuda.device.device_errors import Cause, DeviceError
 from kvtier.cuda.device.driver import HANDLE_BYTES, MemoryKind
 from kvtier.cuda.device.exports import DeviceExport, ExportedAllocation, Origin, explain, export_blocks, obstacle
 from kvtier.cuda.device.handles import OpenHandles
-from kvtier.cuda.device.layout import BlockLayout, Run
+from kvtier.cuda.device.layout import BlockLayout, LayoutRun
 from kvtier.cuda.host.region import PAGE_BYTES
 
 StartEngine = Callable[[Kv], Engine]
@@ -31,7 +31,10 @@ EXPORT = DeviceExport(
     device="a device",
     origin=ELSEWHERE,
     allocations=(ExportedAllocation(bytes(range(HANDLE_BYTES)), 1000), ExportedAllocation(bytes(HANDLE_BYTES), 50)),
-    layouts={0: BlockLayout(4, (Run(0, 8, 100, 20, 2, 40), Run(1, 0, 10, 5))), 3: BlockLayout(1, (Run(1, 0, 50, 50),))},
+    layouts={
+        0: BlockLayout(4, (LayoutRun(0, 8, 100, 20, 2, 40), LayoutRun(1, 0, 10, 5))),
+        3: BlockLayout(1, (LayoutRun(1, 0, 50, 50),)),
+    },
     events=(bytes(HANDLE_BYTES),),
 )
 
@@ -123,7 +126,7 @@ def test_any_other_value_is_an_export_or_refused(value: object, data: st.DataObj
 
 def test_blocks_of_too_many_pieces_are_refused() -> None:
     """Plans are made of pieces: nobody may make this process plan millions for one block."""
-    run = Run(0, 0, 1 << 20, 1, 70_000, 2)
+    run = LayoutRun(0, 0, 1 << 20, 1, 70_000, 2)
     with pytest.raises(DeviceError, match="pieces"):
         dataclasses.replace(
             EXPORT, allocations=(ExportedAllocation(bytes(HANDLE_BYTES), 1 << 30),), layouts={0: BlockLayout(1, (run,))}
@@ -156,7 +159,7 @@ def test_memory_that_cannot_be_shared_is_refused_with_the_reason(
     """The engine learns at its start why its blocks cannot be opened by others, and what to do about it."""
     at = host.driver.allocate(PAGE_BYTES, kind)
     with pytest.raises(DeviceError) as caught:
-        export_blocks(host.driver, {0: (BlockLayout(1, (Run(0, 0, 8, 8),)), [at])})
+        export_blocks(host.driver, {0: (BlockLayout(1, (LayoutRun(0, 0, 8, 8),)), [at])})
     assert caught.value.cause is cause
     host.close()
 
@@ -167,7 +170,7 @@ def test_expandable_segments_are_named(host: HostBackend, monkeypatch: pytest.Mo
     monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
     at = host.driver.allocate(PAGE_BYTES, MemoryKind.VMM)
     with pytest.raises(DeviceError, match="expandable_segments:True") as caught:
-        export_blocks(host.driver, {0: (BlockLayout(1, (Run(0, 0, 8, 8),)), [at])})
+        export_blocks(host.driver, {0: (BlockLayout(1, (LayoutRun(0, 0, 8, 8),)), [at])})
     assert caught.value.cause is Cause.EXPANDABLE_SEGMENTS
     host.close()
 
@@ -176,7 +179,7 @@ def test_a_tensor_beyond_its_allocation_is_refused(host: HostBackend) -> None:
     """A handle covers one allocation: blocks that are in two of them cannot be described."""
     at = host.driver.allocate(PAGE_BYTES)
     with pytest.raises(DeviceError) as caught:
-        export_blocks(host.driver, {0: (BlockLayout(2, (Run(0, 0, PAGE_BYTES, 8),)), [at])})
+        export_blocks(host.driver, {0: (BlockLayout(2, (LayoutRun(0, 0, PAGE_BYTES, 8),)), [at])})
     assert caught.value.cause is Cause.UNKNOWN_MEMORY
     host.close()
 
@@ -288,7 +291,7 @@ def test_an_engines_word_on_sizes_is_not_believed(backend: Backend, start_engine
 def test_a_process_that_opens_its_own_export_learns_it(backend: Backend) -> None:
     """SAME_PROCESS, in place of the driver's "invalid device context"."""
     at = backend.allocate(PAGE_BYTES)
-    export = export_blocks(backend.driver, {0: (BlockLayout(2, (Run(0, 0, 64, 64),)), [at])})
+    export = export_blocks(backend.driver, {0: (BlockLayout(2, (LayoutRun(0, 0, 64, 64),)), [at])})
     with pytest.raises(DeviceError) as caught:
         OpenHandles(backend.driver).open(export)
     assert caught.value.cause is Cause.SAME_PROCESS

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cuda.device.copy_plan import Planner
-from kvtier.cuda.device.layout import BlockLayout, LayoutError, Run, TensorShape, describe
+from kvtier.cuda.device.layout import BlockLayout, LayoutError, LayoutRun, TensorShape, describe
 from kvtier.cuda.host.copy import copy_batch
 
 CHUNK = 1 << 10
@@ -129,7 +129,7 @@ def test_no_copy_crosses_a_chunk(page: int, blocks: list[int], layers: int) -> N
 @given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 5), st.integers(1, 100))
 def test_a_plan_splits_into_pieces_of_bounded_size(sizes: list[int], max_copies: int, max_bytes: int) -> None:
     """The pieces are the plan, and none has more copies or bytes than asked, one large copy aside."""
-    layout = BlockLayout(1, tuple(Run(index, 0, 1, size) for index, size in enumerate(sizes)))
+    layout = BlockLayout(1, tuple(LayoutRun(index, 0, 1, size) for index, size in enumerate(sizes)))
     plan = Planner(layout, list(range(0, 1000 * len(sizes), 1000)), 0, 1 << 20).plan([0], [0])
     pieces = list(plan.split(max_copies, max_bytes))
     for column in range(3):
@@ -155,32 +155,32 @@ def contiguous(sizes: Sequence[int], block_axis: int) -> TensorShape:
     [
         pytest.param(
             [contiguous((BLOCKS, 2, TOKENS, HEADS, DIM), 0)] * LAYERS,
-            [Run(layer, 0, PAGE, PAGE) for layer in range(LAYERS)],
+            [LayoutRun(layer, 0, PAGE, PAGE) for layer in range(LAYERS)],
             id="K and V of a block joined: a piece per layer",
         ),
         pytest.param(
             [contiguous((2, BLOCKS, TOKENS, HEADS, DIM), 1)],
-            [Run(0, 0, PAGE // 2, PAGE // 2, 2, BLOCKS * PAGE // 2)],
+            [LayoutRun(0, 0, PAGE // 2, PAGE // 2, 2, BLOCKS * PAGE // 2)],
             id="K and V apart: two pieces, half a tensor from each other",
         ),
         pytest.param(
             [contiguous((BLOCKS, LAYERS, 2, TOKENS, HEADS, DIM), 0)],
-            [Run(0, 0, LAYERS * PAGE, LAYERS * PAGE)],
+            [LayoutRun(0, 0, LAYERS * PAGE, LAYERS * PAGE)],
             id="all layers of a block together: one piece",
         ),
         pytest.param(
             [contiguous((LAYERS, BLOCKS, 2, TOKENS, HEADS, DIM), 1)],
-            [Run(0, 0, PAGE, PAGE, LAYERS, BLOCKS * PAGE)],
+            [LayoutRun(0, 0, PAGE, PAGE, LAYERS, BLOCKS * PAGE)],
             id="layers carved out of one allocation: a piece per layer at even distances",
         ),
         pytest.param(
             [contiguous((2, HEADS, BLOCKS, TOKENS, DIM), 2)],
-            [Run(0, 0, PAGE // 8, PAGE // 8, 8, BLOCKS * PAGE // 8)],
+            [LayoutRun(0, 0, PAGE // 8, PAGE // 8, 8, BLOCKS * PAGE // 8)],
             id="heads outside of blocks: a piece per head",
         ),
     ],
 )
-def test_layouts_of_vllm(tensors: list[TensorShape], runs: list[Run]) -> None:
+def test_layouts_of_vllm(tensors: list[TensorShape], runs: list[LayoutRun]) -> None:
     """Every layout that vLLM has becomes as few runs as it can."""
     assert list(describe(tensors).runs) == runs
 
@@ -189,7 +189,7 @@ def test_layers_in_one_allocation_become_one_run() -> None:
     """Tensors of layers that lie at even distances in one allocation are one run over it."""
     layout = describe([contiguous((BLOCKS, 2, TOKENS, HEADS, DIM), 0)] * LAYERS)
     moved = layout.moved([(0, 100 + layer * BLOCKS * PAGE) for layer in range(LAYERS)])
-    assert moved.runs == (Run(0, 100, PAGE, PAGE, LAYERS, BLOCKS * PAGE),)
+    assert moved.runs == (LayoutRun(0, 100, PAGE, PAGE, LAYERS, BLOCKS * PAGE),)
 
 
 def test_blocks_in_a_row_are_one_copy() -> None:
@@ -203,14 +203,14 @@ def test_blocks_in_a_row_are_one_copy() -> None:
 @pytest.mark.parametrize(
     ("num_blocks", "run"),
     [
-        (0, Run(0, 0, 8, 8)),
-        (2, Run(0, 0, 7, 8)),
-        (2, Run(0, 0, 8, 8, 2, 4)),
-        (3, Run(0, 0, 8, 8, 2, 16)),
-        (3, Run(0, 0, 12, 8, 2, 8)),
+        (0, LayoutRun(0, 0, 8, 8)),
+        (2, LayoutRun(0, 0, 7, 8)),
+        (2, LayoutRun(0, 0, 8, 8, 2, 4)),
+        (3, LayoutRun(0, 0, 8, 8, 2, 16)),
+        (3, LayoutRun(0, 0, 12, 8, 2, 8)),
     ],
 )
-def test_overlapping_blocks_are_refused(num_blocks: int, run: Run) -> None:
+def test_overlapping_blocks_are_refused(num_blocks: int, run: LayoutRun) -> None:
     """A load into one block may not write into another: such a layout is no layout."""
     with pytest.raises(LayoutError):
         BlockLayout(num_blocks, (run,))
@@ -238,4 +238,4 @@ def test_what_is_not_there_is_refused(block: int, offset: int) -> None:
     with pytest.raises(LayoutError):
         planner.plan([block], [offset])
     with pytest.raises(LayoutError, match="buffers"):
-        Planner(BlockLayout(1, (Run(1, 0, 8, 8),)), [0], 0, 8)
+        Planner(BlockLayout(1, (LayoutRun(1, 0, 8, 8),)), [0], 0, 8)

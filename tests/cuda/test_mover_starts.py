@@ -67,7 +67,7 @@ def registry_of(region: HostRegion) -> DeviceRegistry:
     runtime: Any = SimpleNamespace(region=region)
     sessions: Any = SimpleNamespace(on_close=[], check=lambda _: None)
     writers: Any = None
-    return DeviceRegistry(runtime, sessions, writers, driver="devices.gated_driver:make", why_not="")
+    return DeviceRegistry(runtime, sessions, writers, driver="devices.gated_driver:make", unavailable="")
 
 
 def test_devices_that_are_not_there_keep_no_place(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness.namespace import OwnNamespace, why_not
+from harness.namespace import OwnNamespace, unavailable_reason
 
 from kvtier import __version__
 from kvtier.server.config.loader import load
@@ -210,7 +210,7 @@ def test_the_chart_is_of_the_version_that_it_installs() -> None:
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[OwnNamespace]:
     """A place with a read-only root, as the container's is."""
-    if reason := why_not():
+    if reason := unavailable_reason():
         pytest.skip(f"no namespaces here: {reason}")
     boot = "mkdir -p /run/kvtier /var/lib/kvtier /etc/kvtier && touch /run/booted && exec sleep infinity"
     with OwnNamespace(tmp_path / "boot.log", boot) as place:

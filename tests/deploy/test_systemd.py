@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.systemd import Systemd, why_not
+from harness.systemd import Systemd, unavailable_reason
 
 FILES = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 UNIT = "kvtier.service"
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason=
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[Systemd]:
     """A systemd that knows the unit, on a machine that was set up as the documentation says."""
-    if reason := why_not():
+    if reason := unavailable_reason():
         pytest.skip(f"no systemd can be run here: {reason}")
     units = tmp_path / "units"
     (units / f"{UNIT}.d").mkdir(parents=True)

@@ -13,9 +13,9 @@ from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.peers import Peers
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
-from kvtier.client.engines.vllm.stats import Tally
+from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
-from kvtier.client.handoff import Identity
+from kvtier.client.handoff import EngineIdentity
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
 __all__ = [
@@ -95,12 +95,17 @@ def make_step(tables: dict[str, list[list[int]]], **scheduled: int) -> Any:
 
 def alone(client: Any) -> dict[str, Any]:
     """Returns who an engine is that has no peers."""
-    return {"identity": Identity("us", "unix:/ours", 0, 1), "peers": Peers(client, [("unix:/ours", 0)])}
+    return {"identity": EngineIdentity("us", "unix:/ours", 0, 1), "peers": Peers(client, [("unix:/ours", 0)])}
 
 
 @contextlib.contextmanager
 def scheduler_side(
-    client: FakeClient, world_size: int = 1, *, may_load: bool = True, tally: Tally | None = None, events: bool = False
+    client: FakeClient,
+    world_size: int = 1,
+    *,
+    may_load: bool = True,
+    tally: TransferCounters | None = None,
+    events: bool = False,
 ) -> Iterator[tuple[SchedulerSide, FakePool]]:
     """The scheduler's half over one group of full attention, in an engine whose own prefix cache is empty.
 

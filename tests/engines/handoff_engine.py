@@ -18,10 +18,10 @@ from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.peers import Peers, address_of
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
-from kvtier.client.engines.vllm.stats import Tally
+from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.worker.reports import WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
-from kvtier.client.handoff import Identity
+from kvtier.client.handoff import EngineIdentity
 from kvtier.client.offload import CacheGeometry
 
 BLOCK = FULL.block_tokens
@@ -91,7 +91,7 @@ class ToyEngine:
 
     def __post_init__(self) -> None:
         self.config = replace(self.config, lookup_timeout_s=60.0, claim_timeout_s=60.0)  # nothing is late
-        self.tally, self.reports, self.pool = Tally(), WorkerReports(), FakePool(BLOCKS)
+        self.tally, self.reports, self.pool = TransferCounters(), WorkerReports(), FakePool(BLOCKS)
         self.caches = {layer: torch.zeros(BLOCKS * PAGE, dtype=torch.uint8).view(BLOCKS, PAGE) for layer in FULL.layers}
         client, log = self._connect(self.endpoint), LimitedLog()
         self.scheduler = SchedulerSide(
@@ -104,7 +104,7 @@ class ToyEngine:
             may_save=self.may_save,
             log=log,
             tally=self.tally,
-            identity=Identity(self.name, *address_of(self.endpoint, self.config.advertise), 1),
+            identity=EngineIdentity(self.name, *address_of(self.endpoint, self.config.advertise), 1),
             peers=self._peers(client),
         )
         self.scheduler.bind_pool(self.pool)

@@ -23,7 +23,7 @@ from kvtier.client import Client, Group, KeyStatus, Namespace, Timeouts, make_ke
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.layout import build_layouts
-from kvtier.client.engines.vllm.stats import Tally
+from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.worker.device_route import DeviceRoute, cuda_route, describe_layout
 from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
@@ -55,7 +55,7 @@ class Worker:
         self.caches = dict(zip("abcd", self.whole.view(4, BLOCKS, PAGE).unbind(0), strict=True))
         # New ones: a reset leaves what the tier below has, and a lookup would bring that back.
         self.keys = [make_key(os.urandom(32), group) for group in GROUPS]
-        self.reports, self.tally, self.log = WorkerReports(), Tally(), LimitedLog()
+        self.reports, self.tally, self.log = WorkerReports(), TransferCounters(), LimitedLog()
         self.side = WorkerSide(
             lambda _: self.connect(service, "worker"),
             [FULL, WINDOW],

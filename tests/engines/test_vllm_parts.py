@@ -21,7 +21,7 @@ from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.peers import Peers
 from kvtier.client.engines.vllm.scheduler import prefix_lookups
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, LookupState
-from kvtier.client.engines.vllm.scheduler.requests import Announcement
+from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration
 from kvtier.client.engines.vllm.worker.copies import make_copier
 from kvtier.client.engines.vllm.worker.reports import SAVE_WITHIN_S, StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
@@ -147,7 +147,7 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
     """B4.10 One call for the full group, one for the last blocks of the sliding windows."""
     client = FakeClient({make_key(bytes([number]) * 32, group) for number in range(3) for group in (0, 1)})
     with _lookups(client, CacheGeometry((FULL, WINDOW), 4, 4)) as service:
-        lookup = service.start(Announcement("r"), _hashes(4, 4), 0, 16)
+        lookup = service.start(RequestRegistration("r"), _hashes(4, 4), 0, 16)
         assert lookup is not None
         wait_for(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 12
@@ -168,11 +168,11 @@ def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(monkeypatch: pytest
 
     client = FakeClient({make_key(bytes(32), 0)}, before=hang)
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
-        lookup = service.start(Announcement("r"), _hashes(1), 0, 4)
+        lookup = service.start(RequestRegistration("r"), _hashes(1), 0, 4)
         assert lookup is not None
         assert started.wait(60)
         service.timed_out(lookup)
-        assert service.start(Announcement("s"), _hashes(1), 0, 4) is None  # left in peace for a moment
+        assert service.start(RequestRegistration("s"), _hashes(1), 0, 4) is None  # left in peace for a moment
         gate.set()
         wait_for(lambda: client.released == [1])
 
@@ -182,11 +182,11 @@ def test_a_lookup_that_only_queued_says_nothing_of_the_server() -> None:
     gate = threading.Event()
     client = FakeClient({make_key(bytes(32), 0)}, before=lambda: gate.wait(60) and None)
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
-        lookups = [service.start(Announcement(f"r{number}"), _hashes(1), 0, 4) for number in range(20)]
+        lookups = [service.start(RequestRegistration(f"r{number}"), _hashes(1), 0, 4) for number in range(20)]
         queued = next(lookup for lookup in reversed(lookups) if lookup is not None)
         service.timed_out(queued)
         assert not queued.begun
-        assert service.start(Announcement("next"), _hashes(1), 0, 4) is not None
+        assert service.start(RequestRegistration("next"), _hashes(1), 0, 4) is not None
         gate.set()
 
 
@@ -195,14 +195,14 @@ def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
     client = FakeClient()
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         client.connected = False
-        assert service.start(Announcement("r"), _hashes(1), 0, 4) is None
+        assert service.start(RequestRegistration("r"), _hashes(1), 0, 4) is None
         client.connected = True
 
         def fail() -> None:
             raise NotConnected("gone")
 
         client.before = fail
-        lookup = service.start(Announcement("r"), _hashes(1), 0, 4)
+        lookup = service.start(RequestRegistration("r"), _hashes(1), 0, 4)
         assert lookup is not None
         wait_for(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 0
@@ -213,7 +213,7 @@ def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
     client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(5)})
     client.max_keys = 2
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
-        lookup = service.start(Announcement("r"), _hashes(9), 0, 36)
+        lookup = service.start(RequestRegistration("r"), _hashes(9), 0, 36)
         assert lookup is not None
         wait_for(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 20
@@ -229,7 +229,7 @@ def test_a_request_is_finished_after_its_last_lookup() -> None:
         started.set()
         gate.wait(60)
 
-    client, request = FakeClient({make_key(bytes(32), 0)}, before=hang), Announcement("r", 5, {"peer": object()})
+    client, request = FakeClient({make_key(bytes(32), 0)}, before=hang), RequestRegistration("r", 5, {"peer": object()})
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         lookup = service.start(request, _hashes(1), 0, 4)
         assert lookup is not None

@@ -8,11 +8,11 @@ from typing import Any
 from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
 
 from kvtier.client import make_key
-from kvtier.client.engines.vllm.stats import Tally
+from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
 
 
-def _counted(tally: Tally, name: str) -> Any:
+def _counted(tally: TransferCounters, name: str) -> Any:
     stats = tally.take()
     return stats.data.get(name, 0) if stats is not None else 0
 
@@ -26,7 +26,7 @@ def test_reports_of_workers_add_up() -> None:
 
 def test_what_was_not_stored_is_counted_and_offered_again() -> None:
     """B3.5 The counter rises, and the request offers its blocks at its end."""
-    tally = Tally()
+    tally = TransferCounters()
     with scheduler_side(FakeClient(), tally=tally) as (scheduler, _):
         request = make_request(2)
         scheduler.new_request(request)

@@ -24,8 +24,8 @@ from vllm.v1.request import Request
 
 from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
 from kvtier.client.engines.vllm.ranks import parts_of
-from kvtier.client.engines.vllm.scheduler.requests import Announcement, VllmBlockPool, VllmRequest
-from kvtier.client.offload import BlockTables, CacheGeometry, Found, GroupKind
+from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmBlockPool, VllmRequest
+from kvtier.client.offload import BlockTables, CacheGeometry, CacheGroupKind, Found
 from kvtier.client.offload.loads import lacks_blocks, plan_reads
 from kvtier.client.offload.saves import SavePlanner, SaveProgress
 
@@ -71,7 +71,7 @@ class Engine:
 
     def request(self, tokens: list[int]) -> tuple[Request, VllmRequest]:
         request = Request("r", tokens, SamplingParams(max_tokens=100), None, block_hasher=self.hasher)
-        view = VllmRequest(request, Announcement("r"), self.geometry, may_load=True, may_save=True)
+        view = VllmRequest(request, RequestRegistration("r"), self.geometry, may_load=True, may_save=True)
         return request, view
 
     def step(self, request: Request, view: VllmRequest, tokens: int) -> None:
@@ -203,7 +203,11 @@ def test_a_hit_that_full_attention_alone_has_is_not_taken_for_one_of_the_window(
 def test_states_are_read_from_specs() -> None:
     """The kinds, sizes and formats of groups; what a state is made of is part of the namespace."""
     geometry = _geometry(_state(), FULL, WINDOW)
-    assert [group.kind for group in geometry.groups] == [GroupKind.STATE, GroupKind.FULL, GroupKind.WINDOW]
+    assert [group.kind for group in geometry.groups] == [
+        CacheGroupKind.STATE,
+        CacheGroupKind.FULL,
+        CacheGroupKind.WINDOW,
+    ]
     assert geometry.groups[0].part_bytes == 3 * 8 * 4 + 2 * 4 * 4 * 2, "without padding"
     assert geometry.leading_group.index == 1
     config = KVCacheConfig(BLOCKS, [], [])

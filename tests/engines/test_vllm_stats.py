@@ -28,8 +28,8 @@ from kvtier.client.engines.vllm import KVTierConnector
 from kvtier.client.engines.vllm.background import LimitedLog
 from kvtier.client.engines.vllm.scheduler import prefix_lookups
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService
-from kvtier.client.engines.vllm.scheduler.requests import Announcement
-from kvtier.client.engines.vllm.stats import METRICS, ConnectorStats, Tally
+from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration
+from kvtier.client.engines.vllm.stats import METRICS, ConnectorStats, TransferCounters
 from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
@@ -37,14 +37,14 @@ from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 KEYS = [make_key(bytes([number]) * 32, 0) for number in range(4)]
 
 
-def _drain(tally: Tally) -> dict[str, Any]:
+def _drain(tally: TransferCounters) -> dict[str, Any]:
     stats = tally.take()
     return stats.data if stats is not None else {}
 
 
 def test_a_tally_that_counted_nothing_says_nothing() -> None:
     """A step in which nothing happened sends nothing."""
-    tally = Tally()
+    tally = TransferCounters()
     tally.count("save_bytes", 0)
     assert tally.take() is None
     tally.count("save_bytes", 3)
@@ -56,7 +56,7 @@ def test_a_tally_that_counted_nothing_says_nothing() -> None:
 
 def test_counts_of_many_threads_are_all_there() -> None:
     """Copies and lookups end on threads of their own."""
-    tally, total, done = Tally(), 0, threading.Event()
+    tally, total, done = TransferCounters(), 0, threading.Event()
     threads = [
         threading.Thread(target=lambda: [tally.count("load_bytes") for _ in range(5000)], daemon=True) for _ in range(4)
     ]
@@ -112,7 +112,7 @@ def test_counts_become_prometheus_series_of_their_engine() -> None:
 @pytest.mark.parametrize("error", [None, NotConnected("gone")])
 def test_a_worker_counts_what_it_copied(error: KVTierError | None) -> None:
     """Bytes that were moved, not those that the server had already, nor those of a load that failed."""
-    tally, reports = Tally(), WorkerReports()
+    tally, reports = TransferCounters(), WorkerReports()
     worker = WorkerSide(
         lambda _: FakeTransfers(error),  # type: ignore[arg-type,return-value]
         [FULL],
@@ -134,7 +134,7 @@ def test_a_worker_counts_what_it_copied(error: KVTierError | None) -> None:
 
 def test_the_scheduler_counts_blocks() -> None:
     """Of loads and of saves, when all workers have reported them: by how they ended."""
-    tally = Tally()
+    tally = TransferCounters()
     with scheduler_side(FakeClient(set(KEYS[:2])), tally=tally) as (scheduler, _):
         for name in ("good", "bad"):
             request = make_request(2, name, num_tokens=12)
@@ -170,9 +170,9 @@ def _fail() -> None:
 )
 def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], None] | None, outcome: str) -> None:
     """One count and one duration for each."""
-    tally, client = Tally(), FakeClient(set(KEYS[:found]), before or (lambda: None))
+    tally, client = TransferCounters(), FakeClient(set(KEYS[:found]), before or (lambda: None))
     service = LookupService(client, CacheGeometry((FULL,), 4, 4), 60.0, LimitedLog(), tally)  # type: ignore[arg-type]
-    lookup = service.start(Announcement("r"), {0: [key[:32] for key in KEYS]}, 0, 16)
+    lookup = service.start(RequestRegistration("r"), {0: [key[:32] for key in KEYS]}, 0, 16)
     assert lookup is not None
     wait_for(lambda: bool(service.take_done()))
     service.close()
@@ -184,17 +184,17 @@ def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], No
 def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given up once is one count, whenever the answer comes; so is a server that is left in peace, or away."""
     monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
-    gate, tally = threading.Event(), Tally()
+    gate, tally = threading.Event(), TransferCounters()
     client = FakeClient(set(KEYS), lambda: gate.wait(60) and None)
     service = LookupService(client, CacheGeometry((FULL,), 4, 4), 30.0, LimitedLog(), tally)  # type: ignore[arg-type]
     hashes = {0: [key[:32] for key in KEYS]}
-    lookup = service.start(Announcement("slow"), hashes, 0, 16)
+    lookup = service.start(RequestRegistration("slow"), hashes, 0, 16)
     assert lookup is not None
     wait_for(lambda: lookup.begun)
     service.timed_out(lookup)
-    assert service.start(Announcement("cooling"), hashes, 0, 16) is None
+    assert service.start(RequestRegistration("cooling"), hashes, 0, 16) is None
     client.connected = False
-    away = Announcement("away")
+    away = RequestRegistration("away")
     for _ in range(3):
         assert service.start(away, hashes, 0, 16) is None, "as at every step in which the engine has no room for it"
     gate.set()

@@ -23,7 +23,7 @@ from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.namespace import namespace_digest
 from kvtier.client.engines.vllm.scheduler import prefix_lookups
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
-from kvtier.client.engines.vllm_tier.manager import TierConfig
+from kvtier.client.engines.vllm_tier.manager import ManagerConfig
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer
 from kvtier.client.engines.vllm_tier.tier_namespace import build_tier_namespace
 
@@ -248,14 +248,14 @@ def test_what_comes_when_a_request_runs_already_is_given_back(room: Room) -> Non
 def test_settings_are_checked_at_start() -> None:
     """An unknown key is a warning with the nearest known one; a wrong value is an error."""
     warnings: list[str] = []
-    config = TierConfig.parse({"endpoint": "unix:/x", "tennant": "a", "identity": "m"}, warnings.append)
+    config = ManagerConfig.parse({"endpoint": "unix:/x", "tennant": "a", "identity": "m"}, warnings.append)
     assert (config.endpoint, config.identity, config.tenant) == ("unix:/x", "m", "")
     assert [
         warning for warning in warnings if "'tennant'" in warning and "did you mean 'tenant'" in warning
     ] == warnings
     for wrong in ({"identity": 1}, {"locality": "near"}, {"transport": "rdma"}, {"lookup_timeout_s": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            TierConfig.parse(wrong, warnings.append)
+            ManagerConfig.parse(wrong, warnings.append)
 
 
 def _engine(**fields: Any) -> Any:

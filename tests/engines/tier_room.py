@@ -15,7 +15,7 @@ from tiering_world import ROW, keys_of
 from kvtier.client import StoreStatus
 from kvtier.client.engines.vllm.background import BackgroundThreads, LimitedLog
 from kvtier.client.engines.vllm_tier.tier_lookups import Pin, TierLookups, TierRequest
-from kvtier.client.engines.vllm_tier.transfers import Job, PrimaryTier, Transfers
+from kvtier.client.engines.vllm_tier.transfers import EnginePrimaryTier, Job, Transfers
 
 __all__ = ["KEYS", "Room", "SlotClient", "make_room"]
 
@@ -88,7 +88,7 @@ def make_room() -> Iterator[Room]:
     client, rows, log = SlotClient(), np.full((len(KEYS), ROW), 1, np.int8), LimitedLog()
     lookups = TierLookups(client, 60.0, log, BackgroundThreads("lookup", log))  # type: ignore[arg-type]
     threads = [BackgroundThreads(name, log) for name in ("load", "store")]
-    primary = PrimaryTier(rows.ctypes.data, ROW, len(rows))
+    primary = EnginePrimaryTier(rows.ctypes.data, ROW, len(rows))
     yield Room(client, rows, lookups, Transfers(client, primary, lookups, log, threads))  # type: ignore[arg-type]
     for part in (*threads, lookups):
         part.close()

@@ -49,9 +49,9 @@ class Parsers:
             (messages.decode_from_child, _BAD),
             (self._tokens, (tokens.TokensError,)),
             (self._config, (ConfigError,)),
-            (lambda data: lmdb_format.Record.unpack(b"name", _checked(data)), (lmdb_format.DamagedRecordError,)),
-            (lambda data: disk_format.Record.unpack(b"name", _checked(data)), (disk_format.DamagedRecordError,)),
-            (lmdb_format.Record.read, (lmdb_format.DamagedRecordError,)),
+            (lambda data: lmdb_format.BlockRecord.unpack(b"name", _checked(data)), (lmdb_format.DamagedRecordError,)),
+            (lambda data: disk_format.SlabRecord.unpack(b"name", _checked(data)), (disk_format.DamagedRecordError,)),
+            (lmdb_format.BlockRecord.read, (lmdb_format.DamagedRecordError,)),
         ]
 
     def run(self, data: bytes) -> None:
@@ -122,7 +122,7 @@ def seeds() -> Iterator[bytes]:
         config.encode(),
         bytes(64),
         bytes(64),
-        lmdb_format.Record(1, 2, (3, 4)).pack(b"name"),
+        lmdb_format.BlockRecord(1, 2, (3, 4)).pack(b"name"),
     ]
     for number, data in enumerate(sound):
         yield byte(number) + data

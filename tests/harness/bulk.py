@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from kvtier.client import Client
-from kvtier.client.part_streams import Source
+from kvtier.client.part_streams import PartSender
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
 from kvtier.protos.v1 import transfer_pb2
 
@@ -54,7 +54,7 @@ def locate(session: RawSession, store_id: int = 0) -> transfer_pb2.LocateRespons
     return answer
 
 
-def wait_until_received(client: Client, source: Source, nbytes: int) -> None:
+def wait_until_received(client: Client, source: PartSender, nbytes: int) -> None:
     """Waits until the server has heard of so many bytes of the store that a client is sending."""
     channel = client._wire._channel  # type: ignore[attr-defined]
     call = channel.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)

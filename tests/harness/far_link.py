@@ -18,7 +18,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-__all__ = ["FarLink", "why_not"]
+__all__ = ["FarLink", "unavailable_reason"]
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN_NO_PI = 0x1001
@@ -27,7 +27,7 @@ _QUEUE_PACKETS = 1000
 """What waits in one direction at most; a router has no more memory than that either."""
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Returns why there can be no such link here; None where there can."""
     if os.geteuid() != 0:
         return "network namespaces take root"

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["OwnNamespace", "why_not"]
+__all__ = ["OwnNamespace", "unavailable_reason"]
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 60.0
@@ -45,7 +45,7 @@ chmod 755 /opt/kvtier/bin/python /opt/kvtier/bin/kvtier
 """
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Returns why there can be no such place here; None where there can."""
     if os.getuid() != 0:
         return "not root"

@@ -14,7 +14,7 @@ from typing import Self
 from harness import namespace
 from harness.namespace import OwnNamespace
 
-__all__ = ["Systemd", "why_not"]
+__all__ = ["Systemd", "unavailable_reason"]
 
 MANAGER = Path("/lib/systemd/systemd")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -26,9 +26,9 @@ exec env -i container=other PATH="$PATH" SYSTEMD_UNIT_PATH={units} SYSTEMD_LOG_T
 """
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Returns why there can be no systemd here; None where there can."""
-    return namespace.why_not() if MANAGER.exists() else "no systemd"
+    return namespace.unavailable_reason() if MANAGER.exists() else "no systemd"
 
 
 class Systemd(OwnNamespace):

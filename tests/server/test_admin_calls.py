@@ -16,10 +16,10 @@ from harness.server_process import ServerProcess
 from kvtier.client import Client, DurableStatus
 from kvtier.protos.error_reasons import reason_of
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
-from kvtier.server.drain import Drainage
+from kvtier.server.drain import Drain
 from kvtier.server.refused import Refused
 from kvtier.server.services.admin import _MOST_EVICTIONS, AdminService
-from kvtier.tiers.core.bulk_eviction import Cleared
+from kvtier.tiers.core.bulk_eviction import EvictionProgress
 
 PART = 4096
 BLOCKS = 4096
@@ -117,7 +117,7 @@ class _Sessions(SimpleNamespace):
         return bool(self.drain_began.is_set())
 
 
-def _drainage(*, complete: bool = True) -> tuple[Drainage, Any, list[str]]:
+def _drainage(*, complete: bool = True) -> tuple[Drain, Any, list[str]]:
     async def drain(_: float) -> bool:
         await asyncio.sleep(0.01)
         return complete
@@ -125,12 +125,12 @@ def _drainage(*, complete: bool = True) -> tuple[Drainage, Any, list[str]]:
     ended: list[str] = []
     sessions: Any = _Sessions(drain_began=asyncio.Event(), ended=asyncio.Event())
     runtime: Any = SimpleNamespace(drain=drain)
-    return Drainage(runtime, sessions, lambda: ended.append("end")), sessions, ended
+    return Drain(runtime, sessions, lambda: ended.append("end")), sessions, ended
 
 
 async def test_an_eviction_that_fails_is_not_done() -> None:
     """Who asked is told, after how far it has come; and the next one is not held up."""
-    clearing: Any = SimpleNamespace(done=False, error=None, tiers=[Cleared(0, total=2)], cancel=lambda: None)
+    clearing: Any = SimpleNamespace(done=False, error=None, tiers=[EvictionProgress(0, total=2)], cancel=lambda: None)
     runtime: Any = SimpleNamespace(
         core=SimpleNamespace(evict=lambda _: clearing),
         stats=lambda: SimpleNamespace(tiers=[SimpleNamespace(name="cpu")]),

@@ -18,14 +18,14 @@ from rich.console import Console
 from kvtier.client import Client, Group, GroupKind, breakeven
 from kvtier.client.breakeven import (
     BreakEvenError,
-    Computed,
+    ComputeTimes,
     Geometry,
-    Line,
     PrefillEngine,
     Proposal,
+    RegressionLine,
     Report,
-    Transferred,
     TransferRig,
+    TransferTimes,
     propose,
 )
 from kvtier.protos.v1 import admin_pb2
@@ -302,8 +302,8 @@ class TestRefusals:
 
 def report_of(threshold: int | None, low: int | None, high: int | None, *, measured: bool = True) -> Report:
     """Returns a report of 100 GB/s memory, a transfer at a tenth of that, and an engine of 5,000 tokens/s."""
-    line = Line(0.002, 1e-6)
-    transferred = Transferred(
+    line = RegressionLine(0.002, 1e-6)
+    transferred = TransferTimes(
         "shm",
         Geometry((Group(160_000, 16),), 2, "m/[1]"),
         {64: [0.002, 0.0021, 0.003], 4096: [0.006] * 3},
@@ -311,7 +311,9 @@ def report_of(threshold: int | None, low: int | None, high: int | None, *, measu
         0.04,
         1e11,
     )
-    computed = Computed({64: [0.05] * 3, 1024: [0.25] * 3} if measured else {}, Line(0.03 if measured else 0, 2e-4))
+    computed = ComputeTimes(
+        {64: [0.05] * 3, 1024: [0.25] * 3} if measured else {}, RegressionLine(0.03 if measured else 0, 2e-4)
+    )
     return Report(transferred, computed, Proposal(threshold, low, high))
 
 
@@ -352,8 +354,8 @@ class TestReport:
     def test_a_rate_that_is_lost_in_the_noise(self) -> None:
         """A line that does not rise has no rate; JSON says null."""
         report = report_of(16, 0, 16)
-        flat = Transferred(
-            "shm", report.transferred.geometry, report.transferred.samples, Line(0.001, -1e-9), 0.5, 1e11
+        flat = TransferTimes(
+            "shm", report.transferred.geometry, report.transferred.samples, RegressionLine(0.001, -1e-9), 0.5, 1e11
         )
         report = Report(flat, report.computed, report.proposal)
         assert "1.00 ms and no measurable time per token" in shown(report)

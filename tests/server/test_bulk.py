@@ -27,7 +27,7 @@ from harness.signals import stop
 
 from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, Timeouts, part_streams
 from kvtier.client.transport import bulk_connector
-from kvtier.client.transport.bulk_connector import AnyStreams, BulkRoute, Streams
+from kvtier.client.transport.bulk_connector import AnyStreams, BulkConnector, Streams
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.protos.wire.grpc_frames import decode_pull_frame, encode_push_frame
@@ -153,7 +153,7 @@ def test_a_load_goes_on_where_it_broke(
     store_all(client)
     asked = count_asked(monkeypatch)
     taken: list[int] = []
-    original = part_streams.Sink.take
+    original = part_streams.PartReceiver.take
 
     def take(sink: Any, message: bytes) -> None:
         original(sink, message)
@@ -161,7 +161,7 @@ def test_a_load_goes_on_where_it_broke(
         if len(taken) == 8:
             BREAKS[what](server)
 
-    monkeypatch.setattr(part_streams.Sink, "take", take)
+    monkeypatch.setattr(part_streams.PartReceiver, "take", take)
     buffers = filled(len(KEYS), PART)
     assert client.load(KEYS, buffers) == len(KEYS)
     assert all(is_payload(key, found) for key, found in zip(KEYS, buffers, strict=True))
@@ -174,7 +174,7 @@ def test_a_load_goes_on_where_it_broke(
 def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """So does one of the asyncio client."""
     taken: list[int] = []
-    original = part_streams.Sink.take
+    original = part_streams.PartReceiver.take
 
     def take(sink: Any, message: bytes) -> None:
         original(sink, message)
@@ -187,7 +187,7 @@ def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monk
             await client.wait_until_connected(60)
             await asyncio.to_thread(wait_for_bulk, client)
             await client.store(KEYS, [payload(key, PART) for key in KEYS])
-            monkeypatch.setattr(part_streams.Sink, "take", take)
+            monkeypatch.setattr(part_streams.PartReceiver, "take", take)
             buffers = filled(len(KEYS), PART)
             assert await client.load(KEYS, buffers) == len(KEYS)
             assert all(is_payload(key, found) for key, found in zip(KEYS, buffers, strict=True))
@@ -198,7 +198,7 @@ def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monk
 def test_an_asynchronous_store_that_is_cancelled(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever cancels a store in mid-stream has it cancelled, not begun again, and its slots back at once."""
     begun, sending = [], threading.Event()
-    original = part_streams.Source.frames
+    original = part_streams.PartSender.frames
 
     def frames(source: Any, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
         begun.append(start)
@@ -218,7 +218,7 @@ def test_an_asynchronous_store_that_is_cancelled(server: ServerProcess, monkeypa
                 await store
             assert (await client.status()).stores == 0
 
-    monkeypatch.setattr(part_streams.Source, "frames", frames)
+    monkeypatch.setattr(part_streams.PartSender, "frames", frames)
     asyncio.run(run())
     assert begun == [0]
 
@@ -254,10 +254,10 @@ def test_a_channel_that_another_stream_has_given_up(
     server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool
 ) -> None:
     """A stream that begins on it goes the other way, and no error of gRPC's own comes out."""
-    original = BulkRoute.watching
+    original = BulkConnector.watching
 
     @contextlib.contextmanager
-    def watching(route: BulkRoute, streams: AnyStreams) -> Iterator[None]:
+    def watching(route: BulkConnector, streams: AnyStreams) -> Iterator[None]:
         route._lost(streams)
         with original(route, streams):
             yield
@@ -266,14 +266,14 @@ def test_a_channel_that_another_stream_has_given_up(
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as other:
             await other.wait_until_connected(60)
             await asyncio.to_thread(wait_for_bulk, other)
-            monkeypatch.setattr(BulkRoute, "watching", watching)
+            monkeypatch.setattr(BulkConnector, "watching", watching)
             assert await other.load(KEYS[:4], filled(4, PART)) == 4
 
     store_all(client)
     if asynchronous:
         asyncio.run(run())
         return
-    monkeypatch.setattr(BulkRoute, "watching", watching)
+    monkeypatch.setattr(BulkConnector, "watching", watching)
     keys = [key_of(number, salt="given up") for number in range(4)]
     store_all(client, keys)
     assert_serves(client, keys)
@@ -285,7 +285,7 @@ def test_a_store_goes_on_where_it_broke(
 ) -> None:
     """When process or connection end in mid-store, what the server has is not sent again, but for the last few frames."""
     starts: list[int] = []
-    original = part_streams.Source.frames
+    original = part_streams.PartSender.frames
 
     def frames(source: Any, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
         starts.append(start)
@@ -295,7 +295,7 @@ def test_a_store_goes_on_where_it_broke(
                 BREAKS[what](server)
             yield frame
 
-    monkeypatch.setattr(part_streams.Source, "frames", frames)
+    monkeypatch.setattr(part_streams.PartSender, "frames", frames)
     store_all(client)
     assert starts[0] == 0
     assert len(starts) == 2
@@ -311,7 +311,7 @@ def test_one_that_is_slow_to_shake_hands(
     suffix = wait_until(lambda: locate(session).socket_suffix)
     with detour(Path(f"{server.path}{suffix}"), delay=3.0) as address:
         monkeypatch.setattr(bulk_connector, "_CONNECT_SECONDS", DEFAULTS[bulk_connector, "_CONNECT_SECONDS"])
-        monkeypatch.setattr(BulkRoute, "_endpoint_of", lambda *_: parse_endpoint(address))
+        monkeypatch.setattr(BulkConnector, "_endpoint_of", lambda *_: parse_endpoint(address))
         with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
             client.wait_until_connected(60)
             wait_for_bulk(client)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier.server.process import child as child_module
-from kvtier.server.process.child import Backoff, Child
+from kvtier.server.process.child import Child, RestartBackoff
 from kvtier.server.process.child_main import MAX_MESSAGE_BYTES, SIZES_BYTES, pack, read_sizes, unpack
 
 _ECHO = """
@@ -179,7 +179,7 @@ def test_starts_are_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, then after longer and longer, up to a limit; one that has lived well begins it anew."""
     now = [100.0]
     monkeypatch.setattr(child_module.time, "monotonic", lambda: now[0])
-    backoff = Backoff(first=1, most=5, good=60)
+    backoff = RestartBackoff(first=1, most=5, good=60)
     assert backoff.remaining() == 0
     pauses = []
     for lived in (0, 0, 0, 0, 61, 0):

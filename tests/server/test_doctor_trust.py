@@ -11,10 +11,10 @@ from harness.certificates import Authority, Pair
 from harness.command_line import answer_of, kvtier
 
 from kvtier.protos.endpoint import parse_endpoint
-from kvtier.server.access import Trust, TrustError
+from kvtier.server.access import AccessControl, AccessError
 from kvtier.server.auth.tokens import entry_text, hash_of
 from kvtier.server.config.schema import AuthConfig, Config, TierConfig, TlsConfig
-from kvtier.server.doctor.finding import Finding, Scene, Verdict
+from kvtier.server.doctor.finding import CheckContext, CheckResult, Verdict
 from kvtier.server.doctor.server_checks import tiers
 from kvtier.server.doctor.trust_checks import trust
 
@@ -31,9 +31,9 @@ def config_of(pair: Pair | None = None, ca: str | None = None, tokens: Path | No
     return Config(**default | more, tls=tls, auth=AuthConfig(tokens=tokens))  # type: ignore[arg-type]
 
 
-def scene_of(config: Config | None) -> Scene:
+def scene_of(config: Config | None) -> CheckContext:
     """Returns what checks look at where no server runs."""
-    return Scene(
+    return CheckContext(
         config=config,
         problems=(),
         warnings=(),
@@ -48,7 +48,7 @@ def scene_of(config: Config | None) -> Scene:
     )
 
 
-def found(*verdicts: str, of: list[Finding]) -> list[Finding]:
+def found(*verdicts: str, of: list[CheckResult]) -> list[CheckResult]:
     """Returns findings, which must have these verdicts, and all but the good ones what follows and what to do."""
     assert [each.verdict.value for each in of] == list(verdicts), of
     assert all(bool(each.why) == bool(each.do) == (each.verdict is not Verdict.OK) for each in of)
@@ -152,8 +152,8 @@ class TestTrust:
         spoil(pair, authority.issue("other"))
         config = config_of(pair, authority.ca)
         [finding] = found("fail", of=list(trust(scene_of(config))))
-        with pytest.raises(TrustError) as refused:
-            Trust(config)
+        with pytest.raises(AccessError) as refused:
+            AccessControl(config)
         assert finding.seen == str(refused.value)
         assert seen in finding.seen
         assert finding.why.startswith("the server does not start")
@@ -201,8 +201,8 @@ class TestTrust:
             tokens.chmod(0o600)
         config = config_of(tokens=tokens)
         [finding] = found("fail", of=list(trust(scene_of(config))))
-        with pytest.raises(TrustError) as refused:
-            Trust(config)
+        with pytest.raises(AccessError) as refused:
+            AccessControl(config)
         assert finding.seen == str(refused.value)
         assert seen in finding.seen
 

@@ -12,7 +12,7 @@ from harness.launch import launch
 from kvtier.server.cli import main
 from kvtier.server.tier_host import offline_fsck
 from kvtier.tiers.base import SecondaryTier
-from kvtier.tiers.disk.format import PAGE_BYTES, Record
+from kvtier.tiers.disk.format import PAGE_BYTES, SlabRecord
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb.tier import LMDBTier
 
@@ -46,7 +46,7 @@ def damage_a_block(config: Path) -> None:
     tier = DiskTier("disk", directory, SIZE, "process")
     (packed,) = tier._store.index.get([SPACE + b"3"])
     assert packed
-    at = Record.unpack(SPACE + b"3", packed).runs[0].start * PAGE_BYTES
+    at = SlabRecord.unpack(SPACE + b"3", packed).runs[0].start * PAGE_BYTES
     tier.close()
     with (directory / "slab-00000").open("r+b") as file:
         file.seek(at)

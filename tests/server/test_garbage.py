@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from kvtier.server.process.gc_tuning import OldGarbage
+from kvtier.server.process.gc_tuning import FullCollector
 
 
 class Cycle:
@@ -20,7 +20,7 @@ class Cycle:
 @pytest.mark.parametrize(("calls_per_second", "expected"), [(0, 60), (1, 3600)])
 def test_the_old_are_collected(calls_per_second: int, expected: int) -> None:
     """In a quiet server after a minute, in a busy one after an hour; and what is collected is gone."""
-    garbage = OldGarbage(0.0)
+    garbage = FullCollector(0.0)
     cycle = Cycle()
     gc.collect()  # it is old now
     gone = weakref.ref(cycle)
@@ -37,12 +37,12 @@ def test_collections_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are made as seldom as their share of the time asks for, also where nobody calls."""
     clock = iter([0.0, 0.5] * 3)
     monkeypatch.setattr("kvtier.server.process.gc_tuning.time.perf_counter", lambda: next(clock))
-    garbage = OldGarbage(0.0)
+    garbage = FullCollector(0.0)
     assert [second for second in range(1, 2200) if garbage.tick(second, 0)] == [60, 1060, 2060]
 
 
 def test_a_busy_server_that_becomes_quiet() -> None:
     """The first second without a call is taken, if a minute is over."""
-    garbage = OldGarbage(0.0)
+    garbage = FullCollector(0.0)
     assert not any(garbage.tick(second, second) for second in range(1, 100))
     assert garbage.tick(100, 99)

@@ -14,8 +14,8 @@ from contracts.tier import CORRUPT, DONE, FAILED, MIB, MISSING, SPACE, content, 
 from harness.bad_tiers import ERRORS, HONEST_ENTRY, BadTier
 
 from kvtier.server.tier_host import guard
-from kvtier.server.tier_host.guard import GuardedTier
-from kvtier.server.tier_host.threads import Line, TierThreads
+from kvtier.server.tier_host.guard import CheckedTier
+from kvtier.server.tier_host.threads import TierThreads, WorkQueue
 from kvtier.server.tier_host.worker import TierWorker
 from kvtier.tiers.base import BlockBytes, OffloadPolicy, Outcome, RequestInfo, Vote
 
@@ -33,7 +33,7 @@ class Rig:
     def __init__(self, directory: Path) -> None:
         self.tier = BadTier("bad", directory, MIB)
         self.threads = TierThreads("bad")
-        self.guard = GuardedTier(self.tier, self.threads)
+        self.guard = CheckedTier(self.tier, self.threads)
 
     def have(self, what: str, content: str = "") -> Path:
         """Makes the tier misbehave."""
@@ -329,7 +329,7 @@ class Moody(BadTier):
 def test_a_tier_that_cannot_say_how_it_is(tmp_path: Path) -> None:
     """That is a trouble, until it can."""
     tier = Moody("moody", tmp_path, MIB)
-    guarded = GuardedTier(tier, TierThreads("moody"))
+    guarded = CheckedTier(tier, TierThreads("moody"))
     assert guarded.trouble == "not well"
     tier.moody = True
     assert guarded.trouble == "trouble failed: Unspeakable"
@@ -354,13 +354,13 @@ def test_threads_go_on() -> None:
     done: list[object] = []
     begun, go = threading.Event(), threading.Event()
     for error in ERRORS.values():
-        threads.submit(Line.STORE, "store", partial(fail, error))
-    threads.submit(Line.STORE, "store", lambda: (begun.set(), done.append(go.wait(60))))
-    threads.submit(Line.STORE, "store", lambda: done.append("never"), lambda: done.append("taken back"))
+        threads.submit(WorkQueue.STORE, "store", partial(fail, error))
+    threads.submit(WorkQueue.STORE, "store", lambda: (begun.set(), done.append(go.wait(60))))
+    threads.submit(WorkQueue.STORE, "store", lambda: done.append("never"), lambda: done.append("taken back"))
     assert begun.wait(60)
-    assert threads.overdue(0) == {Line.STORE: "store"}
+    assert threads.overdue(0) == {WorkQueue.STORE: "store"}
     assert threads.overdue(60) == {}
-    threads.abandon(Line.STORE)
+    threads.abandon(WorkQueue.STORE)
     go.set()
     assert threads.close(5)
     assert done == ["taken back", True]
@@ -369,7 +369,7 @@ def test_threads_go_on() -> None:
 def test_threads_that_hang() -> None:
     """The end waits for a thread for as long as it was told to, and says that it is not over."""
     threads, begun, go = TierThreads("t"), threading.Event(), threading.Event()
-    threads.submit(Line.LOAD, "load", lambda: (begun.set(), go.wait()))
+    threads.submit(WorkQueue.LOAD, "load", lambda: (begun.set(), go.wait()))
     assert begun.wait(60)
     assert not threads.close(0.1)
     go.set()

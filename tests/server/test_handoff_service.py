@@ -14,7 +14,7 @@ from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import handoff_pb2
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from kvtier.server.refused import Refused
-from kvtier.server.rpc.request_checks import Edge
+from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.handoff import HandoffService
 from kvtier.tiers.base import NamespaceId
@@ -38,7 +38,7 @@ class Desk:
             check=lambda session: runtime.core.session(session.id),
             refuse_if_draining=self._refuse_if_draining,
         )
-        edge = Edge(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
+        edge = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
         self._service: Any = HandoffService(runtime, registry, edge)
 
     def _refuse_if_draining(self) -> None:

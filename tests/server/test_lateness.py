@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import time
 
-from kvtier.server.telemetry.loop_lag import Lateness, watch_loop
+from kvtier.server.telemetry.loop_lag import LoopLag, watch_loop
 
 
 def test_the_worst_of_the_last_seconds() -> None:
     """A late wake-up counts for five seconds, then the worst of those after it."""
     clock = [0.0]
-    lateness = Lateness(lambda: clock[0])
+    lateness = LoopLag(lambda: clock[0])
     assert lateness.worst == 0
     for late in (0.1, 0.5, 0.2, 0.3):
         lateness.observe(late)
@@ -29,7 +29,7 @@ def test_the_worst_of_the_last_seconds() -> None:
 
 async def test_it_sees_a_loop_that_is_held_up() -> None:
     """What keeps the loop from running shows, to everybody who watches."""
-    lateness, seen = Lateness(), list[float]()
+    lateness, seen = LoopLag(), list[float]()
     watch = asyncio.get_running_loop().create_task(watch_loop(seen.append, lateness.observe))
     await asyncio.sleep(0.05)
     time.sleep(0.3)  # noqa: ASYNC251 - that is what is to be seen

@@ -28,8 +28,8 @@ from kvtier.protos.wire.attach import REPLY_BYTES, Purpose, pack_request, unpack
 from kvtier.protos.wire.call_frames import pack_call, unpack_answer, unpack_length
 from kvtier.server.bulk import client as control_module
 from kvtier.server.bulk import tcp_streams as plain_module
-from kvtier.server.bulk.client import Control
-from kvtier.server.bulk.tcp_streams import PlainServer
+from kvtier.server.bulk.client import BrokerClient
+from kvtier.server.bulk.tcp_streams import TcpStreamServer
 
 PART = 64 << 10
 NAMESPACE = namespace_of(PART)
@@ -212,11 +212,11 @@ def plain_server(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(control_module, "_FIRST_SECONDS", 0.3)
     monkeypatch.setattr(control_module, "_WATCH_SECONDS", 0.05)
     nobody: Any = _Nobody()
-    control = Control(nobody)
+    control = BrokerClient(nobody)
     threading.Thread(target=control._watch, daemon=True).start()
     region: Any = SimpleNamespace(memory=memoryview(bytearray(16)))
     handover: Any = None
-    return SimpleNamespace(port=PlainServer(control, region, PART, handover).listen(("127.0.0.1",), 0))
+    return SimpleNamespace(port=TcpStreamServer(control, region, PART, handover).listen(("127.0.0.1",), 0))
 
 
 def test_who_asks_for_nothing_makes_room(plain_server: Any) -> None:
@@ -247,7 +247,7 @@ def test_a_request_that_trickles(plain_server: Any) -> None:
 def test_which_streams_are_late() -> None:
     """One that moves what was asked for at a rate is not, however long it is; one that sends the same bytes again and again is."""
     nobody: Any = _Nobody()
-    stream = Control(nobody).open("tcp", lambda: None)
+    stream = BrokerClient(nobody).open("tcp", lambda: None)
     began = stream._began_at
     assert not stream.late(began + 9)
     assert stream.late(began + 11)

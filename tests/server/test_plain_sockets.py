@@ -23,14 +23,14 @@ from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, DeadlineExceeded, StoreStatus, part_streams
 from kvtier.client.effects import Pull
-from kvtier.client.session.session import Link
-from kvtier.client.transport.tcp_streams import PlainStreams
+from kvtier.client.session.session import Session
+from kvtier.client.transport.tcp_streams import TcpStreamClient
 from kvtier.cuda.host.copy import address_of
 from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
 from kvtier.protos.wire import tcp_frames
 from kvtier.protos.wire.grpc_frames import encode_push_frame
 from kvtier.server.bulk import tcp_streams as plain_module
-from kvtier.server.bulk.tcp_streams import PlainServer
+from kvtier.server.bulk.tcp_streams import TcpStreamServer
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -161,12 +161,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The streams over plain sockets, as they are begun."""
     begun: list[Any] = []
     for name in ("push", "pull"):
-        original = getattr(PlainStreams, name)
+        original = getattr(TcpStreamClient, name)
 
         def method(self: Any, effect: Any, calls: Any = None, original: Any = original) -> Any:
             return original(self, effect, lambda call: (begun.append(call), calls and calls(call)))
 
-        monkeypatch.setattr(PlainStreams, name, method)
+        monkeypatch.setattr(TcpStreamClient, name, method)
     return begun
 
 
@@ -178,7 +178,7 @@ def test_a_load_goes_on_where_it_broke(
     keys = fresh(f"load {what}")
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
     taken: list[int] = []
-    original = part_streams.Sink.took
+    original = part_streams.PartReceiver.took
 
     def took(sink: Any, head: Any, views: Any) -> None:
         original(sink, head, views)
@@ -186,7 +186,7 @@ def test_a_load_goes_on_where_it_broke(
         if len(taken) == 8:
             BREAKS[what](server, calls)
 
-    monkeypatch.setattr(part_streams.Sink, "took", took)
+    monkeypatch.setattr(part_streams.PartReceiver, "took", took)
     buffers = filled(len(keys), PART)
     assert client.load(keys, buffers) == len(keys)
     assert all(is_payload(key, found) for key, found in zip(keys, buffers, strict=True))
@@ -200,7 +200,7 @@ def test_a_store_goes_on_where_it_broke(
     """When process or connection end in mid-store, what the server has is not sent again, but for the last few frames."""
     keys = fresh(f"store {what}")
     starts: list[int] = []
-    original, original_frames = part_streams.Source.pieces, part_streams.Source.frames
+    original, original_frames = part_streams.PartSender.pieces, part_streams.PartSender.frames
 
     def pieces(source: Any, start: int, step: int) -> Iterator[Any]:
         starts.append(start)
@@ -214,8 +214,8 @@ def test_a_store_goes_on_where_it_broke(
         starts.append(start)
         return original_frames(source, start, step, complete=complete)
 
-    monkeypatch.setattr(part_streams.Source, "pieces", pieces)
-    monkeypatch.setattr(part_streams.Source, "frames", frames)
+    monkeypatch.setattr(part_streams.PartSender, "pieces", pieces)
+    monkeypatch.setattr(part_streams.PartSender, "frames", frames)
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
     assert starts[0] == 0
     assert len(starts) == 2
@@ -276,7 +276,7 @@ def test_a_client_comes_back(server: ServerProcess, client: Client) -> None:
     assert_serves(client, keys)
     wait_until(lambda: bulk_pid(server.pid) not in (None, before))
     wait_for_bulk(client)
-    assert isinstance(client._wire._bulk._streams, PlainStreams)  # type: ignore[attr-defined]
+    assert isinstance(client._wire._bulk._streams, TcpStreamClient)  # type: ignore[attr-defined]
     assert_serves(client, keys)
 
 
@@ -361,9 +361,9 @@ def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr(plain_module, "_MAX_CONNECTIONS", 1)
-    monkeypatch.setattr(PlainServer, "_serve", lambda _, connection: (connection.close(), served.set()))
+    monkeypatch.setattr(TcpStreamServer, "_serve", lambda _, connection: (connection.close(), served.set()))
     nobody: Any = None
-    port = PlainServer(nobody, nobody, PART, nobody).listen(("127.0.0.1",), 0)
+    port = TcpStreamServer(nobody, nobody, PART, nobody).listen(("127.0.0.1",), 0)
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", port), 5) as connection:
             assert connection.recv(1) == b""
@@ -424,10 +424,10 @@ def test_a_server_that_trickles_does_not_move_the_deadline() -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        streams_over = PlainStreams("127.0.0.1", listener.getsockname()[1])
+        streams_over = TcpStreamClient("127.0.0.1", listener.getsockname()[1])
         memory = bytearray(PART)
-        sink = part_streams.Sink([address_of(memory)[0]], [PART])
-        link = Link(common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "")
+        sink = part_streams.PartReceiver([address_of(memory)[0]], [PART])
+        link = Session(common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "")
         pull = Pull(link, transfer_pb2.PullRequest(), sink.take, 1.0, sink)
         started = time.monotonic()
         timer = threading.Timer(TIMEOUT, ended.set)

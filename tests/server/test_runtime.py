@@ -14,7 +14,7 @@ import pytest
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1.cache_pb2 import PrepareStoreRequest
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
-from kvtier.server.rpc.request_checks import Edge
+from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
@@ -125,7 +125,7 @@ def test_finished_jobs_are_taken_in_before_room_is_made() -> None:
         session = await store_beside_a_finished_job(runtime, tier)
         registry: Any = SimpleNamespace(refuse_if_draining=lambda: None, get=lambda _: session)
         service = CacheService(
-            runtime, registry, Edge(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
+            runtime, registry, RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
         )
         answer = await service.PrepareStore(PrepareStoreRequest(keys=keys(200, 1)), SimpleNamespace())  # type: ignore[arg-type]
         assert answer.statuses == bytes([StoreStatus.GRANTED])

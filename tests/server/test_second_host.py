@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.far_link import FarLink, why_not
+from harness.far_link import FarLink, unavailable_reason
 from harness.server_process import MIB, ServerProcess
 
 PORT = 7123
@@ -25,13 +25,13 @@ from kvtier.client import Client, KVTierError, part_streams
 MIB = 1 << 20
 keys = [key_of(number, salt=sys.argv[3]) for number in range(16)]
 taken = []
-original = part_streams.Sink.take
+original = part_streams.PartReceiver.take
 def take(sink, message):
     original(sink, message)
     taken.append(len(message))
     if len(taken) == 4:
         print("loading now", flush=True)
-part_streams.Sink.take = take
+part_streams.PartReceiver.take = take
 with patience(), Client(sys.argv[2], namespace=namespace_of(MIB), name="far", transport="grpc") as client:
     client.wait_until_connected(60)
     wait_for_bulk(client)
@@ -50,7 +50,7 @@ with patience(), Client(sys.argv[2], namespace=namespace_of(MIB), name="far", tr
 @pytest.fixture(scope="module")
 def link() -> Iterator[FarLink]:
     """Two hosts, where this process may make some."""
-    reason = why_not()
+    reason = unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
     link = FarLink("10.231.77")

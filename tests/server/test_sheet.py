@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
-from kvtier.server.commands.tables import Sheet
+from kvtier.server.commands.tables import ResponsiveTable
 
 
-def shown(table: Sheet, width: int) -> list[str]:
+def shown(table: ResponsiveTable, width: int) -> list[str]:
     """Returns the lines on a terminal that is so wide."""
     console = Console(file=io.StringIO(), width=width)
     console.print(table)
@@ -22,9 +22,9 @@ def shown(table: Sheet, width: int) -> list[str]:
     return file.getvalue().splitlines()
 
 
-def of_sessions(count: int = 2) -> Sheet:
+def of_sessions(count: int = 2) -> ResponsiveTable:
     """Returns a table with names that are long, and figures."""
-    table = Sheet("client", "engine", title="sessions", title_justify="left")
+    table = ResponsiveTable("client", "engine", title="sessions", title_justify="left")
     for column in ("last heard", "calls", "written"):
         table.add_column(column, justify="right")
     for number in range(count):
@@ -72,7 +72,7 @@ def test_a_turned_table_cuts_nothing_and_has_its_title_once() -> None:
 
 def test_rows_stand_beside_each_other_where_there_is_room() -> None:
     """Tiers are compared, so they are columns of one table."""
-    table = Sheet("tier")
+    table = ResponsiveTable("tier")
     for column in ("used", "of", "fill", "blocks", "hits", "misses"):
         table.add_column(column, justify="right")
     for tier in ("cpu", "lmdb"):
@@ -105,4 +105,4 @@ def test_many_rows_are_no_more_work_each_than_few(monkeypatch: pytest.MonkeyPatc
 
 def test_an_empty_table_is_no_defect() -> None:
     """It has a head, and nothing to be turned."""
-    assert shown(Sheet("client", "engine"), 10)
+    assert shown(ResponsiveTable("client", "engine"), 10)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.client import AsyncClient, Client, Timeouts
-from kvtier.client.session.session import Link
+from kvtier.client.session.session import Session
 from stress.shape import Field
 
 __all__ = ["TIMEOUTS", "Blocking", "Seat", "Seats"]
@@ -54,7 +54,7 @@ class Seat:
     client: Client | AsyncClient
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> Session | None:
         """The session's link, if there is one now."""
         return self.client._wire.link
 

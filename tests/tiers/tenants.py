@@ -9,8 +9,8 @@ from simulation import EXTENT, ModelTier
 from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.commands import LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import CPU_TIER, Keeping
-from kvtier.tiers.eviction.quotas import Share, Tenant
+from kvtier.tiers.core.settings import CPU_TIER, TierSettings
+from kvtier.tiers.eviction.quotas import Tenant, TenantShare
 from kvtier.tiers.types import KeyStatus, NamespaceSpec, Session
 
 PAGE = 4096
@@ -46,7 +46,7 @@ class Rig:
         now: float = 0.0,
     ) -> None:
         self.tiers = list(tiers)
-        keeping = Keeping(tenants=tenants, ttl=ttl or {})
+        keeping = TierSettings(tenants=tenants, ttl=ttl or {})
         self.core = TierManager(extents * EXTENT, EXTENT, self.tiers, keeping=keeping, now=now)
         self.core.add_memory(0, extents * EXTENT)
         self.sessions: dict[NamespaceId, Session] = {}
@@ -110,5 +110,5 @@ class Rig:
     def below(self, tenant: str, tier: int = 0) -> set[bytes]:
         return set(self.core._flow.lanes[tier].catalog._entries.get(spec(tenant).id, ()))
 
-    def share(self, tenant: str) -> Share:
+    def share(self, tenant: str) -> TenantShare:
         return self.core._primary.lines.shares.of(spec(tenant).id)

@@ -7,7 +7,7 @@ from test_core import GRANTED, Rig, keys
 from kvtier.tiers.base import OffloadPolicy, RequestInfo, Vote
 from kvtier.tiers.core.commands import StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import Keeping
+from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.admission import SecondUse
 from kvtier.tiers.types import DurableStatus, MissReason
 
@@ -18,7 +18,11 @@ class Choosy(Rig):
     def __init__(self, *tiers: ModelTier) -> None:
         super().__init__()
         self.core = TierManager(
-            EXTENT, EXTENT, tiers, max_queued_bytes=1 << 20, keeping=Keeping(admission={tiers[0].name: "second_use"})
+            EXTENT,
+            EXTENT,
+            tiers,
+            max_queued_bytes=1 << 20,
+            keeping=TierSettings(admission={tiers[0].name: "second_use"}),
         )
         self.core.add_memory(0, EXTENT)
         self.session = self.open("engine")
@@ -134,4 +138,4 @@ def test_memory_is_bounded() -> None:
 def test_a_misspelt_filter_is_refused(admission: dict[str, str]) -> None:
     """Nothing falls back in silence."""
     with pytest.raises(ValueError, match="there is no"):
-        TierManager(EXTENT, EXTENT, [ModelTier("ssd", 1 << 20)], keeping=Keeping(admission=admission))
+        TierManager(EXTENT, EXTENT, [ModelTier("ssd", 1 << 20)], keeping=TierSettings(admission=admission))

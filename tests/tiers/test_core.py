@@ -4,9 +4,9 @@ import pytest
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
-from kvtier.tiers.core.commands import LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier, WorkLeft
+from kvtier.tiers.core.commands import ContinueWork, LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import Keeping
+from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import (
     InvalidItem,
     InvalidKey,
@@ -34,7 +34,7 @@ class Rig:
     def __init__(
         self, *tiers: ModelTier, extents: int = 1, queue: int | None = None, eviction: dict[str, str] | None = None
     ) -> None:
-        keeping = Keeping(eviction=eviction or {})
+        keeping = TierSettings(eviction=eviction or {})
         self.core = TierManager(extents * EXTENT, EXTENT, tiers, max_queued_bytes=queue, keeping=keeping)
         self.core.add_memory(0, extents * EXTENT)
         self.session = self.open("engine")
@@ -78,12 +78,12 @@ def test_room_for_the_next_store_is_made_before_it_comes() -> None:
     assert rig.look_up(keys(*range(256)), prefix=False) == HIT * 256
     rig.store(keys(256, 257, 258))
     assert rig.core.stats().tiers[0].evictions == 3
-    assert rig.core.take_commands() == [WorkLeft()]
+    assert rig.core.take_commands() == [ContinueWork()]
     rig.core.work()
     assert rig.core.stats().tiers[0].evictions == 6
     assert rig.store(keys(259, 260, 261)) == GRANTED * 3
     assert rig.core.stats().tiers[0].evictions == 6, "it did not have to wait"
-    assert rig.core.take_commands() == [WorkLeft()]
+    assert rig.core.take_commands() == [ContinueWork()]
     rig.core.work()
     assert rig.core.stats().tiers[0].evictions == 9
     assert rig.look_up(keys(*range(256, 262))) == HIT * 6

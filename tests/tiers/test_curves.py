@@ -16,9 +16,9 @@ from test_core import SPEC, Rig
 
 from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import CPU_TIER, Keeping
-from kvtier.tiers.stats.miss_ratio_curve import SCALES, Curves, Stack
-from kvtier.tiers.stats.request_log import Span
+from kvtier.tiers.core.settings import CPU_TIER, TierSettings
+from kvtier.tiers.stats.miss_ratio_curve import SCALES, MissRatioCurves, ReuseDistanceSampler
+from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import PRIVATE_KEY_PREFIX, MissReason, NamespaceSpec
 
 BLOCK = 4096
@@ -51,7 +51,7 @@ def lru_hits(references: Sequence[tuple[int, int]], size: int) -> int:
     return hits
 
 
-def refer(stack: Stack, block: int, nbytes: int) -> None:
+def refer(stack: ReuseDistanceSampler, block: int, nbytes: int) -> None:
     """Counts a reference, and stores what is not known."""
     name = (NAMESPACE, digest(block))
     if not stack.takes(name[1]) or stack.touch(name):
@@ -69,7 +69,7 @@ class TestStack:
     def test_every_key(self, blocks: list[int], nbytes: dict[int, int], sizes: list[int]) -> None:
         """With all keys in the sample, hits are those of a cache of each size, to the last one, whatever the blocks' sizes."""
         references = [(block, nbytes.get(block, 1)) for block in blocks]
-        stack = Stack(sizes, rate=1.0)
+        stack = ReuseDistanceSampler(sizes, rate=1.0)
         for block, size in references:
             refer(stack, block, size)
         assert sum(stack.hits) == len(references)
@@ -78,7 +78,7 @@ class TestStack:
 
     def test_long_time_with_the_same_blocks(self) -> None:
         """After a hundred thousand uses of two blocks, new ones push them down as they would have at the start."""
-        stack = Stack([4, 8], rate=1.0)
+        stack = ReuseDistanceSampler([4, 8], rate=1.0)
         for _ in range(50_000):
             refer(stack, 0, 1)
             refer(stack, 1, 1)
@@ -99,47 +99,47 @@ class TestStack:
         rng = random.Random(7)
         references = [(int(10_000 * rng.random() ** 3), BLOCK) for _ in range(30_000)]
         sizes = [blocks * BLOCK for blocks in (500, 1000, 2000, 5000)]
-        stack = Stack(sizes, rate=1.0, most=1000, hash_of=hash_of)
+        stack = ReuseDistanceSampler(sizes, rate=1.0, most=1000, hash_of=hash_of)
         for block, nbytes in references:
             refer(stack, block, nbytes)
         assert len(stack) <= 1000
         assert stack.rate <= 1 / 4
         expected = len(references) * stack.rate
-        more = expected - sum(stack.hits)  # keys that are asked for all the time, as `Curves.of` has it
+        more = expected - sum(stack.hits)  # keys that are asked for all the time, as `MissRatioCurves.of` has it
         for number, size in enumerate(sizes):
             estimate = (sum(stack.hits[: number + 1]) + more) / expected
-            exact = Stack([size], rate=1.0)
+            exact = ReuseDistanceSampler([size], rate=1.0)
             for block, nbytes in references:
                 refer(exact, block, nbytes)
             assert estimate == pytest.approx(exact.hits[0] / len(references), abs=0.02)
 
     def test_what_is_too_deep_is_forgotten(self) -> None:
         """Blocks that no size holds take no memory, however many pass."""
-        stack = Stack([4 * BLOCK, 16 * BLOCK], rate=1.0)
+        stack = ReuseDistanceSampler([4 * BLOCK, 16 * BLOCK], rate=1.0)
         for block in range(1000):
             refer(stack, block, BLOCK)
             assert len(stack) <= 16
         assert stack.hits == [0, 0, 1000]
 
 
-def curves(*capacities: int, where: int | None = None, **more: int) -> Curves:
+def curves(*capacities: int, where: int | None = None, **more: int) -> MissRatioCurves:
     """Returns the curves of tiers of so many blocks, from all keys."""
     sizes = [blocks * BLOCK for blocks in capacities]
-    return Curves(sizes, lambda *_: where, **{"sampled": 256, **more})
+    return MissRatioCurves(sizes, lambda *_: where, **{"sampled": 256, **more})
 
 
-def ask(asked: Curves, blocks: Sequence[int], verdict: int | MissReason | None) -> None:
+def ask(asked: MissRatioCurves, blocks: Sequence[int], verdict: int | MissReason | None) -> None:
     """Looks up blocks that all meet the same."""
-    asked.looked_up(ONE_SIZE, [digest(block) for block in blocks], (Span(len(blocks), verdict),))
+    asked.looked_up(ONE_SIZE, [digest(block) for block in blocks], (OutcomeRun(len(blocks), verdict),))
 
 
-def put(asked: Curves, blocks: Sequence[int]) -> None:
+def put(asked: MissRatioCurves, blocks: Sequence[int]) -> None:
     """Stores blocks."""
     for block in blocks:
         asked.put((NAMESPACE, digest(block)), BLOCK)
 
 
-def ratios(asked: Curves, tier: int = 0) -> list[float]:
+def ratios(asked: MissRatioCurves, tier: int = 0) -> list[float]:
     """Returns the curve of a tier."""
     return [estimate.hit_ratio for estimate in asked.of(tier)]
 
@@ -220,7 +220,7 @@ class TestCurves:
 
     def test_thin_sample(self) -> None:
         """By default one key in 64 is looked at."""
-        thin = Curves([100 * BLOCK], lambda *_: None)
+        thin = MissRatioCurves([100 * BLOCK], lambda *_: None)
         for start in range(0, 64 * 64, 64):
             assert thin.of(0) == ()
             ask(thin, range(start, start + 64), MissReason.NEVER_STORED)
@@ -230,7 +230,7 @@ class TestCurves:
 def replay(capacity: int, requests: Sequence[Sequence[int]], key_of: Callable[[int], bytes] = digest) -> TierManager:
     """Serves requests from a CPU tier of so many blocks that evicts by last use."""
     region = capacity * BLOCK
-    core = TierManager(region, region, (), keeping=Keeping(eviction={CPU_TIER: "lru"}))
+    core = TierManager(region, region, (), keeping=TierSettings(eviction={CPU_TIER: "lru"}))
     core.add_memory(0, region)
     session = core.open_session(b"s", "engine", 0, ONE_SIZE)
     for number, blocks in enumerate(requests):
@@ -261,7 +261,9 @@ class TestInTheCore:
     @pytest.mark.parametrize("zeros", [0, 4], ids=["digits", "zeros"])
     def test_keys_that_are_no_hashes(self, zeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whatever an engine calls its blocks, so many of them are in the sample as should be, soon."""
-        monkeypatch.setattr(Curves, "__init__", partialmethod(Curves.__init__, sampled=32, hash_of=hash_of))
+        monkeypatch.setattr(
+            MissRatioCurves, "__init__", partialmethod(MissRatioCurves.__init__, sampled=32, hash_of=hash_of)
+        )
         rng = random.Random(5)
         chains = [range(1000 * number, 1000 * number + rng.randint(5, 40)) for number in range(1000)]
         requests = rng.choices(chains, [(rank + 1) ** -0.7 for rank in range(1000)], k=3000)
@@ -297,7 +299,7 @@ class TestInTheCore:
 
     def test_off(self) -> None:
         """It can be turned off."""
-        core = TierManager(64 * BLOCK, 64 * BLOCK, (), keeping=Keeping(estimates=False))
+        core = TierManager(64 * BLOCK, 64 * BLOCK, (), keeping=TierSettings(estimates=False))
         core.add_memory(0, 64 * BLOCK)
         session = core.open_session(b"s", "engine", 0, SPEC)
         for _ in range(100):

@@ -33,7 +33,7 @@ from contracts.secondary_tier import (
 )
 
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier, TierOpenError
-from kvtier.tiers.disk.format import PAGE_BYTES, Record, Run
+from kvtier.tiers.disk.format import PAGE_BYTES, PageRun, SlabRecord
 from kvtier.tiers.disk.free_space import Space
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb.format import DamagedRecordError
@@ -58,11 +58,11 @@ class TestDiskTier(SecondaryTierContract):
         damage_block(tier, key, namespace)
 
 
-def record_of(tier: DiskTier, key: bytes, namespace: NamespaceId) -> Record:
+def record_of(tier: DiskTier, key: bytes, namespace: NamespaceId) -> SlabRecord:
     """Returns what the index holds of a block."""
     (packed,) = tier._store.index.get([namespace + key])
     assert packed
-    return Record.unpack(namespace + key, packed)
+    return SlabRecord.unpack(namespace + key, packed)
 
 
 def damage_block(tier: DiskTier, key: bytes, namespace: NamespaceId) -> None:
@@ -233,15 +233,15 @@ def test_short_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_are_given_out_once() -> None:
     """Free pages are joined with their neighbours, but not across slabs, and a block that fits nowhere whole is split."""
     space = Space(100)
-    space.give_back([Run(0, 100), Run(100, 50)])
-    assert space.runs() == [Run(0, 100), Run(100, 50)]
+    space.give_back([PageRun(0, 100), PageRun(100, 50)])
+    assert space.runs() == [PageRun(0, 100), PageRun(100, 50)]
     assert space.take(101) is None
-    assert space.take(40) == Run(100, 40)  # the best fit
-    assert space.take(100) == Run(0, 100)
-    space.give_back([Run(10, 10), Run(30, 10), Run(20, 10)])
-    assert space.runs() == [Run(10, 30), Run(140, 10)]
+    assert space.take(40) == PageRun(100, 40)  # the best fit
+    assert space.take(100) == PageRun(0, 100)
+    space.give_back([PageRun(10, 10), PageRun(30, 10), PageRun(20, 10)])
+    assert space.runs() == [PageRun(10, 30), PageRun(140, 10)]
     assert space.gather(41) is None
-    assert space.gather(35) == [Run(10, 30), Run(140, 5)]
+    assert space.gather(35) == [PageRun(10, 30), PageRun(140, 5)]
     assert space.free_pages == 5
 
 
@@ -249,7 +249,7 @@ def test_pages_are_given_out_once() -> None:
 def test_space_against_a_set(seed: int) -> None:
     """A long run of random requests gives out each page once, and takes all of them back."""
     source, space, taken = random.Random(seed), Space(64), []
-    space.give_back([Run(0, 64), Run(64, 64), Run(128, 20)])
+    space.give_back([PageRun(0, 64), PageRun(64, 64), PageRun(128, 20)])
     for _ in range(2000):
         if taken and source.random() < 0.5:
             space.give_back(taken.pop(source.randrange(len(taken))))
@@ -261,7 +261,7 @@ def test_space_against_a_set(seed: int) -> None:
         assert sorted(pages) == list(range(148))
     for runs in taken:
         space.give_back(runs)
-    assert space.runs() == [Run(0, 64), Run(64, 64), Run(128, 20)]
+    assert space.runs() == [PageRun(0, 64), PageRun(64, 64), PageRun(128, 20)]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -679,16 +679,16 @@ def test_stores_copy_nothing_in_python(tmp_path: Path) -> None:
 
 def test_records() -> None:
     """A record reads as it was written, and not at all if one byte of it or of its name is another."""
-    record = Record(2**40, 2**64 - 1, (1, 8192, 0), (Run(2**40, 1), Run(7, 2)))
+    record = SlabRecord(2**40, 2**64 - 1, (1, 8192, 0), (PageRun(2**40, 1), PageRun(7, 2)))
     packed = record.pack(b"name")
-    assert Record.unpack(b"name", packed) == record
+    assert SlabRecord.unpack(b"name", packed) == record
     for at in range(len(packed)):
         other = bytearray(packed)
         other[at] ^= 0x10
         with pytest.raises(DamagedRecordError):
-            Record.unpack(b"name", bytes(other))
+            SlabRecord.unpack(b"name", bytes(other))
     for wrong in (b"", packed[:-1], packed + b"\0", packed[8:]):
         with pytest.raises(DamagedRecordError):
-            Record.unpack(b"name", wrong)
+            SlabRecord.unpack(b"name", wrong)
     with pytest.raises(DamagedRecordError):
-        Record.unpack(b"other", packed)
+        SlabRecord.unpack(b"other", packed)

@@ -12,9 +12,9 @@ from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.errors import InvalidNamespace, LimitExceeded, NotOwner
 from kvtier.tiers.eviction import LRU
-from kvtier.tiers.eviction.queues import Lines
-from kvtier.tiers.eviction.quotas import Shares, Tenant
-from kvtier.tiers.stats.eviction_history import History
+from kvtier.tiers.eviction.queues import EvictionQueues
+from kvtier.tiers.eviction.quotas import Quotas, Tenant
+from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.stats.request_log import MOST_SPANS
 from kvtier.tiers.types import MAX_PART_SIZES, TENANT_TAG_BYTES, MissReason, NamespaceSpec
 
@@ -220,7 +220,7 @@ def test_what_a_tier_refuses_is_worth_no_walk_over_what_is_on_its_way(capacity: 
 
     space = NamespaceId(b"t" * 16)
     tenant = Tenant("t", space[:TENANT_TAG_BYTES], {}, {"disk": 500})
-    catalog = Catalog(capacity, Lines(Shares("disk", capacity, [tenant]), Counted), History().left)
+    catalog = Catalog(capacity, EvictionQueues(Quotas("disk", capacity, [tenant]), Counted), EvictionHistory().left)
     for number in range(500):
         assert catalog.begin_store(space, b"%d" % number, 1) == []
     entries = [entry for number in range(500) if (entry := catalog.get(space, b"%d" % number))]

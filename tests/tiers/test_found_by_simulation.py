@@ -5,7 +5,7 @@ from test_core import Rig, keys
 
 from kvtier.tiers.core.commands import StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import Keeping
+from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.types import MissReason
 
 
@@ -26,7 +26,7 @@ def test_what_a_tier_admits_later_can_be_evicted_again() -> None:
     """Seed 3: what its second use brought into a tier stood in no line, and so the tier was full for good."""
     rig = Rig()
     tier = ModelTier("disk", 4096)
-    rig.core = TierManager(EXTENT, EXTENT, [tier], keeping=Keeping(admission={"disk": "second_use"}))
+    rig.core = TierManager(EXTENT, EXTENT, [tier], keeping=TierSettings(admission={"disk": "second_use"}))
     rig.core.add_memory(0, EXTENT)
     rig.session = rig.open("engine")
     rig.store(keys(0, 1))

@@ -21,9 +21,9 @@ from contracts.secondary_tier import (
 
 from kvtier.tiers.base import TierError
 from kvtier.tiers.disk.format import PAGE_BYTES
-from kvtier.tiers.disk.format import Record as DiskRecord
+from kvtier.tiers.disk.format import SlabRecord as DiskRecord
 from kvtier.tiers.disk.tier import DiskTier
-from kvtier.tiers.lmdb.format import Record as LMDBRecord
+from kvtier.tiers.lmdb.format import BlockRecord as LMDBRecord
 from kvtier.tiers.lmdb.format import chunk_key
 from kvtier.tiers.lmdb.tier import LMDBTier
 from kvtier.tiers.storage.fsck import Finding, check

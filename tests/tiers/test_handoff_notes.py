@@ -8,7 +8,7 @@ from test_handoffs import D2P, P2D, PRIVATE, HoldRig
 from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.commands import LoadFromTier
 from kvtier.tiers.errors import HoldExpired, HoldNotFound
-from kvtier.tiers.stats.request_log import ClaimOutcome, ClaimRecord, HoldRecord, LookupRecord, Span
+from kvtier.tiers.stats.request_log import ClaimOutcome, ClaimRecord, HoldRecord, LookupRecord, OutcomeRun
 from kvtier.tiers.types import HoldEnd, MissReason, NamespaceSpec, PublishStatus
 
 OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
@@ -87,7 +87,7 @@ def test_a_claim_block_by_block() -> None:
     assert record.claim == ClaimRecord("engine", "r", ClaimOutcome.HELD, unwanted=1)
     assert (record.at, record.spans(), record.first_miss) == (
         4.0,
-        (Span(1, 0), Span(1, MissReason.PENDING)),
+        (OutcomeRun(1, 0), OutcomeRun(1, MissReason.PENDING)),
         keys(2)[0],
     )
     rig.core.handoffs.claim(rig.reader, rig.name(), first_positions=[], request_id="", expires_at=600, now=5.0)
@@ -102,7 +102,7 @@ def test_what_will_not_come_is_a_miss_for_a_reason() -> None:
     rig.publish([*keys(0, 1), PRIVATE])
     rig.core.close_session(rig.session.id)
     rig.claim()
-    assert claimed(rig).spans() == (Span(1, 0), Span(2, MissReason.NEVER_STORED))
+    assert claimed(rig).spans() == (OutcomeRun(1, 0), OutcomeRun(2, MissReason.NEVER_STORED))
     assert claimed(rig).first_miss == keys(1)[0]
 
     rig = HoldRig(ModelTier("near", 1 << 20))
@@ -113,7 +113,7 @@ def test_what_will_not_come_is_a_miss_for_a_reason() -> None:
     rig.core.close_session(rig.session.id)
     assert any(isinstance(command, LoadFromTier) for command in rig.finish_jobs(Outcome.CORRUPT))
     rig.claim()
-    assert claimed(rig).spans() == (Span(1, MissReason.LOAD_FAILED),)
+    assert claimed(rig).spans() == (OutcomeRun(1, MissReason.LOAD_FAILED),)
 
 
 def test_a_claim_that_finds_no_hold() -> None:

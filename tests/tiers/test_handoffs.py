@@ -9,9 +9,9 @@ from test_core import GRANTED, HIT, MISS, NO_ROOM, PENDING, SPEC, Rig, keys
 from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, StoreInTier
 from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
-from kvtier.tiers.core.holds import Claim, Hold
+from kvtier.tiers.core.holds import Hold, HoldClaim
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import Keeping
+from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidItem, InvalidKey, LimitExceeded
 from kvtier.tiers.eviction.quotas import Tenant
 from kvtier.tiers.stats.snapshots import HandoffStats
@@ -28,7 +28,7 @@ class HoldRig(Rig):
     def __init__(
         self, *tiers: ModelTier, extents: int = 1, part: float = 1.0, most: int = 100, spec: NamespaceSpec = SPEC
     ) -> None:
-        keeping = Keeping(eviction={"cpu": "lru"}, held_part=part, max_holds=most)
+        keeping = TierSettings(eviction={"cpu": "lru"}, held_part=part, max_holds=most)
         self.core = TierManager(extents * EXTENT, EXTENT, tiers, keeping=keeping)
         self.core.add_memory(0, extents * EXTENT)
         self.session = self.open("engine", spec, 0 if spec.world_size > 1 else None)
@@ -59,7 +59,7 @@ class HoldRig(Rig):
             now=now,
         )
 
-    def claim(self, request_id: str = "r", *, now: float = 0.0, first: Sequence[int] = ()) -> Claim:
+    def claim(self, request_id: str = "r", *, now: float = 0.0, first: Sequence[int] = ()) -> HoldClaim:
         return self.core.handoffs.claim(
             self.reader, self.name(request_id), first_positions=first, request_id="mine", expires_at=600, now=now
         )
@@ -315,7 +315,7 @@ def test_no_more_is_held_than_may_be() -> None:
 
 def test_a_tenant_with_a_quota_holds_a_part_of_its_own() -> None:
     """And takes nothing from what the others may hold."""
-    keeping = Keeping(held_part=0.5, tenants=[Tenant("alice", b"AAAA", {"cpu": 8 * 4096})])
+    keeping = TierSettings(held_part=0.5, tenants=[Tenant("alice", b"AAAA", {"cpu": 8 * 4096})])
     core = TierManager(EXTENT, EXTENT, (), keeping=keeping)
     core.add_memory(0, EXTENT)
 

@@ -9,7 +9,7 @@ from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, LookupInTier
 from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import Keeping
+from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidKey
 from kvtier.tiers.stats.snapshots import HandoffStats
 from kvtier.tiers.types import HandoffDirection, NamespaceSpec, PublishStatus
@@ -69,7 +69,7 @@ def test_a_claim_is_a_use() -> None:
 def test_a_publication_is_a_use() -> None:
     """What nobody uses for 20 s goes: 20 s after it was published, not after it was stored."""
     rig = HoldRig()
-    rig.core = TierManager(64 << 10, 64 << 10, (), keeping=Keeping(ttl={"cpu": 20.0}, held_part=1.0))
+    rig.core = TierManager(64 << 10, 64 << 10, (), keeping=TierSettings(ttl={"cpu": 20.0}, held_part=1.0))
     rig.core.add_memory(0, 64 << 10)
     rig.session = rig.open("engine")
     rig.store(keys(0, 1))
@@ -268,7 +268,7 @@ def test_no_tier_hears_of_what_only_a_hold_names() -> None:
         key for command in rig.core.take_commands() if isinstance(command, LookupInTier) for _, key in command.keys
     ]
     assert asked == keys(0)
-    keeping = Keeping(admission={"near": "second_use"}, held_part=1.0)
+    keeping = TierSettings(admission={"near": "second_use"}, held_part=1.0)
     core = TierManager(64 << 10, 64 << 10, (ModelTier("near", 1 << 20),), keeping=keeping)
     core.add_memory(0, 64 << 10)
     session = core.open_session(b"s", "engine", None, NamespaceSpec(NamespaceId(b"n" * 16), 1, (4096,)))

@@ -39,8 +39,8 @@ from kvtier.tiers.lmdb.format import (
     CHUNK_PAGES,
     FORMAT_VERSION,
     TAILS_BYTES,
+    BlockRecord,
     DamagedRecordError,
-    Record,
     chunk_key,
     chunk_spans,
     record_id_of,
@@ -81,10 +81,10 @@ def data_file(tier: LMDBTier) -> Path:
     return Path(tier._store.env.path()) / "data.mdb"
 
 
-def record_of(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> Record:
+def record_of(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> BlockRecord:
     """Returns what the index holds of a block."""
     with tier._store.env.begin() as txn:
-        return Record.unpack(namespace + key, txn.get(namespace + key, db=tier._store.index))
+        return BlockRecord.unpack(namespace + key, txn.get(namespace + key, db=tier._store.index))
 
 
 def chunk_offset(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> int:
@@ -829,19 +829,19 @@ def test_chunks(nbytes: int) -> None:
 
 def test_records() -> None:
     """A record reads as it was written, and not at all if one byte of it or of its key is another."""
-    record = Record(2**40, 2**64 - 1, (1, 2**33, 0))
+    record = BlockRecord(2**40, 2**64 - 1, (1, 2**33, 0))
     packed = record.pack(b"key")
-    assert Record.unpack(b"key", packed) == record
+    assert BlockRecord.unpack(b"key", packed) == record
     for at in range(len(packed)):
         other = bytearray(packed)
         other[at] ^= 0x10
         with pytest.raises(DamagedRecordError):
-            Record.unpack(b"key", bytes(other))
+            BlockRecord.unpack(b"key", bytes(other))
     for wrong in (b"", packed[:-1], packed + b"\0", packed[8:]):
         with pytest.raises(DamagedRecordError):
-            Record.unpack(b"key", wrong)
+            BlockRecord.unpack(b"key", wrong)
     with pytest.raises(DamagedRecordError):
-        Record.unpack(b"other", packed)
+        BlockRecord.unpack(b"other", packed)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from test_core import SPEC, Rig, keys
 
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo, TierFilter
 from kvtier.tiers.core.commands import LoadFromTier
-from kvtier.tiers.stats.eviction_history import History
-from kvtier.tiers.stats.request_log import Span
+from kvtier.tiers.stats.eviction_history import EvictionHistory
+from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
 OTHER_FORMAT = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096, 16384))
 FIRST_TICK = 100.0
 
 
-def spans(rig: Rig, names: Sequence[bytes], *, prefix: bool = True, **more: object) -> tuple[Span, ...]:
+def spans(rig: Rig, names: Sequence[bytes], *, prefix: bool = True, **more: object) -> tuple[OutcomeRun, ...]:
     """Looks up on behalf of a request of its own; returns what `explain` says of it."""
     found = rig.core.lookup(rig.session, names, prefix=prefix, request_id="asks", expires_at=1e9, **more)  # type: ignore[arg-type]
     [record] = rig.core.explain("asks")
@@ -36,7 +36,7 @@ def test_never_stored() -> None:
     """What nobody stored, and what follows it in the chain."""
     rig = Rig()
     rig.store(keys(0, 1))
-    assert spans(rig, keys(0, 1, 2, 3)) == (Span(2, 0), Span(2, MissReason.NEVER_STORED))
+    assert spans(rig, keys(0, 1, 2, 3)) == (OutcomeRun(2, 0), OutcomeRun(2, MissReason.NEVER_STORED))
     check_sum(rig)
 
 
@@ -45,7 +45,7 @@ def test_evicted() -> None:
     rig = Rig()
     rig.store(keys(*range(16)))
     rig.store(keys(100, 101))
-    assert spans(rig, keys(*range(16))) == (Span(14, 0), Span(2, MissReason.EVICTED))
+    assert spans(rig, keys(*range(16))) == (OutcomeRun(14, 0), OutcomeRun(2, MissReason.EVICTED))
     check_sum(rig)
 
 
@@ -77,7 +77,7 @@ def test_store_failed(how: str) -> None:
     else:
         wanted = keys(50)
         rig.store(wanted)
-    assert spans(rig, wanted) == (Span(1, MissReason.STORE_FAILED),)
+    assert spans(rig, wanted) == (OutcomeRun(1, MissReason.STORE_FAILED),)
 
 
 def test_store_failed_in_the_tier_below() -> None:
@@ -86,7 +86,7 @@ def test_store_failed_in_the_tier_below() -> None:
     rig.store(keys(*range(16)))
     rig.finish_jobs(Outcome.FAILED)
     rig.store(keys(100))
-    assert spans(rig, keys(15), prefix=False) == (Span(1, MissReason.STORE_FAILED),)
+    assert spans(rig, keys(15), prefix=False) == (OutcomeRun(1, MissReason.STORE_FAILED),)
 
 
 def test_policy() -> None:
@@ -96,7 +96,7 @@ def test_policy() -> None:
     rig.finish_jobs()
     rig.store(keys(*range(100, 116)))
     without = TierFilter(names=frozenset({"near"}))
-    assert spans(rig, keys(0), tiers=without) == (Span(1, MissReason.POLICY),)
+    assert spans(rig, keys(0), tiers=without) == (OutcomeRun(1, MissReason.POLICY),)
     assert rig.core.stats().tiers[1].misses == 0, "it was not asked"
     check_sum(rig)
 
@@ -108,11 +108,11 @@ def test_below_threshold() -> None:
     rig.finish_jobs()
     rig.store(keys(*range(100, 116)))
     rig.core.take_commands()
-    expected = (Span(2, MissReason.BELOW_THRESHOLD), Span(1, MissReason.NEVER_STORED))
+    expected = (OutcomeRun(2, MissReason.BELOW_THRESHOLD), OutcomeRun(1, MissReason.NEVER_STORED))
     assert spans(rig, keys(0, 1, 2), min_hits=3) == expected
     assert not any(isinstance(command, LoadFromTier) for command in rig.core.take_commands())
     assert rig.core.stats().leases == 0
-    assert spans(rig, keys(0, 1, 2), min_hits=2)[0] == Span(2, 1)
+    assert spans(rig, keys(0, 1, 2), min_hits=2)[0] == OutcomeRun(2, 1)
 
 
 def test_format_mismatch() -> None:
@@ -120,15 +120,15 @@ def test_format_mismatch() -> None:
     rig = Rig()
     rig.store(keys(0, 1))
     rig.session = rig.open("other", OTHER_FORMAT)
-    assert spans(rig, keys(0, 1)) == (Span(2, MissReason.FORMAT_MISMATCH),)
+    assert spans(rig, keys(0, 1)) == (OutcomeRun(2, MissReason.FORMAT_MISMATCH),)
     stranger = NamespaceSpec(NamespaceId(b"s" * 16), world_size=1, part_bytes=(4096,))
     rig.session = rig.core.open_session(b"stranger", "stranger", None, stranger, tenant="somebody else")
     assert [record.lookups[-1].spans() for record in rig.core.explain("asks")] == [
-        (Span(2, MissReason.FORMAT_MISMATCH),)
+        (OutcomeRun(2, MissReason.FORMAT_MISMATCH),)
     ]
     rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="theirs", expires_at=60)
     [record] = rig.core.explain("theirs")
-    assert record.lookups[-1].spans() == (Span(2, MissReason.NEVER_STORED),)
+    assert record.lookups[-1].spans() == (OutcomeRun(2, MissReason.NEVER_STORED),)
 
 
 def test_load_failed_is_said_of_the_lookup_that_waited() -> None:
@@ -139,12 +139,12 @@ def test_load_failed_is_said_of_the_lookup_that_waited() -> None:
     rig.store(keys(*range(100, 116)))
     rig.finish_jobs()
     before = rig.core.stats()
-    assert spans(rig, keys(0, 1)) == (Span(2, 1),)
+    assert spans(rig, keys(0, 1)) == (OutcomeRun(2, 1),)
     assert rig.core.stats().lookup_keys == before.lookup_keys, "not answered yet"
     [job] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
     rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.CORRUPT])
     [record] = rig.core.explain("asks")
-    assert record.lookups[-1].spans() == (Span(1, 1), Span(1, MissReason.LOAD_FAILED))
+    assert record.lookups[-1].spans() == (OutcomeRun(1, 1), OutcomeRun(1, MissReason.LOAD_FAILED))
     after = rig.core.stats()
     assert (after.tiers[1].hits - before.tiers[1].hits, after.lookup_misses - before.lookup_misses) == (1, 1)
     check_sum(rig)
@@ -158,7 +158,7 @@ def test_no_room() -> None:
     rig.store(keys(*range(100, 116)))
     rig.finish_jobs()
     assert rig.core.lookup(rig.session, keys(*range(100, 116)), prefix=True, request_id="", expires_at=60).lease
-    assert spans(rig, keys(0)) == (Span(1, MissReason.NO_ROOM),)
+    assert spans(rig, keys(0)) == (OutcomeRun(1, MissReason.NO_ROOM),)
     check_sum(rig)
 
 
@@ -207,7 +207,7 @@ def test_requests_of_two_engines_by_one_name() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     """Names of departed blocks, and requests."""
-    history = History(most=100)
+    history = EvictionHistory(most=100)
     for number in range(1000):
         history.left(SPEC.id, b"%d" % number, MissReason.EVICTED)
     known = [number for number in range(1000) if history.why(SPEC.id, b"%d" % number)]

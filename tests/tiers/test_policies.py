@@ -11,14 +11,14 @@ from simulation import EXTENT, ModelTier
 from kvtier.tiers.base import Entry, NamespaceId
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import CPU_TIER, Keeping
+from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, EvictionPolicy, Forecast
 from kvtier.tiers.eviction.open_requests import MOST_OPEN, LastRequest, OpenRequests
-from kvtier.tiers.eviction.queues import Lines
-from kvtier.tiers.eviction.quotas import Shares
+from kvtier.tiers.eviction.queues import EvictionQueues
+from kvtier.tiers.eviction.quotas import Quotas
 from kvtier.tiers.eviction.reuse_model import BIN_ENDS, BINS, Kind, ReuseModel, bin_of
-from kvtier.tiers.eviction.runs import Run
-from kvtier.tiers.stats.eviction_history import History
+from kvtier.tiers.eviction.runs import BlockRun
+from kvtier.tiers.stats.eviction_history import EvictionHistory
 
 SPACE = NamespaceId(bytes(16))
 
@@ -34,9 +34,9 @@ class Item:
         return f"<{self.name}>"
 
 
-def run_of(item: Item) -> Run[Item]:
+def run_of(item: Item) -> BlockRun[Item]:
     """Returns the run that the forecast policy has put an item into."""
-    assert isinstance(item.place, Run)
+    assert isinstance(item.place, BlockRun)
     return item.place
 
 
@@ -278,7 +278,7 @@ def test_requests_that_are_never_finished_are_forgotten() -> None:
     def kept_after(requests: int) -> int:
         for _ in range(requests):
             cache.serve(*chain(rng.randrange(30), rng.randint(1, 20)))
-        return sum(type(item) is Run for item in gc.get_objects())  # isinstance would ask modules for __class__
+        return sum(type(item) is BlockRun for item in gc.get_objects())  # isinstance would ask modules for __class__
 
     gc.disable()
     try:
@@ -449,7 +449,7 @@ def test_a_factor_is_learned_across_kinds() -> None:
 def test_every_tier_evicts_by_the_policy_of_its_name() -> None:
     """And by the default where none is named."""
     tiers = (ModelTier("near", 1 << 20), ModelTier("far", 1 << 20))
-    core = TierManager(EXTENT, EXTENT, tiers, keeping=Keeping(eviction={CPU_TIER: "lru", "far": "arc"}))
+    core = TierManager(EXTENT, EXTENT, tiers, keeping=TierSettings(eviction={CPU_TIER: "lru", "far": "arc"}))
     lines = [core._primary.lines, *(lane.catalog.lines for lane in core._flow.lanes)]
     assert [type(line.line(SPACE).policy) for line in lines] == [LRU, POLICIES[DEFAULT_POLICY], ARC]
 
@@ -458,7 +458,7 @@ def test_every_tier_evicts_by_the_policy_of_its_name() -> None:
 def test_unknown_names_are_refused(eviction: dict[str, str]) -> None:
     """A misspelt option never falls back silently; the message says what there is."""
     with pytest.raises(ValueError, match=r"there is no (policy|tier).*there are .*"):
-        TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)], keeping=Keeping(eviction=eviction))
+        TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)], keeping=TierSettings(eviction=eviction))
 
 
 def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
@@ -472,7 +472,7 @@ def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
                 looked += 1
                 yield entry
 
-    catalog = Catalog(1000, Lines(Shares("disk", 1000), Reversed), History().left)
+    catalog = Catalog(1000, EvictionQueues(Quotas("disk", 1000), Reversed), EvictionHistory().left)
     catalog.recover(Entry(SPACE, b"old %d" % number, 1) for number in range(1000))
     for start in range(0, 400, 100):
         for number in range(start, start + 100):

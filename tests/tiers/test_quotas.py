@@ -12,9 +12,9 @@ from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
 from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.eviction import LRU
-from kvtier.tiers.eviction.queues import Lines
-from kvtier.tiers.eviction.quotas import Share, Shares, Tenant
-from kvtier.tiers.stats.eviction_history import History
+from kvtier.tiers.eviction.queues import EvictionQueues
+from kvtier.tiers.eviction.quotas import Quotas, Tenant, TenantShare
+from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.types import Session, StoreStatus
 
 
@@ -142,7 +142,7 @@ def test_a_full_disk_is_not_made_good_at_the_cost_of_a_quota() -> None:
 def test_a_turn_ends_where_a_quota_begins() -> None:
     """In a large tier shares are not compared for each block; that costs nobody what is within its quota."""
     tenants = [tenant("alice", quota=2000, tier="disk"), tenant("bob", quota=2096, tier="disk")]
-    catalog = Catalog(4096, Lines(Shares("disk", 4096, tenants), LRU), History().left)
+    catalog = Catalog(4096, EvictionQueues(Quotas("disk", 4096, tenants), LRU), EvictionHistory().left)
     alice, bob = spec("alice").id, spec("bob").id
     for number, name in enumerate([alice] * 2003 + [bob] * 2093):
         catalog.begin_store(name, b"%d" % number, 1)
@@ -256,7 +256,7 @@ def _act(rig: Rig, held: list[tuple[Session, int]], who: str, what: str, names: 
     rig.work()
 
 
-def _excess(shares: Iterable[Share], name: str) -> int:
+def _excess(shares: Iterable[TenantShare], name: str) -> int:
     return next(share.excess for share in shares if share.name == name)
 
 

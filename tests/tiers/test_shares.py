@@ -3,20 +3,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.eviction.quotas import Budget, Share, Shares, Tenant, choose
+from kvtier.tiers.eviction.quotas import Quotas, RetentionBudget, Tenant, TenantShare, pick_victims
 
 
-def share(used: int, quota: int = 0) -> Share:
+def share(used: int, quota: int = 0) -> TenantShare:
     """Returns a share that holds so much."""
-    made = Share("somebody", quota, None, Budget(0))
+    made = TenantShare("somebody", quota, None, RetentionBudget(0))
     made.used = used
     return made
 
 
-def lengths(taker: Share, wanted: int, *shares: Share, size: int = 1) -> list[int]:
+def lengths(taker: TenantShare, wanted: int, *shares: TenantShare, size: int = 1) -> list[int]:
     """Returns how many items, of one size, each share has to give."""
     lines = [(each, iter([number] * (each.used // size))) for number, each in enumerate(shares)]
-    chosen = choose(taker, wanted, lines, lambda _: size)
+    chosen = pick_victims(taker, wanted, lines, lambda _: size)
     return [chosen.count(number) for number in range(len(shares))]
 
 
@@ -56,7 +56,7 @@ def test_quotas_hold_whatever_the_shares(data: st.DataObject) -> None:
     taker = shares[data.draw(st.integers(0, len(shares) - 1))]
     wanted = data.draw(st.integers(1, 60))
     lines = [(each, iter([(number, size) for size in sizes[number]])) for number, each in enumerate(shares)]
-    chosen = choose(taker, wanted, lines, lambda item: item[1])
+    chosen = pick_victims(taker, wanted, lines, lambda item: item[1])
     for number, each in enumerate(shares):
         left = each.used - sum(size for owner, size in chosen if owner == number)
         assert each is taker or left == each.used or left >= each.quota
@@ -65,7 +65,7 @@ def test_quotas_hold_whatever_the_shares(data: st.DataObject) -> None:
 
 def test_a_namespace_is_its_tenants_by_the_tag() -> None:
     """Known from the id alone; who has no share of its own shares the rest."""
-    shares = Shares("cpu", 100, [Tenant("a", b"aaaa", {"cpu": 40}), Tenant("b", b"bbbb", {"disk": 40})])
+    shares = Quotas("cpu", 100, [Tenant("a", b"aaaa", {"cpu": 40}), Tenant("b", b"bbbb", {"disk": 40})])
     names = [shares.of(NamespaceId(tag + bytes(12))).name for tag in (b"aaaa", b"bbbb", b"cccc")]
     assert names == ["a", "", ""], "b has nothing of this tier"
     assert [(each.name, each.quota, each.budget.bound) for each in shares] == [("", 0, 30), ("a", 40, 20)]
@@ -82,4 +82,4 @@ def test_a_namespace_is_its_tenants_by_the_tag() -> None:
 def test_contradictions_are_refused(tenants: list[Tenant], message: str) -> None:
     """A guarantee that cannot be kept is none."""
     with pytest.raises(ValueError, match=message):
-        Shares("cpu", 100, tenants)
+        Quotas("cpu", 100, tenants)

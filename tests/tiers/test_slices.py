@@ -8,9 +8,9 @@ from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import cpu_tier, leases
-from kvtier.tiers.core.commands import WorkLeft
+from kvtier.tiers.core.commands import ContinueWork
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import CPU_TIER, Keeping
+from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import queues
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
@@ -21,7 +21,7 @@ SLOT = 4096
 class Rig:
     """A core with room for many blocks, and one session."""
 
-    def __init__(self, blocks: int, keeping: Keeping | None = None) -> None:
+    def __init__(self, blocks: int, keeping: TierSettings | None = None) -> None:
         region = -(-blocks * SLOT // EXTENT) * EXTENT
         self.core = TierManager(region, EXTENT, [], keeping=keeping)
         self.core.add_memory(0, region)
@@ -43,7 +43,7 @@ class Rig:
         return lease.statuses().count(1)
 
     def asked_for_work(self) -> bool:
-        return WorkLeft() in self.core.take_commands()
+        return ContinueWork() in self.core.take_commands()
 
     @property
     def used(self) -> int:
@@ -135,7 +135,7 @@ def test_the_pins_of_a_session_fall_in_slices(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_expires_at_once_goes_in_slices() -> None:
     """A tick drops so many blocks and not more; the rest follows without waiting for the next one."""
-    rig = Rig(3 * queues.MOST_AT_ONCE, Keeping(ttl={CPU_TIER: 10.0}))
+    rig = Rig(3 * queues.MOST_AT_ONCE, TierSettings(ttl={CPU_TIER: 10.0}))
     rig.store(names(0, 3 * queues.MOST_AT_ONCE))
     full = rig.used
     rig.core.tick(60.0)
@@ -159,13 +159,13 @@ def test_a_slice_that_fails_keeps_nothing_else_from_being_done(monkeypatch: pyte
     falling = rig.core._lookups.leases._falling
     left = len(falling)
     with monkeypatch.context() as broken:
-        broken.setattr(cpu_tier.PrimaryTier, "sweep", lambda _: fail())
+        broken.setattr(cpu_tier.CpuTier, "sweep", lambda _: fail())
         assert rig.asked_for_work()
         with pytest.raises(RuntimeError):
             rig.core.work()
         assert len(falling) == left - 100
         broken.setattr(leases.LeaseTable, "let_fall", lambda _: fail())
-        assert rig.core.take_commands() == [WorkLeft()]
+        assert rig.core.take_commands() == [ContinueWork()]
         with pytest.raises(ExceptionGroup):
             rig.core.work()
     while rig.asked_for_work():
@@ -182,8 +182,8 @@ def test_only_the_young_are_collected() -> None:
     """However much is kept, no collection walks over all of it: nothing would be answered meanwhile."""
     script = """
 import gc
-from kvtier.server.process.gc_tuning import collect_the_young_only
-collect_the_young_only()
+from kvtier.server.process.gc_tuning import disable_full_gc
+disable_full_gc()
 walks = []
 gc.callbacks.append(lambda phase, info: walks.append(info["generation"]))
 kept = [[number] for number in range(300_000)]

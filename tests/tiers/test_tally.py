@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.stats.counters import MOST_NAMESPACES, Tally
-from kvtier.tiers.stats.request_log import Span
+from kvtier.tiers.stats.counters import MOST_NAMESPACES, HitCounters
+from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import MissReason
 
 
@@ -15,9 +15,11 @@ def namespace(number: int, tag: bytes = b"rest") -> NamespaceId:
 
 def test_every_key_counts_in_its_namespace_and_in_the_sum() -> None:
     """Hits by tier, misses by reason; an open question counts for nothing yet."""
-    tally = Tally(1)
-    tally.count(namespace(1), [Span(3, 0), Span(2, 1), Span(4, MissReason.EVICTED), Span(7, None)])
-    tally.count(namespace(2), [Span(1, MissReason.EVICTED)])
+    tally = HitCounters(1)
+    tally.count(
+        namespace(1), [OutcomeRun(3, 0), OutcomeRun(2, 1), OutcomeRun(4, MissReason.EVICTED), OutcomeRun(7, None)]
+    )
+    tally.count(namespace(2), [OutcomeRun(1, MissReason.EVICTED)])
     tally.hit(namespace(1), 1, -1)
     tally.miss(namespace(1), MissReason.LOAD_FAILED)
     one, two = tally.cells()
@@ -29,7 +31,7 @@ def test_every_key_counts_in_its_namespace_and_in_the_sum() -> None:
 
 def test_namespaces_beyond_the_bound_are_counted_together_per_tenant() -> None:
     """However many there are, what is told apart is bounded, and nothing is lost."""
-    tally = Tally(0, {b"acme": "acme"})
+    tally = HitCounters(0, {b"acme": "acme"})
     for number in range(MOST_NAMESPACES):
         tally.hit(namespace(number), 0)
     for number in range(1000):

@@ -1,12 +1,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.eviction.queues import Timetable
+from kvtier.tiers.eviction.queues import ExpiryWheel
 
 
 def test_items_come_when_their_time_is_over() -> None:
     """The earliest first, those of one time in the order in which they came, and no more than asked for."""
-    table = Timetable[str]()
+    table = ExpiryWheel[str]()
     table.put(["c"], 5)
     table.put(["a", "b"], 3)
     assert table.take(2, 10) == []
@@ -17,7 +17,7 @@ def test_items_come_when_their_time_is_over() -> None:
 
 def test_a_time_can_be_moved_and_given_up() -> None:
     """Each item has one time."""
-    table = Timetable[str]()
+    table = ExpiryWheel[str]()
     table.put(["a", "b", "c"], 3)
     table.put(["a"], 9)
     table.discard("b")
@@ -27,7 +27,7 @@ def test_a_time_can_be_moved_and_given_up() -> None:
 
 def test_memory_does_not_grow_with_moves() -> None:
     """An item that is used all the time leaves nothing behind that would last."""
-    table = Timetable[str](width=10)
+    table = ExpiryWheel[str](width=10)
     for now in range(10_000):
         table.put(["a"], now + 100)
         assert table.take(now, 10) == []
@@ -37,7 +37,7 @@ def test_memory_does_not_grow_with_moves() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 50))), st.floats(0.1, 20))
 def test_never_early_and_late_by_a_width_at_most(moves: list[tuple[int, float]], width: float) -> None:
     """Whatever was put when."""
-    table = Timetable[int](width)
+    table = ExpiryWheel[int](width)
     due: dict[int, float] = {}
     for item, when in moves:
         table.put([item], when)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.tiers.storage.health import Troubles
+from kvtier.tiers.storage.health import TierHealth
 
 
 def test_texts_that_differ_each_time_do_not_fill_the_log(
@@ -17,7 +17,7 @@ def test_texts_that_differ_each_time_do_not_fill_the_log(
     now = 5.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     tier = SimpleNamespace(name="t", trouble=None)
-    troubles = Troubles(tier)  # type: ignore[arg-type]
+    troubles = TierHealth(tier)  # type: ignore[arg-type]
     for number in range(100):
         troubles.note("store", f"cannot store block {number}")
         troubles.note("load", "cannot load")

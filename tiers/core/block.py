@@ -8,14 +8,14 @@ from ..base import NamespaceId
 from ..types import PRIVATE_KEY_PREFIX, NamespaceSpec
 
 if TYPE_CHECKING:
-    from ..eviction.queues import Line
+    from ..eviction.queues import EvictionQueue
     from ..types import MissReason
 
 
-__all__ = ["Block", "Shelf"]
+__all__ = ["Block", "NamespaceIndex"]
 
 
-class Shelf:
+class NamespaceIndex:
     """Where the blocks of a namespace are found by their keys, until a reset takes all of it away at once."""
 
     __slots__ = ("blocks", "retired")
@@ -53,7 +53,9 @@ class Block:
         "written",
     )
 
-    def __init__(self, spec: NamespaceSpec, key: bytes, part_bytes: int, line: Line[Block], shelf: Shelf) -> None:
+    def __init__(
+        self, spec: NamespaceSpec, key: bytes, part_bytes: int, line: EvictionQueue[Block], shelf: NamespaceIndex
+    ) -> None:
         self.namespace = spec.id
         self.key = key
         self.part_bytes = part_bytes

@@ -10,20 +10,20 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from ..base import NamespaceId
-from .block import Block, Shelf
+from .block import Block, NamespaceIndex
 
-__all__ = ["Shelves"]
+__all__ = ["BlockIndex"]
 
-_NOWHERE = Shelf(retired=True)
+_NOWHERE = NamespaceIndex(retired=True)
 """Where blocks are that are out of the index one by one."""
 
 
-class Shelves:
+class BlockIndex:
     """The blocks of the CPU tier by namespace and key; and, beside these, those that go as soon as nobody pins them."""
 
     def __init__(self) -> None:
-        self._of: dict[NamespaceId, Shelf] = defaultdict(Shelf)
-        self._resetting: dict[NamespaceId, deque[Shelf]] = {}
+        self._of: dict[NamespaceId, NamespaceIndex] = defaultdict(NamespaceIndex)
+        self._resetting: dict[NamespaceId, deque[NamespaceIndex]] = {}
         """Shelves that a reset took away, and that are not cleared yet."""
         self._pinned: dict[NamespaceId, set[Block]] = {}
         """Blocks on none of these, that were pinned when they were taken from there."""
@@ -39,7 +39,7 @@ class Shelves:
         """Yields the namespaces that have blocks that can be found, and how many."""
         return ((namespace, len(shelf.blocks)) for namespace, shelf in self._of.items() if shelf.blocks)
 
-    def of(self, namespace: NamespaceId) -> Shelf:
+    def of(self, namespace: NamespaceId) -> NamespaceIndex:
         """Returns the shelf of a namespace."""
         return self._of[namespace]
 

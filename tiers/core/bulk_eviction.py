@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from ..base import NamespaceId
 from ..types import TENANT_TAG_BYTES
 from .catalog import CatalogEntry, UsedElsewhere
-from .secondary import Lane
+from .secondary import SecondaryTierState
 
-__all__ = ["SLICE", "Cleared", "Clearing", "LaneStock", "Stock", "Wanted"]
+__all__ = ["SLICE", "EvictionProgress", "EvictionRequest", "EvictionSource", "EvictionTask", "SecondaryTierSource"]
 
 SLICE = 512
 """Blocks that are looked at in one go: about a millisecond."""
@@ -29,7 +29,7 @@ _COARSE_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EvictionRequest:
     """What is to go: all that meets every condition.
 
     Attributes:
@@ -57,7 +57,7 @@ class Wanted:
         return self.tenant_tag is None or namespace[:TENANT_TAG_BYTES] == self.tenant_tag
 
 
-class Stock(Protocol):
+class EvictionSource(Protocol):
     """What a tier holds, to be parted with."""
 
     def counts(self) -> Iterable[tuple[NamespaceId, int]]:
@@ -89,10 +89,12 @@ class Stock(Protocol):
         ...
 
 
-class LaneStock:
+class SecondaryTierSource:
     """What a tier below the CPU tier holds. The CPU tier parts with its blocks itself (`PrimaryTier`)."""
 
-    def __init__(self, lane: Lane, used_in_cpu: UsedElsewhere, advance: Callable[[Lane], None]) -> None:
+    def __init__(
+        self, lane: SecondaryTierState, used_in_cpu: UsedElsewhere, advance: Callable[[SecondaryTierState], None]
+    ) -> None:
         """`advance` has the tier remove what has gone from the catalog."""
         self._lane = lane
         self._catalog = lane.catalog
@@ -130,7 +132,7 @@ class LaneStock:
 
 
 @dataclass(slots=True)
-class Cleared:
+class EvictionProgress:
     """How far the clearing of one tier has come.
 
     Attributes:
@@ -152,16 +154,16 @@ class Cleared:
     kept_nbytes: int = 0
 
 
-class Clearing:
+class EvictionTask:
     """One eviction on demand, slice after slice."""
 
-    def __init__(self, wanted: Wanted, stocks: Sequence[Stock], now: float) -> None:
+    def __init__(self, wanted: EvictionRequest, stocks: Sequence[EvictionSource], now: float) -> None:
         """`stocks` are those of all tiers, in lookup order; `now` is the time in seconds."""
         self.done = False
         """Whether there is nothing left to do."""
         self.error: Exception | None = None
         """What a slice raised, which was the last one then."""
-        self.tiers = [Cleared(tier) for tier in sorted(wanted.tiers)]
+        self.tiers = [EvictionProgress(tier) for tier in sorted(wanted.tiers)]
         """What has come of it so far, per tier."""
         self._wanted = wanted
         self._now = now
@@ -182,7 +184,7 @@ class Clearing:
         self.done = True
         self._steps.close()
 
-    def _run(self, stocks: Sequence[Stock]) -> Generator[bool, None, None]:
+    def _run(self, stocks: Sequence[EvictionSource]) -> Generator[bool, None, None]:
         for cleared in self.tiers:
             stock = stocks[cleared.tier]
             counts = {namespace: count for namespace, count in stock.counts() if self._wanted.names(namespace)}
@@ -203,9 +205,9 @@ class Clearing:
 
     def _clear(
         self,
-        stock: Stock,
+        stock: EvictionSource,
         namespaces: Sequence[NamespaceId],
-        cleared: Cleared,
+        cleared: EvictionProgress,
         age: int = -1,
         left: int = 0,
         most: float = math.inf,
@@ -237,17 +239,17 @@ class Clearing:
             cleared.looked_at += len(slice_)
             yield True
 
-    def _is_meant(self, stock: Stock, item: Any) -> bool:
+    def _is_meant(self, stock: EvictionSource, item: Any) -> bool:
         since = self._wanted.unused_since
         return stock.is_there(item) and (since is None or stock.last_used(item) <= since)
 
-    def _age(self, stock: Stock, item: Any) -> int:
+    def _age(self, stock: EvictionSource, item: Any) -> int:
         """Returns for how long an item was not used, rounded down; what is used meanwhile is of age 0."""
         age = max(0, int(self._now - stock.last_used(item)))
         return age if age < _FINE_SECONDS else age // _COARSE_SECONDS * _COARSE_SECONDS
 
 
-def _slices(stock: Stock, namespaces: Iterable[NamespaceId]) -> Iterator[list[Any]]:
+def _slices(stock: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterator[list[Any]]:
     """Yields all items, the last first: so policies find them soonest. A list of a million pointers takes ten milliseconds."""
     for namespace in namespaces:
         items = list(stock.all_of(namespace))

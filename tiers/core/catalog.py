@@ -12,9 +12,9 @@ from operator import attrgetter
 from typing import Any
 
 from ..base import Entry, NamespaceId
-from ..eviction.queues import Line, Lines
-from ..eviction.quotas import Share, choose
-from ..stats.eviction_history import Left
+from ..eviction.queues import EvictionQueue, EvictionQueues
+from ..eviction.quotas import TenantShare, pick_victims
+from ..stats.eviction_history import OnEvicted
 from ..types import MissReason
 
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
@@ -53,7 +53,7 @@ class CatalogEntry:
         key: bytes,
         nbytes: int,
         state: EntryState,
-        line: Line[CatalogEntry],
+        line: EvictionQueue[CatalogEntry],
         used_at: float = 0.0,
     ) -> None:
         self.namespace = namespace
@@ -87,8 +87,8 @@ class CatalogEntry:
 class _Turn:
     """Whose turn it is to make room: shares are compared so often that nobody is ahead by more than a turn."""
 
-    taker: Share
-    line: Line[CatalogEntry]
+    taker: TenantShare
+    line: EvictionQueue[CatalogEntry]
     left: float
     """Bytes that may go before shares are compared again."""
 
@@ -99,7 +99,7 @@ class Catalog:
     An entry exists from the moment when its store is submitted, so that the room is taken and no block is stored twice.
     """
 
-    def __init__(self, capacity_bytes: int, lines: Lines[CatalogEntry], left: Left) -> None:
+    def __init__(self, capacity_bytes: int, lines: EvictionQueues[CatalogEntry], left: OnEvicted) -> None:
         """`left` is told of every block that had to go, and why."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
@@ -108,7 +108,7 @@ class Catalog:
         self._left = left
         self._entries: dict[NamespaceId, dict[bytes, CatalogEntry]] = defaultdict(dict)
         self._count = 0
-        self._line_of: dict[NamespaceId, Line[CatalogEntry]] = {}
+        self._line_of: dict[NamespaceId, EvictionQueue[CatalogEntry]] = {}
         self._turn: _Turn | None = None
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class Catalog:
         gone = set(doomed)
         kept = [entry for entry in recovered if entry not in gone]
         doomed += self.evict(entry for entry in kept if self._is_too_much(entry, 1))
-        runs: dict[Line[CatalogEntry], list[CatalogEntry]] = defaultdict(list)
+        runs: dict[EvictionQueue[CatalogEntry], list[CatalogEntry]] = defaultdict(list)
         for entry in kept:
             if self.get(entry.namespace, entry.key) is not entry:
                 continue
@@ -150,7 +150,7 @@ class Catalog:
         return entry if entry and entry.state is EntryState.HELD else None
 
     def use(self, entries: Sequence[CatalogEntry], request: Hashable, retain_until: float = 0.0) -> None:
-        """Takes note that a request used these, given head first (see `Lines.use`)."""
+        """Takes note that a request used these, given head first (see `EvictionQueues.use`)."""
         now = self.lines.now  # one object for all that is used in this tick
         for entry in entries:
             entry.used_at = now
@@ -230,7 +230,7 @@ class Catalog:
         return expired
 
     def _add(
-        self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, line: Line[CatalogEntry]
+        self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, line: EvictionQueue[CatalogEntry]
     ) -> CatalogEntry:
         entry = self._entries[namespace][key] = CatalogEntry(namespace, key, nbytes, state, line, self.lines.now)
         self.used_bytes += nbytes
@@ -239,7 +239,7 @@ class Catalog:
         self._count += 1
         return entry
 
-    def _victims(self, share: Share, nbytes: int) -> list[CatalogEntry] | None:
+    def _victims(self, share: TenantShare, nbytes: int) -> list[CatalogEntry] | None:
         """Returns what has to go for so many bytes of a share, or None if that cannot be had now."""
         needed = self.used_bytes + nbytes - self.capacity_bytes
         over = share.over_limit(nbytes) if share.limit is not None else 0
@@ -260,7 +260,7 @@ class Catalog:
             self._turn = _Turn(share, victims[-1].line, math.inf if alone else self.capacity_bytes // _TURNS)
         return victims
 
-    def _in_turn(self, share: Share, needed: int) -> list[CatalogEntry] | None:
+    def _in_turn(self, share: TenantShare, needed: int) -> list[CatalogEntry] | None:
         """Returns what goes where it is known whose turn it is, and who is next there; or None."""
         turn = self._turn
         if turn is None or turn.taker is not share or turn.left < needed:
@@ -278,23 +278,23 @@ class Catalog:
         turn.left -= freed
         return victims
 
-    def _most(self, share: Share, *, alone: bool) -> int:
+    def _most(self, share: TenantShare, *, alone: bool) -> int:
         """Returns how many bytes can be had for a share at most."""
         if alone:
             return share.evictable
         others = (min(each.excess, each.evictable) for each in self.lines.shares if each is not share)
         return share.evictable + sum(nbytes for nbytes in others if nbytes > 0)
 
-    def _choose(self, share: Share, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
+    def _choose(self, share: TenantShare, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
         """Returns who makes room for so many bytes of a share; `alone` says that it is at its limit and pays itself."""
         lines = [
             (line.share, self._candidates(line))
             for line in self.lines.all()
             if line.share is share or (not alone and line.share.excess > 0)
         ]
-        return choose(share, nbytes, lines, _nbytes)
+        return pick_victims(share, nbytes, lines, _nbytes)
 
-    def _candidates(self, line: Line[CatalogEntry]) -> Iterator[CatalogEntry]:
+    def _candidates(self, line: EvictionQueue[CatalogEntry]) -> Iterator[CatalogEntry]:
         """Yields what may go; the one that was yielded last is still the next, should it not be taken."""
         if not line.share.evictable:  # else whoever looks walks over all that is on its way, to find nothing
             line.ahead.clear()

@@ -11,13 +11,13 @@ from .block import Block
 
 __all__ = [
     "Command",
+    "ContinueWork",
     "HoldChanged",
     "LeaseSettled",
     "LoadFromTier",
     "LookupInTier",
     "RemoveFromTier",
     "StoreInTier",
-    "WorkLeft",
 ]
 
 
@@ -71,8 +71,8 @@ class HoldChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkLeft:
+class ContinueWork:
     """An event was too much to be done at once: call `TierManager.work` as soon as other events have had their turn."""
 
 
-Command = StoreInTier | LoadFromTier | LookupInTier | RemoveFromTier | LeaseSettled | HoldChanged | WorkLeft
+Command = StoreInTier | LoadFromTier | LookupInTier | RemoveFromTier | LeaseSettled | HoldChanged | ContinueWork

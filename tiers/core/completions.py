@@ -9,23 +9,23 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from ..base import NamespaceId, Outcome
-from ..stats.eviction_history import History
+from ..stats.eviction_history import EvictionHistory
 from ..types import DurableStatus, JobId, MissReason
 from .block import Block
 from .commands import Command, LeaseSettled
-from .cpu_tier import PrimaryTier
-from .handoffs import Handoffs
-from .lookups import Lookups
+from .cpu_tier import CpuTier
+from .handoffs import HandoffHandler
+from .lookups import LookupHandler
 from .requests import RequestTable
-from .transfers import JobKind, TierFlow
+from .transfers import JobKind, TransferScheduler
 
-__all__ = ["Arrivals", "Durability"]
+__all__ = ["CompletionHandler", "Durability"]
 
 
 class Durability:
     """Knows what is in the durable tiers, or on its way there."""
 
-    def __init__(self, primary: PrimaryTier, flow: TierFlow) -> None:
+    def __init__(self, primary: CpuTier, flow: TransferScheduler) -> None:
         self._primary = primary
         self._flow = flow
         self._below = flow.whereabouts
@@ -58,17 +58,17 @@ class Durability:
         return DurableStatus.PENDING if on_its_way else DurableStatus.VOLATILE
 
 
-class Arrivals:
+class CompletionHandler:
     """Takes in the ends of jobs and stores, and passes them on."""
 
     def __init__(
         self,
-        primary: PrimaryTier,
-        flow: TierFlow,
+        primary: CpuTier,
+        flow: TransferScheduler,
         requests: RequestTable,
-        lookups: Lookups,
-        handoffs: Handoffs,
-        history: History,
+        lookups: LookupHandler,
+        handoffs: HandoffHandler,
+        history: EvictionHistory,
         command: Callable[[Command], None],
     ) -> None:
         self._primary = primary

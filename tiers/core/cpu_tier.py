@@ -6,17 +6,17 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from operator import attrgetter
 
 from ..base import NamespaceId
-from ..eviction.queues import Line, Lines, by_line
-from ..eviction.quotas import Share
-from ..stats.eviction_history import LeftTogether
+from ..eviction.queues import EvictionQueue, EvictionQueues, by_queue
+from ..eviction.quotas import TenantShare
+from ..stats.eviction_history import OnEvictedTogether
 from ..stats.snapshots import TierStats
 from ..types import MissReason, NamespaceSpec
 from .block import Block
-from .block_index import Shelves
+from .block_index import BlockIndex
 from .slot_allocator import SlotAllocator
-from .slot_reclaim import RegionRoom
+from .slot_reclaim import SlotReclaimer
 
-__all__ = ["SPARE_PART", "PrimaryTier"]
+__all__ = ["SPARE_PART", "CpuTier"]
 
 SPARE_PART = 1 / 64
 """Of the memory: what is made free ahead at most, for the next store."""
@@ -32,14 +32,14 @@ SLICE = 512
 _TICKS_PER_SECOND = 1e6
 
 
-class PrimaryTier:
+class CpuTier:
     """Index of the blocks in the host region. Moves no bytes.
 
     A share has used what the slots of its blocks take, and slots that its writers may still write to.
     """
 
     def __init__(
-        self, extent_bytes: int, lines: Lines[Block], left: LeftTogether, spare_part: float = SPARE_PART
+        self, extent_bytes: int, lines: EvictionQueues[Block], left: OnEvictedTogether, spare_part: float = SPARE_PART
     ) -> None:
         """`left` is told of the ready blocks that go, and why; of the memory, `spare_part` at most is made free ahead."""
         self.memory = SlotAllocator(extent_bytes)
@@ -48,12 +48,12 @@ class PrimaryTier:
         self.no_room = 0
         """Slots that were asked for and could not be had."""
         self._left = left
-        self._shelves = Shelves()
+        self._shelves = BlockIndex()
         self._owners: dict[int, Block] = {}
-        self._detached: dict[int, Share] = {}
+        self._detached: dict[int, TenantShare] = {}
         """Slots without a block, by offset, and whose they were."""
-        self._room = RegionRoom(self.memory, lines, self._owners)
-        self._line_of: dict[tuple[NamespaceId, int], Line[Block]] = {}
+        self._room = SlotReclaimer(self.memory, lines, self._owners)
+        self._line_of: dict[tuple[NamespaceId, int], EvictionQueue[Block]] = {}
         self._spare_part = spare_part
         self._pressed: set[int] = set()
         """Size classes for which something had to be evicted, and that have had no room to spare since."""
@@ -112,7 +112,7 @@ class PrimaryTier:
         return found  # type: ignore[return-value]
 
     def use(self, blocks: Sequence[Block], request: Hashable, retain_until: float = 0.0) -> int:
-        """Takes note that a request used these, distinct, in the index and head first. The rest is as of `Lines.use`."""
+        """Takes note that a request used these, distinct, in the index and head first. The rest is as of `EvictionQueues.use`."""
         self._clock = now = self._clock + 1
         for block in blocks:
             block.last_use = now
@@ -148,7 +148,7 @@ class PrimaryTier:
 
         Those that get none keep None. The blocks must be pinned, or one of them could be evicted for the sake of another.
         """
-        for line, mine in by_line(blocks):
+        for line, mine in by_queue(blocks):
             wanted = mine if rank is not None else [block for block in mine for slot in block.slots if slot is None]
             offsets = self._take(line.share, line.size_class, len(wanted))
             self.no_room += len(wanted) - len(offsets)
@@ -284,12 +284,12 @@ class PrimaryTier:
             shares=self.lines.stats(),
         )
 
-    def _new_line(self, namespace: NamespaceId, part_bytes: int) -> Line[Block]:
+    def _new_line(self, namespace: NamespaceId, part_bytes: int) -> EvictionQueue[Block]:
         line = self.lines.line(namespace, self.memory.slot_bytes_for(part_bytes))
         self._line_of[namespace, part_bytes] = line
         return line
 
-    def _take(self, share: Share, slot_bytes: int, count: int) -> list[int]:
+    def _take(self, share: TenantShare, slot_bytes: int, count: int) -> list[int]:
         """Returns up to so many free slots for a share, in ascending order."""
         count = self._within_limit(share, slot_bytes, count)
         offsets = self.memory.allocate(slot_bytes, count)
@@ -331,7 +331,7 @@ class PrimaryTier:
         most = int(self._spare_part * self.memory.total_bytes / slot_bytes)
         return min(count, most, MOST_SPARE) if count <= _FEW_SPARES * most else 0
 
-    def _within_limit(self, share: Share, slot_bytes: int, count: int) -> int:
+    def _within_limit(self, share: TenantShare, slot_bytes: int, count: int) -> int:
         """Makes room below a share's limit, at its own cost; returns how many slots it may have."""
         over = share.over_limit(slot_bytes * count)
         if share.limit is None or not over:
@@ -339,7 +339,7 @@ class PrimaryTier:
         self._evict(self._room.own_victims(share, slot_bytes, over))
         return min(count, max(0, share.limit - share.used) // slot_bytes)
 
-    def _make_room(self, share: Share, slot_bytes: int, count: int) -> bool:
+    def _make_room(self, share: TenantShare, slot_bytes: int, count: int) -> bool:
         """Evicts blocks for a share, or takes over another class' extent. Returns whether anything was freed."""
         victims = self._room.victims(share, slot_bytes, count)
         if not victims and self.lines.come_back():

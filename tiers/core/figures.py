@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..stats.counters import Cell
-from ..stats.miss_ratio_curve import Curves
+from ..stats.counters import NamespaceCounters
+from ..stats.miss_ratio_curve import MissRatioCurves
 from ..stats.snapshots import ManagerStats, NamespaceStats
-from .cpu_tier import PrimaryTier
-from .handoffs import Handoffs
-from .lookups import Lookups
+from .cpu_tier import CpuTier
+from .handoffs import HandoffHandler
+from .lookups import LookupHandler
 from .settings import CPU_TIER
-from .stores import Stores
-from .transfers import TierFlow
+from .stores import StoreHandler
+from .transfers import TransferScheduler
 
 __all__ = ["Figures"]
 
@@ -23,12 +23,12 @@ class Figures:
     def __init__(
         self,
         region_bytes: int,
-        primary: PrimaryTier,
-        flow: TierFlow,
-        lookups: Lookups,
-        stores: Stores,
-        handoffs: Handoffs,
-        curves: Curves | None,
+        primary: CpuTier,
+        flow: TransferScheduler,
+        lookups: LookupHandler,
+        stores: StoreHandler,
+        handoffs: HandoffHandler,
+        curves: MissRatioCurves | None,
     ) -> None:
         self._region_bytes = region_bytes
         self._primary = primary
@@ -71,7 +71,7 @@ class Figures:
     def namespace_stats(self) -> list[NamespaceStats]:
         """Returns the figures of each namespace, so many at most as a `Tally` tells apart. Takes longer than `stats`."""
         tally = self._lookups.tally
-        blocks: dict[Cell, list[int]] = {}
+        blocks: dict[NamespaceCounters, list[int]] = {}
         for tier, counts in enumerate([self._primary.counts(), *(lane.catalog.counts() for lane in self._flow.lanes)]):
             for namespace, count in counts:
                 per_tier = blocks.setdefault(tally.cell(namespace), [0] * (len(self._flow.lanes) + 1))

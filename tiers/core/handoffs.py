@@ -12,19 +12,28 @@ from dataclasses import replace
 
 from ..base import NamespaceId
 from ..errors import HoldExpired, HoldNotFound, InvalidItem, LimitExceeded
-from ..eviction.quotas import Budget, Share
-from ..stats.eviction_history import History
-from ..stats.request_log import ClaimOutcome, ClaimRecord, HoldRecord, Journal, LookupRecord, Verdict, bounded, spans_of
+from ..eviction.quotas import RetentionBudget, TenantShare
+from ..stats.eviction_history import EvictionHistory
+from ..stats.request_log import (
+    ClaimOutcome,
+    ClaimRecord,
+    HoldRecord,
+    LookupOutcome,
+    LookupRecord,
+    RequestLog,
+    bounded,
+    spans_of,
+)
 from ..stats.snapshots import HandoffStats
 from ..types import EngineKey, HandoffDirection, HoldEnd, HoldName, KeyStatus, MissReason, Owner, PublishStatus, Session
 from .block import Block
 from .commands import Command, HoldChanged
-from .cpu_tier import PrimaryTier
-from .holds import Claim, Hold, HoldTable
-from .lookups import MAX_LEASED_ITEMS, Lookups
-from .settings import Keeping
+from .cpu_tier import CpuTier
+from .holds import Hold, HoldClaim, HoldTable
+from .lookups import MAX_LEASED_ITEMS, LookupHandler
+from .settings import TierSettings
 
-__all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffNotes", "Handoffs"]
+__all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler", "HandoffLog"]
 
 
 EXPIRY_MARGIN_SECONDS = 5.0
@@ -43,17 +52,17 @@ _REMEMBERED = 4096
 """Names of holds that are over that are remembered: nobody waits for these, and who claims one is told why not."""
 
 
-class Handoffs:
+class HandoffHandler:
     """The requests that are held. Events carry the time: a claim may not wait for the next tick to see that a hold is over."""
 
     def __init__(
         self,
-        primary: PrimaryTier,
-        lookups: Lookups,
-        keeping: Keeping,
+        primary: CpuTier,
+        lookups: LookupHandler,
+        keeping: TierSettings,
         capacity_bytes: int,
         command: Callable[[Command], None],
-        notes: HandoffNotes,
+        notes: HandoffLog,
     ) -> None:
         self._primary = primary
         self._lookups = lookups
@@ -172,7 +181,7 @@ class Handoffs:
         request_id: str,
         expires_at: float,
         now: float,
-    ) -> Claim:
+    ) -> HoldClaim:
         """Leases what is there of a hold, from these positions of each group on; none means all of it. The hold goes on.
 
         Raises:
@@ -198,7 +207,7 @@ class Handoffs:
         items = [block if status == hit else None for block, status in zip(hold.items, statuses, strict=True)]
         found = [block for block in items if block is not None]
         if not found:
-            return Claim(hold, None, statuses)
+            return HoldClaim(hold, None, statuses)
         for block in found:
             block.pins += 1
         self._primary.use([block for block in dict.fromkeys(found) if not block.retired], owner.user)
@@ -207,7 +216,7 @@ class Handoffs:
         hold.claims += 1
         stats.claimed += 1
         stats.claimed_bytes += sum(block.nbytes for block in found)
-        return Claim(hold, lease, statuses)
+        return HoldClaim(hold, lease, statuses)
 
     def renew(self, name: HoldName, now: float, extension: float | None = None) -> bool:
         """Extends a hold to so many seconds from now, or by its own heartbeat; never shortens it. Returns whether it is open."""
@@ -306,14 +315,14 @@ class Handoffs:
             block.fleeting = False
         self._pins[block] = self._pins.get(block, 0) + 1
 
-    def _budget(self, block: Block) -> Budget:
+    def _budget(self, block: Block) -> RetentionBudget:
         return self._budgets[block.line.share]
 
 
-def _budgets(shares: Sequence[Share], capacity_bytes: int, part: float) -> dict[Share, Budget]:
+def _budgets(shares: Sequence[TenantShare], capacity_bytes: int, part: float) -> dict[TenantShare, RetentionBudget]:
     """Returns what may be held: a part of each quota, and of what is nobody's quota, for all who have none."""
-    common = Budget(int((capacity_bytes - sum(share.quota for share in shares)) * part))
-    return {share: Budget(int(share.quota * part)) if share.quota else common for share in shares}
+    common = RetentionBudget(int((capacity_bytes - sum(share.quota for share in shares)) * part))
+    return {share: RetentionBudget(int(share.quota * part)) if share.quota else common for share in shares}
 
 
 def _wanted(hold: Hold, first_positions: Sequence[int]) -> list[bool]:
@@ -338,10 +347,10 @@ def _status(block: Block | None, wanted: bool) -> int:  # noqa: FBT001 - from a 
 _CPU_TIER = 0
 
 
-class HandoffNotes:
+class HandoffLog:
     """Writes publications and claims into the journal."""
 
-    def __init__(self, journal: Journal, history: History) -> None:
+    def __init__(self, journal: RequestLog, history: EvictionHistory) -> None:
         self._journal = journal
         self._history = history
 
@@ -383,8 +392,8 @@ class HandoffNotes:
         record = LookupRecord(now, (), claim=ClaimRecord(name[1], name[2], outcome))
         self._journal.note_lookup(owner.engine, owner.request_id, record)
 
-    def _verdicts(self, hold: Hold, keys: Sequence[bytes], met: Sequence[int]) -> list[Verdict]:
-        known: dict[int, Verdict] = {KeyStatus.HIT: _CPU_TIER, KeyStatus.HIT_PENDING: MissReason.PENDING}
+    def _verdicts(self, hold: Hold, keys: Sequence[bytes], met: Sequence[int]) -> list[LookupOutcome]:
+        known: dict[int, LookupOutcome] = {KeyStatus.HIT: _CPU_TIER, KeyStatus.HIT_PENDING: MissReason.PENDING}
         if KeyStatus.MISS not in met:
             return [known[status] for status in met]
         lost = self._history.why_each(hold.name[0], keys, MissReason.NEVER_STORED)

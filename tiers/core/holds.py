@@ -15,7 +15,7 @@ from ..types import EngineKey, HandoffDirection, HoldName
 from .block import Block
 from .leases import Lease
 
-__all__ = ["Claim", "Hold", "HoldTable"]
+__all__ = ["Hold", "HoldClaim", "HoldTable"]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class HoldClaim:
     """What a claim was granted: a lease on the hits, None where there are none, and a status per key (0: not wanted)."""
 
     hold: Hold

@@ -9,18 +9,18 @@ from itertools import islice
 
 from ..errors import LimitExceeded
 from ..negotiation import NamespaceId
-from ..stats.counters import Tally
-from ..stats.eviction_history import History
-from ..stats.miss_ratio_curve import Curves
-from ..stats.request_log import Journal, LookupRecord, Span, Verdict, bounded, spans_of
+from ..stats.counters import HitCounters
+from ..stats.eviction_history import EvictionHistory
+from ..stats.miss_ratio_curve import MissRatioCurves
+from ..stats.request_log import LookupOutcome, LookupRecord, OutcomeRun, RequestLog, bounded, spans_of
 from ..types import MissReason, NamespaceSpec, Owner, Session
 from .block import Block
-from .cpu_tier import PrimaryTier
+from .cpu_tier import CpuTier
 from .leases import Lease, LeaseTable, LookupAnswer
-from .secondary import Lane, Presence
-from .transfers import TierFlow
+from .secondary import Presence, SecondaryTierState
+from .transfers import TransferScheduler
 
-__all__ = ["Lookups"]
+__all__ = ["LookupHandler"]
 
 MAX_LEASED_ITEMS = 4 << 20
 """Most items that the leases of one session may add up to."""
@@ -44,7 +44,7 @@ class _Match:
 
     items: list[Block | None] = field(default_factory=list)
     sources: bytearray = field(default_factory=bytearray)
-    promotions: list[tuple[int, Lane, Block]] = field(default_factory=list)
+    promotions: list[tuple[int, SecondaryTierState, Block]] = field(default_factory=list)
     retries: list[int] = field(default_factory=list)
     reasons: dict[int, MissReason] = field(default_factory=dict)
     ready: int = 0
@@ -57,18 +57,18 @@ class _Match:
         self.sources.append(source)
 
 
-class Lookups:
+class LookupHandler:
     """Finds blocks for requests, and holds the leases on what it found."""
 
     def __init__(
         self,
-        primary: PrimaryTier,
-        flow: TierFlow,
-        history: History,
-        journal: Journal,
-        tally: Tally,
+        primary: CpuTier,
+        flow: TransferScheduler,
+        history: EvictionHistory,
+        journal: RequestLog,
+        tally: HitCounters,
         first_id: int,
-        curves: Curves | None = None,
+        curves: MissRatioCurves | None = None,
     ) -> None:
         self.leases = LeaseTable(primary.unpin, first_id)
         self.tally = tally
@@ -153,7 +153,7 @@ class Lookups:
         """
         if self._primary.retiring(namespace):
             return
-        found: list[tuple[Lane, Block]] = []
+        found: list[tuple[SecondaryTierState, Block]] = []
         for block in blocks:
             if block.ready or block.pending or block.private:
                 continue
@@ -333,14 +333,14 @@ class Lookups:
 
     def _explain(
         self, session: Session, keys: Sequence[bytes], match: _Match, *, prefix: bool
-    ) -> tuple[tuple[Span, ...], bytes | None]:
+    ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
         """Returns what the keys met, and the first that missed.
 
         What lies behind a miss in a chain misses for the same reason, unless another one is known.
         """
         if match.ready == len(keys):
-            return ((Span(len(keys), 0),) if keys else ()), None
-        verdicts: list[Verdict] = list(match.sources)
+            return ((OutcomeRun(len(keys), 0),) if keys else ()), None
+        verdicts: list[LookupOutcome] = list(match.sources)
         for position in match.retries:
             verdicts[position] = None
         retries = set(match.retries)
@@ -379,7 +379,9 @@ class Lookups:
         block = self._primary.blocks_of(namespace).get(key)
         return (block is not None and block.ready) or self._below.holds(namespace, key)
 
-    def _record(self, owner: Owner, now: float, spans: tuple[Span, ...], first_miss: bytes | None) -> LookupRecord:
+    def _record(
+        self, owner: Owner, now: float, spans: tuple[OutcomeRun, ...], first_miss: bytes | None
+    ) -> LookupRecord:
         self.tally.count(owner.engine[0], spans)
         record = LookupRecord(now, bounded(spans), first_miss)
         self._journal.note_lookup(owner.engine, owner.request_id, record)

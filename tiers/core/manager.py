@@ -11,25 +11,25 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ..base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, TierFilter
 from ..errors import InvalidNamespace, UnknownSession
-from ..stats.counters import Tally
-from ..stats.eviction_history import History, names_for
-from ..stats.miss_ratio_curve import Curves
-from ..stats.request_log import Journal, RequestRecord
+from ..stats.counters import HitCounters
+from ..stats.eviction_history import EvictionHistory, names_for
+from ..stats.miss_ratio_curve import MissRatioCurves
+from ..stats.request_log import RequestLog, RequestRecord
 from ..stats.snapshots import ManagerStats, NamespaceStats
 from ..types import DurableStatus, JobId, LeaseId, NamespaceSpec, Negotiation, Session, StoreAnswer, StoreId
-from .bulk_eviction import Clearing, Wanted
+from .bulk_eviction import EvictionRequest, EvictionTask
 from .commands import Command, LeaseSettled
-from .completions import Arrivals, Durability
-from .cpu_tier import PrimaryTier
+from .completions import CompletionHandler, Durability
+from .cpu_tier import CpuTier
 from .figures import Figures
-from .handoffs import HandoffNotes, Handoffs
+from .handoffs import HandoffHandler, HandoffLog
 from .leases import Lease, LookupAnswer
-from .lookups import Lookups
+from .lookups import LookupHandler
 from .requests import Request, RequestTable
-from .settings import CPU_TIER, Keeping
-from .sliced_work import Slices
-from .stores import Store, Stores
-from .transfers import TierFlow
+from .settings import CPU_TIER, TierSettings
+from .sliced_work import IncrementalWork
+from .stores import Store, StoreHandler
+from .transfers import TransferScheduler
 
 __all__ = ["CPU_TIER", "TierManager"]
 
@@ -47,7 +47,7 @@ class TierManager:
         *,
         max_queued_bytes: int | None = None,
         first_id: int = 1,
-        keeping: Keeping | None = None,
+        keeping: TierSettings | None = None,
         now: float = 0.0,
     ) -> None:
         """Recovers what the tiers kept from an earlier life.
@@ -65,17 +65,17 @@ class TierManager:
         Raises:
             ValueError: `keeping` contradicts itself, or names a tier or a policy that does not exist.
         """
-        keeping = keeping or Keeping()
+        keeping = keeping or TierSettings()
         keeping.check({CPU_TIER, *(tier.name for tier in tiers)})
         self._commands: list[Command] = []
         self._now = now
         self._sessions: dict[bytes, Session] = {}
         self._namespaces: set[NamespaceId] = set()
-        self._history = History(names_for(region_bytes))
-        self._journal = Journal()
+        self._history = EvictionHistory(names_for(region_bytes))
+        self._journal = RequestLog()
         lines = keeping.lines(CPU_TIER, region_bytes, now)
-        self._primary = PrimaryTier(extent_bytes, lines, self._history.left_together, keeping.spare_part)
-        self._flow = TierFlow(
+        self._primary = CpuTier(extent_bytes, lines, self._history.left_together, keeping.spare_part)
+        self._flow = TransferScheduler(
             tiers,
             keeping,
             now,
@@ -86,13 +86,17 @@ class TierManager:
         )
         self._requests = RequestTable(self._tell_tiers)
         sizes = [region_bytes, *(tier.capacity_bytes for tier in tiers)]
-        self._curves = Curves(sizes, self._position_of) if keeping.estimates else None
-        tally = Tally(len(tiers), {tenant.tag: tenant.name for tenant in keeping.tenants})
-        self._lookups = Lookups(self._primary, self._flow, self._history, self._journal, tally, first_id, self._curves)
-        notes = HandoffNotes(self._journal, self._history)
-        self.handoffs = Handoffs(self._primary, self._lookups, keeping, region_bytes, self._commands.append, notes)
+        self._curves = MissRatioCurves(sizes, self._position_of) if keeping.estimates else None
+        tally = HitCounters(len(tiers), {tenant.tag: tenant.name for tenant in keeping.tenants})
+        self._lookups = LookupHandler(
+            self._primary, self._flow, self._history, self._journal, tally, first_id, self._curves
+        )
+        notes = HandoffLog(self._journal, self._history)
+        self.handoffs = HandoffHandler(
+            self._primary, self._lookups, keeping, region_bytes, self._commands.append, notes
+        )
         """Requests that are held for another engine."""
-        self._arrivals = Arrivals(
+        self._arrivals = CompletionHandler(
             self._primary,
             self._flow,
             self._requests,
@@ -101,11 +105,11 @@ class TierManager:
             self._history,
             self._commands.append,
         )
-        self._stores = Stores(
+        self._stores = StoreHandler(
             self._primary, self._flow, self._requests, self._history, self._arrivals.settle, first_id, self._curves
         )
         self._durability = Durability(self._primary, self._flow)
-        self._slices = Slices(self._primary, self._flow, self._lookups.leases, self._commands.append)
+        self._slices = IncrementalWork(self._primary, self._flow, self._lookups.leases, self._commands.append)
         self._figures = Figures(
             region_bytes, self._primary, self._flow, self._lookups, self._stores, self.handoffs, self._curves
         )
@@ -396,7 +400,7 @@ class TierManager:
         """Returns for how many blocks a reset of a session's namespace still waits."""
         return self._primary.retiring(session.namespace.id)
 
-    def evict(self, wanted: Wanted) -> Clearing:
+    def evict(self, wanted: EvictionRequest) -> EvictionTask:
         """Begins to evict what somebody wants gone, or to count it; it goes in slices, and one such wish after another.
 
         Returns:
@@ -434,7 +438,7 @@ class TierManager:
         return self._figures.stats(self._now, sessions=len(self._sessions), namespaces=len(self._namespaces))
 
     def namespace_stats(self) -> list[NamespaceStats]:
-        """Returns the figures of each namespace, so many at most as a `Tally` tells apart. Takes longer than `stats`."""
+        """Returns the figures of each namespace, so many at most as a `HitCounters` tells apart. Takes longer than `stats`."""
         return self._figures.namespace_stats()
 
     def _position_of(self, namespace: NamespaceId, key: bytes) -> int | None:

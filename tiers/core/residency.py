@@ -8,21 +8,23 @@ from ..base import NamespaceId, TierFilter
 from ..errors import InvalidItem
 from ..types import JobId
 from .commands import Command, LookupInTier
-from .secondary import Lane, Name, Presence
+from .secondary import Name, Presence, SecondaryTierState
 
-__all__ = ["Whereabouts"]
+__all__ = ["ResidencyIndex"]
 
 
-class Whereabouts:
+class ResidencyIndex:
     """Looks for blocks in the tiers below the CPU tier, in lookup order. Moves none of them."""
 
-    def __init__(self, lanes: Sequence[Lane], new_id: Callable[[], JobId], command: Callable[[Command], None]) -> None:
+    def __init__(
+        self, lanes: Sequence[SecondaryTierState], new_id: Callable[[], JobId], command: Callable[[Command], None]
+    ) -> None:
         """`new_id` names questions, which are told from jobs by their ids."""
         self.has_shared_tiers = any(lane.tier.shared for lane in lanes)
         self._lanes = lanes
         self._new_id = new_id
         self._command = command
-        self._lookups: dict[JobId, tuple[Lane, Sequence[Name]]] = {}
+        self._lookups: dict[JobId, tuple[SecondaryTierState, Sequence[Name]]] = {}
 
     def excluded(self, tiers: TierFilter) -> frozenset[int]:
         """Returns the positions of the tiers that a lookup leaves out.
@@ -38,7 +40,9 @@ class Whereabouts:
             raise InvalidItem(f"there is no tier {min(unknown)!r} that could be left out; there are {names}")
         return frozenset(lane.index for lane in self._lanes if lane.matches(tiers))
 
-    def find(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> tuple[Lane | None, Presence]:
+    def find(
+        self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()
+    ) -> tuple[SecondaryTierState | None, Presence]:
         """Returns the first tier that can load this block, or why there is none; counts the misses of those before."""
         presence = Presence.ABSENT
         for lane in self._lanes:

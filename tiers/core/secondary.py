@@ -10,14 +10,14 @@ from operator import attrgetter
 
 from ..base import NamespaceId, SecondaryTier, TierFilter
 from ..eviction.admission import Admission
-from ..eviction.queues import Lines
-from ..stats.eviction_history import Left
+from ..eviction.queues import EvictionQueues
+from ..stats.eviction_history import OnEvicted
 from ..stats.snapshots import TierStats
 from .block import Block
 from .catalog import Catalog, CatalogEntry, EntryState, UsedElsewhere
 from .requests import Request
 
-__all__ = ["Lane", "Name", "Presence", "Questions"]
+__all__ = ["Name", "Presence", "PresenceCache", "SecondaryTierState"]
 
 
 Name = tuple[NamespaceId, bytes]
@@ -30,7 +30,7 @@ VALID_SECONDS = 10.0
 MOST_ANSWERS = 1 << 16
 
 
-class Questions:
+class PresenceCache:
     """Names that one tier was asked about, and what it said."""
 
     def __init__(self) -> None:
@@ -94,16 +94,16 @@ class Presence(enum.Enum):
     """It is there, and cannot be loaded now: the tier stands still, or is at work on a load of it that was given up."""
 
 
-class Lane:
+class SecondaryTierState:
     """A tier's catalog, its queue, its counters."""
 
     def __init__(
         self,
         index: int,
         tier: SecondaryTier,
-        lines: Lines[CatalogEntry],
+        lines: EvictionQueues[CatalogEntry],
         max_queued_bytes: int,
-        left: Left,
+        left: OnEvicted,
         admission: Callable[[], Admission] | None = None,
     ) -> None:
         self.index = index
@@ -123,7 +123,7 @@ class Lane:
         self.jobs = 0
         self.stalled = False
         """Whether the tier does not come back from its jobs: nothing is asked of it then."""
-        self.questions = Questions()
+        self.questions = PresenceCache()
         """What a shared tier was asked."""
         self.misses = 0
         """Keys that were asked of it and not found in it."""

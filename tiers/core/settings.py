@@ -8,16 +8,16 @@ from typing import Any
 
 from ..eviction import DEFAULT_POLICY, POLICIES
 from ..eviction.admission import ADMISSION, DEFAULT_ADMISSION, Admission
-from ..eviction.queues import Lines
-from ..eviction.quotas import Shares, Tenant
+from ..eviction.queues import EvictionQueues
+from ..eviction.quotas import Quotas, Tenant
 
-__all__ = ["CPU_TIER", "Keeping"]
+__all__ = ["CPU_TIER", "TierSettings"]
 
 CPU_TIER = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class TierSettings:
     """What is configured per name of a tier (the CPU tier is "cpu").
 
     Attributes:
@@ -60,8 +60,8 @@ class Keeping:
         """Returns what makes the admission filter of a tier; None where it takes in everything."""
         return ADMISSION[self.admission.get(tier, DEFAULT_ADMISSION)]
 
-    def lines(self, tier: str, capacity_bytes: int, now: float) -> Lines[Any]:
+    def lines(self, tier: str, capacity_bytes: int, now: float) -> EvictionQueues[Any]:
         """Returns the empty lines of a tier. Raises `ValueError` where its quotas are more than it has."""
-        shares = Shares(tier, capacity_bytes, self.tenants, retained_part=self.retained_part)
+        shares = Quotas(tier, capacity_bytes, self.tenants, retained_part=self.retained_part)
         policy = POLICIES[self.eviction.get(tier, DEFAULT_POLICY)]
-        return Lines(shares, policy, ttl=self.ttl.get(tier), now=now)
+        return EvictionQueues(shares, policy, ttl=self.ttl.get(tier), now=now)

@@ -1,6 +1,6 @@
 """What is too much to be done at once goes in slices, and other events have their turn between them.
 
-A slice that leaves something asks for the next one by a command, `WorkLeft`; there is never more than one of it on its way.
+A slice that leaves something asks for the next one by a command, `ContinueWork`; there is never more than one of it on its way.
 """
 
 from __future__ import annotations
@@ -9,36 +9,36 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from .bulk_eviction import Clearing, Stock, Wanted
-from .commands import Command, WorkLeft
-from .cpu_tier import PrimaryTier
+from .bulk_eviction import EvictionRequest, EvictionSource, EvictionTask
+from .commands import Command, ContinueWork
+from .cpu_tier import CpuTier
 from .leases import LeaseTable
-from .transfers import TierFlow
+from .transfers import TransferScheduler
 
-__all__ = ["Slices"]
+__all__ = ["IncrementalWork"]
 
 
-class Slices:
+class IncrementalWork:
     """Resets, leases of fallen sessions, what expires, and evictions on demand, as far as they are not done yet."""
 
     def __init__(
-        self, primary: PrimaryTier, flow: TierFlow, leases: LeaseTable, command: Callable[[Command], None]
+        self, primary: CpuTier, flow: TransferScheduler, leases: LeaseTable, command: Callable[[Command], None]
     ) -> None:
         self._primary = primary
         self._flow = flow
         self._leases = leases
         self._command = command
-        self._clearings: deque[Clearing] = deque()
+        self._clearings: deque[EvictionTask] = deque()
         self._asked_for = False
 
     def ask(self, left: bool) -> None:  # noqa: FBT001 - what a slice returns
         """Asks for the next slice, if there is something left to be done in it."""
         if left and not self._asked_for:
             self._asked_for = True
-            self._command(WorkLeft())
+            self._command(ContinueWork())
 
     def work(self, now: float) -> None:
-        """Does the next slice of everything. Called once for each `WorkLeft`.
+        """Does the next slice of everything. Called once for each `ContinueWork`.
 
         Where some of it raises, the rest is done all the same, and what is left is asked for again: not what was begun by the part
         that raised, nor an eviction on demand, which ends. What it raised is raised then.
@@ -63,10 +63,10 @@ class Slices:
         """Begins to drop the blocks that were not used for too long."""
         self.ask(self._drop_expired(now))
 
-    def evict(self, wanted: Wanted, now: float) -> Clearing:
+    def evict(self, wanted: EvictionRequest, now: float) -> EvictionTask:
         """Begins to evict what somebody wants gone, behind what others want gone."""
-        stocks: list[Stock] = [self._primary, *self._flow.stocks(self._primary.used_at)]
-        clearing = Clearing(wanted, stocks, now)
+        stocks: list[EvictionSource] = [self._primary, *self._flow.stocks(self._primary.used_at)]
+        clearing = EvictionTask(wanted, stocks, now)
         self._clearings.append(clearing)
         self.ask(True)
         return clearing

@@ -11,27 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from ..eviction.queues import Line, Lines
-from ..eviction.quotas import Share, choose
+from ..eviction.queues import EvictionQueue, EvictionQueues
+from ..eviction.quotas import TenantShare, pick_victims
 from .block import Block
 from .slot_allocator import Extent, SlotAllocator
 
-__all__ = ["RegionRoom"]
+__all__ = ["SlotReclaimer"]
 
 _EXTENT_CANDIDATES = 256
 """Victims of another class that are looked at for an extent that can be taken over."""
 
 
-class RegionRoom:
+class SlotReclaimer:
     """Chooses blocks to evict; evicts none itself."""
 
-    def __init__(self, memory: SlotAllocator, lines: Lines[Block], owners: Mapping[int, Block]) -> None:
+    def __init__(self, memory: SlotAllocator, lines: EvictionQueues[Block], owners: Mapping[int, Block]) -> None:
         """`owners` says which block has the slot at an offset."""
         self._memory = memory
         self._lines = lines
         self._owners = owners
 
-    def victims(self, share: Share, slot_bytes: int, count: int) -> list[Block]:
+    def victims(self, share: TenantShare, slot_bytes: int, count: int) -> list[Block]:
         """Returns blocks that free some of so many slots for a share, or an extent; none if nothing can be had now."""
         within = (share.quota - share.used) // slot_bytes
         if within > 0:
@@ -45,28 +45,28 @@ class RegionRoom:
             return chosen  # there is no other class to take an extent from
         return self._idle_extent(share, slot_bytes, self._oldest(share, slot_bytes) if chosen else None) or chosen
 
-    def own_victims(self, share: Share, slot_bytes: int, nbytes: int) -> list[Block]:
+    def own_victims(self, share: TenantShare, slot_bytes: int, nbytes: int) -> list[Block]:
         """Returns blocks of a share that free so many bytes, if that can be had, those of one size class first."""
         mine = [line for line in self._lines.all() if line.share is share]
         mine.sort(key=lambda line: line.size_class != slot_bytes)
         line = chain.from_iterable(map(_evictable, mine))
-        return choose(share, nbytes, [(share, line)], _freed_bytes)
+        return pick_victims(share, nbytes, [(share, line)], _freed_bytes)
 
-    def _chosen(self, share: Share, slot_bytes: int, count: int, *, with_own: bool = True) -> list[Block]:
+    def _chosen(self, share: TenantShare, slot_bytes: int, count: int, *, with_own: bool = True) -> list[Block]:
         lines = [line for line in self._donors(share, slot_bytes) if with_own or line.share is not share]
-        return choose(share, count * slot_bytes, [(line.share, _evictable(line)) for line in lines], _freed_bytes)
+        return pick_victims(share, count * slot_bytes, [(line.share, _evictable(line)) for line in lines], _freed_bytes)
 
-    def _donors(self, share: Share, slot_bytes: int) -> Iterator[Line[Block]]:
+    def _donors(self, share: TenantShare, slot_bytes: int) -> Iterator[EvictionQueue[Block]]:
         """Yields the lines of a class from which blocks may go for a share."""
         return (line for line in self._lines.of_class(slot_bytes) if line.share is share or line.share.excess > 0)
 
-    def _oldest(self, share: Share, slot_bytes: int) -> int | None:
+    def _oldest(self, share: TenantShare, slot_bytes: int) -> int | None:
         """Returns the last use of the block of a class that has been idle the longest, of those that may go."""
         oldest = [line.policy.oldest() for line in self._donors(share, slot_bytes)]
         return min((block.last_use for block in oldest if block is not None), default=None)
 
     def _idle_extent(
-        self, share: Share, slot_bytes: int, than: int | None, *, with_own: bool = True
+        self, share: TenantShare, slot_bytes: int, than: int | None, *, with_own: bool = True
     ) -> list[Block] | None:
         """Returns the blocks of another class' extent that may be taken over, or None.
 
@@ -75,7 +75,7 @@ class RegionRoom:
         """
         if slot_bytes > self._memory.extent_bytes:
             return None
-        others: list[tuple[int, int, Block, Line[Block]]] = []
+        others: list[tuple[int, int, Block, EvictionQueue[Block]]] = []
         for number, line in enumerate(self._lines.all()):
             if line.size_class == slot_bytes or not (with_own if line.share is share else line.share.excess > 0):
                 continue
@@ -91,7 +91,7 @@ class RegionRoom:
                     return blocks
         return None
 
-    def _blocks_of_extent(self, block: Block, share: Share, blocked: set[int]) -> list[Block] | None:
+    def _blocks_of_extent(self, block: Block, share: TenantShare, blocked: set[int]) -> list[Block] | None:
         """Returns all blocks of an extent that a block lies in, if all can be evicted; notes extents where that is not so."""
         for offset in block.slots:
             if offset is None:
@@ -116,7 +116,7 @@ class RegionRoom:
         return list(blocks)
 
 
-def _evictable(line: Line[Block]) -> Iterator[Block]:
+def _evictable(line: EvictionQueue[Block]) -> Iterator[Block]:
     return (block for block in line.policy.victims() if block.pins == 0)
 
 
@@ -124,9 +124,9 @@ def _freed_bytes(block: Block) -> int:
     return block.line.size_class * (len(block.slots) - block.slots.count(None))
 
 
-def _may_all_go(blocks: Sequence[Block], taker: Share) -> bool:
+def _may_all_go(blocks: Sequence[Block], taker: TenantShare) -> bool:
     """Whether no share but the taker's would be left with less than its quota."""
-    freed: dict[Share, int] = {}
+    freed: dict[TenantShare, int] = {}
     for block in blocks:
         share = block.line.share
         freed[share] = freed.get(share, 0) + _freed_bytes(block)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidItem, NotOwner, StoreNotFound
-from ..stats.eviction_history import History
-from ..stats.miss_ratio_curve import Curves
+from ..stats.eviction_history import EvictionHistory
+from ..stats.miss_ratio_curve import MissRatioCurves
 from ..types import EngineKey, MissReason, Owner, Session, StoreAnswer, StoreId, StoreStatus
 from .block import Block
-from .cpu_tier import PrimaryTier
+from .cpu_tier import CpuTier
 from .requests import Request, RequestTable
-from .transfers import TierFlow
+from .transfers import TransferScheduler
 
-__all__ = ["Store", "StoreTable", "Stores"]
+__all__ = ["InFlightStores", "Store", "StoreHandler"]
 
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class _Quarantine:
 
 
 @dataclass(slots=True)
-class StoreTable:
+class InFlightStores:
     """The stores in flight, and the slots of those that ended before their writers did.
 
     A writer is a connection that keeps the region mapped (`Region` in the wire contract). A slot is given
@@ -142,21 +142,21 @@ class StoreTable:
             self.release_slots(self._quarantine.pop(store_id).offsets)
 
 
-class Stores:
+class StoreHandler:
     """Grants slots to writers, and takes in what they wrote."""
 
     def __init__(
         self,
-        primary: PrimaryTier,
-        flow: TierFlow,
+        primary: CpuTier,
+        flow: TransferScheduler,
         requests: RequestTable,
-        history: History,
+        history: EvictionHistory,
         settle: Callable[[Sequence[Block]], None],
         first_id: int,
-        curves: Curves | None = None,
+        curves: MissRatioCurves | None = None,
     ) -> None:
         """`settle` is told of blocks that may not be pending any more."""
-        self.table = StoreTable(primary.release, first_id)
+        self.table = InFlightStores(primary.release, first_id)
         self._primary = primary
         self._flow = flow
         self._requests = requests
@@ -213,7 +213,7 @@ class Stores:
         return StoreAnswer(store.id, bytes(statuses), slots, not_retained)
 
     def complete(self, session: Session, store_id: StoreId, failed: Collection[int] = ()) -> None:
-        """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `StoreTable.get`.
+        """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `InFlightStores.get`.
 
         Raises:
             InvalidItem: `failed` names a block that was not granted; the store goes on.

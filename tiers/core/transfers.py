@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ..base import Outcome, SecondaryTier
-from ..stats.eviction_history import History
+from ..stats.eviction_history import EvictionHistory
 from ..types import JobId, MissReason
 from .block import Block
-from .bulk_eviction import LaneStock
+from .bulk_eviction import SecondaryTierSource
 from .catalog import CatalogEntry, EntryState, UsedElsewhere
 from .commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
 from .requests import Request
-from .residency import Whereabouts
-from .secondary import Lane, Name
-from .settings import Keeping
+from .residency import ResidencyIndex
+from .secondary import Name, SecondaryTierState
+from .settings import TierSettings
 
-__all__ = ["Finished", "JobKind", "StallChange", "TierFlow"]
+__all__ = ["FinishedJob", "JobKind", "StallChange", "TransferScheduler"]
 
 JOB_BYTES = 32 << 20
 """How much one job moves at most: enough for transactions to pay off, little enough for results to come in time."""
@@ -37,14 +37,14 @@ class JobKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    lane: Lane
+    lane: SecondaryTierState
     kind: JobKind
     blocks: Sequence[Block]
     entries: Sequence[CatalogEntry]
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedJob:
     """What became of a job: which of its blocks succeeded, and the requests that it was owed to."""
 
     kind: JobKind
@@ -67,18 +67,18 @@ class StallChange:
     paid: list[Request] = field(default_factory=list)
 
 
-class TierFlow:
+class TransferScheduler:
     """Plans jobs for the secondary tiers and takes in their results."""
 
     def __init__(
         self,
         tiers: Sequence[SecondaryTier],
-        keeping: Keeping,
+        keeping: TierSettings,
         now: float,
         max_queued_bytes: int,
         unpin: Callable[[Iterable[Block]], None],
         command: Callable[[Command], None],
-        history: History,
+        history: EvictionHistory,
     ) -> None:
         """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored.
 
@@ -86,7 +86,7 @@ class TierFlow:
             ValueError: `keeping` does not fit what a tier can hold.
         """
         self.lanes = [
-            Lane(
+            SecondaryTierState(
                 number,
                 tier,
                 keeping.lines(tier.name, tier.capacity_bytes, now),
@@ -102,7 +102,7 @@ class TierFlow:
         self._command = command
         self._jobs: dict[JobId, _Job] = {}
         self._last_id = 0
-        self.whereabouts = Whereabouts(self.lanes, self._next_id, command)
+        self.whereabouts = ResidencyIndex(self.lanes, self._next_id, command)
         """Which of the tiers has a block."""
 
     def recover(self) -> None:
@@ -111,9 +111,9 @@ class TierFlow:
             lane.doomed += lane.catalog.recover(lane.tier.entries())
             self._advance(lane)
 
-    def stocks(self, used_in_cpu: UsedElsewhere) -> list[LaneStock]:
+    def stocks(self, used_in_cpu: UsedElsewhere) -> list[SecondaryTierSource]:
         """Returns what the tiers hold, in lookup order, to be parted with."""
-        return [LaneStock(lane, used_in_cpu, self._advance) for lane in self.lanes]
+        return [SecondaryTierSource(lane, used_in_cpu, self._advance) for lane in self.lanes]
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> bool:
         """Lets time pass in the tiers; returns whether the time of more blocks is over than were looked at."""
@@ -183,7 +183,7 @@ class TierFlow:
             lane.use(blocks, request.user)
             self._advance(lane)
 
-    def promote(self, found: Sequence[tuple[Lane, Block]], user: Hashable) -> None:
+    def promote(self, found: Sequence[tuple[SecondaryTierState, Block]], user: Hashable) -> None:
         """Loads blocks whose slots are reserved, one batch after another per tier (B3.16)."""
         for lane in self.lanes:
             blocks = [block for where, block in found if where is lane]
@@ -208,7 +208,7 @@ class TierFlow:
         for lane in self.lanes:
             lane.catalog.finish(user)
 
-    def finish(self, job_id: JobId, outcomes: Sequence[Outcome]) -> Finished | None:
+    def finish(self, job_id: JobId, outcomes: Sequence[Outcome]) -> FinishedJob | None:
         """Takes in a job's result; returns what became of it, or None for a job that is not known.
 
         The pins of a load's blocks are the caller's from here on; those of a store are dropped.
@@ -235,7 +235,7 @@ class TierFlow:
         if job.kind is JobKind.STORE:
             job.lane.storing = False
         self._advance(job.lane)
-        return Finished(job.kind, results, paid)
+        return FinishedJob(job.kind, results, paid)
 
     def lost(self, tier: int, names: Iterable[Name]) -> None:
         """Forgets blocks that a tier has put out of use because they are damaged.
@@ -293,7 +293,7 @@ class TierFlow:
             lane.use([block], None)
         self._advance(lane)
 
-    def _let_go(self, lane: Lane) -> list[Request]:
+    def _let_go(self, lane: SecondaryTierState) -> list[Request]:
         """Lets go of what waits for a tier; returns the requests that it was owed to."""
         paid: list[Request] = []
         for block in lane.queue:
@@ -308,7 +308,7 @@ class TierFlow:
             paid += self._pay(lane, name, stored=False)
         return paid
 
-    def _finish_store(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
+    def _finish_store(self, lane: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         lane.queued_bytes -= entry.nbytes
         if outcome is Outcome.DONE:
             entry.state = EntryState.HELD
@@ -323,7 +323,7 @@ class TierFlow:
                 lane.doomed += lane.catalog.make_room(entry.namespace, entry.nbytes)
         self._unpin([block])
 
-    def _finish_load(self, lane: Lane, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
+    def _finish_load(self, lane: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1
         lane.catalog.recount(entry)
         if entry.state is EntryState.LOST:
@@ -339,7 +339,7 @@ class TierFlow:
             if lane.catalog.get(block.namespace, block.key) is entry:
                 lane.catalog.drop(entry)
 
-    def _enqueue(self, lane: Lane, block: Block, limit: int | None) -> bool:
+    def _enqueue(self, lane: SecondaryTierState, block: Block, limit: int | None) -> bool:
         """Lets a block wait for a tier, unless more than `limit` bytes would, or it has no room or stalls; returns whether."""
         if lane.stalled or (limit is not None and lane.queued_bytes + block.nbytes > limit):
             return False
@@ -352,7 +352,7 @@ class TierFlow:
         lane.queue.append(block)
         return True
 
-    def _pay(self, lane: Lane, name: Name, *, stored: bool) -> list[Request]:
+    def _pay(self, lane: SecondaryTierState, name: Name, *, stored: bool) -> list[Request]:
         """Takes a block off the account of the requests that a tier owed it to."""
         requests = lane.owed.pop(name, [])
         for request in requests:
@@ -360,7 +360,7 @@ class TierFlow:
             request.incomplete += not stored
         return requests
 
-    def _advance(self, lane: Lane) -> None:
+    def _advance(self, lane: SecondaryTierState) -> None:
         """Starts the next store of a tier, unless one runs: so what comes in meanwhile goes out in one batch."""
         if lane.storing or lane.stalled:
             return
@@ -373,7 +373,7 @@ class TierFlow:
             lane.storing = True
             self._begin(lane, JobKind.STORE, batch)
 
-    def _begin(self, lane: Lane, kind: JobKind, blocks: Sequence[Block]) -> _Job:
+    def _begin(self, lane: SecondaryTierState, kind: JobKind, blocks: Sequence[Block]) -> _Job:
         job_id = self._next_id()
         entries = [lane.entry_of(block) for block in blocks]
         job = self._jobs[job_id] = _Job(lane, kind, blocks, entries)

@@ -9,7 +9,7 @@ from ..base import NamespaceId
 from ..lmdb.format import NAMESPACE_BYTES, DamagedRecordError
 from ..storage.checksum import block_checksum
 from ..storage.fsck import Finding, Slice
-from .format import PAGE_BYTES, Piece, Record, pages_for, pieces
+from .format import PAGE_BYTES, PagePiece, SlabRecord, pages_for, pieces
 from .store import DiskStore
 
 __all__ = ["check_slice"]
@@ -23,14 +23,14 @@ def check_slice(store: DiskStore, after: bytes, *, repair: bool) -> Slice:
     names = store.index.names_after(after, SLICE_BLOCKS)
     slice_names: list[bytes] = []
     suspects: list[tuple[bytes, bytes, int, str]] = []
-    whole: list[tuple[bytes, bytes, Record]] = []
+    whole: list[tuple[bytes, bytes, SlabRecord]] = []
     nbytes = 0
     for name, packed in zip(names, store.index.get(names), strict=True):
         slice_names.append(name)
         if packed is None:
             continue
         try:
-            record = Record.unpack(name, packed)
+            record = SlabRecord.unpack(name, packed)
         except DamagedRecordError:
             suspects.append((name, packed, 0, "its index record is damaged"))
             continue
@@ -47,7 +47,7 @@ def check_slice(store: DiskStore, after: bytes, *, repair: bool) -> Slice:
     return Slice(None if at_end else slice_names[-1], len(slice_names), nbytes, tuple(findings))
 
 
-def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, Record]]) -> Iterator[tuple[bytes, bytes, int, str]]:
+def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, SlabRecord]]) -> Iterator[tuple[bytes, bytes, int, str]]:
     """Reads blocks and yields those that are not what was stored, and why."""
     if not blocks:
         return
@@ -68,7 +68,7 @@ def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, Record]]) -> Iter
             yield name, packed, record.nbytes, "its bytes are not those that were stored"
 
 
-def _read(store: DiskStore, moves: list[list[Piece]]) -> dict[int, OSError]:
+def _read(store: DiskStore, moves: list[list[PagePiece]]) -> dict[int, OSError]:
     """Reads blocks, all at once if that goes well; returns the errors of those that cannot be read."""
     try:
         store.slabs.move([piece for block in moves for piece in block], write=False)

@@ -8,7 +8,7 @@ no run is long enough, in several. The index is an LMDB environment beside the s
 |---|---|---|
 | `meta` | `b"disk format"` | the format version, u32 |
 | `meta` | `b"slab pages"` | pages per slab, u64 |
-| `blocks` | namespace (16 bytes) + block key | a `Record` |
+| `blocks` | namespace (16 bytes) + block key | a `SlabRecord` |
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import xxhash
 from ..lmdb.environment import Layout
 from ..lmdb.format import DamagedRecordError
 
-__all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "Piece", "Record", "Run", "pages_for", "pieces"]
+__all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "PagePiece", "PageRun", "SlabRecord", "pages_for", "pieces"]
 
 PAGE_BYTES = 4096
 """What direct I/O is done in: no disk wants more."""
@@ -36,7 +36,7 @@ _CHECK = struct.Struct("<Q")
 _MAX_FIELDS = 1 << 20
 
 
-class Run(NamedTuple):
+class PageRun(NamedTuple):
     """Pages that follow one another in one slab."""
 
     start: int
@@ -48,14 +48,14 @@ class Run(NamedTuple):
         return self.start + self.pages
 
 
-class Piece(NamedTuple):
+class PagePiece(NamedTuple):
     """Bytes in memory and the page that they begin at. Only the last of their pages may be used in part."""
 
     page: int
     view: memoryview
 
 
-class Record(NamedTuple):
+class SlabRecord(NamedTuple):
     """The index record of a block, with a checksum of itself: a damaged one is known before it is used."""
 
     number: int
@@ -63,7 +63,7 @@ class Record(NamedTuple):
     checksum: int
     sizes: tuple[int, ...]
     """Bytes of each part."""
-    runs: tuple[Run, ...]
+    runs: tuple[PageRun, ...]
     """Where the parts are."""
 
     @property
@@ -79,7 +79,7 @@ class Record(NamedTuple):
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(name + body))
 
     @classmethod
-    def unpack(cls, name: bytes, value: bytes) -> Record:
+    def unpack(cls, name: bytes, value: bytes) -> SlabRecord:
         """Reads what `pack` wrote under the same name; anything else raises `DamagedRecordError`."""
         count, rest = divmod(len(value) - _HEAD.size - _CHECK.size, 8)
         if not 0 <= count <= _MAX_FIELDS or rest:
@@ -91,7 +91,7 @@ class Record(NamedTuple):
             raise DamagedRecordError
         fields = _fields(count).unpack_from(value, _HEAD.size)
         sizes = fields[:parts]
-        record = cls(number, checksum, sizes, tuple(map(Run, fields[parts::2], fields[parts + 1 :: 2])))
+        record = cls(number, checksum, sizes, tuple(map(PageRun, fields[parts::2], fields[parts + 1 :: 2])))
         if pages_for(sizes) != sum(fields[parts + 1 :: 2]):
             raise DamagedRecordError
         return record
@@ -110,16 +110,16 @@ def pages_for(sizes: Sequence[int]) -> int:
     return pages
 
 
-def pieces(runs: Sequence[Run], parts: Sequence[memoryview]) -> Iterator[Piece]:
+def pieces(runs: Sequence[PageRun], parts: Sequence[memoryview]) -> Iterator[PagePiece]:
     """Yields the bytes of a block's parts together with where they are in the slabs, in order."""
     left = iter(runs)
-    page, room = next(left, Run(0, 0))
+    page, room = next(left, PageRun(0, 0))
     for part in parts:
         start = 0
         while start < part.nbytes:
             if not room:
                 page, room = next(left)
             stop = min(part.nbytes, start + room * PAGE_BYTES)
-            yield Piece(page, part[start:stop])
+            yield PagePiece(page, part[start:stop])
             pages = -(-(stop - start) // PAGE_BYTES)
             page, room, start = page + pages, room - pages, stop

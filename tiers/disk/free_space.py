@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
-from .format import Run
+from .format import PageRun
 
 __all__ = ["Space"]
 
@@ -30,7 +30,7 @@ class Space:
         self._lengths: list[int] = []
         """The keys of `_by_length`, sorted."""
 
-    def take(self, pages: int) -> Run | None:
+    def take(self, pages: int) -> PageRun | None:
         """Takes the first pages of the shortest run that is long enough."""
         at = bisect_left(self._lengths, pages)
         if at == len(self._lengths):
@@ -38,11 +38,11 @@ class Space:
         start = next(iter(self._by_length[self._lengths[at]]))
         return self._take_from(start, pages)
 
-    def gather(self, pages: int) -> list[Run] | None:
+    def gather(self, pages: int) -> list[PageRun] | None:
         """Takes pages from as few runs as can be, or nothing if there are not enough."""
         if pages > self.free_pages:
             return None
-        taken: list[Run] = []
+        taken: list[PageRun] = []
         while pages:
             longest = self._lengths[-1]
             # The last one has a best fit, as a rule.
@@ -54,7 +54,7 @@ class Space:
             pages -= run.pages
         return taken
 
-    def give_back(self, runs: Iterable[Run]) -> None:
+    def give_back(self, runs: Iterable[PageRun]) -> None:
         """Takes in free pages, which must not be free already."""
         for start, pages in runs:
             self.free_pages += pages
@@ -67,16 +67,16 @@ class Space:
                 end += length
             self._add(start, end - start)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[PageRun]:
         """Returns all free runs."""
-        return sorted(map(Run, self._starts.keys(), self._starts.values()))
+        return sorted(map(PageRun, self._starts.keys(), self._starts.values()))
 
-    def _take_from(self, start: int, pages: int) -> Run:
+    def _take_from(self, start: int, pages: int) -> PageRun:
         length = self._drop(start)
         if length > pages:
             self._add(start + pages, length - pages)
         self.free_pages -= pages
-        return Run(start, pages)
+        return PageRun(start, pages)
 
     def _add(self, start: int, pages: int) -> None:
         self._starts[start] = pages

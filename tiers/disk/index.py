@@ -9,7 +9,7 @@ import lmdb
 
 from ..lmdb.environment import Durability, open_environment
 from ..lmdb.format import DamagedRecordError
-from .format import DISK_STORE, SLAB_PAGES_KEY, Record
+from .format import DISK_STORE, SLAB_PAGES_KEY, SlabRecord
 
 __all__ = ["Index"]
 
@@ -58,7 +58,7 @@ class Index:
         with self._env.begin() as txn:
             return [txn.get(name, db=self._blocks) for name in names]
 
-    def put(self, records: Sequence[tuple[bytes, Record]]) -> list[Record]:
+    def put(self, records: Sequence[tuple[bytes, SlabRecord]]) -> list[SlabRecord]:
         """Adds blocks and returns the records that they replace. Raises `lmdb.Error`, and then nothing has changed."""
         packed = [(name, record.pack(name)) for name, record in records]
         try:
@@ -67,7 +67,7 @@ class Index:
             self._take_in_pages()
             return self._put(packed)
 
-    def remove(self, names: Sequence[bytes]) -> list[Record]:
+    def remove(self, names: Sequence[bytes]) -> list[SlabRecord]:
         """Removes blocks and returns their records. Raises `lmdb.Error`, and then nothing has changed."""
         try:
             return self._remove(names)
@@ -75,12 +75,12 @@ class Index:
             self._take_in_pages()
             return self._remove(names)
 
-    def scan(self) -> Iterator[tuple[bytes, Record | None]]:
+    def scan(self) -> Iterator[tuple[bytes, SlabRecord | None]]:
         """Yields all blocks, in the order of their names; None for a record that is damaged."""
         with self._env.begin() as txn:
             for name, packed in txn.cursor(db=self._blocks):
                 try:
-                    yield name, Record.unpack(name, packed)
+                    yield name, SlabRecord.unpack(name, packed)
                 except DamagedRecordError:
                     yield name, None
 
@@ -95,7 +95,7 @@ class Index:
                 more = cursor.next()
         return names
 
-    def _put(self, packed: Sequence[tuple[bytes, bytes]]) -> list[Record]:
+    def _put(self, packed: Sequence[tuple[bytes, bytes]]) -> list[SlabRecord]:
         replaced = []
         with self._env.begin(write=True) as txn:
             for name, record in packed:
@@ -105,7 +105,7 @@ class Index:
                 raise lmdb.MapFullError("the index is full")
         return replaced
 
-    def _remove(self, names: Sequence[bytes]) -> list[Record]:
+    def _remove(self, names: Sequence[bytes]) -> list[SlabRecord]:
         removed = []
         with self._env.begin(write=True) as txn:
             for name in names:
@@ -123,11 +123,11 @@ class Index:
         self._store.close()
 
 
-def _whole(name: bytes, packed: bytes | None) -> list[Record]:
+def _whole(name: bytes, packed: bytes | None) -> list[SlabRecord]:
     """Returns the record, unless there is none or it is damaged: the pages of that one are free at the next start."""
     if packed is None:
         return []
     try:
-        return [Record.unpack(name, packed)]
+        return [SlabRecord.unpack(name, packed)]
     except DamagedRecordError:
         return []

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..lmdb.environment import sync_directory
 from ..storage.buffers import address_of, copy_from, writable_address_of
-from .format import PAGE_BYTES, Piece, Run
+from .format import PAGE_BYTES, PagePiece, PageRun
 from .slab_file import SlabFile
 
 __all__ = ["Slabs"]
@@ -60,23 +60,23 @@ class Slabs:
         """Whether all files are read and written past the page cache."""
         return all(file.direct for file in self._files.values())
 
-    def holds(self, run: Run) -> bool:
+    def holds(self, run: PageRun) -> bool:
         """Whether all pages of a run are in one file, as it is now."""
         number, page = divmod(run.start, self._slab_pages)
         return run.pages > 0 and number in self._files and page + run.pages <= self._files[number].pages
 
-    def within(self, run: Run) -> bool:
+    def within(self, run: PageRun) -> bool:
         """Whether all pages of a run are within the bound."""
         return run.end <= self._pages
 
-    def extents(self) -> list[Run]:
+    def extents(self) -> list[PageRun]:
         """Returns the pages that there are in each file, in order."""
         runs = []
         for number, file in sorted(self._files.items()):
             start = number * self._slab_pages
             pages = min(file.pages, self._full_pages(number))
             if pages > 0:
-                runs.append(Run(start, pages))
+                runs.append(PageRun(start, pages))
         return runs
 
     def trim(self) -> None:
@@ -89,7 +89,7 @@ class Slabs:
             elif file.pages > full:
                 file.cut(full)
 
-    def grow(self, pages: int) -> Run | None:
+    def grow(self, pages: int) -> PageRun | None:
         """Gives a file more pages, so many at least, or as many as it may have; None if all have all. Raises `OSError`."""
         for number in range(-(-self._pages // self._slab_pages)):
             file = self._files.get(number)
@@ -99,10 +99,10 @@ class Slabs:
                     file = self._files[number] = SlabFile(self._directory / f"slab-{number:05d}", create=True)
                     sync_directory(self._directory)
                 grown = file.grow(pages, max(pages, GROW_BYTES // PAGE_BYTES), full)
-                return Run(number * self._slab_pages + have, grown)
+                return PageRun(number * self._slab_pages + have, grown)
         return None
 
-    def move(self, pieces: Iterable[Piece], *, write: bool, meanwhile: Callable[[], None] | None = None) -> None:
+    def move(self, pieces: Iterable[PagePiece], *, write: bool, meanwhile: Callable[[], None] | None = None) -> None:
         """Writes pieces to their pages, or fills them from there. Raises `OSError`; by then nothing is under way.
 
         `meanwhile` is called on this thread while others are at work.
@@ -138,7 +138,7 @@ class Slabs:
     def _full_pages(self, number: int) -> int:
         return min(self._slab_pages, self._pages - number * self._slab_pages)
 
-    def _calls(self, pieces: Iterable[Piece]) -> Iterator[list[_Move]]:
+    def _calls(self, pieces: Iterable[PagePiece]) -> Iterator[list[_Move]]:
         """Groups pieces that lie one behind the other in a file."""
         call: list[_Move] = []
         nbytes = bounced = end = 0
@@ -214,7 +214,7 @@ class _Move(NamedTuple):
         return -(-(self.view.nbytes - self.straight_bytes) // PAGE_BYTES) * PAGE_BYTES
 
 
-def _cut(piece: Piece) -> Iterator[_Move]:
+def _cut(piece: PagePiece) -> Iterator[_Move]:
     """Cuts what one call or the buffer has no room for."""
     page, view = piece
     aligned = address_of(view) % PAGE_BYTES == 0

@@ -21,7 +21,7 @@ from ..base import BlockBytes, TierOpenError
 from ..lmdb.environment import Durability
 from ..storage.batching import BATCH_BLOCKS
 from ..storage.checksum import block_checksum
-from .format import PAGE_BYTES, Record, Run, pages_for, pieces
+from .format import PAGE_BYTES, PageRun, SlabRecord, pages_for, pieces
 from .free_space import Space
 from .index import Index
 from .slabs import Slabs
@@ -35,7 +35,7 @@ class Recovered:
 
     blocks: list[tuple[int, bytes, int]]
     """Record number, name and bytes of each block, oldest first."""
-    free: list[Run]
+    free: list[PageRun]
     damaged: list[bytes]
     """Names whose records are damaged, or claim pages that a younger block has."""
     lost: list[bytes]
@@ -88,19 +88,19 @@ def _claimed_twice(claims: list[tuple[int, int, int, bytes]]) -> set[bytes]:
     return names
 
 
-def _between(used: list[tuple[int, int]], extents: list[Run]) -> list[Run]:
+def _between(used: list[tuple[int, int]], extents: list[PageRun]) -> list[PageRun]:
     """Returns the pages of the extents that nobody uses. Both are in order."""
-    free: list[Run] = []
+    free: list[PageRun] = []
     at = 0
     for extent in extents:
         page = extent.start
         while at < len(used) and used[at][0] < extent.end:
             start, end = used[at]
             if start > page:
-                free.append(Run(page, start - page))
+                free.append(PageRun(page, start - page))
             page, at = end, at + 1
         if page < extent.end:
-            free.append(Run(page, extent.end - page))
+            free.append(PageRun(page, extent.end - page))
     return free
 
 
@@ -176,14 +176,14 @@ class DiskStore:
         places = self._place(space, [pages_for([part.nbytes for part in block.parts]) for block in blocks])
         placed = [(block, tuple(runs)) for block, runs in zip(blocks, places, strict=True) if runs is not None]
         moves = [piece for block, runs in placed for piece in pieces(runs, block.parts)]
-        records: list[tuple[bytes, Record]] = []
+        records: list[tuple[bytes, SlabRecord]] = []
 
         def sum_up() -> None:
             for block, runs in placed:
                 self._number += 1
                 checksum = block_checksum(block.namespace, block.key, block.parts)
                 sizes = tuple(part.nbytes for part in block.parts)
-                records.append((block.namespace + block.key, Record(self._number, checksum, sizes, runs)))
+                records.append((block.namespace + block.key, SlabRecord(self._number, checksum, sizes, runs)))
 
         try:
             self.slabs.move(moves, write=True, meanwhile=sum_up)
@@ -235,22 +235,22 @@ class DiskStore:
         assert self._space is not None
         return self._space
 
-    def _free(self, space: Space, records: Sequence[Record]) -> None:
+    def _free(self, space: Space, records: Sequence[SlabRecord]) -> None:
         space.give_back(run for record in records for run in record.runs)
 
-    def _place(self, space: Space, wanted: list[int]) -> list[list[Run] | None]:
+    def _place(self, space: Space, wanted: list[int]) -> list[list[PageRun] | None]:
         """Takes pages for blocks: for all of them in one run if there is one, else for each as they can be had."""
         run = self._take(space, sum(wanted))
         if run is None:
             return [self._place_one(space, pages) for pages in wanted]
-        places: list[list[Run] | None] = []
+        places: list[list[PageRun] | None] = []
         start = run.start
         for pages in wanted:
-            places.append([Run(start, pages)])
+            places.append([PageRun(start, pages)])
             start += pages
         return places
 
-    def _place_one(self, space: Space, pages: int) -> list[Run] | None:
+    def _place_one(self, space: Space, pages: int) -> list[PageRun] | None:
         if run := self._take(space, pages):
             return [run]
         if pages > space.free_pages:
@@ -259,7 +259,7 @@ class DiskStore:
                 pass
         return space.gather(pages)
 
-    def _take(self, space: Space, pages: int) -> Run | None:
+    def _take(self, space: Space, pages: int) -> PageRun | None:
         run = space.take(pages)
         while run is None and pages <= self._slab_pages and self._grow(space, pages):
             run = space.take(pages)

@@ -16,9 +16,9 @@ from ..negotiation import vote
 from ..storage.batching import BATCH_BLOCKS, batches
 from ..storage.checksum import block_checksum
 from ..storage.fsck import Slice
-from ..storage.health import Troubles
+from ..storage.health import TierHealth
 from .check import check_slice
-from .format import Record, pieces
+from .format import SlabRecord, pieces
 from .store import FULL, DiskStore
 
 __all__ = ["DiskTier"]
@@ -53,7 +53,7 @@ class DiskTier(SecondaryTier):
         """
         self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
         super().__init__(name, int(self._store.payload_bytes * CAPACITY_SHARE))
-        self._troubles = Troubles(self)
+        self._troubles = TierHealth(self)
         self._troubles.note("open", self._store.index.warning)
 
     def on_new_request(self, request: RequestInfo) -> Vote:
@@ -100,7 +100,7 @@ class DiskTier(SecondaryTier):
         except lmdb.Error as error:
             self._troubles.note("load", f"cannot load: {error}")
             return [Outcome.FAILED] * len(blocks)
-        wanted: list[tuple[int, bytes, Record]] = []
+        wanted: list[tuple[int, bytes, SlabRecord]] = []
         for number, packed in zip(numbers, found, strict=True):
             if packed is not None:
                 if record := _record(blocks[number], packed):
@@ -152,7 +152,7 @@ class DiskTier(SecondaryTier):
             self._troubles.note("store", f"cannot store: {reason}")
         return [Outcome.DONE if done else Outcome.NO_SPACE for done in stored]
 
-    def _read(self, blocks: Sequence[BlockBytes], wanted: Sequence[tuple[int, bytes, Record]]) -> list[int]:
+    def _read(self, blocks: Sequence[BlockBytes], wanted: Sequence[tuple[int, bytes, SlabRecord]]) -> list[int]:
         """Reads blocks, all at once if that goes well, else each by itself; returns which cannot be read."""
         moves = [(number, list(pieces(record.runs, blocks[number].parts))) for number, _, record in wanted]
         try:
@@ -203,10 +203,10 @@ def _name(block: BlockBytes) -> bytes:
     return block.namespace + block.key
 
 
-def _record(block: BlockBytes, packed: bytes) -> Record | None:
+def _record(block: BlockBytes, packed: bytes) -> SlabRecord | None:
     """Returns the record of a block if it is whole and the block has the parts that are asked for."""
     try:
-        record = Record.unpack(_name(block), packed)
+        record = SlabRecord.unpack(_name(block), packed)
     except DamagedRecordError:
         return None
     return record if record.sizes == tuple(part.nbytes for part in block.parts) else None

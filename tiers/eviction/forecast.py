@@ -23,7 +23,7 @@ from typing import Generic
 from .open_requests import OpenRequests
 from .policy import T
 from .reuse_model import BIN_ENDS, BINS, Kind, ReuseModel
-from .runs import Cell, Run, Trail
+from .runs import BlockRun, RankBucket, RequestChain
 
 __all__ = ["Forecast"]
 
@@ -45,13 +45,13 @@ class Forecast(Generic[T]):
     def __init__(self) -> None:
         self._model = ReuseModel()
         self._unknown = self._model.kind()
-        self._requests = OpenRequests[Trail[T]](Trail, Trail.close)
+        self._requests = OpenRequests[RequestChain[T]](RequestChain, RequestChain.close)
         self._count = 0
-        self._ghosts: OrderedDict[Hashable, Run[T]] = OrderedDict()
-        self._cells: dict[tuple[Kind, int], Cell[T]] = {}
-        self._ranked: list[tuple[tuple[float, int], Cell[T]]] = []
+        self._ghosts: OrderedDict[Hashable, BlockRun[T]] = OrderedDict()
+        self._cells: dict[tuple[Kind, int], RankBucket[T]] = {}
+        self._ranked: list[tuple[tuple[float, int], RankBucket[T]]] = []
         """The cells that hold runs, by rank. Ranks differ, so cells are never compared."""
-        self._due: defaultdict[int, deque[tuple[int, Run[T]]]] = defaultdict(deque)
+        self._due: defaultdict[int, deque[tuple[int, BlockRun[T]]]] = defaultdict(deque)
         """Per bin the runs that came into it, in that order, by when they leave it; and entries that have been overtaken."""
         self._clock = 0
         self._next_round = _MIN_ROUND
@@ -61,7 +61,7 @@ class Forecast(Generic[T]):
         """Moves the items to the request's runs, and all of these to the young end."""
         trail = self._requests.of(request)
         pieces = self._pieces(items, trail)
-        reused: dict[Run[T], list[list[T]]] = {}
+        reused: dict[BlockRun[T], list[list[T]]] = {}
         for old, piece in pieces:
             if old is not None:
                 reused.setdefault(old, []).append(piece)
@@ -84,7 +84,7 @@ class Forecast(Generic[T]):
 
     def remove(self, item: T) -> None:
         """Takes an item out of its run; some leave ghosts, which tell when the chain comes back."""
-        run: Run[T] | None = item.place
+        run: BlockRun[T] | None = item.place
         if run is None:
             return
         item.place = None
@@ -119,12 +119,12 @@ class Forecast(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def _pieces(self, items: Sequence[T], trail: Trail[T]) -> list[tuple[Run[T] | None, list[T]]]:
+    def _pieces(self, items: Sequence[T], trail: RequestChain[T]) -> list[tuple[BlockRun[T] | None, list[T]]]:
         """Cuts items where their past differs, and leaves out those that this request used before."""
-        pieces: list[tuple[Run[T] | None, list[T]]] = []
+        pieces: list[tuple[BlockRun[T] | None, list[T]]] = []
         place = 0
         while place < len(items):
-            run: Run[T] | None = items[place].place
+            run: BlockRun[T] | None = items[place].place
             end = _end_if_whole(items, place, run)  # as it usually is, and nothing is to be looked up
             if not end:
                 end = place + 1
@@ -138,7 +138,9 @@ class Forecast(Generic[T]):
                 pieces.append((run, piece))
         return pieces
 
-    def _recognise(self, items: list[T], trail: Trail[T], pieces: list[tuple[Run[T] | None, list[T]]]) -> None:
+    def _recognise(
+        self, items: list[T], trail: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]
+    ) -> None:
         """Adds pieces for items that are not here; a ghost speaks for those before it as well."""
         names = [item.name for item in items] if self._ghosts else ()
         if self._ghosts.keys().isdisjoint(names):
@@ -161,7 +163,7 @@ class Forecast(Generic[T]):
         if piece:
             pieces.append((None, piece))
 
-    def _count_reuse(self, run: Run[T], pieces: list[list[T]]) -> None:
+    def _count_reuse(self, run: BlockRun[T], pieces: list[list[T]]) -> None:
         """Tells the model, and takes from a run at once what others take over: usually its head, in one piece."""
         self._grow_old(run)
         items = pieces[0] if len(pieces) == 1 else list(chain.from_iterable(pieces))
@@ -182,7 +184,7 @@ class Forecast(Generic[T]):
             self._place(run)
         self._bury(run)
 
-    def _follow(self, trail: Trail[T], pieces: list[tuple[Run[T] | None, list[T]]]) -> None:
+    def _follow(self, trail: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]) -> None:
         """Finds out how far the chain is known, and whether it goes on where an earlier request ended."""
         place = trail.length
         for old, piece in pieces:
@@ -192,7 +194,7 @@ class Forecast(Generic[T]):
                 goes_on = 1 < trail.known >= old.trail.length - 1
                 trail.turn = old.trail.turn + 1 if goes_on else 0
 
-    def _fold_end(self, trail: Trail[T]) -> None:
+    def _fold_end(self, trail: RequestChain[T]) -> None:
         """Makes the last block a block like any other: the request goes on."""
         end, trail.end = trail.end, None
         if end is None or not end.items or end.trail is not trail:
@@ -207,7 +209,7 @@ class Forecast(Generic[T]):
         end.items, end.alive = [], 0
         self._leave(end)
 
-    def _append(self, trail: Trail[T], old: Run[T] | None, piece: list[T], *, last: bool) -> None:
+    def _append(self, trail: RequestChain[T], old: BlockRun[T] | None, piece: list[T], *, last: bool) -> None:
         place = trail.length
         trail.length += len(piece)
         if old is not None and old.items == piece:
@@ -230,19 +232,19 @@ class Forecast(Generic[T]):
         if tail:
             trail.end = self._start(trail, tail, place + len(piece), 1)
 
-    def _start(self, trail: Trail[T], items: list[T], place: int, uses: int) -> Run[T]:
-        run = Run(trail, items, place, uses, self._unknown)
+    def _start(self, trail: RequestChain[T], items: list[T], place: int, uses: int) -> BlockRun[T]:
+        run = BlockRun(trail, items, place, uses, self._unknown)
         trail.runs.append(run)
         self._take_in(items, run)
         return run
 
-    def _take_in(self, items: Sequence[T], run: Run[T]) -> None:
+    def _take_in(self, items: Sequence[T], run: BlockRun[T]) -> None:
         """Puts items into a run, be they new or another one's."""
         for item in items:
             self._count += item.place is None
             item.place = run
 
-    def _renew(self, trail: Trail[T]) -> None:
+    def _renew(self, trail: RequestChain[T]) -> None:
         """Makes a request's runs young again, of the kind that they are by now."""
         trail.time = self._clock
         trail.runs = [run for run in trail.runs if run.alive and run.trail is trail]
@@ -251,7 +253,7 @@ class Forecast(Generic[T]):
             self._place(run)
             self._wait(run)
 
-    def _kind_of(self, run: Run[T]) -> Kind:
+    def _kind_of(self, run: BlockRun[T]) -> Kind:
         trail = run.trail
         if run is trail.end:
             return self._model.kind(("end", 0))
@@ -274,7 +276,7 @@ class Forecast(Generic[T]):
                 else:
                     run.kind.misses[-1] += run.alive
 
-    def _grow_old(self, run: Run[T]) -> None:
+    def _grow_old(self, run: BlockRun[T]) -> None:
         """Counts the bins that a run has come through without being used."""
         number, age = run.bin, self._clock - run.trail.time
         while age >= BIN_ENDS[number] and number + 1 < BINS:
@@ -301,39 +303,39 @@ class Forecast(Generic[T]):
                     self._strike(cell)
                     self._list(cell)
 
-    def _wait(self, run: Run[T]) -> None:
+    def _wait(self, run: BlockRun[T]) -> None:
         """Sees to it that a run leaves its bin; the first ones together, for what is so young need not be told apart."""
         due = run.trail.time + max(BIN_ENDS[run.bin], self._count // _AGES)
         if due != run.due:
             run.due = due
             self._due[run.bin].append((due, run))
 
-    def _place(self, run: Run[T]) -> None:
+    def _place(self, run: BlockRun[T]) -> None:
         """Puts a run into the cell of its kind and age, if it has items."""
         self._leave(run)
         if not run.items:
             return
         cell = self._cells.get((run.kind, run.bin))
         if cell is None:
-            cell = self._cells[run.kind, run.bin] = Cell(run.kind, run.bin, len(self._cells))
+            cell = self._cells[run.kind, run.bin] = RankBucket(run.kind, run.bin, len(self._cells))
         if not cell.runs:
             self._list(cell)
         cell.runs[run] = None
         run.cell = cell
 
-    def _leave(self, run: Run[T]) -> None:
+    def _leave(self, run: BlockRun[T]) -> None:
         cell, run.cell = run.cell, None
         if cell is not None:
             del cell.runs[run]
             if not cell.runs:
                 self._strike(cell)
 
-    def _list(self, cell: Cell[T]) -> None:
+    def _list(self, cell: RankBucket[T]) -> None:
         """Ranks a cell by what its blocks are worth now."""
         cell.rank = (cell.kind.worth[cell.bin], cell.rank[1])
         insort(self._ranked, (cell.rank, cell))
 
-    def _strike(self, cell: Cell[T]) -> None:
+    def _strike(self, cell: RankBucket[T]) -> None:
         """Takes a cell out of the ranking."""
         del self._ranked[bisect_left(self._ranked, (cell.rank,))]
 
@@ -343,13 +345,13 @@ class Forecast(Generic[T]):
             run.ghosts -= 1
             self._bury(run)
 
-    def _bury(self, run: Run[T]) -> None:
+    def _bury(self, run: BlockRun[T]) -> None:
         """Gives up a run of which nothing is left to be recognised by."""
         if not run.items and not run.ghosts:
             run.alive = 0
 
 
-def _end_if_whole(items: Sequence[T], place: int, run: Run[T] | None) -> int:
+def _end_if_whole(items: Sequence[T], place: int, run: BlockRun[T] | None) -> int:
     """Returns where a run ends whose items all follow from a place on, in their order; 0 if they do not."""
     if run is None or not run.items:
         return 0

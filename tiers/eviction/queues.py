@@ -17,15 +17,15 @@ from typing import Any, Generic, Protocol, TypeVar
 from ..base import NamespaceId
 from ..types import ShareStats
 from . import EvictionPolicy
-from .quotas import Share, Shares
+from .quotas import Quotas, TenantShare
 
-__all__ = ["Line", "LineItem", "Lines", "Timetable", "by_line"]
+__all__ = ["EvictionQueue", "EvictionQueues", "ExpiryWheel", "QueueItem", "by_queue"]
 
 
 H = TypeVar("H", bound=Hashable)
 
 
-class Timetable(Generic[H]):
+class ExpiryWheel(Generic[H]):
     """Each item once. Times are in seconds of the core's clock, and come up to `width` seconds late, never early.
 
     Memory is bounded by the number of items, and of widths between the earliest and the latest time.
@@ -95,10 +95,10 @@ MOST_AT_ONCE = 1024
 _SLOTS_OF_TTL = 1024
 
 
-class LineItem(Hashable, Protocol):
+class QueueItem(Hashable, Protocol):
     """What stands in a line. Equal to itself only."""
 
-    line: Line[Any]
+    line: EvictionQueue[Any]
     place: Any
     retained: bool
 
@@ -118,18 +118,18 @@ class LineItem(Hashable, Protocol):
         ...
 
 
-L = TypeVar("L", bound=LineItem)
+L = TypeVar("L", bound=QueueItem)
 
 
 line_of = attrgetter("line")
 
 
-class Line(Generic[L]):
+class EvictionQueue(Generic[L]):
     """The items of one share in one size class, and the policy that orders them."""
 
     __slots__ = ("ahead", "policy", "share", "size_class")
 
-    def __init__(self, share: Share, size_class: int, policy: EvictionPolicy[L]) -> None:
+    def __init__(self, share: TenantShare, size_class: int, policy: EvictionPolicy[L]) -> None:
         self.share = share
         self.size_class = size_class
         self.policy = policy
@@ -137,23 +137,23 @@ class Line(Generic[L]):
         """Who goes next, as long as nothing is used: a policy may put first what may not go, to be skipped each time."""
 
 
-def by_line(items: Sequence[L]) -> Iterable[tuple[Line[L], Sequence[L]]]:
+def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]]]:
     """Returns items by their line, each line's in their order."""
     lines = set(map(line_of, items))
     if len(lines) <= 1:  # as it is nearly always
         return [(line, items) for line in lines]
-    groups: dict[Line[L], list[L]] = defaultdict(list)
+    groups: dict[EvictionQueue[L], list[L]] = defaultdict(list)
     for item in items:
         groups[item.line].append(item)
     return groups.items()
 
 
-class Lines(Generic[L]):
+class EvictionQueues(Generic[L]):
     """The lines of one tier, and its clock. An item joins its line when it is used first, and must be removed."""
 
     def __init__(
         self,
-        shares: Shares,
+        shares: Quotas,
         new_policy: Callable[[], EvictionPolicy[L]],
         *,
         ttl: float | None = None,
@@ -169,26 +169,26 @@ class Lines(Generic[L]):
         self.not_retained = 0
         """Items that should have been retained, and were beyond what may be."""
         self._new_policy = new_policy
-        self._lines: dict[tuple[Share, int], Line[L]] = {}
-        self._of_class: dict[int, list[Line[L]]] = defaultdict(list)
-        self._retained = Timetable[L]()
+        self._lines: dict[tuple[TenantShare, int], EvictionQueue[L]] = {}
+        self._of_class: dict[int, list[EvictionQueue[L]]] = defaultdict(list)
+        self._retained = ExpiryWheel[L]()
         self._aside: set[L] = set()
-        self._unused = Timetable[L](1.0 if ttl is None else max(1.0, ttl / _SLOTS_OF_TTL))
+        self._unused = ExpiryWheel[L](1.0 if ttl is None else max(1.0, ttl / _SLOTS_OF_TTL))
 
-    def line(self, namespace: NamespaceId, size_class: int = 0) -> Line[L]:
+    def line(self, namespace: NamespaceId, size_class: int = 0) -> EvictionQueue[L]:
         """Returns the line that a namespace's items of one size class stand in."""
         share = self.shares.of(namespace)
         line = self._lines.get((share, size_class))
         if line is None:
-            line = self._lines[share, size_class] = Line(share, size_class, self._new_policy())
+            line = self._lines[share, size_class] = EvictionQueue(share, size_class, self._new_policy())
             self._of_class[size_class].append(line)
         return line
 
-    def all(self) -> Collection[Line[L]]:
+    def all(self) -> Collection[EvictionQueue[L]]:
         """Returns all lines."""
         return self._lines.values()
 
-    def of_class(self, size_class: int) -> Sequence[Line[L]]:
+    def of_class(self, size_class: int) -> Sequence[EvictionQueue[L]]:
         """Returns the lines of one size class, one of a share at most."""
         return self._of_class[size_class]
 
@@ -287,7 +287,7 @@ class Lines(Generic[L]):
         """Tells the policies; each hears of its own items only."""
         if self._aside:
             items = [item for item in items if item not in self._aside]
-        for line, mine in by_line(items):
+        for line, mine in by_queue(items):
             line.ahead.clear()
             line.policy.use(mine, request)
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from ..base import NamespaceId
 from ..types import REST, TENANT_TAG_BYTES
 
-__all__ = ["Budget", "QuotaError", "Share", "Shares", "Tenant", "choose"]
+__all__ = ["QuotaError", "Quotas", "RetentionBudget", "Tenant", "TenantShare", "pick_victims"]
 
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Tenant:
     limits: Mapping[str, int] = field(default_factory=dict)
 
 
-class Budget:
+class RetentionBudget:
     """How many bytes may be retained: for a while they make no room for anybody."""
 
     __slots__ = ("bound", "used")
@@ -59,12 +59,12 @@ class Budget:
         self.used = 0
 
 
-class Share:
+class TenantShare:
     """What one tenant, or the rest, has of one tier. Counted by the tier, in bytes."""
 
     __slots__ = ("budget", "busy", "limit", "name", "quota", "retained", "used")
 
-    def __init__(self, name: str, quota: int, limit: int | None, budget: Budget) -> None:
+    def __init__(self, name: str, quota: int, limit: int | None, budget: RetentionBudget) -> None:
         self.name = name
         self.quota = quota
         self.limit = limit
@@ -90,7 +90,7 @@ class Share:
         return 0 if self.limit is None else max(0, self.used + nbytes - self.limit)
 
 
-class Shares:
+class Quotas:
     """The shares of one tier, the rest's first."""
 
     def __init__(
@@ -106,32 +106,36 @@ class Shares:
         free = capacity_bytes - sum(tenant.quotas.get(tier, 0) for tenant in tenants)
         if free < 0:
             raise QuotaError(tier, capacity_bytes - free, capacity_bytes)
-        common = Budget(int(free * retained_part))
-        self.rest = Share(REST, 0, None, common)
+        common = RetentionBudget(int(free * retained_part))
+        self.rest = TenantShare(REST, 0, None, common)
         self._all = [self.rest]
-        self._by_tag: dict[bytes, Share] = {}
+        self._by_tag: dict[bytes, TenantShare] = {}
         for tenant in tenants:
             quota, limit = tenant.quotas.get(tier, 0), tenant.limits.get(tier)
             if limit is not None and limit < quota:
                 raise ValueError(f"tier {tier}: the limit of tenant {tenant.name} is less than its quota")
             if tenant.tag in self._by_tag:
                 raise ValueError(f"tenants {tenant.name} and {self._by_tag[tenant.tag].name} have the same tag")
-            share = Share(tenant.name, quota, limit, Budget(int(quota * retained_part)) if quota else common)
+            share = TenantShare(
+                tenant.name, quota, limit, RetentionBudget(int(quota * retained_part)) if quota else common
+            )
             self._by_tag[tenant.tag] = share
             self._all.append(share)
 
-    def of(self, namespace: NamespaceId) -> Share:
+    def of(self, namespace: NamespaceId) -> TenantShare:
         """Returns the share that a namespace belongs to."""
         return self._by_tag.get(namespace[:TENANT_TAG_BYTES], self.rest)
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[TenantShare]:
         return iter(self._all)
 
     def __len__(self) -> int:
         return len(self._all)
 
 
-def choose(taker: Share, wanted: int, lines: Sequence[tuple[Share, Iterator[T]]], size: Callable[[T], int]) -> list[T]:
+def pick_victims(
+    taker: TenantShare, wanted: int, lines: Sequence[tuple[TenantShare, Iterator[T]]], size: Callable[[T], int]
+) -> list[T]:
     """Returns who makes room for `wanted` bytes of the taker, as far as that can be had.
 
     Args:

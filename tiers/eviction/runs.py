@@ -9,10 +9,10 @@ from typing import Generic
 from .policy import T
 from .reuse_model import BINS, Kind
 
-__all__ = ["Cell", "Run", "Trail"]
+__all__ = ["BlockRun", "RankBucket", "RequestChain"]
 
 
-class Trail(Generic[T]):
+class RequestChain(Generic[T]):
     """One request: what it used, and what that says."""
 
     __slots__ = ("body", "end", "known", "length", "runs", "time", "turn")
@@ -24,10 +24,10 @@ class Trail(Generic[T]):
         self.known = 0
         """Blocks up to the last one that was used before."""
         self.turn = 0
-        self.runs: list[Run[T]] = []
-        self.body: Run[T] | None = None
+        self.runs: list[BlockRun[T]] = []
+        self.body: BlockRun[T] | None = None
         """The run of new blocks, and"""
-        self.end: Run[T] | None = None
+        self.end: BlockRun[T] | None = None
         """the one behind it, of the last block."""
 
     def close(self) -> None:
@@ -36,12 +36,12 @@ class Trail(Generic[T]):
         self.body = self.end = None
 
 
-class Run(Generic[T]):
+class BlockRun(Generic[T]):
     """Blocks of one request with the same past, in the order of their chain."""
 
     __slots__ = ("alive", "bin", "cell", "due", "ghosts", "items", "kind", "start", "trail", "uses")
 
-    def __init__(self, trail: Trail[T], items: list[T], start: int, uses: int, kind: Kind) -> None:
+    def __init__(self, trail: RequestChain[T], items: list[T], start: int, uses: int, kind: Kind) -> None:
         self.trail = trail
         self.items = items
         self.start = start
@@ -50,7 +50,7 @@ class Run(Generic[T]):
         self.kind = kind
         self.bin = 0
         """The bin of its age."""
-        self.cell: Cell[T] | None = None
+        self.cell: RankBucket[T] | None = None
         """Where it stands while it has items."""
         self.due = 0
         """When it leaves its bin."""
@@ -60,7 +60,7 @@ class Run(Generic[T]):
         """How many of them left a ghost."""
 
 
-class Cell(Generic[T]):
+class RankBucket(Generic[T]):
     """Runs of one kind and about one age, in the order of their last use."""
 
     __slots__ = ("bin", "kind", "rank", "runs")
@@ -68,11 +68,11 @@ class Cell(Generic[T]):
     def __init__(self, kind: Kind, number: int, serial: int) -> None:
         self.kind = kind
         self.bin = number
-        self.runs: OrderedDict[Run[T], None] = OrderedDict()
+        self.runs: OrderedDict[BlockRun[T], None] = OrderedDict()
         self.rank = (0.0, serial)
         """What its blocks are worth; the second number makes ranks differ."""
 
-    def in_order(self) -> Iterator[Run[T]]:
+    def in_order(self) -> Iterator[BlockRun[T]]:
         """Yields the run to go first first: the oldest, but the youngest where waiting makes a block worth more."""
         rising = self.bin + 1 < BINS and self.kind.worth[self.bin + 1] > self.kind.worth[self.bin]
         return reversed(self.runs) if rising else iter(self.runs)

@@ -13,7 +13,16 @@ from ..base import BlockBytes, Outcome
 from ..storage.buffers import address_of
 from ..storage.checksum import checksum_of
 from .environment import Environment
-from .format import PAGE_HEADER_BYTES, TAILS_BYTES, Cut, DamagedRecordError, Record, chunk_prefix, cut, record_id_of
+from .format import (
+    PAGE_HEADER_BYTES,
+    TAILS_BYTES,
+    BlockRecord,
+    Cut,
+    DamagedRecordError,
+    chunk_prefix,
+    cut,
+    record_id_of,
+)
 
 __all__ = [
     "WrongPagesError",
@@ -59,7 +68,7 @@ def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
         return Outcome.MISSING
     try:
         # Whatever else is wrong with it, the block that it leads to does not pass its checksum.
-        record_id, checksum, sizes, tails = Record.read(bytes(packed))
+        record_id, checksum, sizes, tails = BlockRecord.read(bytes(packed))
     except DamagedRecordError:
         return Outcome.CORRUPT
     if sizes != _sizes(parts):
@@ -83,7 +92,7 @@ def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) ->
     packed = bytes(packed)
     txn.delete(index_key, db=store.index)
     try:
-        record = Record.unpack(index_key, packed)
+        record = BlockRecord.unpack(index_key, packed)
     except DamagedRecordError:
         return
     _delete_chunks(store, cursor, record.record_id)
@@ -105,7 +114,7 @@ def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
         if packed is None:
             continue
         try:
-            record = Record.unpack(name, packed)
+            record = BlockRecord.unpack(name, packed)
         except DamagedRecordError:
             raise WrongPagesError from None
         prefix = chunk_prefix(record.record_id)
@@ -126,7 +135,7 @@ def read_index(store: Environment, txn: Any) -> tuple[list[tuple[int, bytes, int
     records, damaged = [], []
     for key, value in txn.cursor(db=store.index):
         try:
-            record_id, _, sizes, _ = Record.unpack(key, value)
+            record_id, _, sizes, _ = BlockRecord.unpack(key, value)
         except DamagedRecordError:
             damaged.append(key)
         else:
@@ -173,7 +182,7 @@ def _chunks(
         sizes = _sizes(parts)
         where = _cut(store, sizes)
         tails = b"".join([parts[part][start:] for part, start in where.tails])
-        records.append((name, Record(record_id, checksum_of(name, parts), sizes, tails).pack(name)))
+        records.append((name, BlockRecord(record_id, checksum_of(name, parts), sizes, tails).pack(name)))
         prefix = chunk_prefix(record_id)
         for suffix, part, start, stop in where.chunks:
             yield prefix + suffix, parts[part][start:stop]

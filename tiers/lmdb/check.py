@@ -8,7 +8,7 @@ from ..base import BlockBytes, NamespaceId, Outcome
 from ..storage.fsck import Finding, Slice
 from .blocks import clear_orphans, data_cursor, delete_block, read_block, read_index
 from .environment import Environment
-from .format import NAMESPACE_BYTES, DamagedRecordError, Record
+from .format import NAMESPACE_BYTES, BlockRecord, DamagedRecordError
 
 __all__ = ["check_slice"]
 
@@ -25,7 +25,7 @@ def check_slice(store: Environment, writing: threading.Lock, after: bytes, *, re
         if nbytes >= SLICE_BYTES:
             break
         try:
-            sizes = Record.unpack(name, packed).sizes
+            sizes = BlockRecord.unpack(name, packed).sizes
         except DamagedRecordError:
             sizes, problem = (), "its index record is damaged"
         else:

@@ -3,7 +3,7 @@
 | database | key | value |
 |---|---|---|
 | `meta` | `b"format"` | the format version, u32 |
-| `index` | namespace (16 bytes) + block key | a `Record` |
+| `index` | namespace (16 bytes) + block key | a `BlockRecord` |
 | `data` | record id u64, part u16, chunk u32, all big-endian | the bytes of one chunk |
 
 Record ids only grow. Writes therefore append to `data`, whose leaves stay full, and the order of the ids is the order
@@ -33,9 +33,9 @@ __all__ = [
     "NAMESPACE_BYTES",
     "PAGE_HEADER_BYTES",
     "TAILS_BYTES",
+    "BlockRecord",
     "Cut",
     "DamagedRecordError",
-    "Record",
     "chunk_key",
     "chunk_prefix",
     "chunk_spans",
@@ -70,7 +70,7 @@ class DamagedRecordError(Exception):
     """An index record is not what was written there."""
 
 
-class Record(NamedTuple):
+class BlockRecord(NamedTuple):
     """The index record of a block, with a checksum of itself: a damaged one is known before it is used."""
 
     record_id: int
@@ -88,7 +88,7 @@ class Record(NamedTuple):
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(index_key + body))
 
     @classmethod
-    def unpack(cls, index_key: bytes, value: bytes) -> Record:
+    def unpack(cls, index_key: bytes, value: bytes) -> BlockRecord:
         """Reads what `pack` wrote under the same key; anything else raises `DamagedRecordError`."""
         end = len(value) - _CHECK.size
         if end < _HEAD.size or _CHECK.unpack_from(value, end)[0] != xxhash.xxh3_64_intdigest(index_key + value[:end]):
@@ -96,7 +96,7 @@ class Record(NamedTuple):
         return cls.read(value)
 
     @classmethod
-    def read(cls, value: bytes) -> Record:
+    def read(cls, value: bytes) -> BlockRecord:
         """Reads what `pack` wrote, and believes it: for who verifies the block that it leads to, and changes nothing.
 
         What cannot be a record raises `DamagedRecordError`.

@@ -17,7 +17,7 @@ from ..base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, Seconda
 from ..negotiation import vote
 from ..storage.batching import BATCH_BLOCKS, batches
 from ..storage.fsck import Slice
-from ..storage.health import Troubles
+from ..storage.health import TierHealth
 from .blocks import (
     WrongPagesError,
     clear_orphans,
@@ -79,7 +79,7 @@ class LMDBTier(SecondaryTier):
         self._writes = 0
         self._pages_to_come = True
         """Whether pages may have been freed that the next transaction cannot use yet."""
-        self._troubles = Troubles(self)
+        self._troubles = TierHealth(self)
         self._troubles.note("open", self._store.warning)
         try:
             with self._store.env.begin() as txn:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from ..base import NamespaceId
 from ..types import REST, TENANT_TAG_BYTES, MissReason
-from .request_log import Span
+from .request_log import OutcomeRun
 
-__all__ = ["MOST_NAMESPACES", "Cell", "Tally"]
+__all__ = ["MOST_NAMESPACES", "HitCounters", "NamespaceCounters"]
 
 MOST_NAMESPACES = 64
 """Namespaces that are told apart; those that come later are counted together, per tenant. What a monitoring system keeps
@@ -18,7 +18,7 @@ grows with them."""
 
 
 @dataclass(slots=True, eq=False)
-class Cell:
+class NamespaceCounters:
     """What lookups of one namespace met, or, where that is None, of those of a tenant that are not told apart."""
 
     namespace: NamespaceId | None
@@ -29,7 +29,7 @@ class Cell:
     misses: Counter[MissReason] = field(default_factory=Counter)
 
 
-class Tally:
+class HitCounters:
     """Every key that was answered for counts once, when the answer is known: as a hit of a tier, or as a miss for a reason.
 
     A block on its way counts when it has arrived, or has not; one that a tier has been asked about counts when it is
@@ -40,14 +40,14 @@ class Tally:
         """`tenants` names those that have shares of their own, by the tags that their namespaces begin with."""
         self._tiers = tiers + 1
         self._tenants = tenants or {}
-        self._cells: dict[NamespaceId, Cell] = {}
-        self._others: dict[str, Cell] = {}
+        self._cells: dict[NamespaceId, NamespaceCounters] = {}
+        self._others: dict[str, NamespaceCounters] = {}
 
-    def cell(self, namespace: NamespaceId) -> Cell:
+    def cell(self, namespace: NamespaceId) -> NamespaceCounters:
         """Returns where a namespace is counted."""
         return self._cells.get(namespace) or self._new_cell(namespace)
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[NamespaceCounters]:
         """Returns all of them: `MOST_NAMESPACES`, and one more per tenant at most."""
         return [*self._cells.values(), *self._others.values()]
 
@@ -66,7 +66,7 @@ class Tally:
         """Misses by reason."""
         return sum((cell.misses for cell in self.cells()), Counter[MissReason]())
 
-    def count(self, namespace: NamespaceId, spans: Iterable[Span]) -> None:
+    def count(self, namespace: NamespaceId, spans: Iterable[OutcomeRun]) -> None:
         """Counts the keys of a lookup."""
         cell = self.cell(namespace)
         for span in spans:
@@ -83,11 +83,11 @@ class Tally:
         """Counts misses."""
         self.cell(namespace).misses[reason] += keys
 
-    def _new_cell(self, namespace: NamespaceId) -> Cell:
+    def _new_cell(self, namespace: NamespaceId) -> NamespaceCounters:
         tenant = self._tenants.get(namespace[:TENANT_TAG_BYTES], REST)
         if len(self._cells) < MOST_NAMESPACES:
-            cell = self._cells[namespace] = Cell(namespace, tenant, [0] * self._tiers)
+            cell = self._cells[namespace] = NamespaceCounters(namespace, tenant, [0] * self._tiers)
             return cell
         if tenant not in self._others:
-            self._others[tenant] = Cell(None, tenant, [0] * self._tiers)
+            self._others[tenant] = NamespaceCounters(None, tenant, [0] * self._tiers)
         return self._others[tenant]

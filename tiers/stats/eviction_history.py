@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from ..negotiation import NamespaceId
 from ..types import MissReason
 
-__all__ = ["History", "Left", "LeftTogether", "names_for"]
+__all__ = ["EvictionHistory", "OnEvicted", "OnEvictedTogether", "names_for"]
 
 
 MOST_REMEMBERED = 1 << 18
@@ -26,15 +26,15 @@ def names_for(region_bytes: int) -> int:
     return min(max(region_bytes // _BYTES_PER_NAME, LEAST_REMEMBERED), MOST_REMEMBERED)
 
 
-Left = Callable[[NamespaceId, bytes, MissReason], None]
+OnEvicted = Callable[[NamespaceId, bytes, MissReason], None]
 """Told of each block that leaves a tier, and why. Raises nothing."""
 
 
-LeftTogether = Callable[[NamespaceId, Iterable[bytes], MissReason], None]
+OnEvictedTogether = Callable[[NamespaceId, Iterable[bytes], MissReason], None]
 """The same, of blocks that leave a tier for one reason."""
 
 
-class History:
+class EvictionHistory:
     """Remembers of departed blocks why they left: the last departure, of as many as there is room for.
 
     Two generations: when the young one is full it becomes the old one, and what was old is forgotten.

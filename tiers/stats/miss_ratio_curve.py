@@ -21,9 +21,9 @@ from typing import Protocol
 
 from ..negotiation import NamespaceId
 from ..types import GROUP_INDEX_BYTES, MissReason, NamespaceSpec
-from .request_log import Span
+from .request_log import OutcomeRun
 
-__all__ = ["MOST_SAMPLES", "SCALES", "Curves", "HitRatio", "Name", "Stack"]
+__all__ = ["MOST_SAMPLES", "SCALES", "HitRatio", "MissRatioCurves", "Name", "ReuseDistanceSampler"]
 
 
 MOST_SAMPLES = 8192
@@ -44,7 +44,7 @@ _HASHES = 1 << 64
 Name = tuple[NamespaceId, bytes]
 
 
-class Stack:
+class ReuseDistanceSampler:
     """Sampled blocks in the order of their last use, and lines across it, one per size. All methods take constant time on average.
 
     Args:
@@ -247,7 +247,7 @@ class StoredBlock(Protocol):
     def private(self) -> bool: ...
 
 
-class Curves:
+class MissRatioCurves:
     """One curve per tier, of the lookups of late.
 
     Args:
@@ -283,7 +283,9 @@ class Curves:
         above = accumulate((0, *self._capacities), max)
         rate, hash_of = self._sampled / 256, self._hash_of
         self._stacks = [
-            Stack([max(most, int(scale * own)) for scale in (*SCALES, _REACH)], rate=rate, hash_of=hash_of)
+            ReuseDistanceSampler(
+                [max(most, int(scale * own)) for scale in (*SCALES, _REACH)], rate=rate, hash_of=hash_of
+            )
             for most, own in zip(above, self._capacities, strict=False)
         ]
         self._keys = 0.0
@@ -292,7 +294,7 @@ class Curves:
         """Of these, how many each tier answered."""
         self._until_fade = self._window
 
-    def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], spans: Collection[Span]) -> None:
+    def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], spans: Collection[OutcomeRun]) -> None:
         """Takes note of a lookup and what its keys met, before what is missing is stored.
 
         One that a tier has to be asked about comes again, and counts then.

@@ -22,11 +22,11 @@ __all__ = [
     "ClaimOutcome",
     "ClaimRecord",
     "HoldRecord",
-    "Journal",
+    "LookupOutcome",
     "LookupRecord",
+    "OutcomeRun",
+    "RequestLog",
     "RequestRecord",
-    "Span",
-    "Verdict",
     "bounded",
     "spans_of",
 ]
@@ -50,35 +50,35 @@ _MOST_HOLDS = 2
 """Publications that are kept per request: it ends once, unless its engine says so again."""
 
 
-Verdict = int | MissReason | None
+LookupOutcome = int | MissReason | None
 """What a key met: the position of the tier that had it, the reason of a miss, or None where a tier does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OutcomeRun:
     """So many neighbouring keys of a lookup that met the same."""
 
     count: int
-    verdict: Verdict
+    verdict: LookupOutcome
 
 
 MOST_SPANS = 256
 """Runs that are kept of a lookup; of one that is more mixed than that, the rest is summed up per verdict."""
 
 
-def bounded(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+def bounded(spans: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
     """Returns what is kept of these: the first as they are, the rest summed up."""
     if len(spans) <= MOST_SPANS:
         return spans
-    rest: dict[Verdict, int] = {}
+    rest: dict[LookupOutcome, int] = {}
     for span in spans[MOST_SPANS:]:
         rest[span.verdict] = rest.get(span.verdict, 0) + span.count
-    return spans[:MOST_SPANS] + tuple(Span(count, verdict) for verdict, count in rest.items())
+    return spans[:MOST_SPANS] + tuple(OutcomeRun(count, verdict) for verdict, count in rest.items())
 
 
-def spans_of(verdicts: Iterable[Verdict]) -> tuple[Span, ...]:
+def spans_of(verdicts: Iterable[LookupOutcome]) -> tuple[OutcomeRun, ...]:
     """Returns the runs of equal verdicts."""
-    return tuple(Span(sum(1 for _ in run), verdict) for verdict, run in groupby(verdicts))
+    return tuple(OutcomeRun(sum(1 for _ in run), verdict) for verdict, run in groupby(verdicts))
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class LookupRecord:
     """One lookup: when it came, in the core's seconds, and what its keys met, in order."""
 
     at: float
-    found: tuple[Span, ...]
+    found: tuple[OutcomeRun, ...]
     first_miss: bytes | None = None
     """Key of the first block that was not there."""
     failed: dict[int, MissReason] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class LookupRecord:
     claim: ClaimRecord | None = None
     """The hold whose blocks the keys are, as far as they were wanted; None for a lookup."""
 
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[OutcomeRun, ...]:
         """Returns what became of the keys, as far as that is known by now."""
         if not self.failed:
             return self.found
@@ -133,7 +133,7 @@ class RequestRecord:
         return self.engine[1]
 
 
-class Journal:
+class RequestLog:
     """The requests of the last quarter of an hour, and not more than 4,096."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import time
 
 from ..base import SecondaryTier
 
-__all__ = ["Troubles"]
+__all__ = ["TierHealth"]
 
 _log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ _LOG_SECONDS = 10.0
 """Between two lines about one kind of work: a text may be another for each job."""
 
 
-class Troubles:
+class TierHealth:
     """Keeps the `trouble` of a tier. May be used on any thread."""
 
     def __init__(self, tier: SecondaryTier) -> None:

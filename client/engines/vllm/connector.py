@@ -17,18 +17,18 @@ from typing import Any
 from ....cuda.host.pinning import Pin
 from ....protos.endpoint import client_endpoint
 from ... import Client, InvalidRequest, KVTierError, Namespace
-from ...handoff import Identity
+from ...handoff import EngineIdentity
 from ...offload import CacheGeometry
 from .background import LimitedLog, logger
 from .compat import KVConnectorHandshakeMetadata, KVConnectorPromMetrics, KVConnectorRole, KVConnectorStats
 from .config import ConnectorConfig
 from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
-from .hooks import SchedulerHooks, WorkerHooks, contained, nothing
+from .hooks import SchedulerHooks, WorkerHooks, never_raises, nothing
 from .namespace import build_namespace, namespace_digest
 from .peers import Peers, address_of
 from .ranks import Parts, merge_stages, parts_of, resolve_ranks
 from .scheduler.scheduler import SchedulerSide
-from .stats import ConnectorStats, KVTierPromMetrics, Tally
+from .stats import ConnectorStats, KVTierPromMetrics, TransferCounters
 from .worker.device_route import cuda_route, no_route
 from .worker.reports import WorkerReports
 from .worker.worker import WorkerSide
@@ -63,7 +63,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._reports = WorkerReports()
-        self._tally = Tally()
+        self._tally = TransferCounters()
         self._unsent_loads: set[str] = set()
         self._geometry: CacheGeometry | None = None
         self._block_pool: Any = None
@@ -129,7 +129,9 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             log=self.log,
             tally=self._tally,
             publish_events=_publishes_events(self._vllm_config),
-            identity=Identity(client.engine_id, *self._address, self._vllm_config.parallel_config.tensor_parallel_size),
+            identity=EngineIdentity(
+                client.engine_id, *self._address, self._vllm_config.parallel_config.tensor_parallel_size
+            ),
             peers=self._peers(client, namespace, None),
             batched_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens if config.lazy_offload else 0,
         )
@@ -194,7 +196,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
 
     # ---- what all workers hold, where the scheduler cannot know (ranks.py)
 
-    @contained(_no_parts)
+    @never_raises(_no_parts)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Called once, when the KV tensors are registered: what this worker holds, if the scheduler does not know.
 
@@ -205,7 +207,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             return None
         return parts_of(geometry, kv_cache_config)
 
-    @contained(nothing)
+    @never_raises(nothing)
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -224,7 +226,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             return
         self._scheduler.bind_pool(self._block_pool)
 
-    @contained(nothing)
+    @never_raises(nothing)
     def _join(self, parts: Parts) -> None:
         if self._told is not None:
             return
@@ -237,7 +239,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
 
     # ---- both
 
-    @contained(_no_stats)
+    @never_raises(_no_stats)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Called each step, in workers after get_transfer_results, in the scheduler's process after update_connector_output."""
         return self._tally.take()
@@ -263,12 +265,12 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self._close_scheduler()
         self._close_worker()
 
-    @contained(nothing)
+    @never_raises(nothing)
     def _close_scheduler(self) -> None:
         if self._scheduler is not None:
             self._scheduler.close()
 
-    @contained(nothing)
+    @never_raises(nothing)
     def _close_worker(self) -> None:
         if self._worker is not None:
             self._worker.close()

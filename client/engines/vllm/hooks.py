@@ -27,7 +27,7 @@ from .scheduler.scheduler import SchedulerSide
 from .worker.reports import StepMetadata, WorkerReports
 from .worker.worker import WorkerSide
 
-__all__ = ["SchedulerHooks", "WorkerHooks", "contained", "no", "nothing"]
+__all__ = ["SchedulerHooks", "WorkerHooks", "never_raises", "no", "nothing"]
 
 
 class HasLog(Protocol):
@@ -54,7 +54,7 @@ def no() -> bool:
     return False
 
 
-def contained(
+def never_raises(
     fallback: Callable[[], R],
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
     """What a hook raises is logged, and the engine gets ``fallback()``: an exception inside a connector ends vLLM."""
@@ -108,27 +108,27 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _block_pool: Any
     _told: Parts | None
 
-    @contained(nothing)
+    @never_raises(nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Called once, when the scheduler has built its cache manager."""
         self._block_pool = gpu_block_pool
         if self._scheduler is not None:
             self._scheduler.bind_pool(gpu_block_pool)
 
-    @contained(nothing)
+    @never_raises(nothing)
     def on_new_request(self, request: Any) -> None:
         """Called when a request arrives, before it is ever scheduled."""
         if self._scheduler is not None:
             self._scheduler.new_request(request)
 
-    @contained(_no_match)
+    @never_raises(_no_match)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Match:
         """Called each time a waiting request is considered; see SchedulerSide.matched_tokens."""
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
-    @contained(nothing)
+    @never_raises(nothing)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Called when blocks were allocated; again, with 0 tokens, when the request runs after its load."""
         if num_external_tokens > 0:
@@ -144,7 +144,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         known = self._hit_sources(request, num_external_tokens)
         return known or {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens}
 
-    @contained(_no_sources)
+    @never_raises(_no_sources)
     def _hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         known = self._scheduler.hit_sources(request, num_external_tokens) if self._scheduler is not None else None
         return known or {}
@@ -163,7 +163,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             self._unsent_loads.clear()
         return step
 
-    @contained(StepMetadata)
+    @never_raises(StepMetadata)
     def _build_step(self, scheduler_output: Any) -> StepMetadata:
         return self._scheduler.build_step(scheduler_output) if self._scheduler is not None else StepMetadata()
 
@@ -174,45 +174,45 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         if connector_output.finished_recving or connector_output.failed_recving:
             self._take_loads(connector_output)
 
-    @contained(nothing)
+    @never_raises(nothing)
     def _take_saves(self, connector_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.saves_reported(connector_output.kv_connector_worker_meta)
 
-    @contained(nothing)
+    @never_raises(nothing)
     def _take_loads(self, connector_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.loads_reported(
                 connector_output.finished_recving or (), connector_output.failed_recving or ()
             )
 
-    @contained(_no_events)
+    @never_raises(_no_events)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Called each step, after update_connector_output; see events.py."""
         return self._scheduler.take_events() if self._scheduler is not None else ()
 
-    @contained(_free_now)
+    @never_raises(_free_now)
     def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         """Called once at a request's end by engines without groups; blocks may be freed at once."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @contained(_free_now)
+    @never_raises(_free_now)
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Finish:
         """Called once at a request's end, before its blocks are freed. They may be: those to be saved carry a reference."""
         params = self._scheduler.request_finished(request, block_ids) if self._scheduler is not None else None
         return False, params
 
-    @contained(no)
+    @never_raises(no)
     def has_pending_push_work(self) -> bool:
         """Asked between steps: must the engine keep stepping, though no request is left."""
         return self._scheduler is not None and self._scheduler.has_pending_work()
 
-    @contained(no)
+    @never_raises(no)
     def has_pending_block_frees(self) -> bool:
         """Asked when a running request finds no block: may it wait for saves instead of preempting another."""
         return self._scheduler is not None and self._scheduler.has_pending_block_frees()
 
-    @contained(no)
+    @never_raises(no)
     def reset_cache(self) -> bool:
         """Called for ``reset_prefix_cache(reset_connector=True)``, which a sleep does too, between steps."""
         return self._scheduler.reset() if self._scheduler is not None else True
@@ -230,7 +230,7 @@ class WorkerHooks(KVConnectorBase_V1):
     _reports: WorkerReports
     _kv_caches: dict[str, Any]
 
-    @contained(nothing)
+    @never_raises(nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Called when the KV tensors have been allocated; again if they are others."""
         self._kv_caches = kv_caches
@@ -243,13 +243,13 @@ class WorkerHooks(KVConnectorBase_V1):
         except Unsupported as reason:
             logger.warning("kvtier: this worker loads and saves nothing: %s", reason)
 
-    @contained(nothing)
+    @never_raises(nothing)
     def unregister_kv_caches(self) -> None:
         """Called before the KV tensors' memory is given back for a sleep (vLLM 0.33 and newer)."""
         if self._worker is not None:
             self._worker.suspend()
 
-    @contained(nothing)
+    @never_raises(nothing)
     def restore_kv_caches(self) -> None:
         """Called when the KV tensors have memory again, at the addresses that they had (vLLM 0.33 and newer)."""
         if self._worker is not None:
@@ -272,7 +272,7 @@ class WorkerHooks(KVConnectorBase_V1):
     def _join(self, parts: Parts) -> None:
         """The first steps say what all workers hold, where they had to tell each other (KVTierConnector)."""
 
-    @contained(no)
+    @never_raises(no)
     def _start_loads(self, step: StepMetadata) -> bool:
         if self._worker is None:
             return False
@@ -291,20 +291,20 @@ class WorkerHooks(KVConnectorBase_V1):
         if isinstance(step, StepMetadata) and step.saves and not self._start_saves(step):
             self._reports.refuse_saves(step)
 
-    @contained(no)
+    @never_raises(no)
     def _start_saves(self, step: StepMetadata) -> bool:
         if self._worker is None:
             return False
         self._worker.start_saves(step)
         return True
 
-    @contained(KVConnectorTransferResults)
+    @never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Called each step last: loads that ended. Failed ones go to ``failed_recving``, which all group layouts support."""
         step = self._connector_metadata
         return self._reports.take_results(idle=isinstance(step, StepMetadata) and step.idle)
 
-    @contained(_no_report)
+    @never_raises(_no_report)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Called each step after get_transfer_results: saves that ended, for the scheduler."""
         return self._reports.take_report()

@@ -19,7 +19,7 @@ import torch
 
 from ... import Group, GroupKind, Namespace
 from ...offload import CacheGeometry
-from ...offload import GroupKind as OffloadKind
+from ...offload import CacheGroupKind as OffloadKind
 from .compat import KVCacheConfig, vllm_version
 from .groups import Unsupported
 from .ranks import Parts, parts_of, resolve_ranks

@@ -19,7 +19,7 @@ from typing import Any
 from ...offload import CacheGeometry
 from .compat import KVConnectorPromMetrics, KVConnectorStats
 
-__all__ = ["METRICS", "ConnectorStats", "KVTierPromMetrics", "LookupCounts", "Metric", "Tally"]
+__all__ = ["METRICS", "ConnectorStats", "KVTierPromMetrics", "LookupMetrics", "Metric", "TransferCounters"]
 
 
 Counts = dict[str, int | list[float]]
@@ -58,7 +58,7 @@ class ConnectorStats(KVConnectorStats):
         return not self.data
 
 
-class Tally:
+class TransferCounters:
     """What was counted and not yet taken. Any thread."""
 
     def __init__(self) -> None:
@@ -205,10 +205,10 @@ class _Outcome(Enum):
     UNAVAILABLE = "unavailable"
 
 
-class LookupCounts:
+class LookupMetrics:
     """Counts each lookup that somebody waits for, once. Any thread."""
 
-    def __init__(self, geometry: CacheGeometry, tally: Tally) -> None:
+    def __init__(self, geometry: CacheGeometry, tally: TransferCounters) -> None:
         # A draft model's last block is computed anew, however much is there.
         self._never_hit = geometry.step_tokens if geometry.drop_last_block else 0
         self._tally = tally

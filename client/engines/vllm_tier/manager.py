@@ -20,15 +20,15 @@ from ... import Client, InvalidRequest, KVTierError, Namespace, OffloadPolicy, T
 from ..vllm.background import BackgroundThreads, LimitedLog, leave_compute_cores, logger
 from ..vllm.config import ServerConfig
 from ..vllm.groups import Unsupported
-from ..vllm.hooks import contained, nothing
+from ..vllm.hooks import never_raises, nothing
 from ..vllm.namespace import namespace_digest
 from . import compat
 from .compat import JobResult, Locality, LookupResult, RequestOffloadingContext, SecondaryTierManager
 from .tier_lookups import Answer, TierLookups, TierRequest
 from .tier_namespace import build_tier_namespace
-from .transfers import Job, PrimaryTier, Transfers
+from .transfers import EnginePrimaryTier, Job, Transfers
 
-__all__ = ["KVTierSecondaryTier", "TierConfig"]
+__all__ = ["KVTierSecondaryTier", "ManagerConfig"]
 
 
 _START_SECONDS = 2.0
@@ -83,7 +83,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         given = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **given)
         self.log = LimitedLog()
-        self._settings = TierConfig.parse(settings, logger.warning)
+        self._settings = ManagerConfig.parse(settings, logger.warning)
         self.locality = Locality(self._settings.locality) if self._settings.locality else None
         self._requests: dict[str, TierRequest] = {}
         self._asking: dict[int, TierRequest] = {}
@@ -103,7 +103,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     def _set_up(self, config: Any, view: memoryview) -> None:
         address, size = address_of(view, writable=True)
-        primary = PrimaryTier(address, size // len(view), len(view))
+        primary = EnginePrimaryTier(address, size // len(view), len(view))
         engine_config = compat.find_engine_config(config.engine_id)
         settings = self._settings
         namespace = build_tier_namespace(
@@ -148,13 +148,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """Called when a request comes, before anything else about it. Its policy is known by experience: see ``policy_of``."""
         return RequestOffloadingContext(policy=_POLICIES[self._begin(req_context)])
 
-    @contained(lambda: OffloadPolicy.BLOCK_LEVEL)
+    @never_raises(lambda: OffloadPolicy.BLOCK_LEVEL)
     def _begin(self, req_context: Any) -> OffloadPolicy:
         if self._lookups is None:
             return OffloadPolicy.BLOCK_LEVEL
         return self._lookups.policy_of(self._request_of(req_context))
 
-    @contained(_miss)
+    @never_raises(_miss)
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """Called for one key after the other, in each step in which the request is considered; RETRY means: in the next step."""
         if self._lookups is None:
@@ -165,7 +165,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             self._asking[id(request)] = request
         return _ANSWERS[answer]
 
-    @contained(nothing)
+    @never_raises(nothing)
     def on_schedule_end(self, context: Any) -> None:
         """Called at the end of each step: look-ups leave; what requests that run now did not load is given back.
 
@@ -184,7 +184,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 if not scheduled.announcement.begun:
                     self._lookups.announce(scheduled.announcement)
 
-    @contained(nothing)
+    @never_raises(nothing)
     def on_request_finished(self, req_context: Any) -> None:
         """Called once at a request's end, however it came; no job of it is submitted after that, but some may still run."""
         request = self._requests.pop(req_context.req_id, None)
@@ -209,7 +209,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             # A job that is neither begun nor reported would pin its rows for ever.
             self._refused.append(metadata.job_id)
 
-    @contained(lambda: False)
+    @never_raises(lambda: False)
     def _begin_job(self, metadata: Any, *, load: bool) -> bool:
         if self._transfers is None:
             return False
@@ -241,11 +241,11 @@ class KVTierSecondaryTier(SecondaryTierManager):
             results.append(JobResult(job.number, success=False) if result is None else result)
         return results
 
-    @contained(_no_jobs)
+    @never_raises(_no_jobs)
     def _take_finished(self) -> list[Job]:
         return [] if self._transfers is None else self._transfers.take_finished()
 
-    @contained(_no_result)
+    @never_raises(_no_result)
     def _result_of(self, job: Job) -> JobResult | None:
         done = JobResult(job.number, success=job.succeeded, transfer_time=job.seconds)
         if job.pins is not None and self._lookups is not None:
@@ -257,13 +257,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
             self._lookups.loads_ended(job.request)
         return done
 
-    @contained(nothing)
+    @never_raises(nothing)
     def drain_jobs(self) -> None:
         """Called between steps before the primary tier is emptied: afterwards nothing reads or writes its rows. In bounded time."""
         if self._transfers is not None:
             self._transfers.drain(_DRAIN_SECONDS)
 
-    @contained(nothing)
+    @never_raises(nothing)
     def shutdown(self) -> None:
         """Called once at the end of the process, before the primary tier is unmapped."""
         if self._transfers is not None:
@@ -289,7 +289,7 @@ _LOCALITIES = (None, "LOCAL", "REMOTE")
 
 
 @dataclass(frozen=True)
-class TierConfig(ServerConfig):
+class ManagerConfig(ServerConfig):
     """The tier's settings, besides those of every way to kvtier.
 
     ``identity``: a name for these weights and settings, part of the namespace; wanted where the tier cannot see the engine's

@@ -18,7 +18,7 @@ from ... import Client, KeyStatus, KVTierError, Lease, OffloadPolicy
 from ..vllm.background import BackgroundThreads, LimitedLog
 from ..vllm.request_settings import RequestSettings
 from ..vllm.scheduler.prefix_lookups import RequestCalls
-from ..vllm.scheduler.requests import Announcement, server_name
+from ..vllm.scheduler.requests import RequestRegistration, server_name
 
 __all__ = ["Answer", "Pin", "TierLookups", "TierRequest"]
 
@@ -60,7 +60,7 @@ class TierRequest:
     nothing more of what was found will be loaded.
     """
 
-    announcement: Announcement
+    announcement: RequestRegistration
     known: dict[bytes, Pin | None] = field(default_factory=dict)
     waiting: dict[bytes, float] = field(default_factory=dict)
     new: dict[bytes, int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class TierLookups(RequestCalls):
     def begin(self, request_id: str, params: Mapping[str, Any] | None) -> TierRequest:
         """A request has come; nothing is said to the server yet."""
         settings = RequestSettings.parse(params, lambda text: self._log.warn("request", text))
-        announcement = Announcement(server_name(request_id), kv_transfer_params=settings.passed_on(params))
+        announcement = RequestRegistration(server_name(request_id), kv_transfer_params=settings.passed_on(params))
         announcement.settings = settings
         return TierRequest(announcement)
 
@@ -241,7 +241,7 @@ class TierLookups(RequestCalls):
                 return
 
     def ask(
-        self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
+        self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
     ) -> Lease:
         """As in RequestCalls; and notes how the server wants requests of this kind to be offloaded."""
         lease = super().ask(request, keys, wait, prefix=prefix, min_hits=min_hits)

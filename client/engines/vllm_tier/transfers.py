@@ -17,7 +17,7 @@ from ... import Client, KVTierError, Lease, LeaseLost, StoreStatus, Unavailable
 from ..vllm.background import BackgroundThreads, LimitedLog
 from .tier_lookups import Pin, TierLookups, TierRequest
 
-__all__ = ["Job", "PrimaryTier", "Transfers"]
+__all__ = ["EnginePrimaryTier", "Job", "Transfers"]
 
 _BATCH_BYTES = 64 << 20
 _JOB_SECONDS = 30.0
@@ -29,7 +29,7 @@ class _GivenUp(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class PrimaryTier:
+class EnginePrimaryTier:
     """vLLM's primary tier: ``rows`` rows of ``row_bytes`` bytes from ``address`` on."""
 
     address: int
@@ -74,7 +74,7 @@ class Transfers:
     def __init__(
         self,
         client: Client,
-        primary: PrimaryTier,
+        primary: EnginePrimaryTier,
         lookups: TierLookups,
         log: LimitedLog,
         threads: Sequence[BackgroundThreads],

@@ -10,13 +10,13 @@ from typing import Any
 from kvtier.client.handoff import (
     Claimed,
     ClaimId,
+    EngineIdentity,
     Finished,
     HandoffCore,
     HandoffOptions,
     HandoffRequest,
     HeldBlock,
-    Identity,
-    Publication,
+    PlannedPublication,
     Reason,
     RemoteRequest,
     Transfer,
@@ -29,7 +29,7 @@ WINDOW = CacheGeometry((CacheGroup(0, BLOCK, None), CacheGroup(1, BLOCK, 24)), s
 STATE = CacheGeometry(
     (CacheGroup(0, BLOCK, None), CacheGroup(1, BLOCK, None, is_state=True)), step_tokens=BLOCK, hash_tokens=BLOCK
 )
-US = Identity("us", "10.0.0.1", 7000, 2)
+US = EngineIdentity("us", "10.0.0.1", 7000, 2)
 PEER = RemoteRequest("peer", "theirs", "10.0.0.2", 7001)
 WALL = 1e9
 
@@ -96,7 +96,7 @@ class Server:
     dropped: list[ClaimId] = field(default_factory=list)
     renewed: list[list[RemoteRequest]] = field(default_factory=list)
     released: list[RemoteRequest] = field(default_factory=list)
-    published: list[Publication] = field(default_factory=list)
+    published: list[PlannedPublication] = field(default_factory=list)
     debugged: list[str] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ class Server:
     def release(self, remote: RemoteRequest) -> None:
         self.released.append(remote)
 
-    def publish(self, publication: Publication) -> None:
+    def publish(self, publication: PlannedPublication) -> None:
         self.published.append(publication)
 
     def debug(self, text: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from peers import BLOCK, FULL, PEER, REMOTE, STATE, WALL, WINDOW, Request, Rig, answered, held, prefilled
 
 from kvtier.client.handoff import Claimed, HandoffOptions, HeldBlock, Transfer, TransferParams
-from kvtier.client.handoff.claims import offered_tokens, worth
+from kvtier.client.handoff.claims import apply_threshold, offered_tokens
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
 BOTH = {"bidirectional_kv_xfer": True}
@@ -386,8 +386,8 @@ def test_worth_is_a_matter_of_the_direction() -> None:
     """B2.4: the threshold is for prefill engines, which can compute; a decode engine pulls any number of tokens."""
     forth, back = TransferParams(do_remote_prefill=True), TransferParams(do_remote_decode=True)
     options = HandoffOptions()
-    assert [worth(count, forth, options) for count in (-1, 0, 1, 63)] == [0, 0, 1, 63]
-    assert [worth(count, back, options) for count in (-1, 0, 1, 63, 64)] == [0, 0, 0, 0, 64]
+    assert [apply_threshold(count, forth, options) for count in (-1, 0, 1, 63)] == [0, 0, 1, 63]
+    assert [apply_threshold(count, back, options) for count in (-1, 0, 1, 63, 64)] == [0, 0, 0, 0, 64]
 
 
 def test_the_callers_parameters_stay_as_they_are() -> None:

@@ -28,7 +28,7 @@ from kvtier.client.handoff import (
     HandoffOptions,
     HandoffRequest,
     HeldBlock,
-    Publication,
+    PlannedPublication,
     Reason,
     RemoteRequest,
 )
@@ -121,7 +121,7 @@ class ToyServer:
     def release(self, remote: RemoteRequest) -> None:
         self._quietly(self.client.release_holds, HoldName(remote.engine_id, remote.request_id))
 
-    def publish(self, publication: Publication) -> None:
+    def publish(self, publication: PlannedPublication) -> None:
         forth = publication.direction is Direction.PREFILL_TO_DECODE
         self._quietly(
             self.client.publish,

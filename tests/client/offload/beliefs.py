@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from model_server import ModelServer
 
-from kvtier.client.offload import CacheGeometry, GroupKind, OffloadCore
+from kvtier.client.offload import CacheGeometry, CacheGroupKind, OffloadCore
 
 
 def check_beliefs(core: OffloadCore, geometry: CacheGeometry, server: ModelServer) -> None:
@@ -15,7 +15,7 @@ def check_beliefs(core: OffloadCore, geometry: CacheGeometry, server: ModelServe
     in_flight = {key for held in core._saves._jobs.values() for key in held.job.keys}
     for state in core._requests.values():
         for group in geometry.groups:
-            if group.kind is not GroupKind.FULL:
+            if group.kind is not CacheGroupKind.FULL:
                 continue  # some of its blocks are in no table any more
             missed = state.progress.missed.get(group.index, ())
             for position in range(state.progress.cursor(group.index)):

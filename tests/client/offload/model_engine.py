@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.client.offload import CacheGeometry, CacheGroup, FreeBlock, GroupKind
+from kvtier.client.offload import CacheGeometry, CacheGroup, CacheGroupKind, FreeBlock
 
 NULL = 0
 GARBAGE = -1
@@ -228,7 +228,7 @@ class Layout:
     def hopeful_hit(self, pool: Pool, request: ModelRequest) -> int:
         """What vLLM tells a connector that it has, if there are state groups: what full attention has (unless others have more)."""
         groups = self.geometry.groups
-        full = [group for group in groups if group.kind is GroupKind.FULL]
+        full = [group for group in groups if group.kind is CacheGroupKind.FULL]
         if not full or not any(group.is_state for group in groups):
             return self.local_hit(pool, request)
         hit = self.local_hit(pool, request, full)

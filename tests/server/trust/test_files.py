@@ -13,8 +13,8 @@ import pytest
 
 from kvtier.server.auth import audit_log as audit_module
 from kvtier.server.auth import authenticator
-from kvtier.server.auth.audit_log import Audit
-from kvtier.server.auth.authenticator import Authority
+from kvtier.server.auth.audit_log import AuditLog
+from kvtier.server.auth.authenticator import Authenticator
 from kvtier.server.auth.roles import CALLER, OWNER, Identity, Role
 from kvtier.server.auth.tokens import Directory, TokensError, entry_text, hash_of, new_token, read_directory
 from kvtier.server.commands import token as token_command
@@ -109,7 +109,7 @@ def test_a_flood_of_refusals_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(audit_module, "_log", Log())
     now = [100.0]
-    audit = Audit(looks=False, clock=lambda: now[0])
+    audit = AuditLog(looks=False, clock=lambda: now[0])
 
     class Context:
         address = "ipv4:10.0.0.1:4711"
@@ -145,7 +145,7 @@ def test_a_file_that_could_not_be_read_is_read_when_it_can_be(tmp_path: Path, mo
     """Its owner or mode was wrong, and is mended: its contents have not changed by that, and count now."""
     path, token = tmp_path / "tokens.toml", new_token()
     path.write_text("")
-    who = Authority(Config(listen=(), region_size=0, data_dir=tmp_path, tiers=(), auth=AuthConfig(tokens=path)))
+    who = Authenticator(Config(listen=(), region_size=0, data_dir=tmp_path, tiers=(), auth=AuthConfig(tokens=path)))
     path.write_text(entry_text("late", hash_of(token), "acme", ["engine"], shared_memory=False))
     with monkeypatch.context() as patched:
 

@@ -18,7 +18,7 @@ from harness.trust_site import KEYS, PART, TIMEOUTS, error_of
 from kvtier.client import Client, LimitExceeded
 from kvtier.protos.error_reasons import status_within
 from kvtier.protos.v1 import cache_pb2
-from kvtier.server.auth.rate_limits import Meter, Meters
+from kvtier.server.auth.rate_limits import RateLimiter, RateLimiters
 from kvtier.server.config.schema import RateConfig
 from kvtier.server.refused import Refused
 
@@ -35,7 +35,7 @@ class Clock:
 def test_calls_are_refused_beyond_ten_seconds_worth_and_come_back_with_time() -> None:
     """With the time after which one more is let through."""
     clock = Clock()
-    meter = Meter("t", RateConfig(calls=5.0), clock)
+    meter = RateLimiter("t", RateConfig(calls=5.0), clock)
     for _ in range(50):
         meter.call()
     with pytest.raises(Refused) as refused:
@@ -55,7 +55,7 @@ def test_calls_are_refused_beyond_ten_seconds_worth_and_come_back_with_time() ->
 def test_what_gives_back_is_let_through_within_reason() -> None:
     """Who was granted slots is to return them, and pays later; who does nothing else is refused as well."""
     clock = Clock()
-    meter = Meter("t", RateConfig(calls=1.0), clock)
+    meter = RateLimiter("t", RateConfig(calls=1.0), clock)
     for _ in range(10):
         meter.call()
     for _ in range(1024):
@@ -72,7 +72,7 @@ def test_what_gives_back_is_let_through_within_reason() -> None:
 def test_a_stream_that_took_more_than_there_was_is_paid_for_by_the_next() -> None:
     """A stream that is under way is never cut short."""
     clock = Clock()
-    meter = Meter("t", RateConfig(bytes=1000), clock)
+    meter = RateLimiter("t", RateConfig(bytes=1000), clock)
     meter.stream()
     meter.moved(30_000)
     with pytest.raises(Refused) as refused:
@@ -85,7 +85,7 @@ def test_a_stream_that_took_more_than_there_was_is_paid_for_by_the_next() -> Non
 def test_a_session_is_a_call_like_others() -> None:
     """Who opens them in a loop is refused, also where any number may be open; and one that was refused is not counted as open."""
     clock = Clock()
-    meter = Meter("t", RateConfig(calls=1.0), clock)
+    meter = RateLimiter("t", RateConfig(calls=1.0), clock)
     for _ in range(10):
         meter.opens()
         meter.closes()
@@ -102,7 +102,7 @@ def test_a_session_is_a_call_like_others() -> None:
 def test_bounds_are_per_tenant_and_its_own_table_overrules() -> None:
     """And tenants that come and go leave nothing behind."""
     clock = Clock()
-    meters = Meters(RateConfig(calls=1.0), {"a": RateConfig(sessions=1), "b": RateConfig(calls=9.0)}, clock)
+    meters = RateLimiters(RateConfig(calls=1.0), {"a": RateConfig(sessions=1), "b": RateConfig(calls=9.0)}, clock)
     first = meters.of("a")
     assert first is not None
     assert meters.of("a") is first
@@ -113,7 +113,7 @@ def test_bounds_are_per_tenant_and_its_own_table_overrules() -> None:
         first.call()
     with pytest.raises(Refused):
         first.call()
-    assert Meters(RateConfig(), {"a": RateConfig(sessions=1)}).of("b") is None
+    assert RateLimiters(RateConfig(), {"a": RateConfig(sessions=1)}).of("b") is None
     for number in range(5000):
         meters.of(f"t{number}")
     assert len(meters._meters) <= 1024

@@ -41,7 +41,7 @@ from harness.trust_site import (
 from kvtier.client import AccessDenied, Client, Credentials, SessionLost
 from kvtier.client.session import connection
 from kvtier.client.session.session import AttachError, Attachment
-from kvtier.client.session.socket_calls import LocalCalls
+from kvtier.client.session.socket_calls import SocketCalls
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, PULL, PUSH
 from kvtier.protos import v1
 from kvtier.protos.endpoint import parse_endpoint
@@ -55,7 +55,7 @@ from kvtier.protos.v1 import (
     session_pb2_grpc,
     transfer_pb2,
 )
-from kvtier.server.auth.roles import OWNER, RPC_ROLES, Role, demand
+from kvtier.server.auth.roles import OWNER, RPC_ROLES, Role, require_role
 from kvtier.server.refused import Refused
 
 WRONG_TENANT = ("PERMISSION_DENIED", "WRONG_TENANT")
@@ -93,7 +93,7 @@ def test_only_probes_need_no_credentials() -> None:
     """And nobody may call what is not in the table."""
     assert [method for method, roles in RPC_ROLES.items() if roles is None] == ["grpc.health.v1.Health/Check"]
     with pytest.raises(Refused):
-        demand("kvtier.v1.AdminService/Unheard", OWNER)
+        require_role("kvtier.v1.AdminService/Unheard", OWNER)
 
 
 class TestWithoutCredentials:
@@ -385,7 +385,7 @@ def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path
             )
             ref = next(iter(stream)).session
             path = capabilities.region.attach_path
-            calls = LocalCalls(path, ref)
+            calls = SocketCalls(path, ref)
             lookup = cache_pb2.LookupRequest(session=ref, keys=KEYS).SerializeToString()
             assert calls.prepare()
             assert calls.call("CacheService/Lookup", lookup, 60)
@@ -394,7 +394,7 @@ def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path
             wait_until(lambda: "tokens read again" in site.server.log)
             with pytest.raises(SessionLost):
                 calls.call("CacheService/Lookup", lookup, 60)
-            assert not LocalCalls(path, ref).prepare()
+            assert not SocketCalls(path, ref).prepare()
             with pytest.raises(AttachError):
                 Attachment.connect(path, ref)
             calls.close()

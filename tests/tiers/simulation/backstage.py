@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.core.block import Block
-from kvtier.tiers.core.bulk_eviction import Wanted
+from kvtier.tiers.core.bulk_eviction import EvictionRequest
 from kvtier.tiers.core.commands import RemoveFromTier
 from kvtier.tiers.types import TENANT_TAG_BYTES
 
@@ -283,7 +283,7 @@ class Backstage:
         choose = self.rng.random
         tiers = [number for number in range(len(self.world.tiers) + 1) if choose() < 0.7]
         spec = self.rng.choice(SPECS)
-        wanted = Wanted(
+        wanted = EvictionRequest(
             tiers,
             namespace=spec.id if choose() < 0.5 else None,
             tenant_tag=spec.id[:TENANT_TAG_BYTES] if choose() < 0.3 else None,

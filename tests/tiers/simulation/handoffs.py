@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvtier.tiers import errors
 from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
-from kvtier.tiers.core.holds import Claim, Hold
+from kvtier.tiers.core.holds import Hold, HoldClaim
 from kvtier.tiers.types import HandoffDirection, HoldName, KeyStatus
 
 from .actors import HOLD_SECONDS, Actors
@@ -103,7 +103,7 @@ class Handoffs(Actors):
         first = self.rng.choice(([], [], [2], [0, 4]))
         request_id, expires_at = self.rng.choice(REQUESTS), self.world.now + self.rng.choice(HOLD_SECONDS)
 
-        def ask() -> Claim:
+        def ask() -> HoldClaim:
             return core.handoffs.claim(
                 client.session, name, first_positions=first, request_id=request_id, expires_at=expires_at, now=now
             )
@@ -117,7 +117,7 @@ class Handoffs(Actors):
             if claim.lease is not None:
                 self._claimed(client, LeaseRecord(claim.lease, client, request_id, expires_at, [], waiting=False))
 
-    def _check_claim(self, record: HoldRecord, claim: Claim, first: list[int]) -> None:
+    def _check_claim(self, record: HoldRecord, claim: HoldClaim, first: list[int]) -> None:
         must = self.world.must
         for item, (block, status) in enumerate(zip(record.hold.items, claim.statuses, strict=True)):
             group = int.from_bytes(record.hold.keys[item][-4:], "big")

@@ -14,7 +14,7 @@ from kvtier.tiers.core.catalog import CatalogEntry, EntryState
 from kvtier.tiers.core.leases import Lease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.requests import Request
-from kvtier.tiers.core.secondary import Lane
+from kvtier.tiers.core.secondary import SecondaryTierState
 from kvtier.tiers.core.stores import Store
 from kvtier.tiers.core.transfers import JobKind
 
@@ -101,7 +101,7 @@ def job_ids(core: TierManager) -> set[int]:
     return {*core._flow._jobs, *core._flow.whereabouts._lookups}
 
 
-def open_questions(lane: Lane) -> set[Name]:
+def open_questions(lane: SecondaryTierState) -> set[Name]:
     """Returns what a tier has been asked and has not answered."""
     return lane.questions._open
 
@@ -116,22 +116,22 @@ def request_names(core: TierManager) -> set[tuple[str, str]]:
     return set(core._requests._requests)
 
 
-def lanes(core: TierManager) -> list[Lane]:
+def lanes(core: TierManager) -> list[SecondaryTierState]:
     """Returns the tiers below as the core sees them."""
     return core._flow.lanes
 
 
-def entries(lane: Lane) -> list[CatalogEntry]:
+def entries(lane: SecondaryTierState) -> list[CatalogEntry]:
     """Returns what the core believes a tier to hold, or to be about to hold."""
     return [entry for held in lane.catalog._entries.values() for entry in held.values()]
 
 
-def evictable(lane: Lane) -> Counter[str]:
+def evictable(lane: SecondaryTierState) -> Counter[str]:
     """Returns how many bytes of each share may go, as the core counts them."""
     return Counter({share.name: share.evictable for share in lane.catalog.lines.shares if share.evictable})
 
 
-def may_go(lane: Lane, here: list[CatalogEntry]) -> Counter[str]:
+def may_go(lane: SecondaryTierState, here: list[CatalogEntry]) -> Counter[str]:
     """Returns how many bytes of each share may go, one entry after another."""
     count: Counter[str] = Counter()
     for entry in here:
@@ -140,7 +140,7 @@ def may_go(lane: Lane, here: list[CatalogEntry]) -> Counter[str]:
     return count
 
 
-def promises(lane: Lane, here: list[CatalogEntry]) -> dict[Name, float]:
+def promises(lane: SecondaryTierState, here: list[CatalogEntry]) -> dict[Name, float]:
     """Returns what a tier holds and may not evict for a while, and until when."""
     when = lane.catalog.lines._retained.when
     return {entry.name: when(entry) for entry in here if entry.retained and entry.state is EntryState.HELD}
@@ -151,13 +151,13 @@ def slot_count(block: Block) -> int:
     return len(block.slots) - block.slots.count(None)
 
 
-def is_storing(lane: Lane, name: Name) -> bool:
+def is_storing(lane: SecondaryTierState, name: Name) -> bool:
     """Returns whether a block is on its way to a tier, and will get there if nothing goes wrong."""
     entry = lane.catalog.get(*name)
     return entry is not None and entry.state is EntryState.STORING and not lane.stalled
 
 
-def on_the_way(core: TierManager, lane: Lane) -> list[Block]:
+def on_the_way(core: TierManager, lane: SecondaryTierState) -> list[Block]:
     """Returns the blocks that wait to be stored in a tier, or are being stored."""
     jobs = (job for job in core._flow._jobs.values() if job.lane is lane and job.kind is JobKind.STORE)
     return [*lane.queue, *chain.from_iterable(job.blocks for job in jobs)]

@@ -6,7 +6,7 @@ from random import Random
 
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.settings import CPU_TIER, Keeping
+from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import POLICIES
 from kvtier.tiers.eviction.admission import ADMISSION
 from kvtier.tiers.eviction.quotas import Tenant
@@ -26,7 +26,7 @@ def tenant_of(namespace: NamespaceId) -> str:
     return namespace[:1].decode()
 
 
-def random_keeping(rng: Random, capacities: dict[str, int]) -> Keeping:
+def random_keeping(rng: Random, capacities: dict[str, int]) -> TierSettings:
     """Returns policies, times to live and tenants with quotas and limits, some of each."""
     eviction = {tier: rng.choice(list(POLICIES)) for tier in capacities if rng.random() < 0.9}
     ttl = {tier: rng.choice(TTL_SECONDS) for tier in capacities if rng.random() < 0.2}
@@ -37,7 +37,7 @@ def random_keeping(rng: Random, capacities: dict[str, int]) -> Keeping:
         if rng.random() < 0.4:
             tenants.append(Tenant(tenant_of(spec.id), spec.id[:TENANT_TAG_BYTES], quotas, limits))
     below = [tier for tier in capacities if tier != CPU_TIER]
-    return Keeping(
+    return TierSettings(
         eviction=eviction,
         admission={tier: rng.choice(list(ADMISSION)) for tier in below if rng.random() < 0.3},
         ttl=ttl,
@@ -52,7 +52,7 @@ def random_keeping(rng: Random, capacities: dict[str, int]) -> Keeping:
 class KeepingBook:
     """Who may take from whom, and what must stay for how long; in one life of a server."""
 
-    def __init__(self, keeping: Keeping) -> None:
+    def __init__(self, keeping: TierSettings) -> None:
         self.keeping = keeping
         self.takers: set[str] = set()
         """The tenants for whose sake blocks may go in this event."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from kvtier.tiers.base import OffloadPolicy
-from kvtier.tiers.core.commands import Command, HoldChanged, LeaseSettled, WorkLeft
+from kvtier.tiers.core.commands import Command, ContinueWork, HoldChanged, LeaseSettled
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.errors import CoreError
@@ -209,7 +209,7 @@ class World:
                 self.settled.add(command.lease_id)
             elif isinstance(command, HoldChanged):
                 self.changed.add(command.name)
-            elif isinstance(command, WorkLeft):
+            elif isinstance(command, ContinueWork):
                 self.must(Invariant.JOBS, not self.work_left, "asked twice for the next slice")
                 self.work_left = True
             else:

@@ -9,30 +9,30 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ....handoff import Finished, HandoffCore, HandoffOptions, Identity, Pull, Reason, TransferParams
+from ....handoff import BlockPull, EngineIdentity, Finished, HandoffCore, HandoffOptions, Reason, TransferParams
 from ....offload import CacheGeometry, LoadJob
 from ..background import LimitedLog
 from ..peers import Peers
-from ..stats import Tally
+from ..stats import TransferCounters
 from .hold_calls import HoldCalls
 from .requests import VllmRequest
 
-__all__ = ["Handoffs"]
+__all__ = ["HandoffScheduler"]
 
 _REASONS = {"FINISHED_STOPPED": Reason.STOPPED, "FINISHED_LENGTH_CAPPED": Reason.LENGTH}
 
 
-class Handoffs:
+class HandoffScheduler:
     """What one engine pulls from others, and holds for them. Every method is called on the scheduler's thread; none waits."""
 
     def __init__(
         self,
         geometry: CacheGeometry,
-        identity: Identity,
+        identity: EngineIdentity,
         options: HandoffOptions,
         peers: Peers,
         log: LimitedLog,
-        tally: Tally,
+        tally: TransferCounters,
     ) -> None:
         self._options = options
         self._peers = peers
@@ -113,7 +113,7 @@ class Handoffs:
         for number, claimed, at in self._calls.answers():
             self._core.claim_ended(number, claimed, at)
 
-    def _job(self, pull: Pull) -> LoadJob:
+    def _job(self, pull: BlockPull) -> LoadJob:
         endpoint = self._peers.endpoint_of(pull.remote) if pull.remote is not None else None
         if endpoint is None:
             return LoadJob(pull.job.request_id)

@@ -23,10 +23,10 @@ from .... import (
     PublishStatus,
 )
 from .... import HandoffDirection as WireDirection
-from ....handoff import Claimed, ClaimId, Direction, HandoffRequest, HeldBlock, Publication, RemoteRequest
+from ....handoff import Claimed, ClaimId, Direction, HandoffRequest, HeldBlock, PlannedPublication, RemoteRequest
 from ..background import BackgroundThreads, LimitedLog, logger
 from ..peers import OWN, Peers
-from ..stats import Tally
+from ..stats import TransferCounters
 from .requests import VllmRequest
 
 __all__ = ["ClaimAnswer", "HoldCalls"]
@@ -64,7 +64,7 @@ class HoldCalls:
     Threads are made when the first request is handed over: most engines never do that.
     """
 
-    def __init__(self, peers: Peers, claim_timeout_s: float, log: LimitedLog, tally: Tally) -> None:
+    def __init__(self, peers: Peers, claim_timeout_s: float, log: LimitedLog, tally: TransferCounters) -> None:
         self._peers = peers
         self._wait_s = claim_timeout_s * _WAIT_SHARE
         self._log = log
@@ -127,7 +127,7 @@ class HoldCalls:
         for endpoint, holds in self._by_endpoint([remote]).items():
             self._tell_server(endpoint, operator.methodcaller("release_holds", *holds))
 
-    def publish(self, publication: Publication) -> None:
+    def publish(self, publication: PlannedPublication) -> None:
         """See HandoffServer."""
         self._tell_server(OWN, lambda client: self._publish(client, publication))
 
@@ -187,7 +187,7 @@ class HoldCalls:
         except KVTierError as error:
             self._log.warn("handoff-call", f"a server could not be told of a request that is handed over: {error}")
 
-    def _publish(self, client: Client, publication: Publication) -> None:
+    def _publish(self, client: Client, publication: PlannedPublication) -> None:
         try:
             status = self._publish_once(client, publication)
         except DeadlineExceeded:
@@ -196,7 +196,7 @@ class HoldCalls:
         logger.debug("kvtier: request %s: %s", publication.request_id, status.name)
         self._tally.count(f"publications:{status.name.lower()}")
 
-    def _publish_once(self, client: Client, publication: Publication) -> PublishStatus:
+    def _publish_once(self, client: Client, publication: PlannedPublication) -> PublishStatus:
         return client.publish(
             publication.request_id,
             publication.keys,

@@ -18,10 +18,10 @@ from typing import Any
 from .... import Client, InvalidRequest, KeyStatus, KVTierError, Lease, LimitExceeded, make_key
 from ....offload import CacheGeometry, Found, LookupId, Place, Question, search
 from ..background import BackgroundThreads, LimitedLog, logger
-from ..stats import LookupCounts, Tally
-from .requests import Announcement, plain_params
+from ..stats import LookupMetrics, TransferCounters
+from .requests import RequestRegistration, plain_params
 
-__all__ = ["Lookup", "LookupService", "LookupState", "RequestCalls"]
+__all__ = ["LookupService", "LookupState", "PendingLookup", "RequestCalls"]
 
 
 _COOL_DOWN_S = 2.0
@@ -57,19 +57,19 @@ class RequestCalls:
         if not isinstance(error, (InvalidRequest, LimitExceeded)):
             self._cool_until = time.monotonic() + _COOL_DOWN_S
 
-    def announce(self, request: Announcement) -> None:
+    def announce(self, request: RequestRegistration) -> None:
         """Have the tiers vote on a request that is not looked up: they may want blocks that the engine has itself (B1.1)."""
         if self._client.connected and not self.cooling:
             self.hold(request)
             request.voting = True
             self._returns.submit(lambda: self._announce(request))
 
-    def hold(self, request: Announcement) -> None:
+    def hold(self, request: RequestRegistration) -> None:
         """A call about the request begins: the server is not told of its end before as many ``let_go``."""
         with self._lock:
             request.pending += 1
 
-    def let_go(self, request: Announcement) -> None:
+    def let_go(self, request: RequestRegistration) -> None:
         """A call about the request has ended. Any thread."""
         with self._lock:
             request.pending -= 1
@@ -77,7 +77,7 @@ class RequestCalls:
         if finish:
             self._submit_finish(request)
 
-    def finish_request(self, request: Announcement) -> None:
+    def finish_request(self, request: RequestRegistration) -> None:
         """Tell the server, in the background, that the request has ended: once nothing of it is pending."""
         with self._lock:
             request.ended = True
@@ -94,14 +94,14 @@ class RequestCalls:
         """End the thread; called at shutdown."""
         self._returns.close(1.0)
 
-    def _submit_finish(self, request: Announcement) -> None:
+    def _submit_finish(self, request: RequestRegistration) -> None:
         if self._client.connected:
             self._returns.submit(lambda: self._finish(request.request_id))
 
     # ---- background threads from here on
 
     def ask(
-        self, request: Announcement, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
+        self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
     ) -> Lease:
         """A request's first call announces it, so that the tiers vote on it; the others only look up. Raises KVTierError.
 
@@ -132,7 +132,7 @@ class RequestCalls:
         logger.debug("kvtier: request %s: %s, votes %s", request.request_id, lease.policy, lease.votes)
         return lease
 
-    def _announce(self, request: Announcement) -> None:
+    def _announce(self, request: RequestRegistration) -> None:
         try:
             if not request.begun:
                 self.ask(request, (), 0.0, prefix=True)
@@ -165,14 +165,14 @@ class LookupState(Enum):
 
 
 @dataclass
-class Lookup:
+class PendingLookup:
     """One request's lookup: where the blocks of [``start``, ``limit``) tokens are.
 
     ``found`` belongs to the background thread until the state is DONE, then to the scheduler's.
     """
 
     number: LookupId
-    request: Announcement
+    request: RequestRegistration
     start: int
     limit: int
     hashes: dict[int, Sequence[bytes]]
@@ -188,23 +188,28 @@ class LookupService(RequestCalls):
     """Runs lookups and gives their leases back. ``start`` and ``drop`` are called on the scheduler's thread and never block."""
 
     def __init__(
-        self, client: Client, geometry: CacheGeometry, timeout_s: float, log: LimitedLog, tally: Tally | None = None
+        self,
+        client: Client,
+        geometry: CacheGeometry,
+        timeout_s: float,
+        log: LimitedLog,
+        tally: TransferCounters | None = None,
     ) -> None:
         super().__init__(client, log)
-        self._counts = LookupCounts(geometry, tally or Tally())
+        self._counts = LookupMetrics(geometry, tally or TransferCounters())
         self._geometry = geometry
         self._timeout_s = timeout_s
-        self._done_lookups: deque[Lookup] = deque()
+        self._done_lookups: deque[PendingLookup] = deque()
         self._lookups = BackgroundThreads("lookup", log, threads=_THREADS)
 
     def start(
         self,
-        request: Announcement,
+        request: RequestRegistration,
         hashes: dict[int, Sequence[bytes]],
         start: int,
         limit: int,
         number: LookupId = LookupId(0),  # noqa: B008 - a NewType is no call
-    ) -> Lookup | None:
+    ) -> PendingLookup | None:
         """Begin to look up the blocks between ``start`` and ``limit`` tokens.
 
         ``hashes[group][i]`` is that of the i-th one after ``start``. Returns None when the server is not there: a miss at once.
@@ -215,20 +220,20 @@ class LookupService(RequestCalls):
                 self._counts.not_begun()
             request.unasked = True
             return None
-        lookup = Lookup(number, request, start, limit, hashes, time.monotonic() + self._timeout_s, Found(start))
+        lookup = PendingLookup(number, request, start, limit, hashes, time.monotonic() + self._timeout_s, Found(start))
         self.hold(request)
         self._lookups.submit(lambda: self._run(lookup))
         return lookup
 
-    def take_done(self) -> list[Lookup]:
+    def take_done(self) -> list[PendingLookup]:
         """Returns the lookups that were done since the last call; some may have been dropped since."""
         return [self._done_lookups.popleft() for _ in range(len(self._done_lookups))]
 
-    def drop(self, lookup: Lookup) -> None:
+    def drop(self, lookup: PendingLookup) -> None:
         """Nobody will load what this lookup found: give its leases back, now or when it ends."""
         self._drop(lookup)
 
-    def timed_out(self, lookup: Lookup) -> None:
+    def timed_out(self, lookup: PendingLookup) -> None:
         """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
         if not self._drop(lookup):
             self._counts.timed_out(self._timeout_s)
@@ -242,11 +247,11 @@ class LookupService(RequestCalls):
         self._lookups.close(0.5)
         super().close()
 
-    def _release(self, lookup: Lookup) -> None:
+    def _release(self, lookup: PendingLookup) -> None:
         leases, lookup.leases = lookup.leases, []
         self.release(leases)
 
-    def _drop(self, lookup: Lookup) -> bool:
+    def _drop(self, lookup: PendingLookup) -> bool:
         """Whether it was done already."""
         with self._lock:
             was_done = lookup.state is LookupState.DONE
@@ -257,7 +262,7 @@ class LookupService(RequestCalls):
 
     # ---- background threads from here on
 
-    def _run(self, lookup: Lookup) -> None:
+    def _run(self, lookup: PendingLookup) -> None:
         hit, lookup.begun = None, True
         try:
             if lookup.state is LookupState.PENDING and not self.cooling and time.monotonic() < lookup.deadline:
@@ -269,7 +274,7 @@ class LookupService(RequestCalls):
             # Whatever happened: a lookup that is never done would make its request wait for its whole budget.
             self._done(lookup, hit)
 
-    def _done(self, lookup: Lookup, hit: int | None) -> None:
+    def _done(self, lookup: PendingLookup, hit: int | None) -> None:
         """The lookup has ended with a hit up to ``hit`` tokens; None: nobody knows."""
         with self._lock:
             dropped = lookup.state is LookupState.DROPPED
@@ -284,7 +289,7 @@ class LookupService(RequestCalls):
             self._done_lookups.append(lookup)
         self.let_go(lookup.request)
 
-    def _search(self, lookup: Lookup) -> int:
+    def _search(self, lookup: PendingLookup) -> int:
         """How far the hit reaches; fills in what was found, and leases."""
         questions = search(self._geometry, lookup.start, lookup.limit)
         try:
@@ -295,7 +300,7 @@ class LookupService(RequestCalls):
             hit = int(end.value)
         return hit if hit - lookup.start >= lookup.request.settings.min_hit_tokens else lookup.start
 
-    def _ask(self, lookup: Lookup, question: Question) -> set[Place]:
+    def _ask(self, lookup: PendingLookup, question: Question) -> set[Place]:
         """Looks up in calls of at most the server's number of keys; returns what hit."""
         most = self._client.max_keys or max(1, len(question.places))
         found: set[Place] = set()
@@ -307,7 +312,7 @@ class LookupService(RequestCalls):
                 break
         return found
 
-    def _ask_once(self, lookup: Lookup, places: Sequence[Place], *, prefix: bool, first: bool) -> list[Place]:
+    def _ask_once(self, lookup: PendingLookup, places: Sequence[Place], *, prefix: bool, first: bool) -> list[Place]:
         keys = [
             make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
             for g, position in places

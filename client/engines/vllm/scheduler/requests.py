@@ -17,7 +17,7 @@ from ....offload import CacheGeometry, CacheGroup, FreeBlock
 from ..compat import generate_block_hash_extra_keys, get_block_hash, get_group_id, resolve_block_hashes
 from ..request_settings import RequestSettings
 
-__all__ = ["Announcement", "VllmBlockPool", "VllmRequest", "plain_params", "server_name"]
+__all__ = ["RequestRegistration", "VllmBlockPool", "VllmRequest", "plain_params", "server_name"]
 
 
 @dataclass
@@ -25,7 +25,7 @@ class VllmRequest:
     """One request (an ``EngineRequest`` and a ``HandoffRequest``)."""
 
     request: Any
-    announcement: Announcement
+    announcement: RequestRegistration
     geometry: CacheGeometry
     may_load: bool
     may_save: bool
@@ -182,7 +182,7 @@ _MAX_PRIORITY = (1 << 31) - 1
 
 
 @dataclass
-class Announcement:
+class RequestRegistration:
     """What the server is told of a request, and says of it: begun with its first lookup, finished after its last store (B3.12).
 
     ``request_id`` is how the server knows it (``server_name``). ``priority``: higher is more urgent, the server's rules may ask for

@@ -14,19 +14,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .... import Client
-from ....handoff import Finished, Identity
+from ....handoff import EngineIdentity, Finished
 from ....offload import CacheGeometry, Computed, EndedSave, LoadJob, Mode, OffloadCore, OffloadOptions
 from ..background import LimitedLog
 from ..compat import CacheHitSource, KVCacheEvent
 from ..config import ConnectorConfig
 from ..peers import Peers
 from ..request_settings import RequestSettings
-from ..stats import Tally
+from ..stats import TransferCounters
 from ..worker.reports import SAVE_LOST_AFTER_S, StepMetadata, WorkerReport
 from .events import KVEvents
-from .handoff_scheduler import Handoffs
-from .requests import Announcement, VllmBlockPool, VllmRequest, server_name
-from .server import Remote
+from .handoff_scheduler import HandoffScheduler
+from .requests import RequestRegistration, VllmBlockPool, VllmRequest, server_name
+from .server import ServerGateway
 
 __all__ = ["SchedulerSide"]
 
@@ -50,10 +50,10 @@ class SchedulerSide:
         may_load: bool,
         may_save: bool,
         log: LimitedLog,
-        tally: Tally | None = None,
+        tally: TransferCounters | None = None,
         batched_tokens: int = 0,
         publish_events: bool = False,
-        identity: Identity,
+        identity: EngineIdentity,
         peers: Peers,
     ) -> None:
         self._geometry = geometry
@@ -62,9 +62,9 @@ class SchedulerSide:
         self._may_load = may_load
         self._may_save = may_save
         self._pool = VllmBlockPool(geometry)
-        self._tally = tally or Tally()
+        self._tally = tally or TransferCounters()
         self._events = KVEvents(geometry.groups, enabled=publish_events)
-        self._remote = Remote(client, geometry, config.lookup_timeout_s, log, self._tally)
+        self._remote = ServerGateway(client, geometry, config.lookup_timeout_s, log, self._tally)
         options = OffloadOptions(
             mode=Mode.LAZY if config.lazy_offload and may_save else Mode.EAGER,
             lookup_timeout_s=config.lookup_timeout_s,
@@ -73,7 +73,7 @@ class SchedulerSide:
             batched_tokens=batched_tokens,
         )
         self._core = OffloadCore(geometry, world_size, options, self._pool, self._remote)
-        self._handoffs = Handoffs(geometry, identity, config.handoff, peers, log, self._tally)
+        self._handoffs = HandoffScheduler(geometry, identity, config.handoff, peers, log, self._tally)
         self._requests: dict[str, VllmRequest] = {}
         # Loads that workers are at, each with its blocks; and whether what is saved is about to be forgotten.
         self._loading: dict[str, int] = {}
@@ -234,7 +234,7 @@ class SchedulerSide:
         settings = RequestSettings.parse(request.kv_transfer_params, functools.partial(self._log.warn, "settings"))
         view = self._requests[request.request_id] = VllmRequest(
             request,
-            Announcement(
+            RequestRegistration(
                 server_name(request.request_id),
                 request.num_prompt_tokens,
                 settings.passed_on(request.kv_transfer_params),

@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from .... import Client
 from ....offload import CacheGeometry, EngineRequest, Found, LookupId
 from ..background import BackgroundThreads, LimitedLog
-from ..stats import Tally
-from .prefix_lookups import Lookup, LookupService
-from .requests import Announcement, VllmRequest
+from ..stats import TransferCounters
+from .prefix_lookups import LookupService, PendingLookup
+from .requests import RequestRegistration, VllmRequest
 
-__all__ = ["CacheReset", "Remote"]
+__all__ = ["CacheReset", "ServerGateway"]
 
 
-class Remote:
+class ServerGateway:
     """The core's ``Server``. Every method is called on the scheduler's thread, and none blocks."""
 
     def __init__(
-        self, client: Client, geometry: CacheGeometry, lookup_timeout_s: float, log: LimitedLog, tally: Tally
+        self, client: Client, geometry: CacheGeometry, lookup_timeout_s: float, log: LimitedLog, tally: TransferCounters
     ) -> None:
         self._client = client
         self._geometry = geometry
         self._service = LookupService(client, geometry, lookup_timeout_s, log, tally)
         self.resets = CacheReset(client, log)
-        self._lookups: dict[LookupId, Lookup] = {}
+        self._lookups: dict[LookupId, PendingLookup] = {}
         self._epoch: int | None = None
 
-    def announce(self, request: Announcement) -> None:
+    def announce(self, request: RequestRegistration) -> None:
         """Have the tiers vote on a request that is not looked up."""
         self._service.announce(request)
 

@@ -18,7 +18,7 @@ import torch
 from .....cuda.device.cuda_driver import CudaDriver
 from .....cuda.device.device_errors import DeviceError
 from .....cuda.device.driver import Driver, StreamId
-from .....cuda.device.layout import BlockLayout, LayoutError, Run
+from .....cuda.device.layout import BlockLayout, LayoutError, LayoutRun
 from .... import Client, DeviceUnavailable, InvalidRequest, KvBuffers, KVTierError, Mark
 from ..background import LimitedLog
 from ..layout import GroupLayout
@@ -133,6 +133,6 @@ def describe_layout(layout: GroupLayout) -> tuple[BlockLayout, list[int]]:
     for buffer, segment in enumerate(layout.segments):
         block_stride, layer_stride, _ = segment.pages.stride()
         _, layers, page_bytes = segment.pages.shape
-        runs.append(Run(buffer, 0, block_stride, page_bytes, layers, layer_stride if layers > 1 else 0))
+        runs.append(LayoutRun(buffer, 0, block_stride, page_bytes, layers, layer_stride if layers > 1 else 0))
     addresses = [segment.pages.data_ptr() for segment in layout.segments]
     return BlockLayout(layout.segments[0].pages.shape[0], tuple(runs)), addresses

@@ -23,7 +23,7 @@ from ..background import BackgroundThreads, LimitedLog, leave_compute_cores
 from ..layout import build_layouts
 from ..peers import OWN, Peers
 from ..sleep import Asleep, SleepGate
-from ..stats import Tally
+from ..stats import TransferCounters
 from .copies import BlockCopier, make_copier
 from .device_route import DeviceRoute, RouteOf, StepMark, cuda_route
 from .reports import SAVE_WITHIN_S, StepMetadata, WorkerReports
@@ -48,7 +48,7 @@ class WorkerSide:
         num_blocks: int,
         reports: WorkerReports,
         log: LimitedLog,
-        tally: Tally | None = None,
+        tally: TransferCounters | None = None,
         *,
         stores: bool = True,
         peers_of: Callable[[Client, Pin | None], Peers] = lambda own, _: Peers(own),
@@ -72,7 +72,7 @@ class WorkerSide:
         self._on_start: Callable[[], None] | None = None
         self._save_after = 0.0
         self._reports = reports
-        self._tally = tally or Tally()
+        self._tally = tally or TransferCounters()
         self._gate = SleepGate()
         self.serving = False
         """Whether the engine has taken its first step: it captures no graphs any more."""
