@@ -1,4 +1,4 @@
-"""Runs the code blocks of the documentation. A mark says what a block that cannot run here needs."""
+"""Runs the code blocks of the documentation. Blocks that cannot run here are marked."""
 
 from __future__ import annotations
 
