@@ -1,4 +1,4 @@
-"""The Helm chart: what it renders to, what it refuses, and that its container starts as it is written there."""
+"""The Helm chart: rendering, refused values, and a start of the rendered container."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def _rendered(directory: Path, values: dict[str, Any]) -> dict[str, dict[str, An
 
 @needs_tools
 @pytest.mark.parametrize("way", WAYS)
-def test_the_chart_has_no_error(tmp_path: Path, way: str) -> None:
-    """Helm finds nothing, whatever is switched on."""
+def test_chart_lints_without_errors(tmp_path: Path, way: str) -> None:
     done = _helm("lint", tmp_path, WAYS[way])
     assert done.returncode == 0, done.stdout
 
@@ -96,16 +95,16 @@ def test_the_chart_has_no_error(tmp_path: Path, way: str) -> None:
 @needs_tools
 @pytest.mark.parametrize("version", ["1.27.0", "1.35.0"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_it_renders_is_what_kubernetes_takes(tmp_path: Path, way: str, version: str) -> None:
-    """Strictly: a field that the schemas do not know is an error. Theirs alone; the operator's resources have none here."""
+def test_rendered_resources_match_the_schemas(tmp_path: Path, way: str, version: str) -> None:
+    """An unknown field is an error. Resources of the Prometheus operator have no schema here."""
     documents = [found for found in _rendered(tmp_path, WAYS[way]).values() if "coreos" not in found["apiVersion"]]
     assert {"DaemonSet", "ConfigMap", "Service", "ServiceAccount"} <= {found["kind"] for found in documents}
     _validate(tmp_path, documents, version)
 
 
 @needs_tools
-def test_the_example_of_an_engine_is_what_kubernetes_takes(tmp_path: Path) -> None:
-    """And it looks for the socket where the chart has it, as the user whose socket it is."""
+def test_engine_example_matches_the_chart(tmp_path: Path) -> None:
+    """The example is valid and uses the chart's socket path and user."""
     engine = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "vllm.yaml").read_text())
     _validate(tmp_path, [engine], "1.35.0")
     pod, server = engine["spec"]["template"]["spec"], _rendered(tmp_path, {})["DaemonSet"]["spec"]["template"]["spec"]
@@ -119,8 +118,8 @@ def test_the_example_of_an_engine_is_what_kubernetes_takes(tmp_path: Path) -> No
 
 @needs_tools
 @pytest.mark.parametrize("way", WAYS)
-def test_the_server_can_use_the_configuration(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What values say arrives in the server as they say it, types included."""
+def test_server_reads_the_rendered_configuration(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values reach the server unchanged, with their types."""
     file = tmp_path / "kvtier.toml"
     rendered = _rendered(tmp_path, WAYS[way])
     file.write_text(rendered["ConfigMap"]["data"]["kvtier.toml"])
@@ -139,8 +138,8 @@ def test_the_server_can_use_the_configuration(tmp_path: Path, way: str, monkeypa
 
 
 @needs_tools
-def test_what_is_scraped_is_what_the_rules_speak_of(tmp_path: Path) -> None:
-    """The monitor finds the service, its port, and gives the job a name that the rules know."""
+def test_service_monitor_matches_the_alert_rules(tmp_path: Path) -> None:
+    """The monitor selects the service and its port; its job name matches the rules."""
     rendered = _rendered(tmp_path, FULL)
     monitor, service = rendered["ServiceMonitor"]["spec"], rendered["Service"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
@@ -163,29 +162,29 @@ def test_what_is_scraped_is_what_the_rules_speak_of(tmp_path: Path) -> None:
         ({"regionSize": "8GiB"}, "regionSize"),
         ({"regionSize": "16Gi"}, "must exceed regionSize (16Gi) by 1Gi"),
         ({"regonSize": "8Gi"}, "regonSize"),
-        ({"tcp": {"enabled": True}}, "in the clear"),
-        ({"tcp": {"enabled": True}, "config": {"tls": {"cert": "/c", "key": "/k"}}}, "nobody is asked who he is"),
-        ({"probes": {"type": "grpc"}}, "wants tcp.enabled"),
+        ({"tcp": {"enabled": True}}, "unencrypted"),
+        ({"tcp": {"enabled": True}, "config": {"tls": {"cert": "/c", "key": "/k"}}}, "clients are not authenticated"),
+        ({"probes": {"type": "grpc"}}, "needs tcp.enabled"),
         ({"config": {"listen": "0.0.0.0:1"}}, "config"),
         ({"terminationGracePeriodSeconds": 30}, "terminationGracePeriodSeconds"),
         ({"runAsUser": 0}, "runAsUser"),
-        ({"data": {"type": "none"}, "config": {"tiers": []}}, "leaves no place"),
+        ({"data": {"type": "none"}, "config": {"tiers": []}}, "cannot be combined"),
         (
             {"config": {"auth": {"metrics": True}}, "metrics": {"serviceMonitor": {"enabled": True}}},
             "metrics.serviceMonitor.authorization",
         ),
     ],
 )
-def test_values_that_cannot_be_meant_are_refused(tmp_path: Path, values: dict[str, Any], complaint: str) -> None:
-    """Before anything is installed, and with the name of what is wrong."""
+def test_invalid_values_are_refused(tmp_path: Path, values: dict[str, Any], complaint: str) -> None:
+    """Rendering fails with the name of the wrong value."""
     done = _helm("template", tmp_path, values)
     assert done.returncode != 0
     assert complaint in done.stderr
 
 
 @needs_tools
-def test_scrapes_show_a_token_where_one_is_asked_for(tmp_path: Path) -> None:
-    """It is in a secret, which the operator reads."""
+def test_scrapes_use_the_configured_token(tmp_path: Path) -> None:
+    """The monitor refers to the secret with the token."""
     shown = {"credentials": {"name": "s", "key": "token"}}
     monitor = {"serviceMonitor": {"enabled": True, "authorization": shown}}
     rendered = _rendered(tmp_path, {"config": {"auth": {"metrics": True}}, "metrics": monitor})
@@ -193,23 +192,21 @@ def test_scrapes_show_a_token_where_one_is_asked_for(tmp_path: Path) -> None:
 
 
 @needs_tools
-def test_a_server_that_traces_may_call_its_collector(tmp_path: Path) -> None:
-    """Any other calls nobody."""
+def test_egress_is_open_only_with_tracing(tmp_path: Path) -> None:
     assert _rendered(tmp_path, {})["NetworkPolicy"]["spec"]["egress"] == []
     traced = _rendered(tmp_path, {"config": {"tracing": {"endpoint": "http://10.0.0.9:4317"}}})
     assert traced["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress"]
     assert "egress" not in traced["NetworkPolicy"]["spec"]
 
 
-def test_the_chart_is_of_the_version_that_it_installs() -> None:
-    """The image's tag is the chart's appVersion."""
+def test_chart_and_package_have_one_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[OwnNamespace]:
-    """A place with a read-only root, as the container's is."""
+    """A namespace with a read-only root, like the container's."""
     if reason := unavailable_reason():
         pytest.skip(f"no namespaces here: {reason}")
     boot = "mkdir -p /run/kvtier /var/lib/kvtier /etc/kvtier && touch /run/booted && exec sleep infinity"
@@ -218,8 +215,8 @@ def node(tmp_path: Path) -> Iterator[OwnNamespace]:
 
 
 @needs_tools
-def test_the_container_starts_as_it_is_written(node: OwnNamespace, tmp_path: Path) -> None:
-    """The init container's and the server's own commands, users, capabilities and file systems; then its probe, and its end."""
+def test_rendered_container_starts_and_stops(node: OwnNamespace, tmp_path: Path) -> None:
+    """Runs both containers with their commands, users, capabilities and file systems."""
     values = {
         "config": {"tiers": [{"type": "lmdb", "size": "64MiB"}]},
         "regionSize": "64Mi",
@@ -253,7 +250,7 @@ def test_the_container_starts_as_it_is_written(node: OwnNamespace, tmp_path: Pat
 
 
 def _container(pod: dict[str, Any], container: dict[str, Any]) -> list[str]:
-    """Returns how a runtime would start this container, where its image is the place itself."""
+    """Returns the command that starts a container as a runtime does; the namespace is its image."""
     context = pod["securityContext"] | container["securityContext"]
     added = [f"+{name.lower()}" for name in context["capabilities"].get("add", [])]
     capabilities = ",".join(["-all", *added])

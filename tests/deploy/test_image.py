@@ -1,4 +1,4 @@
-"""The image's recipe, as far as it can be looked at without a daemon that builds images."""
+"""The Dockerfile, as far as it can be checked without a Docker daemon."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ needs_tools = pytest.mark.skipif(not TOOLS.exists(), reason="`make test-deploy` 
 
 
 @needs_tools
-def test_the_linter_has_nothing_to_say() -> None:
-    """Of all its rules."""
+def test_dockerfile_lints_without_findings() -> None:
     done = subprocess.run([TOOLS / "hadolint", RECIPE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_image_is_what_the_documentation_says() -> None:
-    """Its own user, SIGTERM, a health check that is a command of kvtier, and neither torch nor a compiler."""
+def test_image_matches_the_documentation() -> None:
+    """User 10001, SIGTERM, a health check by `kvtier status`, no pip in the last stage."""
     text = RECIPE.read_text()
     last = text[text.rindex("\nFROM ") :]
     assert re.search(r"^USER 10001:10001$", last, re.MULTILINE)
@@ -41,14 +40,14 @@ def test_the_image_is_what_the_documentation_says() -> None:
 
 
 @needs_tools
-def test_what_is_sent_to_the_builder_is_enough(tmp_path: Path) -> None:
-    """The files that .dockerignore lets through make the same wheel as the whole repository does."""
+def test_build_context_is_complete(tmp_path: Path) -> None:
+    """The files that .dockerignore admits build a wheel with all modules of the repository."""
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
-    let_through = [rule.removeprefix("!") for rule in rules if rule.startswith("!")]
+    admitted = [rule.removeprefix("!") for rule in rules if rule.startswith("!")]
     context = tmp_path / "context"
-    for name in let_through:
+    for name in admitted:
         source = ROOT / name
-        assert source.exists(), f"{name} is let through, and is not there"
+        assert source.exists(), f"{name} is admitted, but does not exist"
         if source.is_dir():
             shutil.copytree(
                 source, context / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -1,4 +1,4 @@
-"""The unit of `deploy/systemd`, as it stands in the repository, under a real systemd."""
+"""The unit in `deploy/systemd`, run unchanged under a real systemd."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from harness.systemd import Systemd, unavailable_reason
 FILES = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 UNIT = "kvtier.service"
 
-pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="wants Debian's package systemd")
+pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs Debian's package systemd")
 
 
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[Systemd]:
-    """A systemd that knows the unit, on a machine that was set up as the documentation says."""
+    """A systemd with the unit, installed as docs/deploy.md describes."""
     if reason := unavailable_reason():
-        pytest.skip(f"no systemd can be run here: {reason}")
+        pytest.skip(f"systemd cannot run here: {reason}")
     units = tmp_path / "units"
     (units / f"{UNIT}.d").mkdir(parents=True)
     shutil.copy(FILES / UNIT, units)
-    # All else is as in the repository: less to wait for, and a log where the test finds it.
+    # Differences from the repository: shorter waits, and a log file for the test.
     (units / f"{UNIT}.d" / "test.conf").write_text(
         "[Unit]\nDefaultDependencies=no\n[Service]\nWatchdogSec=3\nEnvironment=KVTIER_REGION_SIZE=32MiB KVTIER_METRICS=off\n"
         f"StandardOutput=append:{tmp_path}/log\nStandardError=inherit\n"
@@ -40,8 +40,8 @@ def _events(tmp_path: Path) -> list[str]:
     return [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{")]
 
 
-def test_the_unit_has_no_error_and_little_exposure(tmp_path: Path) -> None:
-    """Every line of it is known to systemd, and what a server that was taken over could do is bounded."""
+def test_unit_is_valid_and_hardened(tmp_path: Path) -> None:
+    """Every line is accepted by systemd, and the exposure score is at most 2.0."""
     unit = tmp_path / UNIT
     unit.write_text((FILES / UNIT).read_text().replace("/opt/kvtier/bin/kvtier", "/bin/true"))
     verified = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
@@ -51,8 +51,8 @@ def test_the_unit_has_no_error_and_little_exposure(tmp_path: Path) -> None:
     assert exposure.returncode == 0, exposure.stdout[-2000:]
 
 
-def test_a_start_is_over_when_the_server_serves(systemd: Systemd, tmp_path: Path) -> None:
-    """`systemctl start` returns to a server that answers, under its user; its end is in order and leaves no socket."""
+def test_start_returns_when_the_server_serves(systemd: Systemd, tmp_path: Path) -> None:
+    """The server runs as its user, stops in order and leaves no socket."""
     started = systemd.run("systemctl", "start", UNIT)
     assert started.returncode == 0, systemd.log + (tmp_path / "log").read_text()
     status = systemd.run("/opt/kvtier/bin/kvtier", "status", "--json", "--endpoint", "unix:/run/kvtier/kvtier.sock")
@@ -65,8 +65,8 @@ def test_a_start_is_over_when_the_server_serves(systemd: Systemd, tmp_path: Path
     assert systemd.run("ls", "/run/kvtier").returncode != 0
 
 
-def test_nothing_that_it_needs_is_forbidden(systemd: Systemd, tmp_path: Path) -> None:
-    """Within the unit's fences the region has its memory, blocks their disk, and streams their process."""
+def test_sandbox_permits_all_features(systemd: Systemd, tmp_path: Path) -> None:
+    """In the sandbox, shared memory, durable stores and gRPC streams work."""
     systemd.run("systemctl", "start", UNIT)
     done = systemd.run(
         *("runuser", "-u", "kvtier", "--", "/opt/kvtier/bin/python", "/opt/source/tests/harness/round_trip.py")
@@ -76,8 +76,8 @@ def test_nothing_that_it_needs_is_forbidden(systemd: Systemd, tmp_path: Path) ->
     assert "region backed" in _events(tmp_path)
 
 
-def test_a_server_that_hangs_is_ended_and_another_is_started(systemd: Systemd) -> None:
-    """SIGSTOP stops the event loop: the watchdog is heard from no more."""
+def test_watchdog_restarts_a_server_that_hangs(systemd: Systemd) -> None:
+    """SIGSTOP stops the event loop, so the watchdog gets no more reports."""
     systemd.run("systemctl", "start", UNIT)
     before = systemd.show(UNIT, "MainPID")
     systemd.run("kill", "-STOP", before)
@@ -86,8 +86,8 @@ def test_a_server_that_hangs_is_ended_and_another_is_started(systemd: Systemd) -
     assert systemd.show(UNIT, "MainPID") != before
 
 
-def test_a_killed_server_is_there_again(systemd: Systemd) -> None:
-    """After SIGKILL another one serves on the same socket."""
+def test_killed_server_is_restarted(systemd: Systemd) -> None:
+    """After SIGKILL another server serves on the same socket."""
     systemd.run("systemctl", "start", UNIT)
     systemd.run("kill", "-KILL", systemd.show(UNIT, "MainPID"))
     systemd.wait_for(UNIT, "NRestarts", "1")
@@ -96,8 +96,8 @@ def test_a_killed_server_is_there_again(systemd: Systemd) -> None:
     assert answer.returncode == 0
 
 
-def test_a_configuration_that_cannot_be_used_is_not_tried_again(systemd: Systemd) -> None:
-    """Exit code 78: the unit fails once, and stays down."""
+def test_invalid_configuration_is_not_retried(systemd: Systemd) -> None:
+    """With exit code 78 the unit fails once and is not restarted."""
     systemd.run("sh", "-c", "echo 'regoin_size = 1' >> /etc/kvtier/kvtier.toml")
     assert systemd.run("systemctl", "start", UNIT).returncode != 0
     assert systemd.show(UNIT, "ExecMainStatus") == "78"

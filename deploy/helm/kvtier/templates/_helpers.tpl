@@ -27,24 +27,24 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- fail (printf "resources.limits.memory (%s) must exceed regionSize (%s) by 1Gi at least: the region counts against it" .Values.resources.limits.memory .Values.regionSize) -}}
 {{- end -}}
 {{- if and .Values.tcp.enabled (not .Values.tcp.insecure) (not (hasKey .Values.config "tls")) -}}
-{{- fail "tcp.enabled: without config.tls the port is in the clear and open to whoever reaches it; say tcp.insecure=true if that is meant" -}}
+{{- fail "tcp.enabled: without config.tls the port is unencrypted and open to every peer that reaches it; set tcp.insecure=true if that is intended" -}}
 {{- end -}}
 {{- $auth := .Values.config.auth | default dict }}{{ $tls := .Values.config.tls | default dict -}}
 {{- if and .Values.tcp.enabled (not .Values.tcp.insecure) (not $auth.tokens) (not $tls.client_ca) -}}
-{{- fail "tcp.enabled: nobody is asked who he is; set config.auth.tokens or config.tls.client_ca, or say tcp.insecure=true" -}}
+{{- fail "tcp.enabled: clients are not authenticated; set config.auth.tokens or config.tls.client_ca, or tcp.insecure=true" -}}
 {{- end -}}
 {{- if and (eq .Values.probes.type "grpc") (not .Values.tcp.enabled) -}}
-{{- fail "probes.type=grpc wants tcp.enabled: the kubelet asks no Unix socket" -}}
+{{- fail "probes.type=grpc needs tcp.enabled, because the kubelet cannot probe a Unix socket" -}}
 {{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled $auth.metrics (not .Values.metrics.serviceMonitor.authorization) -}}
-{{- fail "config.auth.metrics: scrapes need a token; say where it is with metrics.serviceMonitor.authorization" -}}
+{{- fail "config.auth.metrics: scrapes need a token; set metrics.serviceMonitor.authorization to its secret" -}}
 {{- end -}}
 {{- if and (eq .Values.data.type "none") (hasKey .Values.config "tiers") -}}
-{{- fail "data.type=none leaves no place for config.tiers" -}}
+{{- fail "data.type=none cannot be combined with config.tiers, which need storage" -}}
 {{- end -}}
 {{- end }}
 
-{{/* kvtier.toml, without whatever `config` says. */}}
+{{/* The part of kvtier.toml that the chart sets; `config` adds the rest. */}}
 {{- define "kvtier.config" -}}
 {{- $listen := list (printf "unix:%s/kvtier.sock" .Values.socketDirectory) -}}
 {{- if .Values.tcp.enabled }}{{ $listen = append $listen (printf "0.0.0.0:%d" (int .Values.tcp.port)) }}{{ end -}}
@@ -75,7 +75,8 @@ exec:
 timeoutSeconds: 5
 {{- end }}
 
-{{/* A value as TOML, tables inline. Not toToml: to helm every number is a float, and 4096.0 is no whole number to kvtier. */}}
+{{/* A value as TOML with inline tables. toToml does not work: helm treats every number as a float,
+and kvtier does not accept 4096.0 as an integer. */}}
 {{- define "kvtier.toml" -}}
 {{- if kindIs "map" . -}}
 { {{- range $index, $key := keys . | sortAlpha }}{{ if $index }}, {{ end }}{{ $key | toJson }} = {{ include "kvtier.toml" (get $ $key) }}{{ end -}} }
