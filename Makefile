@@ -82,7 +82,7 @@ dashboards: $(VENV)/.stamp  ## Generate the Grafana dashboards and docs/metrics.
 test-dashboards: $(VENV)/.stamp $(PROMETHEUS)/.stamp  ## Evaluate each expression of the dashboards and rules in a Prometheus that scrapes real servers (1 minute)
 	PROMETHEUS_DIR=$(CURDIR)/$(PROMETHEUS) $(VENV)/bin/python -m pytest tests/dashboards $(ARGS)
 
-performance: $(VENV)/.stamp  ## Generate the tables of docs/performance.md from bench/results
+performance: $(VENV)/.stamp  ## Generate the figures and plots of docs/performance*.md from bench/results
 	$(VENV)/bin/python -m bench.document
 
 bench-policies: trace $(VENV)/.stamp  ## Replay a request trace, TRACE=FILE, through the decision core with each eviction policy (1 minute)

@@ -1,10 +1,12 @@
-"""`python -m bench.document`: writes the tables of docs/performance.md from bench/results; `--check` only compares.
+"""`python -m bench.document`: writes the figures of docs/performance*.md, and their plots.
 
-The page says where a table goes and which rows it has, between two comments; nobody types a figure:
+The source is bench/results. `--check` only compares. Two comments in a page mark the place of
+generated text:
 
-    <!-- rows FILE PATTERN -->    the rows of FILE whose names match
+    <!-- rows FILE PATTERN -->    a table of the rows of FILE with a name that matches
     <!-- peers FILE -->           the comparison with peers
     <!-- facts FILE -->           machine, date and commit
+    <!-- summary FILE -->         the main figures in one paragraph
     <!-- end -->
 """
 
@@ -19,31 +21,53 @@ from pathlib import Path
 from typing import Any
 
 from .peers.table import cell_text
+from .plots import bar_chart
 
-__all__ = ["main", "rendered"]
+__all__ = ["PAGES", "RESULTS", "documents", "main", "rendered"]
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+DOCS = ROOT / "docs"
+PAGES = (DOCS / "performance.md", DOCS / "performance-tables.md")
+PLOTS = DOCS / "plots"
 RESULTS = ROOT / "bench" / "results"
-PLACE = re.compile(r"(<!-- (rows|peers|facts) (\S+) ?(.*?) ?-->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- (rows|peers|facts|summary) (\S+) ?(.*?) ?-->\n)(.*?)(<!-- end -->)", re.DOTALL)
 FACTS = ("date", "kvtier", "cpu", "memory", "huge pages", "kernel", "disk", "python", "packages", "load")
+SIZES = ("64 KiB", "256 KiB", "2 MiB")
+SUMMARY = """\
+On a machine with {cpu}, an engine stores blocks of 2 MiB through shared memory at {shm store, 64 x 2 MiB} GB/s and loads
+them at {shm load, 64 x 2 MiB} GB/s. One thread of memcpy reaches {memcpy, 64 x 2 MiB} GB/s there, and kvtier copies with
+two. Over loopback, TCP moves {tcp store, 64 x 2 MiB} and {tcp load, 64 x 2 MiB} GB/s, gRPC
+{grpc store, 64 x 2 MiB} and {grpc load, 64 x 2 MiB} GB/s. A lookup of 64 keys takes
+{lookup of hits, 64 keys, p50} ms (median), a bare gRPC call with as many keys {bare unary call, 64 keys, p50} ms. The server
+answers {server: start to first answer} s after its start. Its index takes
+{memory per key, CPU tier, 1,000,000 keys there} bytes per key in memory, with a million keys. Measured {date}; figures of
+another machine differ, so compare ratios.
+"""
+
+
+def documents(results: Path) -> dict[Path, str]:
+    """Returns every file that is written, with its text."""
+    texts = {page: rendered(page.read_text(encoding="utf-8"), results) for page in PAGES}
+    bench, peers = (json.loads((results / name).read_text()) for name in ("bench.json", "peers.json"))
+    return texts | {PLOTS / "transports.svg": _transports(bench), PLOTS / "peers.svg": _peer_bars(peers)}
 
 
 def rendered(page: str, results: Path) -> str:
-    """Returns the page with every table as the files in `results` have it; what was not measured yet is said to be so."""
+    """Returns the page with the figures of `results`, or "Not measured yet." without a file."""
     return PLACE.sub(lambda place: f"{place[1]}\n{_text(results, *place.group(2, 3, 4))}\n\n{place[6]}", page)
 
 
 def main() -> int:
-    """Writes the page, or checks it; returns the process's exit status."""
+    """Writes the files, or compares them; returns the process's exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.document")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where page and results differ")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if pages and results differ")
     options = parser.parse_args()
-    before = PAGE.read_text()
-    after = rendered(before, RESULTS)
+    texts = documents(RESULTS)
     if options.check:
-        return int(before != after)
-    PAGE.write_text(after)
+        return int(any(not path.exists() or path.read_text(encoding="utf-8") != text for path, text in texts.items()))
+    PLOTS.mkdir(exist_ok=True)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -52,7 +76,12 @@ def _text(results: Path, kind: str, name: str, pattern: str) -> str:
     if not path.exists():
         return "Not measured yet."
     found = json.loads(path.read_text())
-    lines = {"rows": lambda: _rows(found, pattern), "peers": lambda: _peers(found), "facts": lambda: _facts(found)}
+    lines = {
+        "rows": lambda: _rows(found, pattern),
+        "peers": lambda: _peers(found),
+        "facts": lambda: _facts(found),
+        "summary": lambda: _summary(found),
+    }
     return "\n".join(lines[kind]()) or "Not measured yet."
 
 
@@ -82,6 +111,39 @@ def _facts(found: Any) -> Iterator[str]:
     for name in FACTS:
         if name in facts:
             yield f"- {name}: {facts[name]}"
+
+
+def _summary(found: list[dict[str, Any]]) -> Iterator[str]:
+    values = {row["name"]: cell_text((row["value"], None)) for row in found if "name" in row}
+    values |= {name: text for name, text in found[0].get("facts", {}).items() if name in ("cpu", "date")}
+    words = re.sub(r"\{(.*?)\}", lambda name: values[name[1]], SUMMARY).split()
+    line = ""
+    for word in words:
+        if len(line) + len(word) >= 100:
+            yield line
+            line = ""
+        line = f"{line} {word}".strip()
+    yield line
+
+
+def _transports(found: list[dict[str, Any]]) -> str:
+    values = {row["name"]: row["value"] for row in found if "name" in row}
+    actions = [(action, size) for action in ("store", "load") for size in SIZES]
+    series = {
+        "memcpy, one thread": [values.get(f"memcpy, 64 x {size}") for _, size in actions],
+        "shared memory": [values.get(f"shm {action}, 64 x {size}") for action, size in actions],
+        "TCP": [values.get(f"tcp {action}, 64 x {size}") for action, size in actions],
+        "gRPC": [values.get(f"grpc {action}, 64 x {size}") for action, size in actions],
+    }
+    groups = [f"{action} {size}" for action, size in actions]
+    return bar_chart("Stores and loads of 64 blocks in one call", "GB/s", groups, series)
+
+
+def _peer_bars(found: dict[str, Any]) -> str:
+    rows = {row["name"]: row["of_memcpy"] for row in found["rows"]}
+    series = {action: rows[f"{action}, 64 x 2 MiB"] for action in ("store", "load")}
+    groups = [one["name"] for one in found["columns"]]
+    return bar_chart("64 blocks of 2 MiB, beside peers", "1 = memcpy by one thread", groups, series)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`kvtier size`: bytes of KV cache per token of a model, and the tokens that tiers of given sizes hold."""
+"""`kvtier size`: KV cache per token of a model, and the tokens that given sizes hold."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class KvShape:
-    """What a model keeps of each token. Latent attention (MLA) keeps `head_dim` values, other layers 2 x heads x that."""
+    """KV cache of one token: `head_dim` values per layer with MLA, else 2 x `kv_heads` x that."""
 
     layers: int
     window_layers: int
@@ -51,7 +51,7 @@ class KvShape:
     context_tokens: int
 
     def token_bytes(self, ranks: int) -> int:
-        """Returns the bytes on one of `ranks` ranks; ranks beyond the number of KV heads have copies of heads."""
+        """Returns bytes on one rank. If there are more ranks than heads, heads are copied."""
         values = self.head_dim if self.latent else 2 * -(-self.kv_heads // ranks) * self.head_dim
         return self.layers * values * DTYPES[self.dtype]
 
@@ -76,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def figures(shape: KvShape, block_tokens: int, ranks: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """Returns what is printed; `sizes` has the bytes of the region (`cpu`) and of an lmdb tier (`disk`)."""
-    parts = 1 if shape.latent else ranks  # with latent attention all ranks hold the same bytes, stored once
+    """Returns the printed figures; `sizes`: bytes of the region (`cpu`), an lmdb tier (`disk`)."""
+    parts = 1 if shape.latent else ranks  # with MLA all ranks have the same bytes, stored once
     part_bytes = shape.token_bytes(ranks) * block_tokens
     slot_bytes = -(-part_bytes // _SLOT_BYTES) * _SLOT_BYTES * parts
     prompts_bytes = _PROMPTS * -(-shape.context_tokens // block_tokens) * slot_bytes
@@ -114,7 +114,7 @@ def _rows(shape: KvShape, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def read_shape(path: Path, dtype: str = "auto") -> KvShape:
-    """Returns what a Hugging Face config.json says of the KV cache. Raises `UnsupportedModelError`."""
+    """Reads a Hugging Face config.json. Raises `UnsupportedModelError`."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -144,7 +144,7 @@ def read_shape(path: Path, dtype: str = "auto") -> KvShape:
 
 
 def _layer_kinds(config: dict[str, Any]) -> list[str]:
-    """Returns the kind of each layer that has a cache; the last `num_kv_shared_layers` use those of others."""
+    """Returns the kind of each layer with a cache; the last `num_kv_shared_layers` have none."""
     layers = _number(config, "num_hidden_layers", "n_layer")
     kinds = ["full_attention"] * layers
     if isinstance(listed := config.get("layer_types") or config.get("layers_block_type"), list):

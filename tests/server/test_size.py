@@ -76,7 +76,7 @@ def size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     ],
 )
 def test_bytes_per_token(size: Any, config: dict[str, Any], flags: tuple[str, ...], expected: int) -> None:
-    """2 x layers x KV heads x head size x bytes of a value; latent attention keeps one vector per layer."""
+    """2 x layers x KV heads x head size x bytes of a value; MLA keeps one vector per layer."""
     assert size(config, *flags)["bytes_per_token"] == expected
 
 
@@ -89,7 +89,7 @@ def test_layers_without_full_attention_are_counted_apart(size: Any) -> None:
 
 
 def test_tensor_parallel(size: Any) -> None:
-    """Ranks share the heads; ranks beyond the number of heads have copies; latent attention is stored once."""
+    """Ranks share the heads; more ranks than heads have copies; MLA is stored once."""
     assert size(LLAMA_8B, "--tp", "2")["bytes_per_token_of_a_rank"] == 65_536
     assert size(LLAMA_8B, "--tp", "2")["bytes_per_token"] == 131_072
     assert size(LLAMA_8B, "--tp", "16")["bytes_per_token"] == 262_144
