@@ -26,7 +26,7 @@ PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies dist test-deploy docs docs-reference verify verify-style verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
+.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -121,6 +121,12 @@ verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire cont
 verify-style: $(VENV)/.stamp
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
+
+verify-language: $(VENV)/.stamp
+	$(VENV)/bin/python tools/check_style.py
+
+verify-tree: $(VENV)/.stamp
+	$(VENV)/bin/python tools/import_graph.py --check
 
 verify-types: $(VENV)/.stamp
 	$(VENV)/bin/mypy

@@ -1,7 +1,7 @@
-"""The architecture of the package, read from its source: imports, pure cores and what is loaded at start.
+"""The architecture of the package: imports, pure cores, what is loaded at start.
 
-The arrows between folders, cycles, names and sizes are checked by `tools/import_graph.py`; its own tests are in
-`test_import_graph.py`.
+The arrows between folders, cycles, names and sizes are checked by `tools/import_graph.py`; its own
+tests are in `test_import_graph.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PURE = {
 """Modules of the standard library that a core may import: no I/O, no clock, no threads."""
 
 HEAVY = {"numpy", "torch", "transformers", "vllm"}
-"""Packages that the server may not load at start: it is ready in under a second and below 100 MB."""
+"""Packages that the server may not load at start: it is ready within 1 s and below 100 MB."""
 
 
 def _module(name: str, source: str) -> Module:
@@ -53,7 +53,7 @@ def product() -> dict[str, Module]:
 
 
 def forbidden_imports(module: Module) -> Iterator[str]:
-    """Yields absolute imports of kvtier, and packages that the module's folder may never import."""
+    """Yields absolute imports of kvtier, and packages that the folder may never import."""
     for item in imports_of(module.source, module.name, is_package=module.is_package):
         package = item.target.split(".")[0]
         if package == "kvtier" and not item.relative:
@@ -63,7 +63,7 @@ def forbidden_imports(module: Module) -> Iterator[str]:
 
 
 def heavy_at_start(modules: dict[str, Module], entries: set[str]) -> list[str]:
-    """Returns heavy imports that happen when one of `entries` is imported, followed through `modules`."""
+    """Returns heavy imports at start of `entries` and of the modules that these import."""
     found, seen, todo = [], set(), sorted(entries)
     while todo:
         module = modules[todo.pop()]
@@ -81,7 +81,7 @@ def heavy_at_start(modules: dict[str, Module], entries: set[str]) -> list[str]:
 
 
 def impure_imports(module: Module, core: str) -> list[str]:
-    """Returns imports of a core's module that may do I/O, read a clock, start a thread or know an engine."""
+    """Returns imports of a core that are neither pure modules nor packages that it may know."""
     return [
         f"{module.path}:{item.line}: {item.target}"
         for item in imports_of(module.source, module.name, is_package=module.is_package)
@@ -94,7 +94,7 @@ def impure_imports(module: Module, core: str) -> list[str]:
 
 
 def test_top_level_folders_import_only_what_they_may() -> None:
-    """The arrows: protos, tiers and cuda import nothing; server imports all three; client imports protos and cuda."""
+    """Server imports protos, tiers and cuda; client imports protos and cuda; no other arrow."""
     modules = import_graph.read_modules(ROOT)
     assert {module.folder for module in modules.values()} == {"", *MAY_IMPORT}
     assert import_graph.against_the_arrows(import_graph.arrows_of(modules)) == []
@@ -141,7 +141,7 @@ def test_client_loads_no_engine_at_start() -> None:
 
 
 def test_a_planted_heavy_import_is_found() -> None:
-    """A heavy import is found behind another module and a package, but not inside a function or for types only."""
+    """Heavy imports count in other modules and packages, not in functions or for types only."""
     sources = {
         "kvtier.server.cli": "from ..cuda.region import Region",
         "kvtier.cuda": "import numpy as np",
@@ -161,7 +161,7 @@ def test_a_planted_heavy_import_is_found() -> None:
 
 @pytest.mark.parametrize("core", CORES)
 def test_a_core_is_pure(core: str) -> None:
-    """B2 B4: the cores do no I/O, read no clock, start no thread and know neither an engine nor the client."""
+    """B2 B4: a core does no I/O, reads no clock, starts no thread and knows no engine."""
     members = [module for name, module in product().items() if f"{name}.".startswith(f"{core}.")]
     assert len(members) > 4
     assert [line for module in members for line in impure_imports(module, core)] == []

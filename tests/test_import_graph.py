@@ -27,7 +27,7 @@ def test_a_tree_without_violations_passes(tmp_path: Path, capsys: pytest.Capture
     _plant(
         tmp_path,
         {
-            "server/app.py": "import os\nimport grpc\nfrom ..tiers.base import Vote\nfrom ..protos.v1 import cache_pb2\n",
+            "server/app.py": "import grpc\nfrom ..tiers.base import Vote\nfrom ..protos.v1 import cache_pb2\n",
             "server/commands/bench.py": "from .. import app\ndef f():\n    from ...client.breakeven import fit\n",
             "client/breakeven/fit.py": "from ... import __version__\nfrom ...cuda.host import copy\n",
             "cuda/host/copy.py": "class Copy: ...\n",
@@ -133,7 +133,7 @@ def test_two_public_classes_of_one_name_are_found(tmp_path: Path) -> None:
 
 
 def test_mirrored_classes_are_one_of_the_client_and_one_of_the_tiers(tmp_path: Path) -> None:
-    """The client may not import the tiers, so that both define the values that travel between them."""
+    """The client may not import the tiers, so that both define the values that travel."""
     _plant(tmp_path, {"tiers/types.py": "class KeyStatus: ...\n", "client/results.py": "class KeyStatus: ...\n"})
     assert import_graph.check(tmp_path) == []
     _plant(tmp_path, {"client/sync.py": "class KeyStatus: ...\n"})

@@ -129,3 +129,21 @@ def test_excuses_are_for_findings_only(tmp_path: Path, monkeypatch: pytest.Monke
     assert check_style.check(tmp_path, ["page.md"]) == []
     (tmp_path / "page.md").write_text("If a call fails.\n")
     assert [finding.name for finding in check_style.check(tmp_path, ["page.md"])] == ["idle excuse"]
+
+
+def test_the_command_fails_on_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prints file and line of each finding, or counts; doubtful phrases do not fail."""
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    monkeypatch.setattr(check_style, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("The server.\nWhatever breaks.\n")
+    assert check_style.main(["page.md"]) == 1
+    assert capsys.readouterr().out == "page.md:2: whatever: Whatever\n"
+    assert check_style.main(["page.md", "--summary"]) == 1
+    assert "     1  in all" in capsys.readouterr().out
+    page.write_text("The session falls.\n")
+    assert check_style.main(["page.md", "--hints"]) == 0
+    assert "falls?" in capsys.readouterr().out
