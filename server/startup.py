@@ -1,0 +1,315 @@
+"""Start-up stages of the server, in the order in which `Server.start` runs them.
+
+Each stage gets the results of earlier stages that it needs, and registers with `closers` how to end what it opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1.health import SERVICE_NAME
+from grpc_reflection.v1alpha import reflection
+
+from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
+from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
+from ..protos.endpoint import Endpoint, default_endpoint
+from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
+from ..tiers.base import TierError
+from .access import AccessControl, AccessError
+from .bulk.broker import BulkBroker
+from .bulk.supervisor import BulkProcess
+from .config.schema import Config
+from .config.tenants import keeping_of, why_refused
+from .devices.registry import DeviceRegistry, unavailable_reason
+from .drain import Drain
+from .rpc.attach import AttachServer
+from .rpc.interceptor import RefusalInterceptor
+from .rpc.request_checks import RequestValidator
+from .rpc.sessions import SessionRegistry
+from .rpc.socket_calls import SocketCallServer
+from .rpc.sockets import SocketClaim, SocketError, trouble_with_port
+from .rpc.writers import Writers
+from .runtime import TierRuntime
+from .services.admin import AdminService
+from .services.cache import CacheService
+from .services.devices import DeviceCopyCalls, add_device_calls
+from .services.handoff import HandoffService
+from .services.session import SessionService
+from .services.status_builder import StatusBuilder
+from .services.transfer import TransferService
+from .telemetry.health import Health
+from .telemetry.http import MetricsServer, MetricsServerError, on_loop
+from .telemetry.logs import get_logger
+from .telemetry.metrics import Metrics, ServerStats
+from .telemetry.status_page import StatusPage
+from .telemetry.tracing import Tracing, TracingError, open_tracing
+from .tier_host.factory import open_tiers
+
+__all__ = [
+    "Backend",
+    "Listeners",
+    "StartError",
+    "Telemetry",
+    "add_services",
+    "bind_endpoints",
+    "claim_sockets",
+    "load_access_control",
+    "open_listeners",
+    "open_runtime",
+    "open_telemetry",
+    "register_health",
+    "start_metrics_server",
+]
+
+_log = get_logger(__name__)
+
+_SERVICES = [
+    f"kvtier.v1.{name}"
+    for name in ("SessionService", "CacheService", "TransferService", "HandoffService", "AdminService")
+]
+_MESSAGE_OVERHEAD_BYTES = 64 << 10
+_GRPC_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),
+    # A peer whose host has failed is detected within 15 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Connections without a handshake, and idle connections, are closed.
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.max_concurrent_streams", 256),
+]
+
+
+class StartError(Exception):
+    """The server cannot start; the message is one line for the operator."""
+
+
+@contextlib.contextmanager
+def _start_errors() -> Iterator[None]:
+    try:
+        yield
+    except (SocketError, TierError, RegionError, MetricsServerError, TracingError, AccessError, OSError) as error:
+        raise StartError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Metrics, and tracing if it is configured."""
+
+    metrics: Metrics
+    tracing: Tracing | None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Shared parts that the services call."""
+
+    config: Config
+    runtime: TierRuntime
+    sessions: SessionRegistry
+    access: AccessControl
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Entrances for calls: gRPC, unary calls over sockets, and the attach socket of the region."""
+
+    grpc: grpc.aio.Server
+    socket_calls: SocketCallServer
+    attach: AttachServer
+
+
+def load_access_control(config: Config) -> AccessControl:
+    """Loads the certificate and the tokens."""
+    with _start_errors():
+        return AccessControl(config)
+
+
+def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:
+    """Locks the paths of the Unix sockets.
+
+    A server that listens on TCP only claims a path beside the default one: local clients attach through a socket.
+    """
+    endpoints = [endpoint for endpoint in config.endpoints if endpoint.is_unix]
+    if not endpoints:
+        path = Path(default_endpoint().path or "")
+        endpoints = [Endpoint(path=str(path.with_name(f"tcp-{os.getpid()}.sock")))]
+    claims = []
+    for endpoint in endpoints:
+        with _start_errors():
+            claim = SocketClaim(endpoint)
+        closers.callback(claim.release)
+        claims.append(claim)
+    return claims
+
+
+async def open_runtime(config: Config, closers: AsyncExitStack) -> TierRuntime:
+    """Opens the tiers and the region, and the runtime that owns both."""
+    region_bytes = config.region_size // PAGE_BYTES * PAGE_BYTES
+    with _start_errors():
+        # On a thread: opening a large store takes seconds, and the loop must handle signals meanwhile.
+        tiers = await asyncio.to_thread(open_tiers, config.tiers)
+    with contextlib.ExitStack() as opened:
+        for tier in tiers:
+            opened.callback(tier.close)
+        with _start_errors():
+            region = HostRegion.create(region_bytes)
+        opened.callback(region.close)
+        try:
+            region.nodes = _memory_nodes(config.numa)
+            settings = keeping_of(config, region_bytes, tiers)
+            runtime = TierRuntime(region, tiers, settings, stall_seconds=config.limits.tier_stall)
+        except ValueError as error:
+            raise StartError(why_refused(error)) from error
+        opened.pop_all()  # the runtime closes them
+    closers.push_async_callback(runtime.close)
+    return runtime
+
+
+def _memory_nodes(numa: str) -> tuple[int, ...]:
+    try:
+        return choose_nodes(read_placement(numa), memory_nodes())
+    except ValueError as error:
+        raise ValueError(f"numa = {numa}: {error}") from None
+
+
+def open_telemetry(
+    config: Config, runtime: TierRuntime, sessions: SessionRegistry, started: float, closers: AsyncExitStack
+) -> Telemetry:
+    """Creates the metrics and the tracing, and connects both to the runtime."""
+    loop = asyncio.get_running_loop()
+    metrics = Metrics(on_loop(loop, lambda: _server_stats(runtime, sessions, started)))
+    metrics.expect_tiers(tier.name for tier in runtime.tiers)
+    with _start_errors():
+        tracing = open_tracing(config.tracing, sessions.epoch)
+    if tracing is not None:
+        closers.push_async_callback(asyncio.to_thread, tracing.close)
+    runtime.observe_jobs(metrics.observe_job if tracing is None else tracing.beside(metrics.observe_job))
+    runtime.observe_failures(metrics.failed)
+    return Telemetry(metrics, tracing)
+
+
+def _server_stats(runtime: TierRuntime, sessions: SessionRegistry, started: float) -> ServerStats:
+    open_sessions = sessions.all()
+    return ServerStats(
+        manager=runtime.stats(),
+        epoch=sessions.epoch,
+        uptime_seconds=runtime.now() - started,
+        region_bytes=runtime.region.size_bytes,
+        region_backed_bytes=runtime.region.backed_bytes,
+        sessions_by_transport=Counter(session.transport for session in open_sessions),
+        draining=sessions.draining,
+        sessions_attached=sum(bool(session.attachments) for session in open_sessions),
+        sessions_limit=sessions.limit,
+        sessions_opened=sessions.opened,
+        sessions_closed=sessions.opened - len(open_sessions),
+        namespaces=runtime.core.namespace_stats(),
+        models=sessions.models,
+    )
+
+
+def open_listeners(
+    backend: Backend, tracing: Tracing | None, sockets: list[SocketClaim], closers: AsyncExitStack
+) -> Listeners:
+    """Creates the entrances for calls and starts the attach socket. gRPC is started later, with all services."""
+    metrics, access, region = backend.metrics, backend.access, backend.runtime.region
+    max_message_bytes = backend.config.limits.max_message_bytes + _MESSAGE_OVERHEAD_BYTES
+    interceptor = RefusalInterceptor(
+        metrics.observe_rpc, metrics.refused, tracing, gate=access.gate, auditor=access.audit
+    )
+    socket_calls = SocketCallServer(interceptor, max_message_bytes)
+    attach_path = sockets[0].path.with_name(sockets[0].path.name + ".shm")
+    attach = AttachServer(attach_path, region.fd, region.size_bytes, backend.sessions, socket_calls)
+    with _start_errors():
+        attach.start()
+    closers.push_async_callback(attach.close)
+    options = [("grpc.max_receive_message_length", max_message_bytes), *_GRPC_OPTIONS]
+    return Listeners(grpc.aio.server(interceptors=[interceptor], options=options), socket_calls, attach)
+
+
+def add_services(backend: Backend, listeners: Listeners, admin: AdminService, closers: AsyncExitStack) -> None:
+    """Registers all services with gRPC, and those with unary calls with the socket call server."""
+    config, runtime, sessions, metrics = backend.config, backend.runtime, backend.sessions, backend.metrics
+    attach, access = listeners.attach, backend.access
+    validator = RequestValidator(config.limits, config.leases, config.retention, config.handoff)
+    writers = Writers(runtime)
+
+    driver = config.devices.driver
+    devices = DeviceRegistry(runtime, sessions, writers, driver=driver, unavailable=unavailable_reason(driver))
+    closers.push_async_callback(devices.close)
+    if devices.unavailable:
+        _log.info("engines' devices are not served", reason=devices.unavailable)
+
+    broker = BulkBroker(runtime, sessions, validator, metrics, writers, access.authority, access.audit)
+    sessions.on_close.append(broker.session_fell)
+    bulk = BulkProcess(runtime.region, config, broker, attach.take_calls)
+    closers.push_async_callback(bulk.close)
+
+    session = SessionService(config, runtime, sessions, attach.path, devices.capabilities)
+    session_pb2_grpc.add_SessionServiceServicer_to_server(session, listeners.grpc)
+    cache = CacheService(runtime, sessions, validator, bulk.quiet)
+    handoff = HandoffService(runtime, sessions, validator)
+    device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices)
+    for server in (listeners.grpc, listeners.socket_calls):
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        add_device_calls(device_calls, server)
+    transfer = TransferService(runtime, sessions, validator, metrics, bulk)
+    listeners.grpc.add_generic_rpc_handlers((transfer.handler(),))
+    transfer.add_calls(listeners.socket_calls)
+    reflection.enable_server_reflection([*_SERVICES, SERVICE_NAME, reflection.SERVICE_NAME], listeners.grpc)
+
+
+async def register_health(server: grpc.aio.Server) -> Health:
+    """Adds the health service, with all services NOT_SERVING until the first update."""
+    health = Health(_SERVICES)
+    await health.register(server)
+    return health
+
+
+def bind_endpoints(config: Config, server: grpc.aio.Server, access: AccessControl) -> list[int]:
+    """Binds all configured endpoints; returns the TCP ports."""
+    ports = []
+    for endpoint in config.endpoints:
+        credentials = None if endpoint.is_unix else access.credentials
+        try:
+            if credentials is None:
+                port = server.add_insecure_port(endpoint.target)
+            else:
+                port = server.add_secure_port(endpoint.target, credentials)
+        except RuntimeError as error:
+            # gRPC does not report the cause: a foreign address, an unknown name, or a port in use.
+            cause = None if endpoint.is_unix else trouble_with_port(endpoint)
+            default = "is the port in use?" if credentials is None else "gRPC cannot use the certificate or its key"
+            raise StartError(f"cannot listen on {endpoint}: {cause.strerror if cause else default}") from error
+        if not endpoint.is_unix:
+            ports.append(port)
+    return ports
+
+
+def start_metrics_server(backend: Backend, drain: Drain, status: StatusBuilder, closers: AsyncExitStack) -> int | None:
+    """Serves metrics, health and the status page over HTTP; returns the port, or None if it is switched off."""
+    config = backend.config.metrics
+    if config is None:
+        return None
+    loop = asyncio.get_running_loop()
+    # The health check fails if the server is ending or if its event loop does not answer. It does not fail
+    # for a broken tier or a drained server: a restart would not help.
+    unhealthy = on_loop(loop, lambda: "draining" if drain.ending else None)
+    page = StatusPage(on_loop(loop, status.status))
+    with _start_errors():
+        server = MetricsServer(config, backend.metrics.registry, unhealthy, backend.access.may_see_metrics, page=page)
+    closers.push_async_callback(asyncio.to_thread, server.close)
+    return server.port
