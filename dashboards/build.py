@@ -1,4 +1,4 @@
-"""Writes Grafana's JSON from the screens; with `--check` says whether it is as it would be. Run by `make dashboards`."""
+"""Writes Grafana's JSON from the definitions (`make dashboards`); `--check` compares instead."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from .kit import build
-from .screens import SCREENS
+from .definitions import DASHBOARDS
+from .panels import build
 
 __all__ = ["FOLDER", "rendered"]
 
@@ -18,22 +18,20 @@ FOLDER = Path(__file__).resolve().parent / "grafana"
 
 
 def rendered() -> dict[str, str]:
-    """Returns the text of each file by its name."""
+    """Returns the content of each JSON file by file name."""
     return {
-        f"{screen.uid.removeprefix('kvtier-')}.json": json.dumps(build(screen), cls=JSONEncoder, indent=2) + "\n"
-        for screen in SCREENS
+        f"{spec.uid.removeprefix('kvtier-')}.json": json.dumps(build(spec), cls=JSONEncoder, indent=2) + "\n"
+        for spec in DASHBOARDS
     }
 
 
 def main() -> int:
-    """Writes the files, or checks them; returns the exit code."""
+    """Writes or checks the files; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is another")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file differs")
     if parser.parse_args().check:
         stale = [name for name, text in rendered().items() if (FOLDER / name).read_text(encoding="utf-8") != text]
-        print(
-            "\n".join(f"grafana/{name} is not what the code says: make dashboards" for name in stale), file=sys.stderr
-        )
+        print("\n".join(f"grafana/{name} is out of date: run make dashboards" for name in stale), file=sys.stderr)
         return 1 if stale else 0
     for name, text in rendered().items():
         (FOLDER / name).write_text(text, encoding="utf-8")

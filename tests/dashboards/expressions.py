@@ -1,4 +1,4 @@
-"""The expressions of the dashboards and of the rules, as Prometheus is to be asked them."""
+"""Expressions of the dashboards and rules, in the form in which tests send them to Prometheus."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 FOLDER = Path(__file__).resolve().parents[2] / "dashboards"
 
 ANY = {"job": "kvtier", "instance": ".*", "tier": ".*", "tenant": ".*", "__rate_interval": "10s"}
-"""What Grafana fills in when all is chosen, and where it is scraped every second."""
+"""Values of Grafana's variables if everything is selected and the scrape interval is one second."""
 
 _COMPARISON = re.compile(r"\s*(?:==|!=|>=|<=|>|<)\s*(?:bool\s+)?-?[0-9][0-9.e+-]*")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -34,20 +34,20 @@ _SELECTOR = re.compile(r"\b((?:kvtier|process)_\w+|up|ALERTS|instance\w*:kvtier\
 
 @dataclass(frozen=True)
 class Expression:
-    """One expression, and where it stands."""
+    """One expression with its location."""
 
     where: str
     text: str
 
 
 def boards() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the dashboards by the names of their files."""
+    """Yields the dashboards with their file names."""
     for path in sorted((FOLDER / "grafana").glob("*.json")):
         yield path.name, json.loads(path.read_text(encoding="utf-8"))
 
 
 def panels(values: Mapping[str, str] = ANY) -> list[Expression]:
-    """Returns the expression of every target of every panel, its variables filled in."""
+    """Returns the expressions of all panels with their variables filled in."""
     return [
         Expression(f"{name}: {panel['title']} [{target['refId']}]", filled(target["expr"], values))
         for name, board in boards()
@@ -57,7 +57,7 @@ def panels(values: Mapping[str, str] = ANY) -> list[Expression]:
 
 
 def variables(values: Mapping[str, str] = ANY) -> list[Expression]:
-    """Returns the metric that the values of every variable are taken from, with a selector."""
+    """Returns, for each variable, the metric that its values come from."""
     found = []
     for name, board in boards():
         for variable in board["templating"]["list"]:
@@ -70,17 +70,15 @@ def variables(values: Mapping[str, str] = ANY) -> list[Expression]:
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
-    """Returns an expression with its variables filled in; one that is not known is an error."""
+    """Returns an expression with its variables filled in. An unknown variable is an error."""
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], text)
 
 
 def rule_files() -> list[Path]:
-    """Returns the files of rules."""
     return sorted((FOLDER / "rules").glob("*.yml"))
 
 
 def rules() -> list[dict[str, Any]]:
-    """Returns all rules as they stand there."""
     return [
         rule
         for path in rule_files()
@@ -95,14 +93,14 @@ def alerts() -> dict[str, dict[str, Any]]:
 
 
 def recordings() -> dict[str, str]:
-    """Returns the expressions of what is recorded, by name."""
+    """Returns the expressions of the recording rules by name."""
     return {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
 
 
 def without_comparisons(text: str) -> str:
-    """Returns what an alert compares: its expression without the comparisons with numbers that are within no brackets.
+    """Removes the comparisons with numbers outside brackets, so that the compared value is left.
 
-    Conditions that are joined by `and` are joined still, so that the labels of both sides have to agree.
+    Conditions joined by `and` stay joined, so the labels of both sides must still match.
     """
     parts, depth, position = [], 0, 0
     while position < len(text):
@@ -121,6 +119,6 @@ def without_comparisons(text: str) -> str:
 
 
 def metrics_in(text: str) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yields every metric that an expression names, with the labels that it is chosen by."""
+    """Yields the metrics of an expression with the labels that select them."""
     for name, labels in _SELECTOR.findall(text):
         yield name, frozenset(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", _STRING.sub('""', labels)))

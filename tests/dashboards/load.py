@@ -1,4 +1,4 @@
-"""Engines that keep two servers busy: what they do makes every metric move that moves on a server that works."""
+"""Load for two servers: engine calls that change every metric of a healthy server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH = 8
 
 @contextlib.contextmanager
 def busy_server(directory: Path) -> Iterator[tuple[Launched, int]]:
-    """Runs a server with two tiers below memory and two tenants at work; yields it and the port of its metrics."""
+    """Runs a server with two lower tiers and two active tenants; yields it and its metrics port."""
     directory.mkdir()
     config = directory / "kvtier.toml"
     config.write_text(CONFIG, encoding="utf-8")
@@ -57,11 +57,13 @@ def busy_server(directory: Path) -> Iterator[tuple[Launched, int]]:
 
 
 def engine(endpoint: str, tenant: str, transport: Literal["shm", "grpc"], stop: threading.Event) -> None:
-    """Stores, loads what is there and what a tier below has, looks for what is nowhere, hands requests over."""
+    """Stores, loads from memory and lower tiers, looks up unknown keys, and hands requests over."""
     name = f"engine-{tenant or 'rest'}"
     with Client(endpoint, namespace=namespace_of(PART, tenant=tenant), engine_id=name, transport=transport) as client:
         wait_connected(client)
-        client.lookup([key_of(-number) for number in range(10, 10_000)], prefix=False).release()  # enough for a curve
+        client.lookup(
+            [key_of(-number) for number in range(10, 10_000)], prefix=False
+        ).release()  # enough for an estimate
         step = 0
         while not stop.wait(STEP_SECONDS):
             keys = [key_of(number) for number in range(step * BATCH, (step + 1) * BATCH)]
@@ -75,12 +77,12 @@ def engine(endpoint: str, tenant: str, transport: Literal["shm", "grpc"], stop: 
 
 
 def hand_over(client: Client, name: str, step: int, keys: list[bytes]) -> None:
-    """Publishes a request, one each way, that is claimed and given back; one that nobody wants; and claims what is not held."""
+    """Publishes one claimed and one unclaimed request per direction; then claims without a hold."""
     positions = list(range(len(keys)))
     for direction in HandoffDirection:
         request = f"{direction.name}-{step}"
         client.publish(request, keys, positions, num_tokens=16 * len(keys), direction=direction)
-        with contextlib.suppress(HoldGone):  # it was declined: there is little room for holds
+        with contextlib.suppress(HoldGone):  # declined, because the memory for holds is small
             client.claim(HoldName(name, request), request_id=f"claim-{step}").release()
         client.release_holds(HoldName(name, request))
         client.publish(f"{request}-lost", keys, positions, num_tokens=1, direction=direction, hold_for=0.5)
@@ -89,7 +91,7 @@ def hand_over(client: Client, name: str, step: int, keys: list[bytes]) -> None:
 
 
 def stale_engine(endpoint: str, stop: threading.Event) -> None:
-    """Calls with a session of another life of the server."""
+    """Makes calls with a session of an earlier epoch of the server."""
     with RawSession(endpoint, namespace_of(PART), engine_id="stale") as raw:
         ref = common_pb2.SessionRef(session_id=raw.ref.session_id, epoch=raw.ref.epoch + 1)
         while not stop.wait(0.5):

@@ -1,4 +1,4 @@
-"""A Prometheus of our own, that scrapes every second: Debian's package, unpacked (`make test-dashboards`)."""
+"""Runs Debian's Prometheus, unpacked, with one scrape per second (`make test-dashboards`)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ READY_SECONDS = 30.0
 
 
 class Prometheus:
-    """The API of one that runs."""
+    """API client of a running Prometheus."""
 
     def __init__(self, port: int) -> None:
         self._base = f"http://127.0.0.1:{port}"
 
     def get(self, path: str, **query: str) -> Any:
-        """Returns what the API answers. Raises `urllib.error.HTTPError` with its text for what is not to be understood."""
+        """Returns the API's answer. Raises `urllib.error.HTTPError` with its text on a refusal."""
         url = f"{self._base}{path}?{urllib.parse.urlencode(query)}"
         try:
             with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 - ours, on loopback
@@ -41,7 +41,7 @@ class Prometheus:
         return json.loads(text)["data"] if path.startswith("/api/") else text
 
     def ask(self, expression: str) -> list[float]:
-        """Returns the figures that an expression has at this moment."""
+        """Returns the current values of an expression."""
         answer = self.get("/api/v1/query", query=expression)
         if answer["resultType"] == "scalar":
             return [float(answer["result"][1])]
@@ -49,7 +49,7 @@ class Prometheus:
 
 
 def program(name: str) -> Path:
-    """Returns `prometheus` or `promtool`; without PROMETHEUS_DIR the test is skipped."""
+    """Returns the path of `prometheus` or `promtool`. Skips the test without PROMETHEUS_DIR."""
     directory = os.environ.get("PROMETHEUS_DIR")
     if not directory:
         pytest.skip("PROMETHEUS_DIR is not set: make test-dashboards")
@@ -60,7 +60,7 @@ def program(name: str) -> Path:
 
 @contextlib.contextmanager
 def running(directory: Path, targets: Mapping[str, int], rules: Sequence[Path]) -> Iterator[Prometheus]:
-    """Runs one that scrapes these ports under these names, and evaluates these rules every second."""
+    """Runs Prometheus with these targets (name to port) and rules, evaluated every second."""
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(path) for path in rules],

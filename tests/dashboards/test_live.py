@@ -1,4 +1,4 @@
-"""Every expression of every panel and rule, asked of a real Prometheus that scrapes two real servers under load."""
+"""Evaluates every panel and rule in a real Prometheus that scrapes two servers under load."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from prometheus import Prometheus, program, running
 pytestmark = [pytest.mark.prometheus, pytest.mark.slow, pytest.mark.timeout(300)]
 
 HERE = Path(__file__).resolve().parent
-PATIENCE_SECONDS = 120.0
-"""Some twenty are enough on a quiet machine: for two evaluations after two scrapes after the slowest thing under load."""
+TIMEOUT_SECONDS = 120.0
+"""About 20 s are enough on an idle machine: two evaluations after two scrapes."""
 
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """One that has two busy servers as its targets, all rules, and every alert once more so that it fires at once."""
+    """Scrapes two busy servers, with all rules and a copy of each alert that fires at once."""
     program("prometheus")
     directory = tmp_path_factory.mktemp("kvt")
-    rules = [hurried(path, directory) for path in rule_files()] + [armed(directory)]
+    rules = [without_intervals(path, directory) for path in rule_files()] + [always_firing(directory)]
     with contextlib.ExitStack() as stack:
         ports = {name: stack.enter_context(busy_server(directory / name))[1] for name in ("one", "two")}
         yield stack.enter_context(running(directory, ports, rules))
 
 
-def hurried(path: Path, directory: Path) -> Path:
-    """Returns a copy of a file of rules, without the intervals of its groups."""
+def without_intervals(path: Path, directory: Path) -> Path:
+    """Returns a copy of a rule file without the intervals of its groups."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     for group in content["groups"]:
         group.pop("interval", None)
@@ -53,8 +53,8 @@ def hurried(path: Path, directory: Path) -> Path:
     return copy
 
 
-def armed(directory: Path) -> Path:
-    """Returns a file of rules in which each alert fires whenever there is anything to compare."""
+def always_firing(directory: Path) -> Path:
+    """Returns a rule file in which each alert fires if its compared value exists."""
     changed = [
         alert | {"alert": f"Armed{name}", "expr": without_comparisons(alert["expr"]), "for": "0s"}
         for name, alert in alerts().items()
@@ -65,9 +65,9 @@ def armed(directory: Path) -> Path:
 
 
 def unanswered(prometheus: Prometheus, expressions: Sequence[Expression]) -> dict[str, str]:
-    """Returns what is wrong with each of these that has not had a figure in time; what is wrong in itself ends it at once."""
+    """Returns the expressions without a finite value in time. An invalid one returns at once."""
     left = {expression.where: expression for expression in expressions}
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     wrong: dict[str, str] = {}
     while left and time.monotonic() < deadline:
         for where, expression in list(left.items()):
@@ -84,40 +84,39 @@ def unanswered(prometheus: Prometheus, expressions: Sequence[Expression]) -> dic
     return wrong
 
 
-def test_every_panel_has_an_answer(prometheus: Prometheus) -> None:
-    """A figure, in the right place: not an error, nothing, or only NaN."""
+def test_every_panel_has_a_value(prometheus: Prometheus) -> None:
+    """Each expression has a finite value: no error, no empty result, not only NaN."""
     assert unanswered(prometheus, panels()) == {}
 
 
 def test_every_variable_has_values(prometheus: Prometheus) -> None:
-    """Whoever opens a screen has something to choose from."""
     assert unanswered(prometheus, variables()) == {}
 
 
-def test_panels_answer_for_one_choice(prometheus: Prometheus) -> None:
-    """One server, one tier, one tenant: as somebody looks at them who wants to know."""
+def test_panels_have_values_for_one_server(prometheus: Prometheus) -> None:
+    """With one server, one tier and one tenant selected."""
     chosen = {"job": "kvtier", "instance": "two", "tier": "lmdb", "tenant": "acme", "__rate_interval": "10s"}
     assert unanswered(prometheus, panels(chosen)) == {}
 
 
-def test_every_recording_records(prometheus: Prometheus) -> None:
-    """Each is there under its name, for both servers."""
+def test_every_recording_rule_has_values(prometheus: Prometheus) -> None:
+    """Each recorded metric exists for both servers."""
     expressions = [Expression(name, f"count by (instance) ({name}) > 0") for name in recordings()]
     assert unanswered(prometheus, expressions) == {}
     for name in recordings():
         assert len(prometheus.ask(f"count by (instance) ({name})")) == 2, name
 
 
-def test_every_alert_has_something_to_compare(prometheus: Prometheus) -> None:
-    """The alert without its comparisons is not empty: silence means that all is well, and not that a name is wrong."""
+def test_every_alert_compares_an_existing_value(prometheus: Prometheus) -> None:
+    """Without comparisons the expression has a value: a wrong name cannot silence an alert."""
     compared = [Expression(name, without_comparisons(alert["expr"])) for name, alert in alerts().items()]
     assert unanswered(prometheus, compared) == {}
 
 
-def test_every_rule_is_evaluated_and_every_text_is_filled_in(prometheus: Prometheus) -> None:
-    """Prometheus itself has no complaint about a rule; each alert, made to fire, says of what."""
+def test_rules_evaluate_and_alert_texts_are_filled_in(prometheus: Prometheus) -> None:
+    """All rules are healthy, and the summary of each firing alert names its server."""
     wanted = {f"Armed{name}" for name in alerts()}
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     fired: dict[str, list[dict[str, Any]]] = {}
     while fired.keys() != wanted and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -132,15 +131,15 @@ def test_every_rule_is_evaluated_and_every_text_is_filled_in(prometheus: Prometh
         for alert in firing:
             assert alert["labels"]["instance"] in ("one", "two"), name
             for text in alert["annotations"].values():
-                assert "<" not in text, f"{name}: {text}"  # "<no value>", "<error expanding template …>"
+                assert "<" not in text, f"{name}: {text}"  # "<no value>", "<error …>"
             assert alert["labels"]["instance"] in alert["annotations"]["summary"], name
     for group in prometheus.get("/api/v1/rules")["groups"]:
         for rule in group["rules"]:
             assert rule["health"] == "ok", f"{rule['name']}: {rule.get('lastError')}"
 
 
-def test_nothing_is_wrong_that_is_not(prometheus: Prometheus) -> None:
-    """Two servers that are busy and well: no critical alert is even pending."""
+def test_healthy_servers_have_no_critical_alert(prometheus: Prometheus) -> None:
+    """No critical alert of the two busy servers is pending or firing."""
     states = prometheus.get("/api/v1/alerts")["alerts"]
     critical = [
         alert["labels"]
@@ -150,8 +149,8 @@ def test_nothing_is_wrong_that_is_not(prometheus: Prometheus) -> None:
     assert critical == []
 
 
-def test_promtool_agrees() -> None:
-    """The rules are well-formed, and each alert fires in `alerts_test.yml`."""
+def test_promtool_accepts_the_rules() -> None:
+    """The rules are well-formed, and `alerts_test.yml` passes."""
     promtool = program("promtool")
     checked = subprocess.run([promtool, "check", "rules", *rule_files()], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr

@@ -1,7 +1,8 @@
-"""How every panel looks, in a few words: a question, a unit, expressions.
+"""Panel types of the dashboards, and their conversion to Grafana's JSON model.
 
-Expressions are written without the labels that choose servers: `kvtier_leases[]` and `kvtier_tier_hits_total[tier="cpu"]` become
-`kvtier_leases{job=~"$job",instance=~"$instance"}` and so on; `rate(…)` is over `$__rate_interval`.
+Expressions omit the labels that select servers: `kvtier_leases[]` becomes
+`kvtier_leases{job=~"$job",instance=~"$instance"}`, and `kvtier_tier_hits_total[tier="cpu"]` gets the
+same labels added. `rate(…)` is over `$__rate_interval`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-__all__ = ["Figure", "Lines", "Query", "Screen", "Sheet", "build", "promql"]
+__all__ = ["DashboardSpec", "Query", "Stat", "Table", "TimeSeries", "build", "promql"]
 
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _SELECTED = re.compile(r"(?<=[a-z])\[((?:[a-z]+(?:=|!=|=~|!~)\"[^\"]*\",?)*)\]")
@@ -41,81 +42,81 @@ _RATE = re.compile(r"\brate\((\w+(?:\{[^}]*\})?)\)")
 
 @dataclass(frozen=True)
 class Query:
-    """One expression, and what its series are called."""
+    """One expression with the legend of its series."""
 
     expr: str
     legend: str = ""
 
 
 @dataclass(frozen=True)
-class Lines:
-    """A panel of lines over time."""
+class TimeSeries:
+    """Time-series panel."""
 
     title: str
-    why: str
+    description: str
     unit: str
     queries: Sequence[Query]
     stacked: bool = False
     width: int = 12
-    most: float | None = None
-    """Upper end of the scale, where it is known."""
+    max_value: float | None = None
+    """Upper end of the scale, if it is known."""
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A panel of one large figure."""
+class Stat:
+    """Stat panel: one large figure."""
 
     title: str
-    why: str
+    description: str
     unit: str
     query: Query
-    wrong: float | None = None
-    """From here on it is red; below 0 it is never."""
+    threshold: float | None = None
+    """Value at which the colour changes between green and red. None: always blue."""
     good: Literal["low", "high"] = "low"
     width: int = 4
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """A panel that is a table: a column per query, a row per value of the labels `by`."""
+class Table:
+    """Table panel: one column per query, one row per value of the labels `by`."""
 
     title: str
-    why: str
+    description: str
     by: Sequence[str]
     columns: Sequence[tuple[str, str, str]]
-    """Heading, unit and expression of each."""
+    """Heading, unit and expression of each column."""
     width: int = 24
 
 
-AnyPanel = Lines | Figure | Sheet
+AnyPanel = TimeSeries | Stat | Table
 
 
 @dataclass(frozen=True)
-class Screen:
-    """A dashboard."""
+class DashboardSpec:
+    """Definition of one dashboard."""
 
     uid: str
     title: str
-    why: str
+    description: str
     rows: Sequence[tuple[str, Sequence[AnyPanel]]]
     variables: Sequence[tuple[str, str, str]] = ()
-    """Name, label and metric of each variable besides the servers: its values are those of the label of this name."""
-    one_server: bool = False
-    """Whether it is about one server at a time."""
+    """Name, label and metric of each further variable, whose values are those of the label."""
+    single_server: bool = False
+    """Whether it shows one server at a time."""
 
 
 def promql(expr: str) -> str:
-    """Returns an expression as Prometheus reads it once Grafana has filled in its variables."""
+    """Returns an expression with the server labels and the rate interval, as Grafana expects it."""
     chosen = _SELECTED.sub(lambda match: _selector(match[1].rstrip(",")), expr)
     return _RATE.sub(r"rate(\1[$__rate_interval])", chosen)
 
 
-def build(screen: Screen) -> Dashboard:
-    """Returns the dashboard."""
+def build(spec: DashboardSpec) -> Dashboard:
+    """Returns the dashboard in the types of Grafana's SDK."""
     board = (
-        dashboards.Dashboard(screen.title)
-        .uid(screen.uid)
-        .description(screen.why)
+        dashboards.Dashboard(spec.title)
+        .uid(spec.uid)
+        .description(spec.description)
         .tags(["kvtier"])
         .time("now-6h", "now")
         .refresh("30s")
@@ -133,13 +134,13 @@ def build(screen: Screen) -> Dashboard:
         .with_variable(dashboards.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
         .with_variable(_variable("job", "Job", "kvtier_build_info", hide=True))
         .with_variable(
-            _variable("instance", "Server", 'kvtier_build_info{job=~"$job"}', all_values=not screen.one_server)
+            _variable("instance", "Server", 'kvtier_build_info{job=~"$job"}', all_values=not spec.single_server)
         )
     )
-    for name, label, metric in screen.variables:
+    for name, label, metric in spec.variables:
         board = board.with_variable(_variable(name, label, promql(f"{metric}[]")))
     number = 0
-    for title, panels in screen.rows:
+    for title, panels in spec.rows:
         board = board.with_row(dashboards.Row(title))
         for panel in panels:
             number += 1
@@ -170,15 +171,15 @@ def _variable(
     if all_values:
         everything = VariableOption(selected=True, text="All", value="$__all")
         variable = variable.multi(multi=True).include_all(include_all=True).current(everything)
-        if not hide:  # all jobs are those that the query finds: `up` has others as well
+        if not hide:  # `job` is hidden: its All must not match other jobs in `up`
             variable = variable.all_value(".*")
     return variable.hide(VariableHide.HIDE_VARIABLE) if hide else variable
 
 
 def _panel(panel: AnyPanel) -> timeseries.Panel | stat.Panel | table.Panel:
-    if isinstance(panel, Lines):
-        return _lines(panel)
-    return _figure(panel) if isinstance(panel, Figure) else _sheet(panel)
+    if isinstance(panel, TimeSeries):
+        return _time_series(panel)
+    return _stat(panel) if isinstance(panel, Stat) else _table(panel)
 
 
 def _targets(queries: Iterable[Query]) -> Iterable[prometheus.Dataquery]:
@@ -187,11 +188,11 @@ def _targets(queries: Iterable[Query]) -> Iterable[prometheus.Dataquery]:
         yield target.legend_format(query.legend or "__auto")
 
 
-def _lines(panel: Lines) -> timeseries.Panel:
+def _time_series(panel: TimeSeries) -> timeseries.Panel:
     made = (
         timeseries.Panel()
         .title(panel.title)
-        .description(panel.why)
+        .description(panel.description)
         .datasource(_SOURCE)
         .unit(panel.unit)
         .min(0)
@@ -210,18 +211,18 @@ def _lines(panel: Lines) -> timeseries.Panel:
     )
     if panel.stacked:
         made = made.stacking(common_builders.StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
-    if panel.most is not None:
-        made = made.max(panel.most)
+    if panel.max_value is not None:
+        made = made.max(panel.max_value)
     for target in _targets(panel.queries):
         made = made.with_target(target.range())
     return made
 
 
-def _figure(panel: Figure) -> stat.Panel:
+def _stat(panel: Stat) -> stat.Panel:
     made = (
         stat.Panel()
         .title(panel.title)
-        .description(panel.why)
+        .description(panel.description)
         .datasource(_SOURCE)
         .unit(panel.unit)
         .span(panel.width)
@@ -236,19 +237,19 @@ def _figure(panel: Figure) -> stat.Panel:
     return made
 
 
-def _thresholds(panel: Figure) -> dashboards.ThresholdsConfig:
+def _thresholds(panel: Stat) -> dashboards.ThresholdsConfig:
     low, high = ("green", "red") if panel.good == "low" else ("red", "green")
-    steps = [Threshold(value=None, color="blue" if panel.wrong is None else low)]
-    if panel.wrong is not None:
-        steps.append(Threshold(value=panel.wrong, color=high))
+    steps = [Threshold(value=None, color="blue" if panel.threshold is None else low)]
+    if panel.threshold is not None:
+        steps.append(Threshold(value=panel.threshold, color=high))
     return dashboards.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
 
 
-def _sheet(panel: Sheet) -> table.Panel:
+def _table(panel: Table) -> table.Panel:
     made = (
         table.Panel()
         .title(panel.title)
-        .description(panel.why)
+        .description(panel.description)
         .datasource(_SOURCE)
         .span(panel.width)
         .height(8)
@@ -258,7 +259,7 @@ def _sheet(panel: Sheet) -> table.Panel:
     renamed = {}
     for target, (heading, _, _) in zip(_targets(queries), panel.columns, strict=True):
         query = target.instant().format(PromQueryFormat.TABLE)
-        # Grafana calls the figures of several queries apart, and those of a single one just that.
+        # Grafana names the columns `Value #A`, `Value #B`, …, or `Value` for a single query.
         renamed[f"Value #{query.build().ref_id}" if len(queries) > 1 else "Value"] = heading
         made = made.with_target(query)
     order = {name: number for number, name in enumerate([*panel.by, *renamed])}

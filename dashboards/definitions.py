@@ -1,23 +1,23 @@
-"""The five screens: fleet, node, tier, tenant, handoff."""
+"""Definitions of the five dashboards: fleet, node, tier, tenant, handoff."""
 
 from __future__ import annotations
 
-from .kit import Figure, Lines, Query, Screen, Sheet
+from .panels import DashboardSpec, Query, Stat, Table, TimeSeries
 
-__all__ = ["SCREENS"]
+__all__ = ["DASHBOARDS"]
 
 _TIER = ("tier", "Tier", "kvtier_tier_info")
 _TENANT = ("tenant", "Tenant", "kvtier_tenant_used_bytes")
 
 
 def _hit_ratio(by: str = "") -> str:
-    """Returns the part of the looked-up keys that some tier had, per value of these labels."""
+    """Returns the expression of the hit ratio of all tiers, grouped by these labels."""
     group = f" by ({by})" if by else ""
     return f"sum{group} (rate(kvtier_tier_hits_total[])) / sum{group} (rate(kvtier_lookup_keys_total[]))"
 
 
 def _fill(by: str, labels: str) -> str:
-    """Returns which part of their capacity these tiers use."""
+    """Returns the expression of used capacity as a ratio, for the tiers with these labels."""
     used, capacity = (f"sum by ({by}) (kvtier_tier_{name}_bytes[{labels}])" for name in ("used", "capacity"))
     return f"{used} / {capacity}"
 
@@ -26,54 +26,56 @@ def _quantile(quantile: float, histogram: str, by: str, labels: str = "") -> str
     return f"histogram_quantile({quantile}, sum by (le, {by}) (rate({histogram}_bucket[{labels}])))"
 
 
-FLEET = Screen(
+FLEET = DashboardSpec(
     "kvtier-fleet",
     "kvtier / fleet",
-    "All servers: are they there, are they well, do they help.",
+    "All servers: availability, health and hit ratio.",
     [
         (
             "At a glance",
             [
-                Figure(
+                Stat(
                     "Servers up", "Scrape targets that answer.", "short", Query('sum(up{job=~"$job"})'), 1, good="high"
                 ),
-                Figure(
+                Stat(
                     "Alerts firing",
-                    "Of kvtier's own rules; docs/troubleshooting.md says what each means.",
+                    "Alerts of kvtier's rules. docs/troubleshooting.md explains each.",
                     "short",
                     Query('count(ALERTS{alertname=~"Kvtier.+",alertstate="firing"}) or vector(0)'),
                     1,
                 ),
-                Figure(
+                Stat(
                     "Tiers in trouble",
-                    "A server goes on without such a tier; `kvtier status` says what is wrong.",
+                    "The server goes on without such a tier. `kvtier status` shows the cause.",
                     "short",
                     Query("count(kvtier_tier_healthy[]) - sum(kvtier_tier_healthy[])"),
                     1,
                 ),
-                Figure("Sessions", "Engine processes that are connected.", "short", Query("sum(kvtier_sessions[])")),
-                Figure(
+                Stat("Sessions", "Connected engine processes.", "short", Query("sum(kvtier_sessions[])")),
+                Stat(
                     "Hit ratio",
-                    "Looked-up keys that some tier had, of all servers.",
+                    "Share of looked-up keys that a tier had, over all servers.",
                     "percentunit",
                     Query(_hit_ratio()),
                 ),
-                Figure("Bytes held", "In all tiers of all servers.", "bytes", Query("sum(kvtier_tier_used_bytes[])")),
+                Stat(
+                    "Bytes held", "Bytes in all tiers of all servers.", "bytes", Query("sum(kvtier_tier_used_bytes[])")
+                ),
             ],
         ),
         (
-            "Do they help",
+            "Hits",
             [
-                Lines(
+                TimeSeries(
                     "Hit ratio per server",
-                    "A server that is far below the others lacks memory, or gets other requests than they do.",
+                    "A server far below the others lacks memory, or gets different requests.",
                     "percentunit",
                     [Query(_hit_ratio("instance"), "{{instance}}")],
-                    most=1,
+                    max_value=1,
                 ),
-                Lines(
-                    "Keys looked up, by what they met",
-                    "A tier that had them, or `miss`. Together these are all keys that were asked for.",
+                TimeSeries(
+                    "Keys looked up, by result",
+                    "The tier that had the key, or `miss`. The sum is all looked-up keys.",
                     "cps",
                     [
                         Query("sum by (tier) (rate(kvtier_tier_hits_total[]))", "{{tier}}"),
@@ -81,34 +83,34 @@ FLEET = Screen(
                     ],
                     stacked=True,
                 ),
-                Lines(
+                TimeSeries(
                     "Misses by reason",
                     "docs/troubleshooting.md#misses-by-reason explains each reason and what to do.",
                     "cps",
                     [Query("sum by (reason) (rate(kvtier_lookup_misses_total[]))", "{{reason}}")],
                     stacked=True,
                 ),
-                Lines(
-                    "Estimated hit ratio with more memory, or less",
-                    "Keys that the CPU tier would answer with so many times its size: what more would buy. Averaged over servers.",
+                TimeSeries(
+                    "Estimated hit ratio for other memory sizes",
+                    "Hit ratio that the CPU tier would have with a multiple of its size. Average of the servers.",
                     "percentunit",
                     [Query('avg by (scale) (kvtier_estimated_hit_ratio[tier="cpu"])', "{{scale}} times")],
-                    most=1,
+                    max_value=1,
                 ),
             ],
         ),
         (
-            "Are they well",
+            "Health",
             [
-                Lines(
+                TimeSeries(
                     "Event-loop lag, p99",
-                    "What every call waits at least. Above 0.1 s the loop is busy, or the machine is.",
+                    "Minimum wait of every call. Above 0.1 s the event loop or the machine is overloaded.",
                     "s",
                     [Query(_quantile(0.99, "kvtier_loop_lag_seconds", "instance"), "{{instance}}")],
                 ),
-                Lines(
+                TimeSeries(
                     "Refused calls by reason",
-                    "STALE_EPOCH and UNKNOWN_SESSION follow a restart and end by themselves.",
+                    "STALE_EPOCH and UNKNOWN_SESSION follow a restart and stop by themselves.",
                     "reqps",
                     [
                         Query(
@@ -118,9 +120,9 @@ FLEET = Screen(
                     ],
                     stacked=True,
                 ),
-                Sheet(
+                Table(
                     "Servers",
-                    "One line each.",
+                    "One row per server.",
                     ["instance"],
                     [
                         ("up for", "s", "max by (instance) (kvtier_uptime_seconds[])"),
@@ -135,7 +137,7 @@ FLEET = Screen(
                         ("tiers in trouble", "short", "sum by (instance) (1 - kvtier_tier_healthy[])"),
                     ],
                 ),
-                Sheet(
+                Table(
                     "Versions",
                     "Servers by version.",
                     ["version", "python"],
@@ -146,28 +148,28 @@ FLEET = Screen(
     ],
 )
 
-NODE = Screen(
+NODE = DashboardSpec(
     "kvtier-node",
     "kvtier / node",
-    "One server: its calls, its loop, its memory, who is connected.",
+    "One server: calls, event loop, memory, sessions.",
     [
         (
             "At a glance",
             [
-                Figure("Up for", "Since it was ready.", "s", Query("max(kvtier_uptime_seconds[])")),
-                Figure("Sessions", "Engine processes that are connected.", "short", Query("sum(kvtier_sessions[])")),
-                Figure("Leases", "Reads that pin blocks.", "short", Query("sum(kvtier_leases[])")),
-                Figure("Stores in flight", "Writes that have slots.", "short", Query("sum(kvtier_stores[])")),
-                Figure(
+                Stat("Up for", "Time since the server was ready.", "s", Query("max(kvtier_uptime_seconds[])")),
+                Stat("Sessions", "Connected engine processes.", "short", Query("sum(kvtier_sessions[])")),
+                Stat("Leases", "Leases that pin blocks for reading.", "short", Query("sum(kvtier_leases[])")),
+                Stat("Stores in flight", "Writes that hold slots.", "short", Query("sum(kvtier_stores[])")),
+                Stat(
                     "Quarantine",
-                    "Memory that a process which lost its store may still write to.",
+                    "Memory to which a process that lost its store may still write.",
                     "bytes",
                     Query("sum(kvtier_quarantined_bytes[])"),
                     1,
                 ),
-                Figure(
+                Stat(
                     "Region backed",
-                    "What of the region has memory behind it. Less than all, minutes after a start: there was too little.",
+                    "Backed share of the region. Below 100 % minutes after a start: there was too little memory.",
                     "percentunit",
                     Query("sum(kvtier_region_backed_bytes[]) / sum(kvtier_region_bytes[])"),
                     0.999,
@@ -178,16 +180,16 @@ NODE = Screen(
         (
             "Calls",
             [
-                Lines(
+                TimeSeries(
                     "Calls by method",
-                    "All that ended, streams included.",
+                    "Completed calls, streams included.",
                     "reqps",
                     [Query("sum by (method) (rate(kvtier_rpc_duration_seconds_count[]))", "{{method}}")],
                     stacked=True,
                 ),
-                Lines(
+                TimeSeries(
                     "Duration of lookups, stores and loads",
-                    "As the server measures them; a lookup may wait for what is fetched from a tier below.",
+                    "Measured by the server. A lookup may wait for blocks from a lower tier.",
                     "s",
                     [
                         Query(
@@ -197,9 +199,9 @@ NODE = Screen(
                         for quantile in (0.5, 0.99)
                     ],
                 ),
-                Lines(
+                TimeSeries(
                     "Refused calls",
-                    "By service and reason (docs/troubleshooting.md).",
+                    "By service and reason. docs/troubleshooting.md explains the reasons.",
                     "reqps",
                     [
                         Query(
@@ -209,9 +211,9 @@ NODE = Screen(
                         )
                     ],
                 ),
-                Lines(
+                TimeSeries(
                     "Event-loop lag",
-                    "How late the loop wakes up: what every call waits at least.",
+                    "How late the event loop wakes up: the minimum wait of every call.",
                     "s",
                     [
                         Query(_quantile(quantile, "kvtier_loop_lag_seconds", "instance"), f"p{round(quantile * 100)}")
@@ -221,27 +223,27 @@ NODE = Screen(
             ],
         ),
         (
-            "Who is connected",
+            "Sessions",
             [
-                Lines(
+                TimeSeries(
                     "Sessions by transport",
-                    "`shm` copies straight into the shared memory.",
+                    "`shm` copies directly into shared memory.",
                     "short",
                     [Query("sum by (transport) (kvtier_sessions[])", "{{transport}}")],
                     stacked=True,
                 ),
-                Lines(
+                TimeSeries(
                     "Sessions opened and closed",
-                    "Both high: engines come and go, or lose their connection.",
+                    "If both are high, engines start and stop often, or lose their connection.",
                     "cps",
                     [
                         Query("sum(rate(kvtier_sessions_opened_total[]))", "opened"),
                         Query("sum(rate(kvtier_sessions_closed_total[]))", "closed"),
                     ],
                 ),
-                Lines(
+                TimeSeries(
                     "Bytes over networks",
-                    "Those of engines that have the memory mapped are not seen here.",
+                    "Bytes moved in streams. Copies in shared memory are not counted.",
                     "Bps",
                     [
                         Query(
@@ -250,9 +252,9 @@ NODE = Screen(
                         )
                     ],
                 ),
-                Lines(
-                    "Age of the oldest lease, and leases that nobody gave back",
-                    "Leases that expire are a leak in an engine, or an engine that died.",
+                TimeSeries(
+                    "Age of the oldest lease, and expired leases and stores",
+                    "Expired leases come from an engine that leaks them or died.",
                     "short",
                     [
                         Query("max(kvtier_oldest_lease_seconds[])", "oldest, s"),
@@ -263,11 +265,11 @@ NODE = Screen(
             ],
         ),
         (
-            "The process",
+            "Process",
             [
-                Lines(
+                TimeSeries(
                     "Memory",
-                    "Resident includes the shared region.",
+                    "Resident memory includes the shared region.",
                     "bytes",
                     [
                         Query("sum(process_resident_memory_bytes[])", "resident"),
@@ -275,10 +277,12 @@ NODE = Screen(
                     ],
                     width=8,
                 ),
-                Lines("CPU", "Cores.", "short", [Query("sum(rate(process_cpu_seconds_total[]))", "cores")], width=8),
-                Lines(
+                TimeSeries(
+                    "CPU", "Cores in use.", "short", [Query("sum(rate(process_cpu_seconds_total[]))", "cores")], width=8
+                ),
+                TimeSeries(
                     "Descriptors",
-                    "Open files and connections, of as many as may be.",
+                    "Open files and connections, as a share of the limit.",
                     "percentunit",
                     [Query("sum(process_open_fds[]) / sum(process_max_fds[])", "open")],
                     width=8,
@@ -286,42 +290,46 @@ NODE = Screen(
             ],
         ),
     ],
-    one_server=True,
+    single_server=True,
 )
 
-TIER = Screen(
+TIER = DashboardSpec(
     "kvtier-tier",
     "kvtier / tier",
-    "Where blocks are, how fast they move, why they go.",
+    "Contents of the tiers, evictions and transfers.",
     [
         (
             "At a glance",
             [
-                Figure("Used", "By all chosen tiers.", "bytes", Query('sum(kvtier_tier_used_bytes[tier=~"$tier"])')),
-                Figure("Blocks", "Held by them.", "short", Query('sum(kvtier_tier_blocks[tier=~"$tier"])')),
-                Figure(
+                Stat(
+                    "Used", "Bytes in the selected tiers.", "bytes", Query('sum(kvtier_tier_used_bytes[tier=~"$tier"])')
+                ),
+                Stat(
+                    "Blocks", "Blocks in the selected tiers.", "short", Query('sum(kvtier_tier_blocks[tier=~"$tier"])')
+                ),
+                Stat(
                     "In trouble",
-                    "Tiers that the server goes on without.",
+                    "Tiers that the server works without.",
                     "short",
                     Query('sum(1 - kvtier_tier_healthy[tier=~"$tier"])'),
                     1,
                 ),
-                Figure(
+                Stat(
                     "Waiting to be stored",
-                    "Pinned in memory meanwhile.",
+                    "These bytes are pinned in memory.",
                     "bytes",
                     Query('sum(kvtier_tier_queued_bytes[tier=~"$tier"])'),
                 ),
-                Figure(
+                Stat(
                     "Damaged blocks",
-                    "Found by loads and checks since the start; none was served.",
+                    "Found by loads and checks since the start. None was served.",
                     "short",
                     Query('sum(kvtier_tier_damaged_total[tier=~"$tier"])'),
                     1,
                 ),
-                Figure(
+                Stat(
                     "Checksum mismatches",
-                    "Bytes that were not what had been written.",
+                    "Bytes differed from what was written.",
                     "short",
                     Query("sum(kvtier_checksum_mismatches_total[])"),
                     1,
@@ -329,18 +337,18 @@ TIER = Screen(
             ],
         ),
         (
-            "What is there",
+            "Contents",
             [
-                Lines(
+                TimeSeries(
                     "Fill",
-                    "A full tier is as it should be, if what it evicts is not missed.",
+                    "A full tier is normal as long as evicted blocks are not requested again.",
                     "percentunit",
                     [Query(_fill("tier", 'tier=~"$tier"'), "{{tier}}")],
-                    most=1,
+                    max_value=1,
                 ),
-                Lines(
+                TimeSeries(
                     "Hit ratio of each tier",
-                    "Of the keys that it was asked for, which are those that the tiers before it did not have.",
+                    "Share of the keys that reached this tier, because the tiers above lacked them.",
                     "percentunit",
                     [
                         Query(
@@ -350,11 +358,11 @@ TIER = Screen(
                             "{{tier}}",
                         )
                     ],
-                    most=1,
+                    max_value=1,
                 ),
-                Lines(
-                    "Estimated hit ratio with more room, or less",
-                    "Keys that the tier, or one above it, would answer with so many times its size.",
+                TimeSeries(
+                    "Estimated hit ratio for other sizes",
+                    "Share of keys that the tier, or one above it, would serve with a multiple of its size.",
                     "percentunit",
                     [
                         Query(
@@ -362,11 +370,11 @@ TIER = Screen(
                             "{{tier}} {{scale}} times",
                         )
                     ],
-                    most=1,
+                    max_value=1,
                 ),
-                Lines(
+                TimeSeries(
                     "Keys found and not found",
-                    "A key that one tier lacks is looked for in the next.",
+                    "If a tier lacks a key, the next tier is asked.",
                     "cps",
                     [
                         Query('sum by (tier) (rate(kvtier_tier_hits_total[tier=~"$tier"]))', "{{tier}} found"),
@@ -376,17 +384,17 @@ TIER = Screen(
             ],
         ),
         (
-            "What goes, and what never came",
+            "Evicted and rejected blocks",
             [
-                Lines(
+                TimeSeries(
                     "Evictions",
-                    "Blocks that made room.",
+                    "Blocks evicted to make room.",
                     "cps",
                     [Query('sum by (tier) (rate(kvtier_tier_evictions_total[tier=~"$tier"]))', "{{tier}}")],
                 ),
-                Lines(
-                    "Left out",
-                    "Dropped: queue or tier full. Declined: `admission`. Expired: `ttl`. Not retained: beyond the bounds.",
+                TimeSeries(
+                    "Rejected",
+                    "Dropped: queue or tier full. Declined: by `admission`. Expired: by `ttl`. Not retained: beyond the bounds.",
                     "cps",
                     [
                         Query(
@@ -399,11 +407,11 @@ TIER = Screen(
             ],
         ),
         (
-            "How it moves",
+            "Transfers",
             [
-                Lines(
+                TimeSeries(
                     "Bytes stored and loaded",
-                    "By jobs, between memory and the tier.",
+                    "Bytes of jobs between memory and the tier.",
                     "Bps",
                     [
                         Query(
@@ -412,9 +420,9 @@ TIER = Screen(
                         )
                     ],
                 ),
-                Lines(
+                TimeSeries(
                     "Duration of jobs",
-                    "A job is up to 32 MiB. The wait before it is not included.",
+                    "A job has up to 32 MiB. The wait in the queue is not included.",
                     "s",
                     [
                         Query(
@@ -424,15 +432,15 @@ TIER = Screen(
                         for quantile in (0.5, 0.99)
                     ],
                 ),
-                Lines(
+                TimeSeries(
                     "Queue",
-                    "Bytes that wait to be stored, or are being stored. At a quarter of the region more is dropped.",
+                    "Bytes that wait to be stored or are being stored. Above a quarter of the region, blocks are dropped.",
                     "bytes",
                     [Query('sum by (tier) (kvtier_tier_queued_bytes[tier=~"$tier"])', "{{tier}}")],
                 ),
-                Lines(
-                    "Blocks of jobs, by what became of them",
-                    "Other than `done`: the tier failed, or lacked the block, or had it damaged.",
+                TimeSeries(
+                    "Blocks of jobs, by outcome",
+                    "Not `done`: the tier failed, lacked the block, or had a damaged copy.",
                     "cps",
                     [
                         Query(
@@ -447,17 +455,17 @@ TIER = Screen(
     [_TIER],
 )
 
-TENANT = Screen(
+TENANT = DashboardSpec(
     "kvtier-tenant",
     "kvtier / tenant",
-    "Who has what, who gets what: shares of the tiers, hits and misses.",
+    "Tenants: shares of the tiers, hits and misses.",
     [
         (
             "Shares",
             [
-                Lines(
+                TimeSeries(
                     "Used",
-                    'Per tier. The tenant "" is all who have no share of their own.',
+                    'Per tier. The tenant "" is the sum of all tenants without a table.',
                     "bytes",
                     [
                         Query(
@@ -466,9 +474,9 @@ TENANT = Screen(
                     ],
                     stacked=True,
                 ),
-                Lines(
-                    "Used, as a part of the quota",
-                    "Above 1 it uses what nobody else wants at the moment.",
+                TimeSeries(
+                    "Used share of the quota",
+                    "Above 1 the tenant uses space that no other tenant needs now.",
                     "percentunit",
                     [
                         Query(
@@ -478,9 +486,9 @@ TENANT = Screen(
                         )
                     ],
                 ),
-                Lines(
-                    "Used, as a part of the limit",
-                    "At 1 its own blocks make room for its next ones. Tenants without a limit are not shown.",
+                TimeSeries(
+                    "Used share of the limit",
+                    "At 1 the tenant's new blocks evict its own old ones. Tenants without a limit are not shown.",
                     "percentunit",
                     [
                         Query(
@@ -489,11 +497,11 @@ TENANT = Screen(
                             "{{tier}} {{tenant}}",
                         )
                     ],
-                    most=1,
+                    max_value=1,
                 ),
-                Lines(
+                TimeSeries(
                     "Retained",
-                    "What may not be evicted for a while.",
+                    "Bytes that requests protect from eviction for a while.",
                     "bytes",
                     [
                         Query(
@@ -507,9 +515,9 @@ TENANT = Screen(
         (
             "Hits and misses",
             [
-                Lines(
+                TimeSeries(
                     "Hit ratio",
-                    "Of the keys that each tenant looked up.",
+                    "Share of the keys that each tenant looked up.",
                     "percentunit",
                     [
                         Query(
@@ -519,11 +527,11 @@ TENANT = Screen(
                             "{{tenant}}",
                         )
                     ],
-                    most=1,
+                    max_value=1,
                 ),
-                Lines(
+                TimeSeries(
                     "Misses by reason",
-                    "`evicted`: more room, or a quota, would have helped.",
+                    "`evicted`: more space or a quota would help.",
                     "cps",
                     [
                         Query(
@@ -538,9 +546,9 @@ TENANT = Screen(
         (
             "Namespaces",
             [
-                Sheet(
+                Table(
                     "Namespaces",
-                    "All that must agree for bytes to mean the same: a model with its format. `other` is what is not told apart.",
+                    "A namespace is a model with its format. `other` is the sum of the namespaces that are not listed.",
                     ["namespace", "tenant"],
                     [
                         ("blocks", "short", 'sum by (namespace, tenant) (kvtier_namespace_blocks[tenant=~"$tenant"])'),
@@ -557,9 +565,9 @@ TENANT = Screen(
                     ],
                     width=14,
                 ),
-                Sheet(
+                Table(
                     "Models",
-                    "Of the engines of each namespace.",
+                    "Models of the engines in each namespace.",
                     ["namespace", "model"],
                     [("servers", "short", 'count by (namespace, model) (kvtier_namespace_info[tenant=~"$tenant"])')],
                     width=10,
@@ -570,26 +578,26 @@ TENANT = Screen(
     [_TENANT],
 )
 
-HANDOFF = Screen(
+HANDOFF = DashboardSpec(
     "kvtier-handoff",
     "kvtier / handoff",
-    "Requests that engines hand to each other: prefill to decode, and back on the next turn.",
+    "Requests handed from prefill to decode engines, and back on the next turn.",
     [
         (
             "At a glance",
             [
-                Figure("Held now", "Requests.", "short", Query("sum(kvtier_holds[])"), width=6),
-                Figure("Pinned by holds", "Memory.", "bytes", Query("sum(kvtier_held_bytes[])"), width=6),
-                Figure(
-                    "Pinned, as a part of the memory",
-                    "Bounded by `handoff.part`, a quarter if nothing is said.",
+                Stat("Held now", "Held requests.", "short", Query("sum(kvtier_holds[])"), width=6),
+                Stat("Pinned by holds", "Memory that holds pin.", "bytes", Query("sum(kvtier_held_bytes[])"), width=6),
+                Stat(
+                    "Pinned share of the memory",
+                    "Bounded by `handoff.part`; the default is a quarter.",
                     "percentunit",
                     Query("sum(kvtier_held_bytes[]) / sum(kvtier_region_bytes[])"),
                     width=6,
                 ),
-                Figure(
-                    "Claims that found nothing",
-                    "Per second.",
+                Stat(
+                    "Failed claims",
+                    "Claims per second that found no hold.",
                     "cps",
                     Query("sum(rate(kvtier_handoffs_claims_missed_total[]))"),
                     width=6,
@@ -597,11 +605,11 @@ HANDOFF = Screen(
             ],
         ),
         (
-            "What becomes of them",
+            "Outcomes",
             [
-                Lines(
+                TimeSeries(
                     "Published and declined",
-                    "Declined: too little memory for so many conversations. Raise `handoff.part`, or hold for shorter.",
+                    "Declined: too little memory for the number of conversations. Raise `handoff.part`, or shorten the holds.",
                     "cps",
                     [
                         Query(
@@ -610,31 +618,31 @@ HANDOFF = Screen(
                         Query("sum by (direction) (rate(kvtier_handoffs_declined_total[]))", "declined {{direction}}"),
                     ],
                 ),
-                Lines(
-                    "How they end",
-                    "Expired as often as published: nobody claims what is held.",
+                TimeSeries(
+                    "Ends of holds",
+                    "If expired equals published, no engine claims the holds.",
                     "cps",
                     [
                         Query(f"sum by (direction) (rate(kvtier_handoffs_{name}_total[]))", name + " {{direction}}")
                         for name in ("claimed", "released", "expired", "dropped")
                     ],
                 ),
-                Lines(
-                    "Claims that found nothing, by what they met",
-                    "`other_namespace`: prefill and decode engines whose blocks do not mean the same.",
+                TimeSeries(
+                    "Failed claims by outcome",
+                    "`other_namespace`: blocks of the prefill and decode engine are not interchangeable.",
                     "cps",
                     [Query("sum by (outcome) (rate(kvtier_handoffs_claims_missed_total[]))", "{{outcome}}")],
                     stacked=True,
                 ),
-                Lines(
+                TimeSeries(
                     "Bytes claimed",
-                    "Of blocks that claims were granted.",
+                    "Bytes of blocks granted to claims.",
                     "Bps",
                     [Query("sum by (direction) (rate(kvtier_handoffs_claimed_bytes_total[]))", "{{direction}}")],
                 ),
-                Lines(
-                    "For how long requests are held",
-                    "On average, of those that ended.",
+                TimeSeries(
+                    "Duration of holds",
+                    "Average of the holds that ended.",
                     "s",
                     [
                         Query(
@@ -645,9 +653,9 @@ HANDOFF = Screen(
                         )
                     ],
                 ),
-                Lines(
+                TimeSeries(
                     "Held now",
-                    "Requests.",
+                    "Held requests by direction.",
                     "short",
                     [Query("sum by (direction) (kvtier_holds[])", "{{direction}}")],
                     stacked=True,
@@ -657,4 +665,4 @@ HANDOFF = Screen(
     ],
 )
 
-SCREENS = (FLEET, NODE, TIER, TENANT, HANDOFF)
+DASHBOARDS = (FLEET, NODE, TIER, TENANT, HANDOFF)

@@ -1,4 +1,4 @@
-"""Dashboards and rules, as far as they can be judged without a Prometheus: `test_live` asks one."""
+"""Static checks of dashboards and rules. `test_live` evaluates them in Prometheus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards.build import FOLDER, rendered
 from kvtier.server.telemetry.definitions import METRICS
 
-HISTOGRAM_ENDS = ("_bucket", "_sum", "_count")
+HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
 
 TARGET = {"job", "instance"}
 """Labels that a scrape adds."""
@@ -36,36 +36,34 @@ KNOWN = {row.exposed: set(row.labels) for row in METRICS.values() if row.kind !=
     f"{row.name}{end}": {*row.labels, "le"}
     for row in METRICS.values()
     if row.kind == "histogram"
-    for end in HISTOGRAM_ENDS
+    for end in HISTOGRAM_SUFFIXES
 }
-"""What a server exposes, and its labels."""
+"""Metrics of a server with their labels."""
 
 OTHERS = {"up": set[str](), "ALERTS": {"alertname", "alertstate"}} | {
     f"process_{name}": set[str]()
     for name in ("resident_memory_bytes", "cpu_seconds_total", "open_fds", "max_fds", "start_time_seconds")
 }
-"""What comes from Prometheus itself, or from any process."""
+"""Metrics of Prometheus itself, and standard process metrics."""
 
 
 def kebab(name: str) -> str:
-    """Returns the name of an alert as an anchor."""
+    """Returns the anchor of an alert's name."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
 
 
-def everything() -> list[Expression]:
-    """Returns all expressions."""
+def all_expressions() -> list[Expression]:
     ruled = [Expression(rule.get("alert") or rule["record"], rule["expr"]) for rule in rules()]
     return panels() + variables() + ruled
 
 
-def test_the_json_is_made_by_the_code() -> None:
-    """Nobody edits it by hand."""
+def test_json_is_up_to_date() -> None:
     committed = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
     assert committed == rendered(), "run make dashboards"
 
 
-def test_the_json_is_what_the_sdk_takes_for_a_dashboard() -> None:
-    """Read back into the types of the SDK, it is the same; every panel is of a kind that it knows."""
+def test_json_survives_a_round_trip_through_the_sdk() -> None:
+    """Parsed into the SDK's types and encoded again, it is equal; all panel types are known."""
     register_default_plugins()
     for name, board in boards():
         again = json.loads(json.dumps(Dashboard.from_json(board), cls=JSONEncoder))
@@ -74,8 +72,8 @@ def test_the_json_is_what_the_sdk_takes_for_a_dashboard() -> None:
 
 
 @pytest.mark.parametrize(("name", "board"), list(boards()), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_panel_says_what_it_shows(name: str, board: dict[str, Any]) -> None:
-    """A title, a sentence, a unit, an expression; none covers another, none has another's number."""
+def test_every_panel_is_complete(name: str, board: dict[str, Any]) -> None:
+    """Each panel has a description, a unit, an expression, a free grid position and a unique id."""
     shown = [panel for panel in board["panels"] if panel["type"] != "row"]
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     assert board["uid"] == f"kvtier-{name.removesuffix('.json')}"
@@ -93,9 +91,9 @@ def test_every_panel_says_what_it_shows(name: str, board: dict[str, Any]) -> Non
         assert panel["datasource"]["uid"] == "${datasource}"
 
 
-@pytest.mark.parametrize("expression", everything(), ids=lambda expression: expression.where)
+@pytest.mark.parametrize("expression", all_expressions(), ids=lambda expression: expression.where)
 def test_every_metric_exists_with_these_labels(expression: Expression) -> None:
-    """A name that no server exposes, or a label that a metric has not, is found without a Prometheus already."""
+    """Expressions use only metrics and labels that a server exposes."""
     named = list(metrics_in(expression.text))
     assert named
     for name, labels in named:
@@ -107,17 +105,17 @@ def test_every_metric_exists_with_these_labels(expression: Expression) -> None:
             assert labels <= known | TARGET, name
 
 
-def test_every_metric_is_looked_at() -> None:
-    """What is exposed and shown nowhere is not worth exposing, but for what is there to be asked for by hand."""
-    named = {name for expression in everything() for name, _ in metrics_in(expression.text)}
-    seen = {re.sub(r"_(bucket|sum|count)$", "", name) if name.endswith(HISTOGRAM_ENDS) else name for name in named}
+def test_every_metric_is_used() -> None:
+    """Each metric appears in a panel or rule, except some for queries by hand."""
+    named = {name for expression in all_expressions() for name, _ in metrics_in(expression.text)}
+    seen = {re.sub(r"_(bucket|sum|count)$", "", name) if name.endswith(HISTOGRAM_SUFFIXES) else name for name in named}
     unseen = {row.exposed for row in METRICS.values()} - seen
     by_hand = {"kvtier_namespaces", "kvtier_tier_jobs", "kvtier_sessions_attached"}
     assert unseen == by_hand
 
 
-def test_the_columns_of_tables_have_their_headings() -> None:
-    """Grafana calls them `Value #A`, `Value #B`, or just `Value` where there is one: what is renamed is what there is."""
+def test_table_columns_have_headings() -> None:
+    """Grafana names columns `Value #A`, `Value #B`, or `Value` for one query. All are renamed."""
     tables = [panel for _, board in boards() for panel in board["panels"] if panel["type"] == "table"]
     assert {len(panel["targets"]) for panel in tables} >= {1, 3}
     for panel in tables:
@@ -131,16 +129,16 @@ def test_the_columns_of_tables_have_their_headings() -> None:
         assert all(target["instant"] and target["format"] == "table" for target in panel["targets"])
 
 
-def test_only_servers_of_ours_are_counted() -> None:
-    """All jobs are all that have a server of kvtier: `up` has those of everybody, and would count them for `.*`."""
+def test_all_jobs_means_kvtier_jobs() -> None:
+    """The job variable has no `.*`, because `up` would then count other programs' targets."""
     for name, board in boards():
         job = next(variable for variable in board["templating"]["list"] if variable["name"] == "job")
         assert job["includeAll"], name
         assert "allValue" not in job, name
 
 
-def test_every_rate_is_over_the_interval_that_grafana_knows() -> None:
-    """A fixed range shows nothing where it is scraped more rarely than that."""
+def test_every_rate_uses_the_rate_interval() -> None:
+    """A fixed range is empty if the scrape interval is longer."""
     for path in FOLDER.glob("*.json"):
         text = path.read_text(encoding="utf-8")
         assert set(re.findall(r"\[(\$?\w+)\]", text)) <= {"$__rate_interval"}
@@ -148,8 +146,8 @@ def test_every_rate_is_over_the_interval_that_grafana_knows() -> None:
 
 
 @pytest.mark.parametrize(("name", "alert"), alerts().items(), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_alert_says_what_to_do(name: str, alert: dict[str, Any]) -> None:
-    """A severity, a sentence for the phone, one for the screen, and where to read on."""
+def test_every_alert_is_complete(name: str, alert: dict[str, Any]) -> None:
+    """Each alert has a severity, a summary, a description and a runbook link."""
     assert re.fullmatch(r"Kvtier([A-Z][a-z]+)+", name)
     assert alert["labels"] == {"severity": alert["labels"]["severity"]}
     assert alert["labels"]["severity"] in ("critical", "warning", "info")
@@ -160,15 +158,14 @@ def test_every_alert_says_what_to_do(name: str, alert: dict[str, Any]) -> None:
     assert without_comparisons(alert["expr"]) != alert["expr"]
 
 
-def test_every_alert_is_explained() -> None:
-    """The runbook has a heading for each, whose anchor is the alert's name."""
+def test_every_alert_has_a_runbook_heading() -> None:
     page = FOLDER.parents[1] / "docs" / "troubleshooting.md"
     headings = set(re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert {kebab(name) for name in alerts()} <= headings
 
 
-def test_every_alert_is_made_to_fire() -> None:
-    """In `alerts_test.yml`, which promtool runs (`test_live`): each is expected there, and nothing else is."""
+def test_every_alert_has_a_promtool_test() -> None:
+    """`alerts_test.yml` expects exactly the defined alerts (`test_live` runs it)."""
     text = (FOLDER.parents[1] / "tests" / "dashboards" / "alerts_test.yml").read_text(encoding="utf-8")
     tests = yaml.safe_load(text)["tests"]
     expected = [
@@ -182,7 +179,6 @@ def test_every_alert_is_made_to_fire() -> None:
     assert sorted(name[1] for name in names if name) == sorted(alerts())
 
 
-def test_comparisons_are_taken_out() -> None:
-    """Those of the condition itself, not those of labels or within brackets."""
+def test_without_comparisons_keeps_labels_and_brackets() -> None:
     assert without_comparisons('a{b="> 1",c!="x"} == 0') == 'a{b="> 1",c!="x"}'
     assert without_comparisons("a / (b > 0) > 0.5 and on (c) d >= -1e3") == "a / (b > 0) and on (c) d"
