@@ -1,35 +1,53 @@
-"""`python tools/write_docs.py`: writes the parts of the documentation that are made from the code; `--check` only compares."""
+"""Writes the parts of the documentation that are generated from the code.
+
+python tools/write_docs.py          # write
+python tools/write_docs.py --check  # compare; exit with 1 if a page differs
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import document_api
+import document_commands
+import metrics_page
+
 from kvtier.server.config import render
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIGURATION = ROOT / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+CONFIGURATION = DOCS / "configuration.md"
 BEGIN, END = "<!-- reference -->\n", "<!-- end -->\n"
 
 
 def configuration(page: str) -> str:
-    """Returns the page with the tables of all settings in their place."""
+    """Returns the page with the tables of all settings."""
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{CONFIGURATION} has no place for the settings, between {BEGIN.strip()} and {END.strip()}")
+        raise ValueError(f"{CONFIGURATION} has no place for the settings: {BEGIN.strip()} … {END.strip()}")
     return f"{head}{BEGIN}\n{render.reference()}\n{END}{tail}"
 
 
+def pages() -> dict[Path, str]:
+    """Returns every generated page with its text."""
+    return {
+        CONFIGURATION: configuration(CONFIGURATION.read_text()),
+        document_commands.PAGE: document_commands.page(),
+        metrics_page.PAGE: metrics_page.page(),
+        DOCS / "api.md": document_api.page(),
+    }
+
+
 def main() -> int:
-    """Returns 1 where a page differs and `--check` was asked for."""
-    old = CONFIGURATION.read_text()
-    new = configuration(old)
+    """Writes the pages, or compares them; returns the exit code."""
+    stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
     if "--check" in sys.argv[1:]:
-        if new != old:
-            print(f"{CONFIGURATION.name} is not what the code says: make docs-reference", file=sys.stderr)
-        return int(new != old)
-    CONFIGURATION.write_text(new)
+        for path in stale:
+            print(f"{path.name} differs from the code: make docs-reference", file=sys.stderr)
+        return int(bool(stale))
+    for path, text in stale.items():
+        path.write_text(text)
     return 0
 
 

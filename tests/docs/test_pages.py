@@ -33,6 +33,7 @@ TESTED_ELSEWHERE = {
     "docs/security.md": "tests/server/trust, with certificates and tokens",
     "docs/commands.md": "generated from the parser",
     "docs/metrics.md": "generated from the code",
+    "docs/api.md": "generated from the docstrings",
 }
 """Pages whose blocks other tests cover."""
 
