@@ -62,7 +62,7 @@ def test_a_whole_wheel_passes(tool: ModuleType, tmp_path: Path) -> None:
     ("take", "add", "licence", "complaint"),
     [
         ({"kvtier/py.typed"}, set(), True, "lacks kvtier/py.typed"),
-        (set(), {"client/sync.py"}, True, "should not have: client/sync.py"),
+        (set(), {"client/sync.py"}, True, "unexpected or doubled files: client/sync.py"),
         (set(), set(), False, "no licence"),
     ],
 )
@@ -78,7 +78,7 @@ def test_a_wheel_that_is_not_whole_is_refused(
 @pytest.mark.parametrize(
     ("name", "told", "complaint"),
     [
-        ("kvtier-9.9.9-py3-none-any.whl", "", "is not of version"),
+        ("kvtier-9.9.9-py3-none-any.whl", "", "does not have version"),
         (WHEEL, "Metadata-Version: 2.4\nName: kvtier\nVersion: 1\nSummary: x\n", "lacks License-Expression"),
     ],
 )
@@ -92,5 +92,5 @@ def test_metadata_that_does_not_hold_is_refused(
 
 def test_a_client_with_the_servers_packages_is_refused(tool: ModuleType) -> None:
     """The environment of these tests has them all."""
-    with pytest.raises(tool.Wrong, match=r"has brought .*lmdb, .*prometheus-client"):
+    with pytest.raises(tool.Wrong, match=r"installs .*lmdb, .*prometheus-client"):
         tool.check_client_is_lean(Path(sys.executable))

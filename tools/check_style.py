@@ -2,8 +2,9 @@
 
     python tools/check_style.py [--summary] [--hints] [PATH...]
 
-Prints `file:line: finding` and exits with 1 if there is any. The rules are in CONTRIBUTING.md. `--hints` also prints
-phrases that are often, but not always, a marker of the old language; they do not count.
+Prints `file:line: finding` and exits with 1 if there is any. The rules are in CONTRIBUTING.md.
+`--hints` also prints phrases that are often, but not always, a marker of the old language; they do
+not count.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ EXCUSED: dict[tuple[str, str], str] = {}
 PROSE_COLUMNS = 100
 
 _GAP = r"(?:[ \t]+|[ \t\"']*\n[ \t]*(?:#|//|\*|>|[frb]*[\"'])?[ \t]*)"
-"""What lies between two words of a phrase: blanks, or a line break with what a comment or a string begins with."""
+"""What lies between two words of a phrase: blanks, or a line break with what a comment or a string
+begins with."""
 
 _SUBJECT = r"(?:it|that|they|the|a|an|this|these|what|one|each|no)"
 
@@ -72,7 +74,8 @@ MARKERS = {
     "own words": r"(?i:(?:its|their) own words)",
     "where = if": r"(?i:where (?:there|none|nothing|nobody) (?:is|are|was|were|has|have|can|may))",
 }
-"""Phrases of the old language, as regular expressions between word boundaries; a blank is any gap between words."""
+"""Phrases of the old language, as regular expressions between word boundaries; a blank is any gap
+between words."""
 
 REFERENCES = {
     "outside document": r"DESIGN(?: § ?\d+|\.md)|BEHAVIOUR(?: B\d+|\.md)|PEERS(?:\.md|'s)"

@@ -1,7 +1,7 @@
-"""`python tools/chromium.py DIRECTORY`: unpacks Debian's Chromium and its driver there, with the libraries that the system lacks.
+"""Unpacks Debian's Chromium, its driver and libraries: `python tools/chromium.py DIRECTORY`.
 
-Nothing is installed on the system. Where both are installed already nothing is done; where the packages cannot be had (another
-distribution, no network) it says so and fails.
+Does not install anything on the system. If both are installed already, does nothing. If the
+packages are not available (another distribution, no network), ends with an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WANTED = ("chromium", "chromium-driver", "fonts-dejavu-core")
 
 
 def unpack(directory: Path) -> list[str]:
-    """Returns the packages that were unpacked. Raises `CalledProcessError` where they cannot be had."""
+    """Returns the unpacked packages. Raises `CalledProcessError` if they are not available."""
     if shutil.which("chromium") and shutil.which("chromedriver"):
         return []
     directory.mkdir(parents=True, exist_ok=True)
@@ -35,4 +35,4 @@ if __name__ == "__main__":
     try:
         print(*unpack(Path(sys.argv[1])))
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"Chromium cannot be had here: {error}")
+        sys.exit(f"Chromium is not available: {error}")

@@ -1,6 +1,6 @@
-"""What `mkdocs` (mkdocs.yml) does with links that leave the pages: to files of the repository, which no site of its own has.
+"""Hook of mkdocs (mkdocs.yml): replaces links to files of the repository, which the site lacks.
 
-On a page of the site such a link becomes the file's name; a file that does not exist is an error, as a broken link is.
+On the site such a link becomes the name of the file. If the file does not exist, the build fails.
 """
 
 from __future__ import annotations

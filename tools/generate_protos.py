@@ -1,9 +1,9 @@
-"""Generates `protos/v1/` from `protos/kvtier/v1/*.proto`; run with an interpreter that has grpcio-tools.
+"""Generates `protos/v1/` from `protos/kvtier/v1/*.proto`. Needs grpcio-tools.
 
     python tools/generate_protos.py [--out DIR | --check]
 
-The stubs come from a grpcio-tools that is old enough (1.78: protobuf gencode 6.31) to be imported under every
-protobuf runtime from 6.33 to 7.x; the runtime refuses only gencode that is newer than itself.
+The stubs are generated with grpcio-tools 1.78 (protobuf gencode 6.31). They can be imported with
+every protobuf runtime from 6.33 to 7.x, because a runtime refuses only gencode newer than itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def generate(out: Path) -> None:
 
 
 def stale(committed: Path) -> list[str]:
-    """Returns the names of the files in `committed` that are not what the protos generate now."""
+    """Returns the names of files in `committed` that differ from newly generated ones."""
     with tempfile.TemporaryDirectory() as fresh_dir:
         fresh = Path(fresh_dir)
         generate(fresh)
@@ -69,7 +69,7 @@ def stale(committed: Path) -> list[str]:
 
 
 def import_all(committed: Path) -> None:
-    """Imports every stub, under the protobuf of this environment: an old one (6.33), where the tests have a new one (7.x)."""
+    """Imports every stub with this environment's protobuf (6.33). The tests use 7.x."""
     sys.path.insert(0, str(ROOT / "src"))
     for path in sorted(committed.glob("*_pb2*.py")):
         importlib.import_module(f"kvtier.protos.v1.{path.stem}")

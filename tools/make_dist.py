@@ -1,11 +1,11 @@
-"""`make dist`: builds the wheel and the sdist, looks at what is in them, and installs the wheel as users do.
+"""Builds the wheel and the sdist, checks their contents and installs the wheel (`make dist`).
 
     python tools/make_dist.py --output dist --work build/dist [--resolve]
 
-Each extra goes into an empty environment of its own; of those that bring engines and torch, which are gigabytes, it is only
-resolved what would be installed (`--resolve`). Ends with 1, and says what is wrong, when the wheel is not what it is to be: a file
-of the rooms missing or doubled, a client that brings the server's packages, metadata that an index would refuse, a server and
-a client of two environments that do not understand each other.
+Each extra is installed into a new environment. Extras with engines and torch take gigabytes, so
+that their dependencies are only resolved (`--resolve`). Ends with 1 if a file of the package is
+missing or doubled, the client installs packages of the server, an index would refuse the metadata,
+or a client and a server of different environments do not work together.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("client", "cuda", "protos", "server", "tiers")
+FOLDERS = ("client", "cuda", "protos", "server", "tiers")
 NOT_SHIPPED = frozenset({"protos/baseline.binpb"})
-"""Files of the rooms that only whoever builds kvtier needs."""
+"""Files of the package that are needed only to build it."""
 
 INSTALLED = ("", "server", "proxy", "server,proxy")
-"""Extras that are installed, each combination in an environment of its own; "" is the client alone."""
+"""Extras that are installed, each combination in a new environment; "" is the client alone."""
 
 RESOLVED = ("torch", "transformers", "cuda", "vllm")
 """Extras that are only resolved."""
@@ -45,12 +45,12 @@ ROUND_TRIP = ROOT / "tests" / "harness" / "round_trip.py"
 
 
 class Wrong(Exception):
-    """What was built is not what it is to be; one line for people."""
+    """The build has an error; the message is one line for people."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one environment came to."""
+    """Size and start times of one environment."""
 
     extra: str
     packages: int
@@ -62,9 +62,9 @@ class Row:
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="where the wheel and the sdist go")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "dist", help="where the environments go")
-    parser.add_argument("--resolve", action="store_true", help="resolve the extras that are not installed, too")
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="directory of the wheel and the sdist")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "dist", help="directory of the environments")
+    parser.add_argument("--resolve", action="store_true", help="also resolve the extras that are not installed")
     options = parser.parse_args()
     try:
         _make(options.output.absolute(), options.work.absolute(), resolve=options.resolve)
@@ -107,39 +107,39 @@ def build(output: Path) -> Path:
 
 
 def shipped_files() -> set[str]:
-    """Returns the files that a wheel is to have under `kvtier/`: all of the rooms that are under version control."""
-    listed = _run(["git", "-C", str(ROOT), "ls-files", "--", *ROOMS]).splitlines()
+    """Returns the files that a wheel must have under `kvtier/`: those under version control."""
+    listed = _run(["git", "-C", str(ROOT), "ls-files", "--", *FOLDERS]).splitlines()
     own = _run(["git", "-C", str(ROOT / "src" / "kvtier"), "ls-files", "--", "*.py", "py.typed"]).splitlines()
     return {f"kvtier/{name}" for name in [*listed, *own] if name not in NOT_SHIPPED}
 
 
 def check_contents(wheel: Path, expected: set[str]) -> None:
-    """Raises `Wrong` unless the wheel has just these files, once each, and its own account of itself."""
+    """Raises `Wrong` unless the wheel has exactly these files, once each, and its licence."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    account = f"{wheel.name.rsplit('-', 3)[0]}.dist-info/"
-    found = [name for name in names if not name.startswith(account)]
+    info = f"{wheel.name.rsplit('-', 3)[0]}.dist-info/"
+    found = [name for name in names if not name.startswith(info)]
     if missing := sorted(expected - set(found)):
         raise Wrong(f"the wheel lacks {', '.join(missing)}: are they in package-data?")
     if doubled := sorted(name for name in set(found) if found.count(name) > 1 or name not in expected):
-        raise Wrong(f"the wheel has what it should not have: {', '.join(doubled)}")
-    if not any(name.startswith(f"{account}licenses/") for name in names):
+        raise Wrong(f"the wheel has unexpected or doubled files: {', '.join(doubled)}")
+    if not any(name.startswith(f"{info}licenses/") for name in names):
         raise Wrong("the wheel has no licence")
 
 
 def check_metadata(wheel: Path) -> None:
-    """Raises `Wrong` where versions disagree, or the metadata lacks what people look for."""
+    """Raises `Wrong` if versions differ or a field of the metadata is missing."""
     version = re.search(r'^__version__ = "(.+)"$', (ROOT / "src/kvtier/__init__.py").read_text(), re.MULTILINE)
     if version is None or wheel.name.split("-")[1] != version[1]:
-        raise Wrong(f"{wheel.name} is not of version {version and version[1]}")
-    told = metadata.PathDistribution(zipfile.Path(wheel, f"{wheel.name.rsplit('-', 3)[0]}.dist-info/")).metadata
+        raise Wrong(f"{wheel.name} does not have version {version and version[1]}")
+    fields = metadata.PathDistribution(zipfile.Path(wheel, f"{wheel.name.rsplit('-', 3)[0]}.dist-info/")).metadata
     wanted = ("Summary", "License-Expression", "Requires-Python", "Description-Content-Type", "Classifier", "Keywords")
-    if missing := [field for field in wanted if told[field] is None]:
+    if missing := [field for field in wanted if fields[field] is None]:
         raise Wrong(f"the metadata lacks {', '.join(missing)}")
 
 
 def install(wheel: Path, extra: str, directory: Path, interpreter: str = sys.executable) -> Path:
-    """Installs the wheel with an extra into an empty environment; returns that environment's interpreter."""
+    """Installs the wheel with an extra into a new environment; returns its interpreter."""
     place = directory / f"{extra.replace(',', '-') or 'client'}-{Path(interpreter).name}"
     if interpreter == sys.executable:
         venv.create(place, with_pip=True, clear=True)
@@ -152,12 +152,12 @@ def install(wheel: Path, extra: str, directory: Path, interpreter: str = sys.exe
 
 
 def check_client_is_lean(client: Path) -> None:
-    """Raises `Wrong` where the client alone has brought a package that only an extra asks for."""
+    """Raises `Wrong` if the client alone installs a package that only an extra requires."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     own = {_name(text) for text in project["dependencies"]}
     extras = {_name(text) for texts in project["optional-dependencies"].values() for text in texts} - own - {"kvtier"}
-    if brought := sorted(extras & set(_packages(client))):
-        raise Wrong(f"the client alone has brought {', '.join(brought)}")
+    if installed := sorted(extras & set(_packages(client))):
+        raise Wrong(f"the client alone installs {', '.join(installed)}")
     served = subprocess.run(
         [str(client.with_name("kvtier")), "serve"],
         env=_clean(),
@@ -171,7 +171,10 @@ def check_client_is_lean(client: Path) -> None:
 
 
 def measure(extra: str, python: Path) -> Row:
-    """Returns what an environment weighs, and how soon it answers: the best of five, less the interpreter's own start."""
+    """Returns size and start times of an environment: best of five.
+
+    The interpreter's own start is subtracted from the time of the import.
+    """
     packages = [name for name in _packages(python) if name not in ("pip", "setuptools")]
     size = sum(file.stat().st_size for file in _files(python) if not file.is_symlink() and "/pip" not in str(file))
     empty = _milliseconds([str(python), "-c", "pass"])
@@ -181,7 +184,7 @@ def measure(extra: str, python: Path) -> Row:
 
 
 def round_trip(*, server: Path, client: Path) -> None:
-    """Raises `Wrong` unless a client of one environment finds again what it stored with a server of the other."""
+    """Raises `Wrong` unless a client of one environment works with a server of another."""
     with tempfile.TemporaryDirectory(prefix="kvt-") as directory, _serving(server, Path(directory)) as endpoint:
         done = subprocess.run(
             [str(client), str(ROUND_TRIP), endpoint],
@@ -200,7 +203,7 @@ def round_trip(*, server: Path, client: Path) -> None:
 
 
 def other_interpreters() -> list[str]:
-    """Returns the interpreters on the path that the classifiers promise, but for the one that runs this."""
+    """Returns the interpreters on the path that the classifiers list, except the running one."""
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     versions = [found[1] for text in classifiers if (found := re.search(r":: Python :: (3\.\d+)$", text))]
     names = [f"python{version}" for version in versions if version != f"3.{sys.version_info.minor}"]
@@ -208,7 +211,7 @@ def other_interpreters() -> list[str]:
 
 
 def _answers(name: str) -> bool:
-    """Whether a command is an interpreter, and not a stand-in for one that was not chosen."""
+    """Whether a command is a working interpreter, not a version manager's placeholder."""
     return subprocess.run([name, "-c", "import venv, ensurepip"], capture_output=True, check=False).returncode == 0
 
 
@@ -271,7 +274,7 @@ def _milliseconds(command: list[str]) -> float:
 
 
 def _clean() -> dict[str, str]:
-    """Returns the environment without what would let a wheel find the source beside it."""
+    """Returns the environment without variables that let the wheel import the source tree."""
     return {name: text for name, text in os.environ.items() if not name.startswith(("KVTIER_", "PYTHON"))}
 
 

