@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from harness.patience import patience
+from harness.long_timeouts import long_timeouts
 from hypothesis import settings
 
 from kvtier.cuda.host import copy
@@ -63,9 +63,9 @@ def pytest_handlecrashitem(report: Any) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def patient() -> Iterator[None]:
-    """A test that is about a deadline says which one; the others are patient."""
-    with patience():
+def use_long_timeouts() -> Iterator[None]:
+    """Gives clients long default timeouts; a test of a deadline sets its own."""
+    with long_timeouts():
         yield
 
 

@@ -1,4 +1,4 @@
-"""The deadlines that the product has by itself, which other tests are more patient than (`harness.patience`)."""
+"""The deadlines that the product has by itself, which other tests are more patient than (`harness.long_timeouts`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.patience import DEFAULTS
+from harness.long_timeouts import DEFAULTS
 from harness.payloads import namespace_of
 from harness.server_process import ServerProcess
 

@@ -18,8 +18,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from engine_nursery import EngineNursery  # noqa: E402
-from patience import PATIENCE_SECONDS  # noqa: E402
+from engine_fork_server import EngineForkServer  # noqa: E402
+from engine_timeouts import LONG_TIMEOUT_SECONDS  # noqa: E402
 from scenario import RunEngine  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 from tiny_models import make_dense, make_hybrid, make_state  # noqa: E402
@@ -48,30 +48,30 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that is not running yet."""
-    process = ServerProcess(tmp_path_factory.mktemp("kvtier"), patient=True)
+    process = ServerProcess(tmp_path_factory.mktemp("kvtier"), long_timeout=True)
     yield process
     process.kill()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def patient() -> None:
-    """Here tests say for themselves whether their engines are patient (`patience`), in whichever process those live."""
+def use_long_timeouts() -> None:
+    """Overrides the fixture of all tests: a test of engines chooses the timeouts of each engine process."""
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[EngineNursery]:
+def fork_server() -> Iterator[EngineForkServer]:
     """The process that engines come out of."""
-    engines = EngineNursery()
+    engines = EngineForkServer()
     yield engines
     engines.close()
 
 
 @pytest.fixture(scope="session")
-def run_engine(models: Path, nursery: EngineNursery, tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
+def run_engine(models: Path, fork_server: EngineForkServer, tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
     """Runs one engine over steps and returns the results of the named ones.
 
     ``afresh``: each of its processes starts as a user's do, which takes longer, and ``bind`` says on which cores it computes.
-    ``patient``: see `patience`.
+    ``long_timeout``: see `engine_timeouts`.
     """
     folder = tmp_path_factory.mktemp("engines")
 
@@ -80,19 +80,19 @@ def run_engine(models: Path, nursery: EngineNursery, tmp_path_factory: pytest.Te
         *,
         model: str = "dense",
         endpoint: str | None = None,
-        lookup_timeout_s: float = PATIENCE_SECONDS,
+        lookup_timeout_s: float = LONG_TIMEOUT_SECONDS,
         bind: str = "0",
         extra: dict[str, Any] | None = None,
         runner: str = "engine_run.py",
         seconds: float = ENGINE_SECONDS,
         afresh: bool = False,
-        patient: bool = True,
+        long_timeout: bool = True,
         **llm: Any,
     ) -> dict[str, Any]:
         settings = {"model": str(models / model), "block_size": 32, **llm}
         if endpoint is not None:
             settings["kv_transfer_config"] = connector_config(
-                endpoint, {"lookup_timeout_s": lookup_timeout_s, **(extra or {})}, patient=patient
+                endpoint, {"lookup_timeout_s": lookup_timeout_s, **(extra or {})}, long_timeout=long_timeout
             )
         path = folder / str(time.monotonic_ns())
         path.with_suffix(".job").write_text(json.dumps({"llm": settings, "steps": steps}))
@@ -108,7 +108,7 @@ def run_engine(models: Path, nursery: EngineNursery, tmp_path_factory: pytest.Te
         }
         environment.pop("PYTHONHASHSEED", None)
         files, log = [path.with_suffix(".job"), path.with_suffix(".json")], path.with_suffix(".log")
-        start = _run_afresh if afresh else nursery.run
+        start = _run_afresh if afresh else fork_server.run
         status = start(HERE / runner, files, log, environment, seconds)
         log_text = log.read_text(errors="replace")
         if status:
@@ -122,7 +122,7 @@ def run_engine(models: Path, nursery: EngineNursery, tmp_path_factory: pytest.Te
 def _run_afresh(
     program: Path, arguments: Sequence[Path], log: Path, environment: dict[str, str], seconds: float
 ) -> int:
-    """As `EngineNursery.run`, with a Python of its own for each process of the engine."""
+    """As `EngineForkServer.run`, with a Python of its own for each process of the engine."""
     with log.open("wb") as output:
         command = [sys.executable, program, *arguments]
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
@@ -134,11 +134,11 @@ def _run_afresh(
             process.wait()
 
 
-def connector_config(endpoint: str, extra: dict[str, Any], *, patient: bool) -> dict[str, Any]:
+def connector_config(endpoint: str, extra: dict[str, Any], *, long_timeout: bool) -> dict[str, Any]:
     """Returns the engine's `kv_transfer_config`."""
     return {
         "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "patient" if patient else "kvtier.client.engines.vllm",
+        "kv_connector_module_path": "long_timeout_connector" if long_timeout else "kvtier.client.engines.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": endpoint, **extra},

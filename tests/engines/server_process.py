@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["ServerProcess"]
 
 _KVTIER = Path(sys.executable).with_name("kvtier")
-_PATIENT = {"KVTIER_SESSIONS_HEARTBEAT_INTERVAL": "10s"}
+_LONG_TIMEOUTS = {"KVTIER_SESSIONS_HEARTBEAT_INTERVAL": "10s"}
 START_SECONDS = 120
 
 
@@ -27,14 +27,14 @@ def _is_stopped(task: Path) -> bool:
 class ServerProcess:
     """A server whose socket, data and process id are in `folder`; `region` is the size of its CPU tier, `flags` are others.
 
-    Clients of one that is ``patient`` do not give it up when it is silent for seconds, as all of a machine may be.
+    Clients of one that is ``long_timeout`` do not give it up when it is silent for seconds, as all of a machine may be.
     """
 
     def __init__(
-        self, folder: Path, region: str = "512MiB", flags: Sequence[str] = (), *, patient: bool = False
+        self, folder: Path, region: str = "512MiB", flags: Sequence[str] = (), *, long_timeout: bool = False
     ) -> None:
         self.folder, self.region, self.flags = folder, region, tuple(flags)
-        self._environment = {**os.environ, **(_PATIENT if patient else {})}
+        self._environment = {**os.environ, **(_LONG_TIMEOUTS if long_timeout else {})}
         self.endpoint = f"unix:{folder / 'kvtier.sock'}"
         self._child: subprocess.Popen[bytes] | None = None
 

@@ -54,7 +54,7 @@ def test_nothing_leaks_and_no_token_is_wrong(
             lookup_timeout_s=5.0,
             extra={"lazy_offload": mode == "lazy"},
             runner="churn.py",
-            patient=False,
+            long_timeout=False,
             seconds=SECONDS + START_SECONDS,
             num_gpu_blocks_override=POOL_BLOCKS,
             max_num_batched_tokens=4 * BLOCK,

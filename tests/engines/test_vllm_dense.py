@@ -171,7 +171,7 @@ def test_an_engine_with_the_deadlines_of_the_product(
 ) -> None:
     """Just as a user starts it, it answers as without us. What it finds in time is the machine's matter."""
     assert second["base"]["external_hits"]
-    life = run_engine(QUESTIONS[:1], endpoint=server.endpoint, lookup_timeout_s=2.0, afresh=True, patient=False)
+    life = run_engine(QUESTIONS[:1], endpoint=server.endpoint, lookup_timeout_s=2.0, afresh=True, long_timeout=False)
     assert_same(truth["base"], life["base"])
     assert "kvtier: namespace" in life["log"]
     assert not [line for line in life["log"].splitlines() if "background.py" in line and "Traceback" in line]

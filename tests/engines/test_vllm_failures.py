@@ -105,7 +105,7 @@ def lives(run_engine: RunEngine, tmp_path_factory: pytest.TempPathFactory) -> Li
                 lookup_timeout_s=BUDGET_SECONDS,
                 extra={"lazy_offload": lazy},
                 runner="live_run.py",
-                patient=False,
+                long_timeout=False,
                 seconds=LIFE_SECONDS,
                 max_model_len=16 * BLOCK,
                 max_num_batched_tokens=4 * BLOCK,

@@ -63,7 +63,7 @@ def truths() -> dict[str, dict[str, Any]]:
 @pytest.fixture
 def fresh_server(tmp_path: Path) -> Iterator[ServerProcess]:
     """An empty server."""
-    server = ServerProcess(tmp_path, patient=True)
+    server = ServerProcess(tmp_path, long_timeout=True)
     server.start()
     yield server
     server.kill()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE_SECONDS, patience
+from engine_timeouts import LONG_TIMEOUT_SECONDS, long_timeouts
 from server_process import ServerProcess
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -68,7 +68,7 @@ class Engine:
         self.scheduler.set_xfer_handshake_metadata_pp_aware(told)
         for worker in self.workers:
             if worker._worker is not None and worker._worker._client is not None:
-                worker._worker._client.wait_until_connected(PATIENCE_SECONDS)
+                worker._worker._client.wait_until_connected(LONG_TIMEOUT_SECONDS)
 
     def config(self, rank: int) -> Any:
         transfer = SimpleNamespace(
@@ -155,7 +155,7 @@ class Engine:
         worker, groups = self.workers[number], groups or [0] * len(block_ids)
         keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
         self.step(worker, [], [SaveJob(1, "r", keys, groups, block_ids)])
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + LONG_TIMEOUT_SECONDS
         while (report := worker.build_connector_worker_meta()) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -175,7 +175,7 @@ class Engine:
         for worker in self.workers:
             read = BlockRead(lease.id, [0, 1], groups or [0, 0], block_ids)
             self.step(worker, [LoadJob("r", [read])], [])
-            deadline = time.monotonic() + PATIENCE_SECONDS
+            deadline = time.monotonic() + LONG_TIMEOUT_SECONDS
             while not (results := worker.get_transfer_results(set())).finished_recving:
                 assert time.monotonic() < deadline
             assert not results.failed_recving
@@ -194,9 +194,9 @@ def running(server: ServerProcess) -> ServerProcess:
 
 
 @pytest.fixture(autouse=True)
-def _patience() -> Iterator[None]:
+def _long_timeouts() -> Iterator[None]:
     """What is stored and found is counted."""
-    with patience():
+    with long_timeouts():
         yield
 
 

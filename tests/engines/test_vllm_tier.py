@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import pytest
-from patience import PATIENCE_SECONDS
+from engine_timeouts import LONG_TIMEOUT_SECONDS
 from scenario import BLOCK, RunEngine, assert_same, generate, hit_limit, server_step, tokens, wait_until_durable
 from server_process import ServerProcess
 
@@ -20,7 +20,7 @@ RESET = {"op": "reset"}
 RESET_ALL = {"op": "reset", "reset_connector": True}
 
 
-def _tiering(endpoint: str, module: str = "patient", **tier: Any) -> dict[str, Any]:
+def _tiering(endpoint: str, module: str = "long_timeout_connector", **tier: Any) -> dict[str, Any]:
     """Returns the engine's `kv_transfer_config`."""
     return {
         "kv_connector": "OffloadingConnector",
@@ -57,7 +57,7 @@ def truth(run_engine: RunEngine) -> dict[str, Any]:
 def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
     """An engine with an empty store."""
     server.start()
-    config = _tiering(server.endpoint, lookup_timeout_s=PATIENCE_SECONDS, transport="shm")
+    config = _tiering(server.endpoint, lookup_timeout_s=LONG_TIMEOUT_SECONDS, transport="shm")
     results = run_engine([generate("base", BASE), RESET_ALL], kv_transfer_config=config)
     return results | {"blocks": wait_until_durable(server)}
 
@@ -131,7 +131,7 @@ def test_no_hook_failed(first: dict[str, Any], second: dict[str, Any]) -> None:
 def test_a_hybrid_model(run_engine: RunEngine, server: ServerProcess, second: dict[str, Any]) -> None:
     """B4.10 Windows and full attention: another engine finds what all groups can serve, and answers the same."""
     assert second["back"]["external_hits"]
-    config = _tiering(server.endpoint, lookup_timeout_s=PATIENCE_SECONDS, transport="shm")
+    config = _tiering(server.endpoint, lookup_timeout_s=LONG_TIMEOUT_SECONDS, transport="shm")
     fills = run_engine([generate("base", BASE), RESET_ALL], model="hybrid", kv_transfer_config=config)
     wait_until_durable(server)
     server.kill()

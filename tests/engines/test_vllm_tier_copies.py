@@ -15,7 +15,7 @@ from tiering_world import ROW
 from kvtier.client.engines.vllm_tier import transfers
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer, Pin
 
-PATIENCE_SECONDS = 30.0
+LONG_TIMEOUT_SECONDS = 30.0
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ class HeldCopy:
 
     def __call__(self, *batch: Any) -> None:
         self.begun.set()
-        assert self.may_go_on.wait(PATIENCE_SECONDS)
+        assert self.may_go_on.wait(LONG_TIMEOUT_SECONDS)
         self._copy(*batch)
 
 
@@ -52,14 +52,14 @@ def test_a_job_that_is_late_while_it_copies_is_reported_when_the_copy_has_ended(
     """B3.18 Rows are not given back under a copy, but with its end; what it copied after it was given up is not done."""
     monkeypatch.setattr(transfers, "_JOB_SECONDS", 0.0)
     room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
-    assert copy.begun.wait(PATIENCE_SECONDS)
+    assert copy.begun.wait(LONG_TIMEOUT_SECONDS)
     assert room.transfers.take_finished() == []
     assert room.transfers.take_finished() == []
     copy.may_go_on.set()
     assert room.finished() == {1: frozenset()}
     assert (room.rows[:, 0] == (1 if leases is None else 7)).all()
     for threads in (room.transfers._loads, room.transfers._stores):
-        threads.close(PATIENCE_SECONDS)
+        threads.close(LONG_TIMEOUT_SECONDS)
     assert room.transfers.take_finished() == []
 
 
@@ -74,11 +74,11 @@ def test_a_job_that_has_copied_and_hangs_again_is_reported_at_once(
     def hand_out() -> None:
         if next(calls):
             hung.set()
-            may_go_on.wait(2 * PATIENCE_SECONDS)
+            may_go_on.wait(2 * LONG_TIMEOUT_SECONDS)
 
     room.client.hand_out = hand_out
     room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
-    assert hung.wait(PATIENCE_SECONDS)
+    assert hung.wait(LONG_TIMEOUT_SECONDS)
     monkeypatch.setattr(transfers, "_JOB_SECONDS", 0.0)
     assert [(job.number, job.done) for job in room.transfers.take_finished()] == [(1, frozenset(KEYS[:1]))]
     may_go_on.set()
@@ -88,9 +88,9 @@ def test_a_job_that_has_copied_and_hangs_again_is_reported_at_once(
 def test_a_drain_waits_for_the_copy_that_is_under_way(room: Room, copy: HeldCopy, leases: list[int] | None) -> None:
     """B3.19 The primary tier is not emptied under a copy, and is when that has ended, whatever the job waits for after it."""
     confirmed = threading.Event()
-    room.client.confirm = lambda _: confirmed.wait(2 * PATIENCE_SECONDS)
+    room.client.confirm = lambda _: confirmed.wait(2 * LONG_TIMEOUT_SECONDS)
     room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
-    assert copy.begun.wait(PATIENCE_SECONDS)
+    assert copy.begun.wait(LONG_TIMEOUT_SECONDS)
     drained, running = threading.Event(), room.transfers._running
     drain = threading.Thread(target=lambda: (room.transfers.drain(0.0), drained.set()))
     drain.start()
@@ -99,7 +99,7 @@ def test_a_drain_waits_for_the_copy_that_is_under_way(room: Room, copy: HeldCopy
     assert not drained.wait(0.2)
     assert list(running) == [1]
     copy.may_go_on.set()
-    drain.join(PATIENCE_SECONDS)
+    drain.join(LONG_TIMEOUT_SECONDS)
     assert drained.is_set()
     confirmed.set()
     assert {job.number: job.done for job in room.transfers.take_finished()} == {1: frozenset()}
@@ -134,11 +134,11 @@ def test_what_a_load_reads_is_given_back_after_the_load(room: Room, copy: HeldCo
     job.pins = [Pin(SimpleNamespace(id=lease.id), 0, 1e9)] * 4  # type: ignore[arg-type]
     room.transfers.submit(job)
     request.loading += 1
-    assert copy.begun.wait(PATIENCE_SECONDS)
+    assert copy.begun.wait(LONG_TIMEOUT_SECONDS)
     room.lookups.settle(request)
     said_by_now = threading.Event()
     room.lookups._returns.submit(said_by_now.set)
-    assert said_by_now.wait(PATIENCE_SECONDS)
+    assert said_by_now.wait(LONG_TIMEOUT_SECONDS)
     assert (room.client.released, request.leases) == ([], [lease])
     copy.may_go_on.set()
     assert room.finished() == {1: set(KEYS)}

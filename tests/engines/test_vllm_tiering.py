@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from connector_fakes import wait_for
-from patience import PATIENCE_SECONDS
+from engine_timeouts import LONG_TIMEOUT_SECONDS
 from scenario import wait_until_durable
 from server_process import ServerProcess
 from tiering_world import content_of, keys_of, request_of, world
@@ -27,7 +27,7 @@ ROOM_BYTES = 32 << 20
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that runs."""
-    server = _start(ServerProcess(tmp_path_factory.mktemp("kvtier"), patient=True))
+    server = _start(ServerProcess(tmp_path_factory.mktemp("kvtier"), long_timeout=True))
     yield server
     server.kill()
 
@@ -159,7 +159,7 @@ def test_a_request_that_ends_while_it_is_looked_up_or_loaded_leaves_nothing(runn
 
 def test_a_reset_keeps_what_the_server_has(running: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """B3.19 Jobs end, the primary tier is emptied, and what kvtier has is found again, by requests from before as well."""
-    monkeypatch.setattr(manager, "_DRAIN_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(manager, "_DRAIN_SECONDS", LONG_TIMEOUT_SECONDS)
     keys = keys_of(8, seed=5)
     with world(running.endpoint) as engine:
         context = request_of("r", keys)
@@ -198,7 +198,7 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
     """A server that hangs: lookups become misses, stores, loads and a reset end, all in bounded time; then it goes on."""
     stored, others = keys_of(8, seed=6), keys_of(8, seed=7)
     table = {"lookup_timeout_s": 1.0, "transport": transport}
-    with world(server.endpoint, tier=table, patient=False) as engine:
+    with world(server.endpoint, tier=table, long_timeout=False) as engine:
         engine.run("stores", stored)
         engine.reset()
         pinned = request_of("pinned", stored)
@@ -234,7 +234,7 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
 def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerProcess, transport: str) -> None:
     """B3.18 Loads and stores that a dead server took are reported once, nothing of them is used, and a new server's are."""
     stored, others = keys_of(8, seed=8), keys_of(8, seed=9)
-    with world(server.endpoint, tier={"transport": transport}, patient=False) as engine:
+    with world(server.endpoint, tier={"transport": transport}, long_timeout=False) as engine:
         engine.run("stores", stored)
         wait_until_durable(server)
         engine.reset()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from patience import PATIENCE_SECONDS, patience
+from engine_timeouts import LONG_TIMEOUT_SECONDS, long_timeouts
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -74,7 +74,7 @@ class World:
         """Ends a step in which the requests `new` were scheduled for the first time."""
         self.manager.on_schedule_end(ScheduleEndContext(new, ()))
 
-    def until(self, condition: Callable[[], bool], seconds: float = 2 * PATIENCE_SECONDS) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 2 * LONG_TIMEOUT_SECONDS) -> None:
         """Steps until a condition holds."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -146,16 +146,16 @@ def world(
     rows: int = 64,
     groups: int = 1,
     tier: dict[str, Any] | None = None,
-    patient: bool = True,
+    long_timeout: bool = True,
     **fields: Any,
 ) -> Iterator[World]:
-    """The tiering of an engine over kvtier, made from a configuration as a user would write it; `patient`: see `patience`."""
+    """The tiering of an engine over kvtier, made from a configuration as a user would write it; `long_timeout`: see `engine_timeouts`."""
     table = {"type": "KVTierSecondaryTier", "module_path": MODULE, "endpoint": endpoint, "identity": "test"}
     extra = {
         "cpu_bytes_to_use": rows * ROW,
-        "secondary_tiers": [table | {"lookup_timeout_s": PATIENCE_SECONDS} | (tier or {})],
+        "secondary_tiers": [table | {"lookup_timeout_s": LONG_TIMEOUT_SECONDS} | (tier or {})],
     }
-    with patience() if patient else contextlib.nullcontext():
+    with long_timeouts() if long_timeout else contextlib.nullcontext():
         made = World(TieringOffloadingSpec(make_config(extra, groups=groups, **fields)))
     try:
         yield made

@@ -14,7 +14,7 @@ from kvtier.client.part_streams import PartSender
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
 from kvtier.protos.v1 import transfer_pb2
 
-from .patience import wait_until
+from .long_timeouts import wait_until
 from .raw import RawSession
 
 __all__ = ["bulk_pid", "bulk_streams", "locate", "wait_for_bulk", "wait_until_received"]

@@ -17,7 +17,7 @@ from kvtier.client import Client, Credentials, KVTierError, Timeouts, Unavailabl
 from kvtier.server.auth.tokens import entry_text, hash_of, new_token
 
 from .certificates import Authority
-from .patience import wait_until
+from .long_timeouts import wait_until
 from .payloads import key_of, namespace_of
 from .server_process import MIB, ServerProcess
 

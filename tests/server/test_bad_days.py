@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.patience import wait_until
+from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
 from harness.raw import attach_reply
 from harness.server_process import MIB, ServerProcess

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.patience import wait_until
+from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.server_process import ServerProcess
 from harness.traffic import wait_connected

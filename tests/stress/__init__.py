@@ -1,9 +1,9 @@
-"""`make stress`: a real server and eight client processes under load, with kills on both sides, and a verdict.
+"""`make stress`: a real server and eight client processes under load; both sides are killed at random; a verdict ends the run.
 
-`chaos` says from the seed what happens when; `orchestrator` does it, with `crew` (the clients), `site` (the server), `audit` (is
-what was acknowledged as durable still there after a kill) and `finale` (what is left after the last client). A client is
-a `worker` that draws `acts`; it verifies each byte that it loads and leaves what it saw in files, for it may be killed at any
-moment. `watch` samples memory, `flatness` judges it, `verdict` judges everything.
-
-The seed drives every choice, but not time: the same seed gives the same blows and the same clients, not the same run.
+- `chaos`: draws from the seed what happens when.
+- `orchestrator`: carries it out, with `client_pool` (client processes), `site` (the server) and `audit`.
+- `audit`: after a kill, checks that every block that was acknowledged as durable can still be loaded.
+- `final_checks`: after the last client, checks that all slots and leases are free and the tiers are sound.
+- `worker`: a client process. It draws `acts`, verifies each byte that it loads and writes its findings to files,
+  because it can be killed at any moment.
 """

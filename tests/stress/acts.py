@@ -13,10 +13,10 @@ import numpy as np
 from harness.payloads import filled
 
 from kvtier.client import DurableStatus, KeyStatus, StoreStatus, WriteBatch
-from stress.seats import Seat, Seats
-from stress.shape import PAIR, VAULT, Field
+from stress.client_slots import ClientSlots, Seat
+from stress.durable_ledger import DurableLedger
+from stress.shape import LEDGER, PAIR, Field
 from stress.tally import Tally
-from stress.vault import Vault
 
 __all__ = ["Acts"]
 
@@ -38,14 +38,21 @@ class Acts:
     """The acts of one thread or task of a client process."""
 
     def __init__(
-        self, rng: random.Random, seats: Seats, fields: Sequence[Field], tally: Tally, vault: Vault, *, lease: float
+        self,
+        rng: random.Random,
+        client_slots: ClientSlots,
+        fields: Sequence[Field],
+        tally: Tally,
+        durable_ledger: DurableLedger,
+        *,
+        lease: float,
     ) -> None:
         """`lease` is how long the server's leases hold unless asked otherwise, in seconds."""
         self._rng = rng
-        self._seats = seats
+        self._slots = client_slots
         self._fields = fields
         self._tally = tally
-        self._vault = vault
+        self._ledger = durable_ledger
         self._lease = lease
         self._numbers = itertools.count()
         self._name = f"{rng.getrandbits(32):08x}"
@@ -64,8 +71,8 @@ class Acts:
     async def one(self) -> None:
         """Does something; raises a `KVTierError` where the server was not there, and the like."""
         field = self._rng.choice(self._fields)
-        seat = self._seats.of(field)
-        if field is VAULT:
+        seat = self._slots.of(field)
+        if field is LEDGER:
             act: Act = self._rng.choice((self.deposit, self.withdraw))
         else:
             [act] = self._rng.choices(list(self._acts), list(self._acts.values()))
@@ -129,7 +136,7 @@ class Acts:
 
     async def reopen(self, seat: Seat) -> None:
         """Replaces the client, whatever the other threads or tasks are doing with it."""
-        await self._seats.reopen(seat.field)
+        await self._slots.reopen(seat.field)
 
     async def status(self, seat: Seat) -> None:
         """Asks how the server is."""
@@ -152,22 +159,22 @@ class Acts:
 
     async def hand_over(self, seat: Seat, keys: list[bytes]) -> None:
         """Reads with the lease that the other rank has left for us, and leaves one for it."""
-        theirs = self._vault.handed_over(seat.rank)
+        theirs = self._ledger.handed_over(seat.rank)
         if theirs is not None:
             lease_id, hits, their_keys = theirs
             await self._read(seat, lease_id, their_keys, range(hits), "shared lease")
             self._tally.count("leases shared")
         found = await seat.api.lookup(keys, lease=1.0)
         if found.prefix_hits:
-            self._vault.hand_over(seat.rank, found.id, found.prefix_hits, keys)
+            self._ledger.hand_over(seat.rank, found.id, found.prefix_hits, keys)
 
     async def deposit(self, seat: Seat) -> None:
         """Stores blocks that every tier has to take, and notes them down once all of them say that they have.
 
         All within one session: in another one a request that nobody knows is settled at once.
         """
-        numbers = self._vault.fresh(self._rng.randint(1, 4))
-        keys = [key for number in numbers for key in VAULT.keys(self._vault.document, number, 1)]
+        numbers = self._ledger.fresh(self._rng.randint(1, 4))
+        keys = [key for number in numbers for key in LEDGER.keys(self._ledger.document, number, 1)]
         if not keys:
             return
         name = f"{self._name}-{next(self._numbers)}"
@@ -182,14 +189,14 @@ class Acts:
                 for number, status, stored in zip(numbers, durable, granted, strict=True)
                 if status == DurableStatus.DURABLE and stored in (StoreStatus.GRANTED, StoreStatus.PRESENT)
             ]
-            self._vault.acknowledged(done)
+            self._ledger.acknowledged(done)
             self._tally.count("deposits", len(done))
 
     async def withdraw(self, seat: Seat) -> None:
         """Loads blocks of which it knows that they are there."""
-        mine = self._vault.some(self._rng, 8)
-        keys = [key for number in mine for key in VAULT.keys(self._vault.document, number, 1)]
-        buffers = [filled(1, VAULT.parts[0])[0] for _ in keys]
+        mine = self._ledger.some(self._rng, 8)
+        keys = [key for number in mine for key in LEDGER.keys(self._ledger.document, number, 1)]
+        buffers = [filled(1, LEDGER.parts[0])[0] for _ in keys]
         hits = await seat.api.load(keys, buffers, wait=1.0)
         self._verify(seat, keys[:hits], buffers[:hits], "withdrawal")
 
@@ -198,7 +205,7 @@ class Acts:
         rng = self._rng
         start = 0 if rng.random() < 0.7 else rng.randrange(field.length)
         if field is PAIR:  # both ranks are busy with the same document, as they are in an engine
-            return field.keys(self._vault.shared_document(field.documents), 0, rng.choice((4, 8, 16)))
+            return field.keys(self._ledger.shared_document(field.documents), 0, rng.choice((4, 8, 16)))
         return field.keys(field.hot_document(rng), start, rng.choice(BATCHES))
 
     async def _store(self, seat: Seat, keys: list[bytes], *, request_id: str = "") -> bytes:

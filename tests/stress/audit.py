@@ -12,13 +12,13 @@ from typing import Any
 from harness.payloads import filled
 
 from kvtier.client import Client, KVTierError
-from stress.seats import TIMEOUTS
-from stress.shape import VAULT, difference
-from stress.vault import Entry
+from stress.client_slots import TIMEOUTS
+from stress.durable_ledger import Entry
+from stress.shape import LEDGER, difference
 
 __all__ = ["Auditor"]
 
-PATIENCE_SECONDS = 30.0
+LONG_TIMEOUT_SECONDS = 30.0
 """How long a block may be found missing: others crowd the CPU tier, and the server may be stopped."""
 HASTE_SECONDS = 2.0
 """The same, once it is known that something is missing."""
@@ -56,13 +56,13 @@ class Auditor:
         return not self._thread.is_alive()
 
     def _audit(self, chosen: Sequence[Entry]) -> None:
-        with Client(self.endpoint, namespace=VAULT.namespace, name="auditor", timeouts=TIMEOUTS) as client:
+        with Client(self.endpoint, namespace=LEDGER.namespace, name="auditor", timeouts=TIMEOUTS) as client:
             for start in range(0, len(chosen), _STEP):
                 self._audit_some(client, list(chosen[start : start + _STEP]))
 
     def _audit_some(self, client: Client, entries: list[Entry]) -> None:
         """Asks again and again for what is missing, until there is no patience left."""
-        deadline = time.monotonic() + (HASTE_SECONDS if self.missing else PATIENCE_SECONDS)
+        deadline = time.monotonic() + (HASTE_SECONDS if self.missing else LONG_TIMEOUT_SECONDS)
         while entries and time.monotonic() < deadline:
             hits = self._load(client, entries)
             del entries[:hits]
@@ -72,15 +72,15 @@ class Auditor:
         self.missing += [f"{document} {number}" for document, number in entries]
 
     def _load(self, client: Client, entries: Sequence[Entry]) -> int:
-        keys = [key for document, number in entries for key in VAULT.keys(document, number, 1)]
-        buffers = [filled(1, VAULT.parts[0])[0] for _ in keys]
+        keys = [key for document, number in entries for key in LEDGER.keys(document, number, 1)]
+        buffers = [filled(1, LEDGER.parts[0])[0] for _ in keys]
         try:
             hits = client.load(keys, buffers, wait=1.0)
         except KVTierError:
             return 0
         for key, found in zip(keys[:hits], buffers, strict=False):
-            damage = difference(VAULT.payload(key, 0), found)
+            damage = difference(LEDGER.payload(key, 0), found)
             if damage is not None:
-                self.wrong.append({"client": "auditor", "field": VAULT.name, "key": key.hex(), **damage})
+                self.wrong.append({"client": "auditor", "field": LEDGER.name, "key": key.hex(), **damage})
         self.audited += hits
         return hits

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stress import finale
+from stress import final_checks
 from stress.audit import Auditor
 from stress.chaos import SLOTS, SURVIVORS, Blow, Kind, first_calm, timeline
-from stress.crew import Crew
-from stress.finale import Left
+from stress.client_pool import ClientPool
+from stress.durable_ledger import MOST_DEPOSITS, entries
+from stress.final_checks import Left
 from stress.flatness import Trend, trend_of
 from stress.shape import universe_bytes
 from stress.site import LEASE_SECONDS, Life, Site
-from stress.vault import MOST_DEPOSITS, entries
 from stress.watch import MEASURES, Series, Watch, look_at
 
 __all__ = ["Facts", "Orchestrator"]
@@ -71,7 +71,7 @@ class Orchestrator:
         self._reports = reports
         self._site = Site(directory, self._facts.large, universe_bytes(SLOTS * MOST_DEPOSITS), self._watch)
         per_second = min(_DEPOSITS_PER_SECOND, MOST_DEPOSITS / first_calm(seconds))
-        self._crew = Crew(reports, self._site.server.endpoint, seed, LEASE_SECONDS, per_second)
+        self._pool = ClientPool(reports, self._site.server.endpoint, seed, LEASE_SECONDS, per_second)
         self._auditor = Auditor(self._site.server.endpoint, rng)
         self._progress = progress
         self._began = 0.0
@@ -82,14 +82,14 @@ class Orchestrator:
         try:
             self._site.start()
             self._baseline()
-            self._crew.start()
+            self._pool.start()
             self._began = time.monotonic()
             self._play()
             self._end()
         except AssertionError as error:  # the server did not start, or ended by itself
             self._facts.failures.append(str(error))
         finally:
-            self._crew.close()
+            self._pool.close()
             self._site.server.close()
         self._collect()
         return self._facts
@@ -97,8 +97,8 @@ class Orchestrator:
     def _baseline(self) -> None:
         """Notes what a server takes that has had a client."""
         server = self._site.server
-        finale.fill(server, Left())
-        finale.wait_idle(server, Left())
+        final_checks.fill(server, Left())
+        final_checks.wait_idle(server, Left())
         self._facts.left.before = look_at(server.pid) or {}
 
     def _play(self) -> None:
@@ -112,7 +112,7 @@ class Orchestrator:
 
     def _idle_until(self, at: float) -> None:
         while time.monotonic() < self._began + at:
-            self._crew.wake()
+            self._pool.wake()
             self._site.wake()
             if time.monotonic() > self._looked_at + _LOOK_SECONDS:
                 self._looked_at = time.monotonic()
@@ -121,14 +121,14 @@ class Orchestrator:
 
     def _look(self, seconds: float) -> None:
         assert self._site.server.alive, f"the server ended by itself:\n{self._site.server.log[-3000:]}"
-        self._crew.listen()
+        self._pool.listen()
         self._site.look()
         for slot in range(SURVIVORS):
-            self._watch.sample(self._crew.members[slot].process.pid, f"client {slot}")
-        totals, blows = self._crew.totals(), self._facts.blows
+            self._watch.sample(self._pool.members[slot].process.pid, f"client {slot}")
+        totals, blows = self._pool.totals(), self._facts.blows
         self._progress(
             f"{seconds:.0f} of {self._facts.seconds:.0f} s, {totals['verified blocks']} blocks verified, "
-            f"{len(self._crew.wrong)} wrong; {blows[Kind.KILL_CLIENT.value]} clients killed; server's life "
+            f"{len(self._pool.wrong)} wrong; {blows[Kind.KILL_CLIENT.value]} clients killed; server's life "
             f"{len(self._site.lives)}, {self._auditor.audited} deposits audited, {len(self._auditor.missing)} missing"
         )
 
@@ -136,9 +136,9 @@ class Orchestrator:
         self._facts.blows[blow.kind.value] += 1
         match blow.kind:
             case Kind.KILL_CLIENT:
-                self._crew.kill(blow.slot)
+                self._pool.kill(blow.slot)
             case Kind.STOP_CLIENT:
-                self._crew.stop(blow.slot, blow.seconds)
+                self._pool.stop(blow.slot, blow.seconds)
             case Kind.STOP_SERVER:
                 self._site.stop(blow.seconds)
             case Kind.KILL_SERVER:
@@ -149,7 +149,7 @@ class Orchestrator:
     def _next_life(self, number: signal.Signals) -> None:
         """Ends the server and starts it again; whatever was noted down before must be there then."""
         while not self._auditor.wait(_TICK_SECONDS):  # which may be for a server that was stopped
-            self._crew.wake()
+            self._pool.wake()
             self._site.wake()
         acknowledged = entries(self._reports)
         self._site.end(number)
@@ -159,26 +159,26 @@ class Orchestrator:
     def _end(self) -> None:
         """Lets the last client go, and asks the server what is left."""
         self._site.wake(at_once=True)
-        self._crew.listen()
+        self._pool.listen()
         self._site.clients_leave()
-        self._crew.dismiss()
+        self._pool.dismiss()
         self._auditor.wait()
         server, left = self._site.server, self._facts.left
-        finale.wait_idle(server, left)
+        final_checks.wait_idle(server, left)
         left.after = look_at(server.pid) or {}
-        finale.fill(server, left)
+        final_checks.fill(server, left)
         self._auditor.begin(entries(self._reports), all_of_them=True)
         self._auditor.wait()
         self._site.end(signal.SIGTERM)
-        self._facts.fsck, _ = finale.fsck(server)
+        self._facts.fsck, _ = final_checks.fsck(server)
 
     def _collect(self) -> None:
         facts = self._facts
-        facts.counts = self._crew.totals()
-        facts.wrong = self._crew.wrong + self._auditor.wrong
-        facts.failures += self._crew.failures
+        facts.counts = self._pool.totals()
+        facts.wrong = self._pool.wrong + self._auditor.wrong
+        facts.failures += self._pool.failures
         facts.lives = self._site.lives
-        facts.survivors = self._crew.survivors
+        facts.survivors = self._pool.survivors
         facts.audited, facts.missing = self._auditor.audited, self._auditor.missing
         facts.deposits = len(entries(self._reports))
         facts.complaints = self._site.complaints()

@@ -11,7 +11,7 @@ from harness.payloads import POISON, key_of, namespace_of, payload
 
 from kvtier.client import Namespace
 
-__all__ = ["FIELDS", "KIB", "MIB", "PAIR", "VAULT", "Field", "difference", "universe_bytes"]
+__all__ = ["FIELDS", "KIB", "LEDGER", "MIB", "PAIR", "Field", "difference", "universe_bytes"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -73,13 +73,13 @@ FIELDS = MappingProxyType(
 PAIR = Field("pair", (24 * KIB,), documents=24, length=32, world_size=2)
 """Where two processes are the ranks of one engine."""
 
-VAULT = Field("vault", (8 * KIB,), documents=1, length=1 << 20)
+LEDGER = Field("durable_ledger", (8 * KIB,), documents=1, length=1 << 20)
 """Blocks that are stored once, and never may be lost once they are acknowledged: all of them fit the large tier."""
 
 
 def universe_bytes(deposits: int) -> int:
     """Returns the size of everything that can ever be stored, with so many deposits."""
-    return sum(field.total_bytes for field in (*FIELDS.values(), PAIR)) + deposits * VAULT.parts[0]
+    return sum(field.total_bytes for field in (*FIELDS.values(), PAIR)) + deposits * LEDGER.parts[0]
 
 
 def difference(expected: np.ndarray, found: np.ndarray) -> dict[str, object] | None:

@@ -16,7 +16,7 @@ import grpc
 from harness.server_process import ServerProcess
 
 from kvtier.protos.v1 import admin_pb2
-from stress.crew import tethered
+from stress.client_pool import tethered
 from stress.shape import MIB
 from stress.watch import Watch
 

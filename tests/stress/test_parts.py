@@ -10,9 +10,9 @@ import pytest
 from harness.payloads import filled
 
 from stress.chaos import SLOTS, SURVIVORS, Kind, timeline
+from stress.durable_ledger import DurableLedger, entries
 from stress.shape import FIELDS, difference
 from stress.tally import Tally
-from stress.vault import Vault, entries
 
 
 @pytest.mark.parametrize("seconds", [10, 600])
@@ -53,13 +53,13 @@ def test_damage_is_seen(tmp_path: Path) -> None:
 
 def test_deposits_outlive_their_process(tmp_path: Path) -> None:
     """What was noted down is found by whoever looks; a line that was cut short by a SIGKILL is none."""
-    vault = Vault(tmp_path, "3-4")
-    vault.acknowledged([0, 2])
-    vault.close()
-    with (tmp_path / "3-4.vault").open("a") as file:
+    durable_ledger = DurableLedger(tmp_path, "3-4")
+    durable_ledger.acknowledged([0, 2])
+    durable_ledger.close()
+    with (tmp_path / "3-4.durable_ledger").open("a") as file:
         file.write("7")
     assert list(entries(tmp_path)) == [("3", 0), ("3", 2)]
-    heir = Vault(tmp_path, "3-5")
+    heir = DurableLedger(tmp_path, "3-5")
     assert sorted(heir.some(random.Random(1), 9)) == [0, 2]
     assert heir.fresh(2) == range(3, 5)
     heir.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stress.finale import Left
+from stress.final_checks import Left
 from stress.flatness import Trend, trend_of
 from stress.orchestrator import Facts
 from stress.site import Life

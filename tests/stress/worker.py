@@ -15,10 +15,10 @@ import msgspec
 
 from kvtier.client import KVTierError
 from stress.acts import Acts
-from stress.seats import Seats
-from stress.shape import FIELDS, PAIR, VAULT, Field
+from stress.client_slots import ClientSlots
+from stress.durable_ledger import DurableLedger
+from stress.shape import FIELDS, LEDGER, PAIR, Field
 from stress.tally import Tally
-from stress.vault import Vault
 
 __all__ = ["Task"]
 
@@ -55,7 +55,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     def shapes(self) -> list[Field]:
         """Returns the namespaces that it is busy in."""
-        known = {**FIELDS, PAIR.name: PAIR, VAULT.name: VAULT}
+        known = {**FIELDS, PAIR.name: PAIR, LEDGER.name: LEDGER}
         return [known[name] for name in self.fields]
 
 
@@ -67,10 +67,10 @@ class Worker:
         self._task = task
         self._fields = task.shapes()
         self._tally = Tally(directory / f"{task.name}.jsonl")
-        self._vault = Vault(directory, task.name, since=task.since, per_second=task.deposits)
+        self._ledger = DurableLedger(directory, task.name, since=task.since, per_second=task.deposits)
         self._stop = threading.Event()
         engine = "pair" if task.rank is not None else None
-        self._seats = Seats(
+        self._slots = ClientSlots(
             task.endpoint,
             style=task.style,
             transport=task.transport,
@@ -90,10 +90,10 @@ class Worker:
         for thread in threads:
             thread.join()
         if self._task.style == "sync":
-            asyncio.run(self._guarded(self._seats.close()))
+            asyncio.run(self._guarded(self._slots.close()))
         self._tally.publish("end")
         self._tally.close()
-        self._vault.close()
+        self._ledger.close()
         return int(self._tally.failed)
 
     def _threads(self) -> list[threading.Thread]:
@@ -101,7 +101,7 @@ class Worker:
         if self._task.style == "aio":
             return [threading.Thread(target=lambda: asyncio.run(self._guarded(self._all(list(hands)))), name="loop")]
         for field in self._fields:
-            self._seats.open(field)
+            self._slots.open(field)
         return [
             threading.Thread(target=lambda hand: asyncio.run(self._guarded(self._hand(hand))), args=(hand,))
             for hand in hands
@@ -116,13 +116,13 @@ class Worker:
 
     async def _all(self, hands: list[int]) -> None:
         for field in self._fields:
-            self._seats.open(field)
+            self._slots.open(field)
         await asyncio.gather(*(self._guarded(self._hand(hand)) for hand in hands))
-        await self._seats.close()
+        await self._slots.close()
 
     async def _hand(self, hand: int) -> None:
         rng = random.Random(f"{self._task.seed}:{hand}")
-        acts = Acts(rng, self._seats, self._fields, self._tally, self._vault, lease=self._task.lease)
+        acts = Acts(rng, self._slots, self._fields, self._tally, self._ledger, lease=self._task.lease)
         while not self._stop.is_set():
             try:
                 await self._one(acts, rng)
@@ -135,7 +135,7 @@ class Worker:
         if self._task.style == "aio" and rng.random() < 0.15:
             await acts.cancelled()
         elif self._task.rank is not None and rng.random() < 0.2:
-            seat = self._seats.of(PAIR)
+            seat = self._slots.of(PAIR)
             await acts.hand_over(seat, acts.keys(PAIR))
         else:
             await acts.one()

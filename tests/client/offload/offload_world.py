@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from beliefs import check_beliefs
+from cached_state import check_beliefs
 from model_engine import NULL, ModelRequest, Pool, Script, Status
 from model_scheduler import ModelScheduler
 from model_server import CALM, ModelServer, ModelWorker

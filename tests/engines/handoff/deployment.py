@@ -74,7 +74,7 @@ class Deployment:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._folder, self._settings = folder, folder / "kvtier.toml"
-        self.server = ServerProcess(folder, region="96MiB", flags=["--config", str(self._settings)], patient=True)
+        self.server = ServerProcess(folder, region="96MiB", flags=["--config", str(self._settings)], long_timeout=True)
         config = connector_config(self.server.endpoint, EXTRA)
         self.p, self.d = (EngineServer(folder, name, model, config) for name in ("P", "D"))
         self.proxy = ProxyProcess(folder, [self.p], [self.d])
@@ -221,7 +221,7 @@ def connector_config(endpoint: str, extra: dict[str, Any]) -> dict[str, Any]:
     """Returns the `kv_transfer_config` of both engines: each of them saves, loads, holds and pulls."""
     return {
         "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "patient",
+        "kv_connector_module_path": "long_timeout_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": endpoint, **extra},

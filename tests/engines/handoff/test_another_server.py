@@ -52,7 +52,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     addresses = [f"127.0.0.1:{port.number}" for port in ports]
     servers = [
         ServerProcess(
-            tmp_path_factory.mktemp("host"), region="64MiB", flags=["--insecure", "--listen", address], patient=True
+            tmp_path_factory.mktemp("host"),
+            region="64MiB",
+            flags=["--insecure", "--listen", address],
+            long_timeout=True,
         )
         for address in addresses
     ]

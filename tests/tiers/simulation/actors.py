@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.types import Session
 
-from .keeping import tenant_of
 from .ledger import Client
 from .model import CHAINS, HELD_REQUESTS, private_key
+from .tier_settings import tenant_of
 
 if TYPE_CHECKING:
     from .world import World
@@ -34,7 +34,7 @@ class Actors:
 
     def used(self, session: Session, blocks: list[Block], retain_until: float, not_retained: int) -> None:
         """Takes note of the use of blocks, for the sake of which others may have gone."""
-        book, now = self.world.keeping, self.world.backstage.latest
+        book, now = self.world.keeping, self.world.environment.latest
         book.takers.add(tenant_of(session.namespace.id))
         book.used(blocks, now, retain_until, not_retained)
         self.world.saw("blocks retained", bool(blocks) and retain_until > now and not not_retained)

@@ -10,8 +10,8 @@ from kvtier.tiers.stats.snapshots import TierStats
 from kvtier.tiers.types import SLOT_ALIGNMENT, ShareStats
 
 from . import inspect as inside
-from .keeping import tenant_of
 from .model import EXTENT, Invariant, Name, Violation
+from .tier_settings import tenant_of
 from .world import World
 
 __all__ = ["check_quotas", "check_retained", "check_ttl"]
@@ -84,7 +84,7 @@ def _check_victims(world: World, tier: TierStats, names: Iterable[Name]) -> None
 
 def check_retained(world: World) -> None:
     """What is retained stays until its time is over, a reset aside; and nothing visible goes without a cause."""
-    book, now = world.keeping, world.backstage.latest
+    book, now = world.keeping, world.environment.latest
     gone = world.gone
     for block in gone:
         if book.retained.get(block, 0.0) > now and world.doing != "reset":
@@ -119,7 +119,7 @@ def _check_spare_room(world: World) -> None:
 
 def check_ttl(world: World) -> None:
     """What nobody uses for too long goes, and nothing that was used goes for that reason."""
-    book, now = world.keeping, world.backstage.latest
+    book, now = world.keeping, world.environment.latest
     stayed = [block for block in book.overdue if inside.block(world.core, *block.name) is block]
     if stayed:
         raise Violation(Invariant.TTL, f"{stayed[0].key!r} was not used since {book.used_at[stayed[0]]}, it is {now}")

@@ -36,7 +36,7 @@ class Handoffs(Actors):
         if (client := self.pick_client()) is None:
             return
         session, book, request_id = client.session, self.world.ledger.holds, self.rng.choice(HELD_REQUESTS)
-        keys, duration, now = self.some_keys(session), self.rng.choice(DURATIONS), self.world.backstage.latest
+        keys, duration, now = self.some_keys(session), self.rng.choice(DURATIONS), self.world.environment.latest
         if self.rng.random() < 0.5:
             keys = [*keys, private_key(session.engine_id, request_id)]
         name: HoldName = (*session.engine, request_id)
@@ -67,7 +67,7 @@ class Handoffs(Actors):
     def publish_nonsense(self) -> None:
         """A publication that is refused changes nothing, a hold of that name included."""
         if client := self.pick_client():
-            core, now = self.world.core, self.world.backstage.latest
+            core, now = self.world.core, self.world.environment.latest
             for keys, positions, error in (
                 ([b"no such group" + (7).to_bytes(4, "big")], [0], errors.InvalidKey),
                 (self.some_keys(client.session), [0] * 30, errors.InvalidItem),
@@ -92,7 +92,7 @@ class Handoffs(Actors):
             return
         record = self._pick(client)
         name = record.hold.name if record else (client.session.namespace.id, self.rng.choice("xyz"), "unheard of")
-        now, core, book = self.world.backstage.latest, self.world.core, self.world.ledger.holds
+        now, core, book = self.world.environment.latest, self.world.core, self.world.ledger.holds
         error: type[errors.CoreError] | None = None
         if record is None:
             over = [name for name in book.over if name[0] == client.session.namespace.id]
@@ -142,7 +142,7 @@ class Handoffs(Actors):
         client = self.pick_client()
         record = self._pick(client) if client is not None else None
         if record is not None:
-            now, extension = self.world.backstage.latest, self.rng.choice((None, 1.0, 100.0))
+            now, extension = self.world.environment.latest, self.rng.choice((None, 1.0, 100.0))
             renewed = self.world.core.handoffs.renew(record.hold.name, now, extension)
             self.world.must(Invariant.HELD, renewed == (record.expires_at > now), "what is over is renewed")
             seconds = 2 * record.duration / 3 if extension is None else extension
@@ -155,7 +155,7 @@ class Handoffs(Actors):
         client = self.pick_client()
         record = self._pick(client) if client is not None else None
         if record is not None:
-            name, now = record.hold.name, self.world.backstage.latest
+            name, now = record.hold.name, self.world.environment.latest
             self.world.ledger.holds.end(name)
             released = self.world.core.handoffs.release(name, now)
             self.world.must(Invariant.HELD, released, "a hold that was not there")

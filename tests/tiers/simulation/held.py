@@ -6,8 +6,8 @@ from collections import Counter
 
 from . import inspect as inside
 from .holds import HoldRecord
-from .keeping import tenant_of
 from .model import Invariant, Violation, is_private
+from .tier_settings import tenant_of
 from .world import World
 
 __all__ = ["check_held", "check_private"]

@@ -87,7 +87,7 @@ def _jobs(world: World) -> None:
         asked = {name for job in world.ledger.questions.values() if job.tier == lane.index for name in job.keys}
         if inside.open_questions(lane) != asked:
             raise Violation(Invariant.JOBS, f"{lane.tier.name} was not asked what the core wants to know")
-        gets_on = lane.index not in world.backstage.stalled
+        gets_on = lane.index not in world.environment.stalled
         if gets_on and (lane.queue or lane.doomed) and not world.ledger.running(lane.index, loads=False):
             raise Violation(Invariant.JOBS, f"work for {lane.tier.name} waits and nothing runs")
 

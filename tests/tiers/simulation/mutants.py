@@ -29,7 +29,7 @@ __all__ = ["CannotPlantError", "Found", "hunt", "main", "mutated"]
 HERE = Path(__file__).resolve().parents[1]
 PACKAGE = HERE.parents[1] / "src" / "kvtier"
 MOST_SEEDS = 300
-PATIENCE_SECONDS = 600.0
+LONG_TIMEOUT_SECONDS = 600.0
 
 _SCRIPT = """
 import json, sys
@@ -94,7 +94,7 @@ def hunt(mutant: Mutant | None, seeds: int = MOST_SEEDS) -> Found | None:
             env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
             cwd=name,
             capture_output=True,
-            timeout=PATIENCE_SECONDS,
+            timeout=LONG_TIMEOUT_SECONDS,
             text=True,
             check=False,
         )

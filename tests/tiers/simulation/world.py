@@ -18,14 +18,14 @@ from kvtier.tiers.negotiation import DEFAULT_RULES, Rule
 from kvtier.tiers.types import NamespaceSpec, Session
 
 from . import inspect as inside
-from .backstage import Backstage
+from .environment import Environment
 from .handoffs import Handoffs
-from .keeping import KeepingBook, random_keeping
 from .ledger import Ledger
 from .model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, is_private, label
 from .readers import Readers
 from .requests import RequestRecord, TierView
 from .sessions import Sessions
+from .tier_settings import KeepingBook, random_keeping
 from .work import Work, spell
 from .writers import Writers
 
@@ -55,9 +55,9 @@ class World:
         if self.tiers and self.rng.random() < 0.4:
             self.tiers[-1].share()
         self.sessions = Sessions(self)
-        self.backstage = Backstage(self)
+        self.environment = Environment(self)
         weighted: dict[Callable[[], None], float] = {}
-        for actors in (self.sessions, Writers(self), Readers(self), Handoffs(self), self.backstage):
+        for actors in (self.sessions, Writers(self), Readers(self), Handoffs(self), self.environment):
             weighted |= actors.actions()
         self._actions = list(weighted)
         self._weights = list(accumulate(weighted.values()))
@@ -100,10 +100,10 @@ class World:
         self.durable: list[tuple[NamespaceSpec, bytes]] = []
         self._evictions = [0] * (len(self.tiers) + 1)
         self._due: list[tuple[RequestRecord, list[Name]]] = []
-        self.backstage.hanging.clear()
-        self.backstage.stalled.clear()
-        self.backstage.latest = self.now
-        self.backstage.back(self.rng.choice((1, 2, 8)))
+        self.environment.hanging.clear()
+        self.environment.stalled.clear()
+        self.environment.latest = self.now
+        self.environment.back(self.rng.choice((1, 2, 8)))
         for _ in range(3):
             self.sessions.open_session()
         self.take_commands()
@@ -225,18 +225,18 @@ class World:
             self._event(self.sessions.hang_up)
             yield
         while self.ledger.holds.open:
-            self._event(self.backstage.leap)
+            self._event(self.environment.leap)
             yield
-        self._event(self.backstage.recover_all)
+        self._event(self.environment.recover_all)
         yield
         while self.work_left:
-            self._event(self.backstage.go_on)
+            self._event(self.environment.go_on)
             yield
         left = MOST_WORK
         while not self.work.done():
-            self._event(self.backstage.run_work)
+            self._event(self.environment.run_work)
             yield
-            self._event(self.backstage.answer)
+            self._event(self.environment.answer)
             yield
             left -= 1
             self.must(Invariant.LEAKS, left > 0, "it never comes to rest")

@@ -9,9 +9,9 @@ from kvtier.tiers.types import DurableStatus, Session, StoreAnswer, StoreStatus
 
 from . import inspect as inside
 from .actors import HOLD_SECONDS, Actors
-from .keeping import tenant_of
 from .ledger import StoreRecord
 from .model import REQUESTS, Invariant, label
+from .tier_settings import tenant_of
 
 __all__ = ["Writers"]
 

@@ -1,0 +1,260 @@
+"""A client outlives its server: it comes back by itself, in another session, and what was granted before is void."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness.delay_proxy import delay_proxy
+from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.server_process import ServerProcess
+
+from kvtier.client import AsyncClient, Client, KVTierError, LeaseLost, NotConnected, SessionLost, Timeouts, Unavailable
+
+PART_BYTES = 64 << 10
+NAMESPACE = namespace_of(PART_BYTES)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that restarts quickly; a test finds it as the one before left it."""
+    with ServerProcess(tmp_path_factory.mktemp("reconnect"), standby=True) as process:
+        yield process.start()
+
+
+@pytest.fixture
+def keys(request: pytest.FixtureRequest) -> list[bytes]:
+    """Keys of this test's own."""
+    return [key_of(number, salt=request.node.name) for number in range(8)]
+
+
+@pytest.fixture
+def blocks(keys: list[bytes]) -> list[np.ndarray]:
+    """The blocks of these keys."""
+    return [payload(key, PART_BYTES) for key in keys]
+
+
+def wait_for(what: Callable[[], object], seconds: float = 60.0) -> float:
+    """Waits until something holds; returns how long that took."""
+    began = time.monotonic()
+    while not what():
+        assert time.monotonic() - began < seconds, "it does not come about"
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def is_back(server: ServerProcess, client: Client | AsyncClient) -> bool:
+    """Returns whether a client has a session of this life of the server: of the one before it may not have noticed the end."""
+    return client.epoch == server.status().epoch
+
+
+def serves(client: Client, keys: list[bytes]) -> bool:
+    """Returns whether a client reads these blocks, or did not within its deadlines."""
+    with contextlib.suppress(Unavailable):
+        assert_serves(client, keys)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_client_registers_again_by_itself(
+    server: ServerProcess, transport: str, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
+    """After a SIGKILL the client opens a new session in the new epoch, and finds what was durable; nobody tells it to."""
+    with Client(server.endpoint, namespace=NAMESPACE, transport=transport) as client:
+        client.store(keys, blocks)
+        assert set(client.flush(keys)) == {1}
+        first = server.status()
+        server.restart()
+        took = wait_for(lambda: is_back(server, client))
+        second = server.status()
+        print(f"registered again {took:.3f} s after the server was ready")
+        assert client.epoch == second.epoch != first.epoch
+        assert client.transport == transport
+        assert [session.client_name for session in second.sessions] == ["python"]
+        assert_serves(client, keys)
+
+
+def test_client_that_came_first_finds_the_server(tmp_path: Path, keys: list[bytes], blocks: list[np.ndarray]) -> None:
+    """A client made before there is a server refuses calls at once, and connects as soon as there is one."""
+    with ServerProcess(tmp_path) as server, Client(server.endpoint, namespace=NAMESPACE) as client:
+        with pytest.raises(Unavailable):
+            client.wait_until_connected(1)
+        began = time.monotonic()
+        with pytest.raises(NotConnected):
+            client.lookup(keys)
+        assert time.monotonic() - began < 25
+        server.start()
+        print(f"connected {wait_for(lambda: client.connected):.3f} s after the server was ready")
+        client.store(keys, blocks)
+        assert_serves(client, keys)
+
+
+def test_lease_of_the_earlier_life_is_refused(
+    server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
+    """A lease of the earlier life is never taken for one of this life: reading with it raises, releasing it is harmless."""
+    with Client(server.endpoint, namespace=NAMESPACE) as client:
+        client.store(keys, blocks)
+        assert set(client.flush(keys)) == {1}
+        old = client.lookup(keys)
+        assert old.prefix_hits == len(keys)
+        server.restart()
+        wait_for(lambda: is_back(server, client))
+        new = client.lookup(keys, wait=30)
+        assert new.id != old.id
+        with pytest.raises(LeaseLost) as refusal, client.read(old, range(8)):
+            pytest.fail("gave access with a lease of an earlier life")
+        assert refusal.value.reason == "LEASE_NOT_FOUND"
+        assert client.touch(old.id, new.id) == [old.id]
+        old.release()
+        with client.read(new, range(8)) as batch:
+            assert all(bytes(view) == block.tobytes() for view, block in zip(batch.views(), blocks, strict=True))
+
+
+def test_read_across_a_restart_is_refused(server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]) -> None:
+    """A read that the server did not live through raises at its end: what was copied out does not count.
+
+    The session that has taken the old one's place meanwhile is none the worse for it.
+    """
+    with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
+        client.store(keys, blocks)
+        assert set(client.flush(keys)) == {1}
+        lease = client.lookup(keys)
+        with pytest.raises(SessionLost), client.read(lease, range(8)) as batch:  # noqa: PT012 - it is the end that raises
+            server.restart()
+            # The mapping outlives the server: no SIGBUS, and the bytes are still there.
+            assert bytes(batch.views()[0]) == blocks[0].tobytes()
+            wait_for(lambda: is_back(server, client))
+        assert_serves(client, keys)
+
+
+def test_write_across_a_restart_is_refused_and_never_seen(
+    server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
+    """A store that was prepared in the earlier life raises, and publishes nothing in this one (B4.5)."""
+    with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
+        client.wait_until_connected()
+        with pytest.raises(SessionLost), client.write(keys) as batch:  # noqa: PT012 - as above
+            for view, block in zip(batch.views(), blocks, strict=True):
+                view[:] = block.data
+            server.restart()
+            wait_for(lambda: is_back(server, client))
+        assert client.lookup(keys, prefix=False).prefix_hits == 0
+        status = server.status()
+        assert (status.leases, status.stores, status.quarantined_bytes) == (0, 0, 0)
+
+
+def test_a_server_that_is_slow_to_shake_hands(
+    server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
+    """Its host is busy, or far: whoever hung up on it, to try again, would never be let in. It takes longer than a call may."""
+    with delay_proxy(server.path, delay=3.0) as address:
+        with Client(address, namespace=NAMESPACE, transport="grpc", timeouts=Timeouts(call=1.0)) as hasty:
+            hasty.wait_until_connected(60)
+        with Client(address, namespace=NAMESPACE, transport="grpc") as client:
+            client.store(keys, blocks)
+            assert_serves(client, keys)
+
+
+def test_calls_end_in_time_while_the_server_hangs(
+    server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
+    """A server that is there but silent (SIGSTOP) costs a call its deadline and no more; after SIGCONT the client is back."""
+    timeouts = Timeouts(connect=1.5, call=1.5, transfer=1.5)
+    buffers = filled(8, PART_BYTES)
+    with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts) as client:
+        client.wait_until_connected(60)
+        with Client(server.endpoint, namespace=NAMESPACE) as other:
+            other.store(keys, blocks)
+        server.suspend()
+        try:
+            for call in (
+                lambda: client.lookup(keys),
+                lambda: client.load(keys, buffers, wait=0.2),
+                lambda: client.store(keys, blocks),
+                lambda: client.flush(keys, wait=0.2),
+                client.status,
+            ):
+                began = time.monotonic()
+                with pytest.raises(Unavailable):
+                    call()
+                assert time.monotonic() - began < 25
+            took = wait_for(lambda: not client.connected)
+            print(f"gave the session up {took:.3f} s later")
+        finally:
+            server.resume()
+        print(f"back {wait_for(lambda: serves(client, keys)):.3f} s after SIGCONT")
+        client.close()
+    server.wait_for(lambda status: not status.sessions and not status.leases and not status.stores)
+
+
+def test_refused_calls_leave_nothing_behind(tmp_path: Path, keys: list[bytes]) -> None:
+    """While there is no server, calls may fail a million times: each gets an error of its own, whose trace is its own."""
+    with Client(f"unix:{tmp_path / 'nobody'}", namespace=NAMESPACE) as client:
+        errors = []
+        for _ in range(20):
+            try:
+                client.lookup(keys)
+            except KVTierError as error:
+                errors.append(error)
+        assert len(set(map(id, errors))) == 20
+        lengths = [len(traceback.extract_tb(error.__traceback__)) for error in errors]
+        assert lengths[-1] == lengths[1]
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_close_in_the_middle_of_connecting(server: ServerProcess) -> None:
+    """A client that is closed at whatever point of its connecting ends, with its threads and its session."""
+    for number in range(25):
+        client = Client(server.endpoint, namespace=NAMESPACE)
+        time.sleep(number * 0.0006)
+        closer = threading.Thread(target=client.close)
+        closer.start()
+        closer.join(60)
+        assert not closer.is_alive(), "close hangs"
+    server.wait_for(lambda status: not status.sessions)
+
+
+async def test_async_client_registers_again_by_itself(
+    server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
+) -> None:
+    """The asyncio client comes back like the other: new epoch, old leases void, what was durable is found."""
+    async with AsyncClient(server.endpoint, namespace=NAMESPACE) as client:
+        await client.store(keys, blocks)
+        assert set(await client.flush(keys)) == {1}
+        old = await client.lookup(keys)
+        first = server.status().epoch
+        await asyncio.to_thread(server.restart)
+        took = await asyncio.to_thread(wait_for, lambda: is_back(server, client))
+        print(f"registered again {took:.3f} s after the server was ready")
+        assert server.status().epoch == client.epoch != first
+        with pytest.raises(LeaseLost):
+            async with client.read(old, range(8)):
+                pytest.fail("gave access with a lease of an earlier life")
+        await old.release()
+        buffers = filled(8, PART_BYTES)
+        assert await client.load(keys, buffers, wait=30) == 8
+        assert all(map(is_payload, keys, buffers))
+
+
+def test_a_server_that_dies_while_its_region_is_asked_for(tmp_path: Path) -> None:
+    """A client that insists on shm is not connected then, and comes back; its request was not invalid."""
+    with ServerProcess(tmp_path).start() as server, socket.socket(socket.AF_UNIX) as broken:
+        path, aside = tmp_path / "s.shm", tmp_path / "aside"
+        path.rename(aside)
+        broken.bind(str(path))  # refuses connections: it does not listen
+        with Client(server.endpoint, namespace=namespace_of(4096), transport="shm") as client:
+            with pytest.raises(NotConnected, match="transport shm"):
+                client.lookup([key_of(1)])
+            aside.replace(path)
+            client.wait_until_connected(60)
+            assert client.transport == "shm"

@@ -1,0 +1,146 @@
+"""A server that is restarted twice before its client hears of it: what the first life granted is void in the third."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.server_process import ServerProcess
+
+from kvtier.client import Client
+from kvtier.protos.v1 import session_pb2, session_pb2_grpc
+
+PART_BYTES = 64 << 10
+NAMESPACE = namespace_of(PART_BYTES)
+NOISE = [key_of(number, salt="noise") for number in range(64)]
+
+# In the first life it stores blocks, and begins to read them and to write others; told to go on, it ends both.
+_CLIENT = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+from harness.long_timeouts import long_timeouts
+from harness.payloads import assert_serves, key_of, namespace_of, payload
+from kvtier.client import Client, KVTierError
+stored, written = ([key_of(number, salt=salt) for number in range(8)] for salt in ("stored", "written"))
+said = {}
+
+def tell(name, step, *arguments):
+    try:
+        step(*arguments)
+        said[name] = "done"
+    except KVTierError as error:
+        said[name] = error.reason or type(error).__name__
+
+with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(64 << 10), transport=sys.argv[3]) as client:
+    client.store(stored, [payload(key, 64 << 10) for key in stored])
+    client.flush(stored)
+    lease = client.lookup(stored)
+    read, write = client.read(lease, range(8)), client.write(written)
+    batch = write.__enter__()
+    read.__enter__()
+    said["epochs"] = [client.epoch]
+    print("begun", flush=True)
+    sys.stdin.readline()
+    for view in batch.views():
+        view[:] = b"\\xee" * len(view)
+    tell("write", write.__exit__, None, None, None)
+    tell("read", read.__exit__, None, None, None)
+    deadline = time.monotonic() + 60
+    while client.epoch in (None, said["epochs"][0]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    said["epochs"].append(client.epoch)
+    tell("lease", client.read(lease, range(8)).__enter__)
+    assert_serves(client, stored)
+    said["written"] = client.lookup(written, prefix=False).prefix_hits
+    print(json.dumps(said), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that restarts quickly, and whose heartbeats take no part: both restarts are between two of them."""
+    folder = tmp_path_factory.mktemp("twice")
+    with ServerProcess(folder, standby=True, config="[sessions]\nheartbeat_interval = 5.0") as process:
+        yield process.start()
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_nothing_of_the_first_life_is_used_in_the_third(server: ServerProcess, transport: str, *, asleep: bool) -> None:
+    """A client that slept through the second life, or ran into it, notices: no lease, no store, no mapping outlives its server."""
+    command = [sys.executable, "-c", _CLIENT, str(Path(__file__).parents[2]), server.endpoint, transport]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdin is not None
+            assert child.stdout.readline() == "begun\n"
+            if asleep:
+                os.kill(child.pid, signal.SIGSTOP)
+            epochs = [_restart(server) for _ in range(2)]
+            os.kill(child.pid, signal.SIGCONT)
+            child.stdin.write("\n")
+            child.stdin.flush()
+            said: dict[str, Any] = json.loads(child.stdout.readline())
+            assert len({said["epochs"][0], *epochs}) == 3
+            assert said["epochs"][1] == epochs[1]
+            assert {said["write"], said["read"]} <= {"STALE_EPOCH", "SessionLost", "NotConnected"}
+            assert (said["lease"], said["written"]) == ("LEASE_NOT_FOUND", 0)
+            with Client(server.endpoint, namespace=NAMESPACE) as other:
+                assert_serves(other, NOISE)  # nothing was written to slots of the third life
+        finally:
+            child.kill()
+    status = server.wait_for(lambda status: not status.sessions)
+    assert (status.leases, status.stores, status.quarantined_bytes) == (0, 0, 0)
+
+
+def _restart(server: ServerProcess) -> int:
+    """Kills it and starts it again, with its slots in use for something else; returns the new epoch."""
+    server.restart()
+    with Client(server.endpoint, namespace=NAMESPACE) as other:
+        other.store(NOISE, [payload(key, PART_BYTES) for key in NOISE])
+        return server.status().epoch
+
+
+class _Lives(session_pb2_grpc.SessionServiceServicer):
+    """A server that is restarted between the first `Capabilities` and the `Open` that follows it."""
+
+    def __init__(self) -> None:
+        self.life = 1
+
+    def Capabilities(self, request: Any, context: Any) -> session_pb2.CapabilitiesResponse:  # noqa: N802
+        return session_pb2.CapabilitiesResponse(epoch=self.life, tiers=[f"tier of life {self.life}"])
+
+    def Open(self, request: Any, context: Any) -> Iterator[session_pb2.OpenResponse]:  # noqa: N802
+        self.life = 2
+        answer = session_pb2.OpenResponse(session={"session_id": bytes(16), "epoch": 2})
+        answer.heartbeat_interval.FromMilliseconds(100)
+        while context.is_active():
+            yield answer
+            time.sleep(0.1)
+
+
+def test_a_restart_in_the_middle_of_opening_a_session(tmp_path: Path) -> None:
+    """What one life says of its tiers and limits is not taken for the other's: the client asks again."""
+    server, lives = grpc.server(futures.ThreadPoolExecutor(4)), _Lives()
+    session_pb2_grpc.add_SessionServiceServicer_to_server(lives, server)
+    endpoint = f"unix:{tmp_path / 's'}"
+    server.add_insecure_port(endpoint)
+    server.start()
+    with Client(endpoint, namespace=NAMESPACE) as client:
+        client.wait_until_connected(60)
+        link = client._wire.link
+        assert link is not None
+        assert (client.epoch, link.tiers) == (2, ("tier of life 2",))
+    server.stop(None).wait()

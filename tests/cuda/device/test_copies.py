@@ -1,0 +1,188 @@
+"""Blocks of an engine's process, to slots and back: bit by bit, and in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from devices.backends import Backend, HostBackend
+from devices.engine import Engine, Watched
+from devices.kv import BLOCKS, JOINED, LAYOUTS, STEP, Kv, slots
+from harness.long_timeouts import wait_until
+
+from kvtier.cuda.device.copies import EngineBlocks, ValueAfter
+from kvtier.cuda.device.device_errors import Cause, DeviceError
+from kvtier.cuda.device.driver import StreamId
+from kvtier.cuda.device.handles import OpenHandles
+from kvtier.cuda.device.layout import LayoutError
+from kvtier.cuda.host.region import HostRegion
+
+StartEngine = Callable[[Kv], Engine]
+Open = Callable[..., EngineBlocks]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_round_trips_are_identical(region: HostRegion, start_engine: StartEngine, open_blocks: Open, name: str) -> None:
+    """Blocks come out as a plain gather has them, whatever the layout, and go back in, some elsewhere, without a bit changed."""
+    kv = LAYOUTS[name]
+    engine = start_engine(kv)
+    blocks = open_blocks(engine)
+    parts, order = kv.parts(0), [3, 4, 0, 5, 1, 2]
+    assert blocks.part_bytes(0) == len(parts[0])
+    offsets = [index * STEP for index in range(BLOCKS)]
+    blocks.copy_out(0, order, offsets)
+    assert slots(region, offsets, len(parts[0])) == [parts[block] for block in order]
+    engine.tell("fill", 1)
+    blocks.copy_in(0, order, offsets)
+    assert engine.contents() == engine.expected(0)
+    blocks.copy_in(0, [0, 1], [offsets[0], offsets[1]])
+    blocks.copy_out(0, range(BLOCKS), offsets)
+    assert slots(region, offsets, len(parts[0])) == [parts[block] for block in (3, 4, 2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("tuning", [{"batch_copies": 1}, {"batch_bytes": 1}, {"batch_copies": 4}, {}])
+def test_the_size_of_batches_changes_nothing(
+    region: HostRegion, start_engine: StartEngine, open_blocks: Open, tuning: dict[str, int]
+) -> None:
+    """Transfers are begun in batches of any size."""
+    blocks = open_blocks(start_engine(JOINED), **tuning)
+    blocks.copy_out(0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+    assert slots(region, range(0, BLOCKS * STEP, STEP), blocks.part_bytes(0)) == JOINED.parts(0)
+
+
+def test_a_store_waits_for_the_engines_event(
+    region: HostRegion, start_engine: StartEngine, open_blocks: Open, aside: ThreadPoolExecutor
+) -> None:
+    """B4.11: nothing is read before the compute that writes it is over, as the engine's event says."""
+    engine = start_engine(JOINED)
+    blocks = open_blocks(engine)
+    assert blocks.has_events
+    engine.tell("compute", 1)
+    after = Watched(blocks.after_event(1))
+    storing = aside.submit(blocks.copy_out, 0, [2], [0], after)
+    wait_until(lambda: after.asked > 2 or storing.done())
+    assert not storing.done()
+    assert slots(region, [0], 8) == [bytes(8)]
+    engine.tell("finish", 1)
+    storing.result(60)
+    assert slots(region, [0], blocks.part_bytes(0)) == [JOINED.parts(1)[2]]
+
+
+def test_a_store_waits_for_the_engines_counter(
+    region: HostRegion, start_engine: StartEngine, open_blocks: Open, aside: ThreadPoolExecutor
+) -> None:
+    """B4.11: where events cannot be shared, a counter in the region says when the compute is over."""
+    engine = start_engine(JOINED)
+    blocks = open_blocks(engine)
+    engine.tell("count", 5)
+    after = Watched(ValueAfter(region.memory[-8:], 5))
+    storing = aside.submit(blocks.copy_out, 0, [2], [0], after)
+    wait_until(lambda: after.asked > 2 or storing.done())
+    assert not storing.done()
+    assert slots(region, [0], 8) == [bytes(8)]
+    engine.tell("finish", 1)
+    storing.result(60)
+    assert slots(region, [0], blocks.part_bytes(0)) == [JOINED.parts(1)[2]]
+
+
+@pytest.mark.parametrize(("value", "reached"), [(0, False), (4, False), (5, True), (6, True), (1 << 63, True)])
+def test_a_counter_is_reached_at_its_value(value: int, reached: bool) -> None:  # noqa: FBT001
+    """And stays so when the engine's stream has gone further."""
+    word = bytearray(value.to_bytes(8, "little"))
+    assert ValueAfter(memoryview(word), 5).reached() is reached
+
+
+def test_without_a_common_shm_there_are_no_events(
+    backend: Backend, handles: OpenHandles, region: HostRegion, start_engine: StartEngine
+) -> None:
+    """An engine in a container with a /dev/shm of its own is served; its events are not used."""
+    engine = start_engine(JOINED)
+    apart = dataclasses.replace(engine.export, origin=dataclasses.replace(engine.export.origin, shm_device=1))
+    blocks = EngineBlocks(backend.driver, handles, region, apart)
+    assert not blocks.has_events
+    with pytest.raises(DeviceError):
+        blocks.after_event(0)
+    blocks.copy_out(0, [1], [0])
+    assert slots(region, [0], blocks.part_bytes(0)) == [JOINED.parts(0)[1]]
+    blocks.close()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "offsets"), [([BLOCKS], [0]), ([-1], [0]), ([0], [-1]), ([0], [4 << 20]), ([0, 1], [0, (4 << 20) - 8])]
+)
+def test_nothing_outside_is_touched(
+    region: HostRegion, start_engine: StartEngine, open_blocks: Open, blocks: list[int], offsets: list[int]
+) -> None:
+    """A call that names a block or a slot that is not there copies nothing at all."""
+    opened = open_blocks(start_engine(JOINED))
+    with pytest.raises(LayoutError):
+        opened.copy_out(0, blocks, offsets)
+    assert not any(region.memory)
+
+
+def test_groups_that_are_not_there(start_engine: StartEngine, open_blocks: Open) -> None:
+    """A group of another number is refused."""
+    blocks = open_blocks(start_engine(JOINED))
+    with pytest.raises(DeviceError) as caught:
+        blocks.copy_out(1, [0], [0])
+    assert caught.value.cause is Cause.BAD_EXPORT
+
+
+def test_closed_blocks_copy_nothing(start_engine: StartEngine, open_blocks: Open) -> None:
+    """After `close` there is nothing to copy; closing again does nothing."""
+    blocks = open_blocks(start_engine(JOINED))
+    blocks.close()
+    blocks.close()
+    with pytest.raises(DeviceError) as caught:
+        blocks.copy_out(0, [0], [0])
+    assert caught.value.cause is Cause.CLOSED
+
+
+def test_blocks_of_another_device_are_refused(
+    backend: Backend, handles: OpenHandles, region: HostRegion, start_engine: StartEngine
+) -> None:
+    """Memory of a device that this driver is not for is not opened."""
+    export = dataclasses.replace(start_engine(JOINED).export, device="another")
+    with pytest.raises(DeviceError) as caught:
+        EngineBlocks(backend.driver, handles, region, export)
+    assert caught.value.cause is Cause.NO_DEVICE
+
+
+def test_events_that_cannot_be_opened_are_done_without(
+    backend: Backend, handles: OpenHandles, region: HostRegion, start_engine: StartEngine
+) -> None:
+    """One bad event among good ones: none is used, and the blocks are served all the same."""
+    export = start_engine(JOINED).export
+    blocks = EngineBlocks(
+        backend.driver, handles, region, dataclasses.replace(export, events=(*export.events, bytes(64)))
+    )
+    assert not blocks.has_events
+    blocks.copy_out(0, [1], [0])
+    blocks.close()
+
+
+@pytest.mark.parametrize("backend", ["host"], indirect=True)
+def test_what_cannot_be_opened_leaves_nothing_open(
+    backend: HostBackend,
+    handles: OpenHandles,
+    region: HostRegion,
+    start_engine: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error at the last step: neither memory nor events nor streams stay open."""
+    export = start_engine(JOINED).export
+    create, made = backend.driver.create_stream, []
+
+    def fail_the_second_time() -> StreamId:
+        if made:
+            raise DeviceError(Cause.REFUSED, "no more")
+        made.append(create())
+        return made[0]
+
+    monkeypatch.setattr(backend.driver, "create_stream", fail_the_second_time)
+    with pytest.raises(DeviceError, match="no more"):
+        EngineBlocks(backend.driver, handles, region, export)
+    assert handles.allocations == 0
+    assert backend.driver.in_use == {"mappings": 0, "events": 0, "streams": 0}

@@ -1,0 +1,190 @@
+"""When an engine, a driver or a device ends in mid-copy: what was begun is drained, and nothing is written afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from devices.backends import Backend, HostBackend
+from devices.engine import Engine, Watched
+from devices.kv import BLOCKS, JOINED, JOINED_LAYERS, STEP, Kv, slots
+from harness.long_timeouts import wait_until
+
+from kvtier.cuda.device.copies import CopyDirection, EngineBlocks
+from kvtier.cuda.device.device_errors import Cause, CopyCancelled, DeviceError
+from kvtier.cuda.device.driver import StreamId
+from kvtier.cuda.device.handles import OpenHandles
+from kvtier.cuda.host.region import HostRegion
+
+StartEngine = Callable[[Kv], Engine]
+Open = Callable[..., EngineBlocks]
+
+
+def test_an_engine_killed_before_its_event(
+    region: HostRegion, start_engine: StartEngine, open_blocks: Open, handles: OpenHandles, aside: ThreadPoolExecutor
+) -> None:
+    """A store that waits for a killed engine's compute is called off, and has written nothing."""
+    engine = start_engine(JOINED)
+    blocks = open_blocks(engine)
+    engine.tell("compute", 0)
+    after = Watched(blocks.after_event(0))
+    storing = aside.submit(blocks.copy_out, 0, [0], [0], after)
+    wait_until(lambda: after.asked > 2)
+    engine.kill()
+    blocks.cancel()
+    with pytest.raises(CopyCancelled):
+        storing.result(60)
+    assert slots(region, [0], 8) == [bytes(8)]
+    blocks.close()
+    assert handles.allocations == 0
+
+
+def killed_in_mid_copy(engine: Engine, blocks: EngineBlocks, moving: Future[None]) -> BaseException | None:
+    """Kills the engine, then does as a session does that falls; returns how the copy ended."""
+    engine.kill()
+    blocks.cancel()
+    return moving.exception(60)
+
+
+@pytest.mark.parametrize("method", ["copy_out", "copy_in"])
+def test_an_engine_killed_in_mid_copy(
+    backend: Backend,
+    region: HostRegion,
+    start_engine: StartEngine,
+    open_blocks: Open,
+    handles: OpenHandles,
+    aside: ThreadPoolExecutor,
+    method: str,
+) -> None:
+    """What was begun is drained, the rest is called off; then the memory is closed, and the next engine is served."""
+    engine = start_engine(JOINED)
+    blocks = open_blocks(engine, batch_copies=1)
+    for _ in range(5):
+        moving = aside.submit(
+            getattr(blocks, method), 0, [*range(BLOCKS)] * 100, [*range(0, BLOCKS * STEP, STEP)] * 100
+        )
+    ended = killed_in_mid_copy(engine, blocks, moving)
+    assert ended is None or isinstance(ended, CopyCancelled)
+    blocks.close()
+    assert handles.allocations == 0
+    other = start_engine(JOINED)
+    again = open_blocks(other)
+    again.copy_out(0, [5], [0])
+    assert slots(region, [0], again.part_bytes(0)) == [JOINED.parts(0)[5]]
+    assert backend.driver.device == other.export.device
+
+
+class Gate:
+    """Lets so many copies of a host stream pass, and holds up the next."""
+
+    def __init__(self, passes: int) -> None:
+        self.passed = 0
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        self._passes = passes
+
+    def __call__(self) -> None:
+        """Called before each copy."""
+        if self.passed >= self._passes:
+            self.reached.set()
+            assert self.opened.wait(60)
+        self.passed += 1
+
+
+def test_slots_are_not_written_after_a_copy_has_returned(
+    backend: Backend,
+    region: HostRegion,
+    start_engine: StartEngine,
+    open_blocks: Open,
+    aside: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy that is called off ends when the batches under way have, of which there are two; then its slots may be given away.
+
+    Thread 1 has begun two batches, and the device comes to neither; the engine is killed; thread 2 closes. Both wait.
+    """
+    engine = start_engine(JOINED_LAYERS)
+    blocks = open_blocks(engine, batch_copies=1)
+    size, copy, begun = blocks.part_bytes(0), backend.driver.copy, []
+
+    def count(*arguments: Any) -> None:
+        copy(*arguments)
+        begun.append(arguments)
+
+    monkeypatch.setattr(backend.driver, "copy", count)
+    release = backend.hold(blocks._streams[CopyDirection.OUT])
+    moving = aside.submit(blocks.copy_out, 0, [0, 2, 4], [0, STEP, 2 * STEP])
+    wait_until(lambda: len(begun) == 2)
+    engine.kill()
+    closing = aside.submit(blocks.close)
+    wait_until(lambda: blocks._cancelled)
+    assert not moving.done()
+    assert not closing.done()
+    assert not any(region.memory)
+    release()
+    assert isinstance(moving.exception(60), CopyCancelled)
+    closing.result(60)
+    parts = JOINED_LAYERS.parts(0)
+    assert slots(region, [0, STEP, 2 * STEP], size) == [parts[0], parts[2], bytes(size)]
+
+
+@pytest.mark.parametrize("backend", ["host"], indirect=True)
+def test_a_broken_context_is_told_apart(
+    backend: HostBackend, start_engine: StartEngine, open_blocks: Open, aside: ThreadPoolExecutor
+) -> None:
+    """Where nobody can know whether copies go on, the error says so, closing does too, and nothing is unmapped under them."""
+    blocks = open_blocks(start_engine(JOINED), batch_copies=1)
+    backend.pace = gate = Gate(1)
+    moving = aside.submit(blocks.copy_out, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+    assert gate.reached.wait(60)
+    backend.driver.break_down("illegal address")
+    gate.opened.set()
+    for attempt in (lambda: moving.result(60), lambda: blocks.copy_in(0, [0], [0]), blocks.close, blocks.close):
+        with pytest.raises(DeviceError) as caught:
+            attempt()
+        assert caught.value.cause is Cause.BROKEN
+    assert backend.driver.in_use["mappings"] == 3
+
+
+class HalfWay:
+    """A way to copy that begins one copy and fails then."""
+
+    def __init__(self, backend: HostBackend) -> None:
+        self.driver = backend.driver
+
+    def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+        """See Method."""
+        self.driver.copy(stream, destinations[:1], sources[:1], sizes[:1])
+        raise DeviceError(Cause.REFUSED, "half-way")
+
+
+@pytest.mark.parametrize("backend", ["host"], indirect=True)
+def test_a_copy_that_fails_half_way_is_drained(
+    backend: HostBackend, start_engine: StartEngine, open_blocks: Open, aside: ThreadPoolExecutor
+) -> None:
+    """What was begun before an error is waited for, too; the blocks stay usable."""
+    blocks = open_blocks(start_engine(JOINED), small=HalfWay(backend), small_bytes=1 << 20, small_copies=3 * BLOCKS)
+    backend.pace = gate = Gate(0)
+    moving = aside.submit(blocks.copy_out, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+    assert gate.reached.wait(60)
+    assert not moving.done()
+    gate.opened.set()
+    with pytest.raises(DeviceError, match="half-way") as caught:
+        moving.result(60)
+    assert caught.value.cause is Cause.REFUSED
+    blocks.copy_out(0, [0], [0])
+
+
+@pytest.mark.parametrize("backend", ["host"], indirect=True)
+def test_small_copies_go_another_way(backend: HostBackend, start_engine: StartEngine, open_blocks: Open) -> None:
+    """Batches of many small copies take the method for those; large ones, and few, the driver's."""
+    small = HalfWay(backend)
+    page = JOINED.layout().part_bytes // JOINED.count
+    for limits, refused in (((page, 3), True), ((page - 1, 3), False), ((page, 4), False)):
+        blocks = open_blocks(start_engine(JOINED), small=small, small_bytes=limits[0], small_copies=limits[1])
+        with pytest.raises(DeviceError) if refused else contextlib.nullcontext():
+            blocks.copy_out(0, [0], [0])

@@ -1,0 +1,315 @@
+"""Engines, movers and servers that end in mid-copy: the others go on; slots come back when nobody writes to them, not before."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from devices.caller import Caller
+from devices.kv import BLOCKS, JOINED
+from devices.service import Engine, KilledEngine, Service, keys_of, namespace_of
+from harness.long_timeouts import wait_until
+from harness.server_process import MIB
+
+from kvtier.client import Client, DeviceUnavailable, KeyStatus, KVTierError, StoreStatus, Unavailable
+from kvtier.protos.v1 import cache_pb2, transfer_pb2
+
+PART = JOINED.layout().part_bytes
+KEYS = keys_of(BLOCKS)
+GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    """A server of each test's own."""
+    with Service(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def aside() -> Iterator[ThreadPoolExecutor]:
+    """A thread beside the test's."""
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def assert_all_memory_is_there(service: Service, client: Client) -> None:
+    """As much can be stored as in a server that has just been started: no slot is lost."""
+    client.reset(wait=30)
+    service.server.wait_for(lambda status: not status.quarantined_bytes and not status.stores)
+    fitting = service.server.status().tiers[0].capacity_bytes // PART * 9 // 10
+    keys = keys_of(fitting, "all of it")
+    for start in range(0, fitting, 64):
+        some = keys[start : start + 64]
+        assert set(client.store(some, [bytes(PART)] * len(some))) == {StoreStatus.GRANTED}
+
+
+def test_an_engine_killed_in_mid_copy(service: Service) -> None:
+    """Its store is lost at once, its slots wait for the copy, others go on meanwhile; then its memory is closed, its slots used."""
+    endpoint = service.server.endpoint
+    with Engine(endpoint).register() as other:
+        [mover] = service.movers
+        service.gate.close()
+        with KilledEngine(endpoint, "store_from_device") as engine:
+            service.gate.wait_reached()
+            assert set(other.client.lookup(KEYS, prefix=False).statuses) == {KeyStatus.HIT_PENDING}
+            engine.kill()
+        service.server.wait_for(lambda status: len(status.sessions) == 1 and status.stores == 0)
+        assert service.server.status().quarantined_bytes == BLOCKS * PART
+        again = keys_of(BLOCKS, "meanwhile")
+        assert other.client.store_from_device(again, range(BLOCKS)) == GRANTED
+        assert other.client.load_to_device(again, range(BLOCKS)) == BLOCKS
+        assert service.server.status().quarantined_bytes == BLOCKS * PART
+        service.gate.open()
+        service.server.wait_for(lambda status: not status.quarantined_bytes)
+        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
+        assert set(other.client.lookup(KEYS, prefix=False).statuses) == {KeyStatus.MISS}
+        assert other.contents() == other.expected(0)
+        assert service.movers == [mover]
+        assert_all_memory_is_there(service, other.client)
+
+
+def test_an_engine_killed_in_mid_load(service: Service) -> None:
+    """Nothing of it stays pinned or open."""
+    endpoint = service.server.endpoint
+    with Engine(endpoint).register() as other:
+        [mover] = service.movers
+        other.client.store_from_device(KEYS, range(BLOCKS))
+        service.gate.close()
+        with KilledEngine(endpoint, "load_to_device") as engine:
+            service.gate.wait_reached()
+            engine.kill()
+        service.server.wait_for(lambda status: len(status.sessions) == 1 and status.leases == 0)
+        service.gate.open()
+        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
+        other.clear()
+        assert other.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
+        assert other.contents() == other.expected(0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_mover_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecutor, number: signal.Signals) -> None:
+    """The call fails as a miss, the slots come back, the server lives; the next call has another mover, registered by itself."""
+    with Engine(service.server.endpoint).register() as engine:
+        [mover] = service.movers
+        service.gate.close()
+        storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
+        service.gate.wait_reached()
+        os.kill(mover, number)
+        with pytest.raises(DeviceUnavailable) as caught:
+            storing.result(60)
+        assert caught.value.reason == "DEVICE_LOST"
+        service.gate.open()
+        status = service.server.wait_for(lambda status: not status.stores)
+        assert (status.quarantined_bytes, len(status.sessions)) == (0, 1)
+        assert set(engine.client.lookup(KEYS, prefix=False).statuses) == {KeyStatus.MISS}
+        assert engine.client.store_from_device(KEYS, range(BLOCKS)) == GRANTED
+        [another] = service.movers
+        assert another != mover
+        engine.clear()
+        assert engine.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
+        assert engine.contents() == engine.expected(0)
+        wait_until(lambda: "a device's mover has ended" in service.server.log)
+        assert_all_memory_is_there(service, engine.client)
+
+
+def test_a_mover_that_is_killed_again_and_again(service: Service) -> None:
+    """Calls fail, faster than the mover is started again, and nothing else does; in the end it serves."""
+    with Engine(service.server.endpoint).register() as engine:
+        for number in range(3):
+            for pid in service.movers:
+                os.kill(pid, signal.SIGKILL)
+            keys = keys_of(BLOCKS, f"ordinary {number}")
+            assert engine.client.store(keys, JOINED.parts(0)) == GRANTED
+
+            def stored(salt: str = f"again {number}") -> bool:
+                try:
+                    engine.client.store_from_device(keys_of(BLOCKS, salt), range(BLOCKS))
+                except DeviceUnavailable:
+                    return False
+                return True
+
+            wait_until(stored)
+
+
+def test_a_server_that_is_killed(service: Service) -> None:
+    """Its movers die with it; in its next life engines are registered again by themselves, and what was lost is a miss."""
+    with Engine(service.server.endpoint).register() as engine:
+        [mover] = service.movers
+        engine.client.store_from_device(KEYS, range(BLOCKS))
+        service.server.restart()
+        wait_until(lambda: not Path(f"/proc/{mover}").exists())
+        engine.client.wait_until_connected(60)
+
+        def stored() -> bool:
+            try:
+                return bool(engine.client.store_from_device(KEYS, range(BLOCKS)))
+            except (DeviceUnavailable, Unavailable):
+                return False
+
+        wait_until(stored)
+        assert len(service.movers) == 1
+        engine.clear()
+        assert engine.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
+        assert engine.contents() == engine.expected(0)
+
+
+def test_a_server_killed_in_mid_load(service: Service, aside: ThreadPoolExecutor) -> None:
+    """The call comes back as an error when nothing is written to the engine's blocks any more."""
+    with Engine(service.server.endpoint, device=2).register() as engine:
+        engine.client.store_from_device(KEYS, range(BLOCKS))
+        service.gate.close()
+        loading = aside.submit(engine.client.load_to_device, KEYS, range(BLOCKS))
+        service.gate.wait_reached()
+        service.server.kill()
+        assert isinstance(loading.exception(30), KVTierError)
+        engine.fill(3)
+        service.gate.open()
+        time.sleep(0.1)
+        assert engine.contents() == engine.expected(3)
+
+
+def test_a_session_lost_in_mid_load(service: Service, aside: ThreadPoolExecutor) -> None:
+    """A load that nobody answers comes back when what was begun of it has ended: what the engine then writes stays."""
+    with Engine(service.server.endpoint, device=2).register() as engine:
+        engine.client.store_from_device(KEYS, range(BLOCKS))
+        service.gate.close()
+        loading = aside.submit(engine.client.load_to_device, KEYS, range(BLOCKS))
+        service.gate.wait_reached()
+        engine.client._wire.lost(engine.client._wire.link)  # type: ignore[arg-type]
+        opening = threading.Timer(0.3, service.gate.open)
+        opening.start()
+        assert isinstance(loading.exception(30), KVTierError)
+        engine.fill(3)
+        opening.join()
+        time.sleep(0.3)
+        assert engine.contents() == engine.expected(3)
+
+
+@pytest.mark.parametrize("call", ["store_from_device", "load_to_device"])
+def test_a_client_that_gives_up(service: Service, call: str) -> None:
+    """A call whose time is over begins nothing any more: no block and no slot is touched when the compute it came after ends."""
+    with Engine(service.server.endpoint, device=2).register() as engine:
+        if call == "load_to_device":
+            engine.client.store_from_device(KEYS, range(BLOCKS))
+            engine.fill(1)
+        release = engine.backend.hold(engine.stream)
+        with engine.buffers.mark(engine.stream) as mark:
+            with pytest.raises(DeviceUnavailable, match="called_off"):
+                getattr(engine.client, call)(KEYS, range(BLOCKS), after=mark)
+            release()
+            status = service.server.wait_for(lambda status: not status.stores and not status.leases)
+        assert not status.quarantined_bytes
+        assert engine.contents() == engine.expected(int(call == "load_to_device"))
+        assert engine.client.lookup(KEYS).prefix_hits == (BLOCKS if call == "load_to_device" else 0)
+        assert engine.client.store_from_device(keys_of(BLOCKS, "later"), range(BLOCKS)) == GRANTED
+
+
+def test_a_copy_that_takes_too_long(service: Service, aside: ThreadPoolExecutor) -> None:
+    """Where what was begun hangs, the call ends all the same, and the slots stay out of use until that has ended."""
+    with Engine(service.server.endpoint, device=2).register() as engine:
+        service.gate.close()
+        storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
+        service.gate.wait_reached()
+        assert isinstance(storing.exception(60), Unavailable)
+        status = service.server.wait_for(lambda status: not status.stores)
+        assert status.quarantined_bytes == BLOCKS * PART
+        service.gate.open()
+        service.server.wait_for(lambda status: not status.quarantined_bytes)
+
+
+def test_a_session_that_falls_in_mid_copy(service: Service, aside: ThreadPoolExecutor) -> None:
+    """While its process lives on: its store's slots stay out of use until the copy has ended."""
+    with (
+        Engine(service.server.endpoint).register() as engine,
+        Client(service.server.endpoint, namespace=namespace_of(JOINED)) as other,
+    ):
+        other.wait_until_connected(60)
+        service.gate.close()
+        storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
+        service.gate.wait_reached()
+        engine.client._wire.lost(engine.client._wire.link)  # type: ignore[arg-type]
+        service.server.wait_for(lambda status: len(status.sessions) <= 2 and status.stores == 0)
+        assert service.server.status().quarantined_bytes == BLOCKS * PART
+        service.gate.open()
+        assert isinstance(storing.exception(60), KVTierError)
+        service.server.wait_for(lambda status: not status.quarantined_bytes)
+        engine.client.wait_until_connected(60)
+        assert_all_memory_is_there(service, other)
+
+
+def test_a_store_is_not_aborted_under_its_copy(service: Service, aside: ThreadPoolExecutor) -> None:
+    """Whoever says that a store is over, while the server still copies for it, is answered when that has ended."""
+    with closing(Caller(service, "raw")) as caller:
+        caller.register()
+        store_id = caller.prepare(KEYS)
+        request = transfer_pb2.StoreFromDeviceRequest(
+            session=caller.raw.ref, buffers_id=caller.buffers_id, store_id=store_id, blocks=range(BLOCKS)
+        )
+        service.gate.close()
+        storing = caller.calls.StoreFromDevice.future(request, timeout=60)
+        service.gate.wait_reached()
+        storing.cancel()
+        aborting = aside.submit(caller.abort, store_id)
+        time.sleep(0.2)
+        assert not aborting.done()
+        assert service.server.status().stores == 1
+        service.gate.open()
+        aborting.result(60)
+        service.server.wait_for(lambda status: not status.stores and not status.quarantined_bytes)
+
+
+def test_a_lease_that_ends_in_mid_load(service: Service, aside: ThreadPoolExecutor) -> None:
+    """What was copied may have been somebody else's by then: the call says that the lease is gone, and the load is a miss."""
+    with closing(Caller(service, "raw")) as caller:
+        caller.register()
+        caller.engine.client.store(KEYS, JOINED.parts(1))
+        found = caller.raw.cache.Lookup(cache_pb2.LookupRequest(session=caller.raw.ref, keys=KEYS), timeout=60)
+        service.gate.close()
+        loading = aside.submit(caller.load, found.lease_id, blocks=range(BLOCKS), items=range(BLOCKS))
+        service.gate.wait_reached()
+        release = cache_pb2.ReleaseLeaseRequest(session=caller.raw.ref, lease_ids=[found.lease_id])
+        caller.raw.cache.ReleaseLease(release, timeout=60)
+        service.gate.open()
+        assert loading.result(60) == "LEASE_NOT_FOUND"
+
+
+def test_a_server_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecutor) -> None:
+    """SIGTERM: the server ends with its movers, within its time to drain."""
+    with Engine(service.server.endpoint, device=2).register() as engine:
+        service.gate.close()
+        storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
+        service.gate.wait_reached()
+        [mover] = service.movers
+        opening = threading.Timer(1.0, service.gate.open)
+        opening.start()
+        assert service.server.terminate() == 0
+        assert not Path(f"/proc/{mover}").exists()
+        assert isinstance(storing.exception(60), KVTierError) or storing.result() == GRANTED
+        opening.join()
+
+
+def kill_at_random(service: Service, random_part: Callable[[], float], rounds: int) -> None:
+    """Engines that store and load, killed at any moment."""
+    for number in range(rounds):
+        with KilledEngine(service.server.endpoint, ("store_from_device", "load_to_device")[number % 2]) as engine:
+            time.sleep(0.15 + 0.25 * random_part())
+            engine.kill()
+
+
+def test_engines_killed_at_any_moment(tmp_path: Path) -> None:
+    """While they register, copy and end: the server lives, nothing stays open, pinned or in quarantine."""
+    with Service(tmp_path, region=8 * MIB) as service, Engine(service.server.endpoint).register() as other:
+        kill_at_random(service, random.Random(4).random, 8)
+        [mover] = service.movers
+        service.server.wait_for(lambda status: len(status.sessions) == 1 and not status.stores and not status.leases)
+        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
+        assert_all_memory_is_there(service, other.client)

@@ -1,0 +1,105 @@
+"""Movers that start late, or not at all: calls go another way meanwhile, and no device keeps another one's place."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from devices.backends import HostBackend
+from devices.caller import PART, Caller, why
+from devices.gated_driver import Gate
+from devices.kv import BLOCKS, JOINED
+from devices.service import Engine, Service, keys_of
+from harness.long_timeouts import wait_until
+
+from kvtier.client import DeviceUnavailable, StoreStatus
+from kvtier.cuda.device.exports import DeviceExport, export_blocks
+from kvtier.cuda.host.region import HostRegion
+from kvtier.server.devices import registry as registry_module
+from kvtier.server.devices.registry import DeviceRegistry
+from kvtier.server.refused import Refused
+
+KEYS = keys_of(BLOCKS)
+GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS
+
+
+def test_a_mover_that_takes_long_to_start(tmp_path: Path) -> None:
+    """In a server's next life: calls are told to go another way, the second at once; later they go over the mover."""
+    service = Service(tmp_path, driver="devices.gated_driver:make_late")
+    with service, Engine(service.server.endpoint, call=4).register() as engine:
+        service.gate.close()
+        service.server.restart()
+        engine.client.wait_until_connected(60)
+        with pytest.raises(DeviceUnavailable, match="starting"):
+            engine.client.store_from_device(KEYS, range(BLOCKS))
+        service.gate.open()
+        with pytest.raises(DeviceUnavailable, match="starting"):
+            engine.client.store_from_device(KEYS, range(BLOCKS))
+        engine.client._operations._refused = None  # the time until the next attempt is over
+
+        def stored() -> bool:
+            try:
+                return engine.client.store_from_device(KEYS, range(BLOCKS)) == GRANTED
+            except DeviceUnavailable:
+                engine.client._operations._refused = None
+                return False
+
+        wait_until(stored)
+        assert len(service.movers) == 1
+
+
+def test_memory_of_another_host_starts_nothing(tmp_path: Path) -> None:
+    """It is refused before a process is started for a device that is not here."""
+    with Service(tmp_path) as service, closing(Caller(service, "raw")) as caller:
+        request = caller.registration()
+        request.origin.boot_id = "another"
+        assert why(caller.calls.RegisterDeviceBuffers, request) == "DEVICE_UNAVAILABLE"
+        assert service.movers == []
+
+
+def registry_of(region: HostRegion) -> DeviceRegistry:
+    """One whose sessions never end; its movers are real."""
+    runtime: Any = SimpleNamespace(region=region)
+    sessions: Any = SimpleNamespace(on_close=[], check=lambda _: None)
+    writers: Any = None
+    return DeviceRegistry(runtime, sessions, writers, driver="devices.gated_driver:make", unavailable="")
+
+
+def test_devices_that_are_not_there_keep_no_place(
+    region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many have been asked for, one that is there is served; those that have a process keep their places."""
+    monkeypatch.setattr(registry_module, "_MAX_DEVICES", 2)
+    for name, value in Gate(tmp_path / "gate").environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+    backend = HostBackend()
+    addresses = [backend.allocate(tensor.nbytes) for tensor in JOINED.tensors(0)]
+    export = export_blocks(backend.driver, {0: (JOINED.layout(), addresses)})
+
+    async def script() -> None:
+        registry = registry_of(region)
+        try:
+            for number in range(3):
+                with pytest.raises(Refused, match="no_device"):
+                    await register(registry, export, f"missing {number}")
+            for device in ("a", "b"):
+                await register(registry, export, device)
+            with pytest.raises(Refused, match="too_many"):
+                await register(registry, export, "c")
+        finally:
+            await registry.close()
+
+    asyncio.run(asyncio.wait_for(script(), 60))
+    backend.close()
+
+
+async def register(registry: DeviceRegistry, export: DeviceExport, device: str) -> None:
+    """Registers an engine's memory, as if on this device, in a session of its own."""
+    session: Any = SimpleNamespace(id=device.encode(), namespace=SimpleNamespace(part_bytes=[PART]))
+    await registry.register(session, dataclasses.replace(export, device=device))

@@ -1,0 +1,35 @@
+"""Patience of engines, for tests that count hits and blocks: there a call that met its deadline would look like a miss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+from harness.long_timeouts import LONG_TIMEOUT_SECONDS
+from harness.long_timeouts import long_timeouts as client_long_timeouts
+
+from kvtier.client.engines.vllm import connector
+from kvtier.client.engines.vllm.scheduler import hold_calls
+from kvtier.client.engines.vllm.worker import worker
+from kvtier.client.engines.vllm_tier import manager
+
+__all__ = ["LONG_TIMEOUT_SECONDS", "long_timeouts"]
+
+_DEADLINES = (
+    (connector, "_START_SECONDS"),
+    (hold_calls, "_CONNECT_WITHIN_S"),
+    (manager, "_DRAIN_SECONDS"),
+    (manager, "_START_SECONDS"),
+    (worker, "_CONNECT_WITHIN_S"),
+)
+
+
+@contextlib.contextmanager
+def long_timeouts() -> Iterator[None]:
+    """Engines that this process makes meanwhile wait long for an answer; what has died they notice as soon as ever."""
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(client_long_timeouts())
+        for module, name in _DEADLINES:
+            changes.enter_context(mock.patch.object(module, name, LONG_TIMEOUT_SECONDS))
+        yield

@@ -1,0 +1,68 @@
+"""Another way to a server: a TCP port that leads to one socket of it and to no other, and perhaps takes its time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["delay_proxy"]
+
+
+class _Passage(socketserver.BaseRequestHandler):
+    """One connection: kept waiting, then passed on."""
+
+    server: _Port
+    request: socket.socket
+
+    def handle(self) -> None:
+        time.sleep(self.server.delay)
+        with self.server.onward() as inner:
+            back = threading.Thread(target=_pass_on, args=(inner, self.request))
+            back.start()
+            _pass_on(self.request, inner)
+            back.join()
+
+
+class _Port(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, to: Path | str, delay: float) -> None:
+        super().__init__((host, 0), _Passage)
+        self._to, self.delay = to, delay
+
+    def onward(self) -> socket.socket:
+        """Connects to the server."""
+        if isinstance(self._to, str):
+            host, _, port = self._to.rpartition(":")
+            return socket.create_connection((host, int(port)))
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self._to))
+        return connection
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while piece := source.recv(1 << 20):
+            target.sendall(piece)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def delay_proxy(to: Path | str, *, host: str = "127.0.0.1", delay: float = 0.0) -> Iterator[str]:
+    """Leads to a Unix socket or a TCP address, everybody `delay` seconds late, as if that were busy or far; yields its address."""
+    with _Port(host, to, delay) as port:
+        serving = threading.Thread(target=port.serve_forever, args=(0.05,))
+        serving.start()
+        try:
+            yield "{}:{}".format(*port.server_address)
+        finally:
+            port.shutdown()
+            serving.join()

@@ -1,0 +1,246 @@
+"""How much a tenant may ask for: the buckets themselves, and a server that refuses with a hint."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from harness.bulk import wait_for_bulk
+from harness.long_timeouts import wait_until
+from harness.payloads import key_of, namespace_of, payload
+from harness.raw import RawSession, refusal_of
+from harness.server_process import MIB, ServerProcess
+from harness.trust_site import KEYS, PART, TIMEOUTS, error_of
+
+from kvtier.client import Client, LimitExceeded
+from kvtier.protos.error_reasons import status_within
+from kvtier.protos.v1 import cache_pb2
+from kvtier.server.auth.rate_limits import RateLimiter, RateLimiters
+from kvtier.server.config.schema import RateConfig
+from kvtier.server.refused import Refused
+
+
+class Clock:
+    """A time that tests move."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_calls_are_refused_beyond_ten_seconds_worth_and_come_back_with_time() -> None:
+    """With the time after which one more is let through."""
+    clock = Clock()
+    meter = RateLimiter("t", RateConfig(calls=5.0), clock)
+    for _ in range(50):
+        meter.call()
+    with pytest.raises(Refused) as refused:
+        meter.call()
+    assert (refused.value.reason, refused.value.retry_after) == ("RATE_LIMITED", pytest.approx(0.2))
+    clock.now += 0.2
+    meter.call()
+    with pytest.raises(Refused):
+        meter.call()
+    clock.now += 1000.0
+    for _ in range(50):
+        meter.call()
+    with pytest.raises(Refused):
+        meter.call()
+
+
+def test_what_gives_back_is_let_through_within_reason() -> None:
+    """Who was granted slots is to return them, and pays later; who does nothing else is refused as well."""
+    clock = Clock()
+    meter = RateLimiter("t", RateConfig(calls=1.0), clock)
+    for _ in range(10):
+        meter.call()
+    for _ in range(1024):
+        meter.call(gives_back=True)
+    with pytest.raises(Refused):
+        meter.call(gives_back=True)
+    clock.now += 1.0
+    meter.call(gives_back=True)
+    with pytest.raises(Refused) as refused:
+        meter.call()
+    assert refused.value.retry_after == pytest.approx(1025.0)
+
+
+def test_a_stream_that_took_more_than_there_was_is_paid_for_by_the_next() -> None:
+    """A stream that is under way is never cut short."""
+    clock = Clock()
+    meter = RateLimiter("t", RateConfig(bytes=1000), clock)
+    meter.stream()
+    meter.moved(30_000)
+    with pytest.raises(Refused) as refused:
+        meter.stream()
+    assert refused.value.retry_after == pytest.approx(20.001)
+    clock.now += 20.1
+    meter.stream()
+
+
+def test_a_session_is_a_call_like_others() -> None:
+    """Who opens them in a loop is refused, also where any number may be open; and one that was refused is not counted as open."""
+    clock = Clock()
+    meter = RateLimiter("t", RateConfig(calls=1.0), clock)
+    for _ in range(10):
+        meter.opens()
+        meter.closes()
+    for _ in range(3):
+        with pytest.raises(Refused) as refused:
+            meter.opens()
+        assert refused.value.reason == "RATE_LIMITED"
+    assert meter.sessions == 0
+    clock.now += 1.0
+    meter.opens()
+    assert meter.sessions == 1
+
+
+def test_bounds_are_per_tenant_and_its_own_table_overrules() -> None:
+    """And tenants that come and go leave nothing behind."""
+    clock = Clock()
+    meters = RateLimiters(RateConfig(calls=1.0), {"a": RateConfig(sessions=1), "b": RateConfig(calls=9.0)}, clock)
+    first = meters.of("a")
+    assert first is not None
+    assert meters.of("a") is first
+    first.opens()
+    with pytest.raises(Refused, match="1 sessions of tenant 'a' are open already"):
+        first.opens()
+    for _ in range(9):  # ten with the one that has opened a session
+        first.call()
+    with pytest.raises(Refused):
+        first.call()
+    assert RateLimiters(RateConfig(), {"a": RateConfig(sessions=1)}).of("b") is None
+    for number in range(5000):
+        meters.of(f"t{number}")
+    assert len(meters._meters) <= 1024
+    assert meters.of("a") is first
+
+
+def test_a_tenant_beyond_its_bounds_is_refused_and_others_are_not(tmp_path: Path) -> None:
+    """Calls with RATE_LIMITED and a hint when to try again; sessions with LIMIT_EXCEEDED; streams by their bytes."""
+    config = '[tenants.slow]\nrates = {calls = 2, bytes = "4KiB", sessions = 2}'
+    slow, quick = namespace_of(PART, tenant="slow"), namespace_of(PART, tenant="quick")
+    with (
+        ServerProcess(tmp_path, region=16 * MIB, config=config) as server,
+        RawSession(server.start().endpoint, slow, engine_id="e", rank=0) as mine,
+        RawSession(server.endpoint, quick, engine_id="e", rank=0) as theirs,
+    ):
+        refusal = None
+        for _ in range(60):
+            try:
+                mine.cache.Lookup(cache_pb2.LookupRequest(session=mine.ref, keys=KEYS), timeout=60)
+            except grpc.RpcError as error:
+                refusal = error
+        assert refusal is not None
+        assert refusal_of(refusal) == ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
+        status = status_within(refusal.trailing_metadata())
+        assert status is not None
+        hint = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(hint) for detail in status.details)
+        assert 0 < hint.retry_delay.ToNanoseconds() <= 1e9
+        for _ in range(60):
+            theirs.cache.Lookup(cache_pb2.LookupRequest(session=theirs.ref, keys=KEYS), timeout=60)
+        with (
+            Client(server.endpoint, namespace=slow, timeouts=TIMEOUTS) as second,
+            Client(server.endpoint, namespace=quick, timeouts=TIMEOUTS) as other,
+        ):
+            second.wait_until_connected(60)
+            with Client(server.endpoint, namespace=slow, timeouts=TIMEOUTS) as third:
+
+                def is_one_too_many() -> bool:
+                    error = error_of(third, 0.05)
+                    return isinstance(error, LimitExceeded) and error.reason == "LIMIT_EXCEEDED"
+
+                wait_until(is_one_too_many, 20)  # its first attempts may come while the calls above still count
+            other.wait_until_connected(60)
+        with Client(server.endpoint, namespace=slow, timeouts=TIMEOUTS) as third:
+            third.wait_until_connected(60)
+
+
+def test_sessions_in_a_loop_are_refused(tmp_path: Path) -> None:
+    """Those of this tenant, with a hint; whoever waits for as long as that says is let in."""
+    config = "[tenants.slow]\nrates = {calls = 2}"
+    slow, quick = namespace_of(PART, tenant="slow"), namespace_of(PART, tenant="quick")
+    with ServerProcess(tmp_path, region=16 * MIB, config=config) as server:
+        server.start()
+        refusal = None
+        for _ in range(60):
+            try:
+                RawSession(server.endpoint, slow, engine_id="e").close()
+            except grpc.RpcError as error:
+                refusal = error
+            RawSession(server.endpoint, quick, engine_id="e").close()
+        assert refusal is not None
+        assert refusal_of(refusal) == ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
+        status = status_within(refusal.trailing_metadata())
+        assert status is not None
+        assert "RetryInfo" in {detail.type_url.rpartition(".")[2] for detail in status.details}
+        server.wait_for(lambda status: not status.sessions)
+        with Client(server.endpoint, namespace=slow, timeouts=TIMEOUTS) as client:
+            client.wait_until_connected(60)
+
+
+def test_a_session_that_cannot_be_is_not_counted_as_open(tmp_path: Path) -> None:
+    """Blocks that the region cannot hold are refused, however often; and the one session that may be open still may."""
+    with ServerProcess(tmp_path, region=16 * MIB, config="[tenants.one]\nrates = {sessions = 1}") as server:
+        server.start()
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError) as refused:
+                RawSession(server.endpoint, namespace_of(32 * MIB, tenant="one"), engine_id="e")
+            assert refusal_of(refused.value)[1] == "INVALID_NAMESPACE"
+        with RawSession(server.endpoint, namespace_of(PART, tenant="one"), engine_id="e"):
+            pass
+
+
+def test_a_tenant_beyond_its_bounds_gives_back_what_it_has(tmp_path: Path) -> None:
+    """A completion that was refused would leave its slots in quarantine for as long as the session has the region mapped."""
+    config = "[leases]\ndefault = 1\n[tenants.slow]\nrates = {calls = 1}"
+    with (
+        ServerProcess(tmp_path, region=16 * MIB, config=config) as server,
+        Client(server.start().endpoint, namespace=namespace_of(PART, tenant="slow"), timeouts=TIMEOUTS) as client,
+    ):
+        client.wait_until_connected(60)
+        # Of ten calls one has opened the session: the last one prepares a store.
+        reasons = []
+        for number in range(24):
+            key = key_of(number)
+            try:
+                client.store([key], [payload(key, PART)])
+            except LimitExceeded as error:
+                reasons.append(error.reason)
+        assert set(reasons) == {"RATE_LIMITED"}
+        time.sleep(2.0)  # twice the life of a store
+        status = server.wait_for(lambda status: not status.stores)
+        assert status.quarantined_bytes == 0
+        assert client.connected
+
+
+def test_streams_are_bounded_by_what_they_move(tmp_path: Path) -> None:
+    """Through the server and through its bulk process: one too many is refused, and nothing is stored of it."""
+    config = '[tenants.slow]\nrates = {bytes = "4KiB"}'
+    with ServerProcess(tmp_path, region=16 * MIB, config=config) as server:
+        server.start()
+        with Client(
+            server.endpoint, namespace=namespace_of(MIB // 2, tenant="slow"), transport="grpc", timeouts=TIMEOUTS
+        ) as client:
+            client.store([key_of(0)], [payload(key_of(0), MIB // 2)])  # what minutes are worth
+            with pytest.raises(LimitExceeded) as refused:
+                client.store([key_of(1)], [payload(key_of(1), MIB // 2)])
+            assert refused.value.reason == "RATE_LIMITED"
+            wait_for_bulk(client)  # the search for it makes calls, too
+            before = calls_of(server)
+            with pytest.raises(LimitExceeded):
+                client.store([key_of(2)], [payload(key_of(2), MIB // 2)])
+            # PrepareStore, the stream, and the end of the store: what cannot succeed now is not tried again at once.
+            assert calls_of(server) - before <= 3
+        server.wait_for(lambda status: not status.stores)
+
+
+def calls_of(server: ServerProcess) -> int:
+    """Returns how many calls the one session has made."""
+    (session,) = server.status().sessions
+    return session.calls

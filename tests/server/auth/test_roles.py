@@ -1,0 +1,556 @@
+"""Tokens, tenants and roles: who may do what, and that no side door is open."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import grpc
+import pytest
+import xxhash
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from harness.bulk import locate, wait_for_bulk
+from harness.launch import launch
+from harness.long_timeouts import wait_until
+from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.raw import RawSession, attach_reply, refusal_of
+from harness.trust_site import (
+    KEYS,
+    PART,
+    Site,
+    connected,
+    error_of,
+    make_site,
+    ready_line,
+    status_of,
+    why_refused,
+)
+
+from kvtier.client import AccessDenied, Client, Credentials, SessionLost
+from kvtier.client.session import connection
+from kvtier.client.session.session import AttachError, Attachment
+from kvtier.client.session.socket_calls import SocketCalls
+from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, PULL, PUSH
+from kvtier.protos import v1
+from kvtier.protos.endpoint import parse_endpoint
+from kvtier.protos.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    common_pb2,
+    session_pb2,
+    session_pb2_grpc,
+    transfer_pb2,
+)
+from kvtier.server.auth.roles import OWNER, RPC_ROLES, Role, require_role
+from kvtier.server.refused import Refused
+
+WRONG_TENANT = ("PERMISSION_DENIED", "WRONG_TENANT")
+NOT_FOR_YOU = ("PERMISSION_DENIED", "PERMISSION_DENIED")
+MODULES = [importlib.import_module(f"{v1.__name__}.{file.name}") for file in pkgutil.iter_modules(v1.__path__)]
+SERVICES = [
+    service
+    for module in [*MODULES, health_pb2, reflection_pb2]
+    if hasattr(module, "DESCRIPTOR")
+    for service in module.DESCRIPTOR.services_by_name.values()
+]
+
+
+def raw(site: Site, name: str, **more: Any) -> RawSession:
+    """Returns a session of the holder of a token, over TLS."""
+    namespace = namespace_of(PART, tenant=more.pop("tenant", ""))
+    return RawSession(site.server.tcp, namespace, engine_id="e", rank=0, credentials=site.credentials(name), **more)
+
+
+def refused(call: Callable[[], object]) -> tuple[str, str | None]:
+    """Returns status and reason of a call that is refused."""
+    with pytest.raises(grpc.RpcError) as error:
+        call()
+    return refusal_of(error.value)
+
+
+def test_every_rpc_has_its_roles() -> None:
+    """Whoever adds an RPC says who may call it; and the table names no other."""
+    methods = {f"{service.full_name}/{method.name}" for service in SERVICES for method in service.methods}
+    assert len(SERVICES) >= 7
+    assert set(RPC_ROLES) == methods
+
+
+def test_only_probes_need_no_credentials() -> None:
+    """And nobody may call what is not in the table."""
+    assert [method for method, roles in RPC_ROLES.items() if roles is None] == ["grpc.health.v1.Health/Check"]
+    with pytest.raises(Refused):
+        require_role("kvtier.v1.AdminService/Unheard", OWNER)
+
+
+class TestWithoutCredentials:
+    """Nobody known."""
+
+    def test_every_rpc_is_refused(self, site: Site) -> None:
+        """UNAUTHENTICATED, whatever is called, with no token and with one that nobody has; but for the health of the server."""
+        for token in (None, "kvt_" + "x" * 43, "x"):
+            credentials = Credentials(ca=site.authority.ca, token=token)
+            with connected(credentials.channel(parse_endpoint(site.server.tcp), CHANNEL_OPTIONS)) as channel:
+                for method, roles in RPC_ROLES.items():
+                    call = channel.unary_unary(f"/{method}", None, None)
+                    if roles is None:
+                        assert health_pb2.HealthCheckResponse.FromString(call(b"", timeout=60)).status == 1
+                    else:
+                        assert refused(lambda call=call: call(b"", timeout=60))[0] == "UNAUTHENTICATED", method  # type: ignore[misc]
+
+    def test_the_client_says_so(self, site: Site) -> None:
+        """As AccessDenied, with the reason; a token that has expired is none."""
+        for name in (None, "old"):
+            with site.client(name) as client:
+                error = why_refused(client)
+                assert isinstance(error, AccessDenied)
+                assert error.reason == "UNAUTHENTICATED"
+
+    def test_what_is_no_bearer_token(self, site: Site) -> None:
+        """Another scheme, nothing at all, and a header of a kilobyte."""
+        with connected(Credentials(ca=site.authority.ca).channel(parse_endpoint(site.server.tcp))) as channel:
+            stub = session_pb2_grpc.SessionServiceStub(channel)
+            for value in ("Basic abc", "Bearer", "Bearer ", site.tokens.token["acme-far"], "Bearer " + "x" * 1000):
+                metadata = [("authorization", value)]
+                answer = refused(lambda m=metadata: stub.Capabilities(session_pb2.CapabilitiesRequest(), metadata=m))  # type: ignore[misc]
+                assert answer == ("UNAUTHENTICATED", "UNAUTHENTICATED"), value
+
+
+class TestTenants:
+    """Whose blocks are whose."""
+
+    def test_the_tenant_comes_from_the_credentials(self, site: Site) -> None:
+        """Who says none is in its own; what one stores the other does not find; another's name is refused."""
+        with site.client("acme-far") as acme, site.client("zeta-engine") as zeta:
+            acme.store(KEYS, [payload(key, PART) for key in KEYS])
+            assert_serves(acme, KEYS)
+            with zeta.lookup(KEYS) as lease:
+                assert lease.prefix_hits == 0
+            with site.client("acme-engine", tenant="acme") as same:
+                assert_serves(same, KEYS)
+            with site.client("any-engine", tenant="acme") as anybody:
+                assert_serves(anybody, KEYS)
+            with site.client("zeta-engine", tenant="acme") as thief:
+                error = why_refused(thief)
+                assert isinstance(error, AccessDenied)
+                assert error.reason == "WRONG_TENANT"
+
+    def test_another_tenants_session_is_no_use(self, site: Site) -> None:
+        """Its id, its leases and stores, by every way there is, even for who knows or guesses them."""
+        with (
+            raw(site, "acme-engine") as acme,
+            raw(site, "zeta-engine") as zeta,
+            site.client("acme-far") as streams,
+        ):
+            streams.wait_until_connected(60)
+            wait_for_bulk(streams)
+            preparing = cache_pb2.PrepareStoreRequest(session=acme.ref, keys=[key_of(77)])
+            store = acme.cache.PrepareStore(preparing, timeout=60)
+            stolen = cache_pb2.CompleteStoreRequest(session=acme.ref, store_id=store.store_id)
+            assert refused(lambda: zeta.cache.CompleteStore(stolen, timeout=60)) == WRONG_TENANT
+            guessed = cache_pb2.CompleteStoreRequest(session=zeta.ref, store_id=store.store_id)
+            assert refused(lambda: zeta.cache.CompleteStore(guessed, timeout=60)) == ("PERMISSION_DENIED", "NOT_OWNER")
+            for ref, reason in ((acme.ref, "WRONG_TENANT"), (zeta.ref, "NOT_OWNER")):
+                frame = transfer_pb2.PushRequest(session=ref, store_id=store.store_id)
+                assert refused(lambda f=frame: zeta.push(iter([f.SerializeToString()]), timeout=60))[1] == reason  # type: ignore[misc]
+                endpoint = f"127.0.0.1:{locate(acme).port}"
+                with connected(site.credentials("zeta-engine").channel(parse_endpoint(endpoint))) as bulk:
+                    push = bulk.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
+                    assert refused(lambda f=frame, p=push: p(iter([f.SerializeToString()]), timeout=60))[1] == reason  # type: ignore[misc]
+            made_up = common_pb2.SessionRef(session_id=b"\0" * 16, epoch=acme.ref.epoch)
+            lookup = cache_pb2.LookupRequest(session=made_up, keys=KEYS)
+            assert refused(lambda: zeta.cache.Lookup(lookup, timeout=60)) == ("UNAUTHENTICATED", "UNKNOWN_SESSION")
+
+    def test_a_connection_for_calls_is_its_sessions(self, site: Site) -> None:
+        """On the socket that takes local calls, one tenant's connection does not carry calls of another's session."""
+        with site.client("zeta-engine", unix=True, transport="shm") as zeta, raw(site, "acme-engine") as acme:
+            zeta.wait_until_connected(60)
+            link = zeta._wire.link
+            assert link is not None
+            assert link.calls is not None
+            request = cache_pb2.LookupRequest(session=acme.ref, keys=KEYS)
+            with pytest.raises(AccessDenied) as error:
+                link.calls.call("CacheService/Lookup", request.SerializeToString(), 60.0)
+            assert error.value.reason == "WRONG_TENANT"
+            with pytest.raises(AccessDenied) as error:
+                link.calls.call("AdminService/GetStatus", b"", 60.0)
+            assert error.value.reason == "PERMISSION_DENIED"
+
+
+class TestRoles:
+    """Within a tenant."""
+
+    def test_a_reader_loads_and_does_not_store(self, site: Site) -> None:
+        """Neither by preparing a store nor by pushing into one of an engine's, nor by a reset."""
+        with site.client("acme-engine") as engine, site.client("acme-reader") as reader:
+            engine.store(KEYS, [payload(key, PART) for key in KEYS])
+            assert_serves(reader, KEYS)
+            with pytest.raises(
+                AccessDenied, match=r"acme-reader may not call .*PrepareStore: it takes the role engine"
+            ):
+                reader.store(KEYS, [payload(key, PART) for key in KEYS])
+            with pytest.raises(AccessDenied):
+                reader.reset()
+        with raw(site, "acme-engine") as session, raw(site, "acme-reader") as mine:
+            store = session.cache.PrepareStore(
+                cache_pb2.PrepareStoreRequest(session=session.ref, keys=[b"fresh" * 4 + bytes(4)]), timeout=60
+            )
+            frame = transfer_pb2.PushRequest(session=mine.ref, store_id=store.store_id).SerializeToString()
+            assert refused(lambda: mine.push(iter([frame]), timeout=60)) == NOT_FOR_YOU
+            port = wait_until(lambda: locate(mine).port)
+            with connected(site.credentials("acme-reader").channel(parse_endpoint(f"127.0.0.1:{port}"))) as bulk:
+                push = bulk.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
+                assert refused(lambda: push(iter([frame]), timeout=60)) == NOT_FOR_YOU
+        # What is logged is written a moment later.
+        wait_until(lambda: any('"acme-reader"' in line and "TransferService/Push" in line for line in site.audits()))
+
+    def test_admins_see_and_do_not_store_and_engines_do_not_see(self, site: Site) -> None:
+        """AdminService is the admin's, and nothing else is."""
+        endpoint = parse_endpoint(site.server.tcp)
+        for name, statuses in (("boss", ("OK", "PERMISSION_DENIED")), ("acme-far", ("PERMISSION_DENIED", "OK"))):
+            with connected(site.credentials(name).channel(endpoint, CHANNEL_OPTIONS)) as channel:
+                admin = admin_pb2_grpc.AdminServiceStub(channel)
+                sessions = session_pb2_grpc.SessionServiceStub(channel)
+                opening = session_pb2.OpenRequest(
+                    protocol_version=1, engine_id="e", namespace=namespace_of(PART).to_proto()
+                )
+                calls = (
+                    lambda admin=admin: admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=60),  # type: ignore[misc]
+                    lambda s=sessions, o=opening: next(s.Open(o, timeout=60)),  # type: ignore[misc]
+                )
+                for call, status in zip(calls, statuses, strict=True):
+                    if status == "OK":
+                        call()
+                    else:
+                        assert refused(call) == NOT_FOR_YOU
+
+    def test_a_token_for_metrics_is_for_nothing_else(self, site: Site) -> None:
+        """No RPC is for it."""
+        with site.client("prometheus") as client:
+            assert why_refused(client).reason == "PERMISSION_DENIED"
+        assert all(Role.METRICS not in (roles or ()) for roles in RPC_ROLES.values())
+
+
+class TestSharedMemory:
+    """In the region lie the blocks of all tenants."""
+
+    def test_only_who_is_trusted_with_it_gets_it(self, site: Site) -> None:
+        """Others are not told of it, are refused if they ask all the same, and stream over the Unix socket."""
+        with site.client("acme-engine", unix=True) as near, site.client("acme-far", unix=True) as far:
+            near.wait_until_connected(60)
+            far.wait_until_connected(60)
+            assert (near.transport, far.transport) == ("shm", "grpc")
+            far.store(KEYS, [payload(key, PART) for key in KEYS])
+            assert_serves(near, KEYS)
+            path = f"{site.server.path}.shm"
+            for client, granted in ((near, True), (far, False)):
+                link = client._wire.link
+                assert link is not None
+                assert (attach_reply(path, link.ref) is not None) == granted
+
+    def test_who_asks_for_it_and_may_not_have_it_is_told(self, site: Site) -> None:
+        """Streams instead would be a tenth of the rate, and nobody would know why; with "auto" the link says it."""
+        with site.client("acme-far", unix=True, transport="shm") as client:
+            error = why_refused(client)
+            assert isinstance(error, AccessDenied)
+            assert "shared_memory" in str(error)
+        with site.client("acme-far", unix=True) as client:
+            client.wait_until_connected(60)
+            link = client._wire.link
+            assert link is not None
+            assert "shared_memory" in link.why
+
+    def test_the_sockets_owner_needs_no_token(self, site: Site) -> None:
+        """Whoever can open the Unix socket, shows nothing, and is not asked to."""
+        with Client(site.server.endpoint, namespace=namespace_of(PART, tenant="acme")) as client:
+            client.wait_until_connected(60)
+            assert client.transport == "shm"
+            client.store(KEYS, [payload(key, PART) for key in KEYS])
+            assert client.status().tiers
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A server that asks on its Unix socket, and on its HTTP port, as well."""
+    made = make_site(
+        tmp_path_factory.mktemp("u"), config='metrics = "127.0.0.1:0"', auth="unix = true\nmetrics = true\n"
+    )
+    try:
+        made.server.start(backed=False)
+        yield made
+    finally:
+        made.server.close()
+
+
+class TestStrict:
+    """Tokens everywhere."""
+
+    def test_the_unix_socket_asks_as_well(self, strict: Site) -> None:
+        """With a token all is as over TCP, shared memory included; without one nothing is."""
+        with Client(strict.server.endpoint, namespace=namespace_of(PART)) as client:
+            assert why_refused(client).reason == "UNAUTHENTICATED"
+        with strict.client("acme-engine", unix=True) as client:
+            client.wait_until_connected(60)
+            assert client.transport == "shm"
+            client.store(KEYS, [payload(key, PART) for key in KEYS])
+            assert_serves(client, KEYS)
+        with strict.client("acme-far", unix=True) as client:
+            client.wait_until_connected(60)
+            wait_for_bulk(client)
+            assert_serves(client, KEYS)
+
+    def test_metrics_want_a_token_and_health_does_not(self, strict: Site) -> None:
+        """Of the role metrics or admin."""
+        url = f"http://127.0.0.1:{ready_line(strict.server)['metrics_port']}"
+        with urlopen(f"{url}/healthz", timeout=60) as answer:  # noqa: S310 - a port of ours
+            assert answer.status == 200
+        for name, status in (("prometheus", 200), ("boss", 200), ("acme-engine", 401), (None, 401)):
+            headers = {"Authorization": f"Bearer {strict.tokens.token[name]}"} if name else {}
+            try:
+                with urlopen(Request(f"{url}/metrics", headers=headers), timeout=60) as answer:  # noqa: S310
+                    assert (answer.status, b"kvtier_" in answer.read()) == (status, True)
+            except HTTPError as error:
+                assert error.code == status  # noqa: PT017
+                error.close()
+
+    def test_the_command_line_shows_a_token(self, strict: Site, tmp_path: Path) -> None:
+        """`--token-file`; without it the command says what is missing."""
+        file = tmp_path / "token"
+        file.write_text(strict.tokens.token["boss"])
+        command = [sys.executable, "-m", "kvtier.server", "status", "--endpoint", strict.server.endpoint]
+        done = subprocess.run([*command, "--token-file", str(file)], capture_output=True, text=True, check=False)
+        assert (done.returncode, "sessions" in done.stdout) == (0, True), done.stderr
+        environ = os.environ | {"KVTIER_TOKEN": strict.tokens.token["acme-engine"]}  # what is said overrules it
+        told = [*command, "--token-file", str(file)]
+        done = subprocess.run(told, capture_output=True, text=True, check=False, env=environ)
+        assert (done.returncode, "sessions" in done.stdout) == (0, True), done.stderr
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "a token is needed" in done.stderr
+
+
+def test_a_token_that_is_taken_away_ends_its_sessions(tmp_path: Path) -> None:
+    """Within seconds, without a restart; others go on, and one that is added counts."""
+    site = make_site(tmp_path)
+    with site.server.start(), site.client("acme-engine") as gone, site.client("zeta-engine") as stays:
+        gone.wait_until_connected(60)
+        stays.wait_until_connected(60)
+        epoch = stays.epoch
+        site.tokens.remove("acme-engine")
+        wait_until(lambda: not gone.connected)
+        wait_until(lambda: isinstance(error_of(gone, 0.1), AccessDenied))
+        added = site.tokens.add("new", "acme", "engine")
+        deadline = time.monotonic() + 60
+        with Client(
+            site.server.tcp,
+            namespace=namespace_of(PART),
+            credentials=Credentials(ca=site.authority.ca, token=added),
+        ) as client:
+            client.wait_until_connected(deadline - time.monotonic())
+        # What cannot be read changes nothing.
+        site.tokens.path.write_text("[[tokens]]\nname = 3")
+        wait_until(lambda: "the old ones stay" in site.server.log)
+        stays.lookup(KEYS).release()
+        assert stays.epoch == epoch
+
+
+def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path) -> None:
+    """The stream of its session cannot end then; its calls, its connections and the region do."""
+    site = make_site(tmp_path, heartbeat=0.2)
+    with site.server.start():
+        # A window of 64 bytes is full after the second heartbeat.
+        options = [("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
+        credentials = site.credentials("acme-engine")
+        with credentials.channel(parse_endpoint(site.server.endpoint), options) as channel:
+            sessions = session_pb2_grpc.SessionServiceStub(channel)
+            request = session_pb2.CapabilitiesRequest()
+            capabilities = sessions.Capabilities(request, timeout=60, wait_for_ready=True)
+            stream = sessions.Open(
+                session_pb2.OpenRequest(
+                    protocol_version=1, engine_id="e", rank=0, namespace=namespace_of(PART).to_proto()
+                )
+            )
+            ref = next(iter(stream)).session
+            path = capabilities.region.attach_path
+            calls = SocketCalls(path, ref)
+            lookup = cache_pb2.LookupRequest(session=ref, keys=KEYS).SerializeToString()
+            assert calls.prepare()
+            assert calls.call("CacheService/Lookup", lookup, 60)
+            time.sleep(1.0)  # five heartbeats, of which it takes one
+            site.tokens.remove("acme-engine")
+            wait_until(lambda: "tokens read again" in site.server.log)
+            with pytest.raises(SessionLost):
+                calls.call("CacheService/Lookup", lookup, 60)
+            assert not SocketCalls(path, ref).prepare()
+            with pytest.raises(AttachError):
+                Attachment.connect(path, ref)
+            calls.close()
+            stream.cancel()
+
+
+def test_streams_of_a_token_that_is_taken_away_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that the server itself serves, for a client that does not read its heartbeats: no frame is taken or given."""
+    monkeypatch.setattr(connection, "_SILENT_INTERVALS", 10_000)  # who stores the blocks has nothing to do with it
+    site = make_site(tmp_path, config='limits = {max_frame_bytes = "4KiB"}', heartbeat=0.2)
+    options = [*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
+    with site.server.start(), site.client("acme-far") as other:
+        other.store(KEYS, [payload(key, PART) for key in KEYS])
+        with site.credentials("acme-engine").channel(parse_endpoint(site.server.endpoint), options) as channel:
+            sessions, cache = session_pb2_grpc.SessionServiceStub(channel), cache_pb2_grpc.CacheServiceStub(channel)
+            opening = session_pb2.OpenRequest(
+                protocol_version=1, engine_id="e", rank=0, namespace=namespace_of(PART).to_proto()
+            )
+            stream = sessions.Open(opening, timeout=60, wait_for_ready=True)
+            ref = next(iter(stream)).session
+            store = cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=ref, keys=[key_of(99)]), timeout=60)
+            lookup = cache_pb2.LookupRequest(session=ref, keys=KEYS)
+            lease = cache.Lookup(lookup, timeout=60)
+            assert lease.prefix_hits == len(KEYS)
+            frames: SimpleQueue[bytes | None] = SimpleQueue()
+            frame = transfer_pb2.PushRequest(
+                session=ref, store_id=store.store_id, payload=bytes(64), xxh3_64=xxhash.xxh3_64_intdigest(bytes(64))
+            ).SerializeToString()
+            push = channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
+            pushing = push.future(iter(frames.get, None), timeout=60)
+            frames.put(frame)
+            pull = channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+            pulling = pull(
+                transfer_pb2.PullRequest(session=ref, lease_id=lease.lease_id, items=range(len(KEYS))), timeout=60
+            )
+            next(pulling)
+            time.sleep(1.0)  # five heartbeats, of which it takes one
+            site.tokens.remove("acme-engine")
+            wait_until(lambda: "tokens read again" in site.server.log)
+            frames.put(frame)
+            frames.put(None)
+            gone = ("UNAUTHENTICATED", "UNKNOWN_SESSION")
+            assert refused(pushing.result) == gone
+            assert refused(lambda: list(pulling)) == gone
+            stream.cancel()
+
+
+def test_a_client_reads_its_token_anew(tmp_path: Path) -> None:
+    """A token that was replaced in the client's file before the old one goes: a new session is opened with it."""
+    site = make_site(tmp_path)
+    file = tmp_path / "mine"
+    file.write_text(site.tokens.token["acme-engine"])
+    with site.server.start():
+        credentials = Credentials(ca=site.authority.ca, token_file=str(file))
+        with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials) as client:
+            client.wait_until_connected(60)
+            file.write_text(site.tokens.add("next", "acme", "engine"))
+            site.tokens.remove("acme-engine")
+            wait_until(lambda: "tokens read again" in site.server.log)
+            wait_until(lambda: client.connected and not fails(client))
+
+
+def fails(client: Client) -> bool:
+    """Returns whether a lookup fails; False if it works."""
+    try:
+        client.lookup(KEYS).release()
+    except Exception:  # noqa: BLE001 - whatever it is
+        return True
+    return False
+
+
+class TestAudit:
+    """What is written of whom."""
+
+    def test_refusals_and_admin_calls_are_written_now_and_then(self, site: Site) -> None:
+        """A line names who, what and how it ended; a flood of the same is one line; no token is in the log."""
+        with connected(site.credentials("boss").channel(parse_endpoint(site.server.tcp))) as channel:
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            list(admin.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60))
+            wait_until(lambda: any("AdminService/Evict" in line for line in site.audits()))
+            before = len(site.audits())  # of other tests of this server: by now all of them are written
+            for _ in range(50):
+                admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=60)
+            list(admin.Fsck(admin_pb2.FsckRequest(), timeout=60))
+        with connected(site.credentials("acme-far").channel(parse_endpoint(site.server.tcp))) as channel:
+            for _ in range(50):
+                status_of(
+                    lambda c=channel: admin_pb2_grpc.AdminServiceStub(c).GetStatus(admin_pb2.GetStatusRequest())  # type: ignore[misc]
+                )
+        with connected(Credentials(ca=site.authority.ca).channel(parse_endpoint(site.server.tcp))) as channel:
+            status_of(lambda c=channel: admin_pb2_grpc.AdminServiceStub(c).GetStatus(admin_pb2.GetStatusRequest()))  # type: ignore[misc]
+        # What is logged is written a moment later.
+        wait_until(lambda: any("AdminService/Fsck" in line for line in site.audits()[before:]))
+        wait_until(lambda: any("ipv4:127.0.0.1" in line for line in site.audits()))
+        lines = [json.loads(line) for line in site.audits()]
+        looks = [line["who"] == "boss" and line["what"].endswith("GetStatus") for line in lines]
+        refusals = [(line["who"], line["outcome"]) == ("acme-far", "refused: PERMISSION_DENIED") for line in lines]
+        for found, most in ((looks, 3), (refusals, 6)):
+            assert any(found)
+            assert sum(found[before:]) <= most
+        [check] = [line for line in lines[before:] if line["what"].endswith("Fsck") and line["who"] == "boss"]
+        assert check["outcome"] == "OK"
+        assert any(line["who"].startswith("ipv4:127.0.0.1") for line in lines)
+        assert not [name for name, token in site.tokens.token.items() if token in site.server.log]
+
+
+class TestTokenCommand:
+    """`kvtier token new`."""
+
+    def test_prints_it_once_and_writes_its_hash(self, tmp_path: Path) -> None:
+        """What it writes is the owner's alone, works, and does not hold the token."""
+        file = tmp_path / "tokens.toml"
+        command = [sys.executable, "-m", "kvtier.server", "token", "new", "--file", str(file)]
+        made = [
+            subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout.strip()
+            for more in (["--tenant", "acme", "--role", "engine"], ["--role", "admin", "--name", "me"])
+        ]
+        assert len(set(made)) == 2
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert not any(token in file.read_text() for token in made)
+        config = tmp_path / "c.toml"
+        config.write_text(f'[auth]\ntokens = "{file}"\nunix = true\n')
+        with launch(tmp_path, "--config", str(config)) as server:
+            server.wait_ready()
+            endpoint = f"unix:{tmp_path}/s"
+            with Client(endpoint, namespace=namespace_of(PART), credentials=Credentials(token=made[0])) as client:
+                client.wait_until_connected(60)
+            server.end()
+
+    def test_leaves_a_file_whose_it_was(self, tmp_path: Path) -> None:
+        """The mode by which a server of another user reads it stays, and where it lies, if what is named is a link."""
+        file = tmp_path / "tokens.toml"
+        command = [sys.executable, "-m", "kvtier.server", "token", "new", "--role", "admin", "--file"]
+        subprocess.run([*command, str(file)], capture_output=True, check=True)
+        file.chmod(0o640)
+        if os.getuid() == 0:
+            os.chown(file, 4711, 4712)
+        before = file.stat()
+        link = tmp_path / "link"
+        link.symlink_to(file)
+        subprocess.run([*command, str(link), "--name", "second"], capture_output=True, check=True)
+        after = file.stat()
+        assert file.read_text().count("[[tokens]]") == 2
+        assert link.is_symlink()
+        assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+
+    def test_says_what_is_missing(self, tmp_path: Path) -> None:
+        """An engine has a tenant; a file that is no file of tokens stays as it is."""
+        file = tmp_path / "tokens.toml"
+        file.write_text("nonsense")
+        command = [sys.executable, "-m", "kvtier.server", "token", "new", "--role", "engine"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, "--tenant is missing" in done.stderr) == (2, True)
+        done = subprocess.run(
+            [*command, "--tenant", "a", "--file", str(file)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert file.read_text() == "nonsense"
+        assert list(tmp_path.iterdir()) == [file]

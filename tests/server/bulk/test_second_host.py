@@ -1,0 +1,109 @@
+"""Server and client on two hosts: blocks arrive whole or not at all, whatever the link between them does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.lossy_network import LossyNetwork, unavailable_reason
+from harness.server_process import MIB, ServerProcess
+
+PORT = 7123
+SECONDS = 90.0
+
+# Runs on the second host: stores and loads, says in mid-load that it does, and what came of it.
+_CLIENT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from harness.bulk import wait_for_bulk
+from harness.long_timeouts import long_timeouts
+from harness.payloads import filled, is_payload, key_of, namespace_of, payload
+from kvtier.client import Client, KVTierError, part_streams
+MIB = 1 << 20
+keys = [key_of(number, salt=sys.argv[3]) for number in range(16)]
+taken = []
+original = part_streams.PartReceiver.take
+def take(sink, message):
+    original(sink, message)
+    taken.append(len(message))
+    if len(taken) == 4:
+        print("loading now", flush=True)
+part_streams.PartReceiver.take = take
+with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(MIB), name="far", transport="grpc") as client:
+    client.wait_until_connected(60)
+    wait_for_bulk(client)
+    try:
+        statuses = client.store(keys, [payload(key, MIB) for key in keys])
+        print("stored", statuses.count(1))
+        buffers = filled(len(keys), MIB)
+        hits = client.load(keys, buffers)
+    except KVTierError as error:
+        print("miss", type(error).__name__, error)
+    else:
+        print("loaded", hits, all(map(is_payload, keys[:hits], buffers)))
+"""
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[LossyNetwork]:
+    """Two hosts, where this process may make some."""
+    reason = unavailable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    link = LossyNetwork("10.231.77")
+    yield link
+    link.close()
+
+
+@pytest.fixture(scope="module")
+def server(link: LossyNetwork, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server on the first of them; its Unix socket is for this process."""
+    directory: Path = tmp_path_factory.mktemp("far")
+    process = ServerProcess(directory, region=128 * MIB, lmdb=16 * MIB, prefix=("ip", "netns", "exec", link.spaces[0]))
+    config = directory / "kvtier.toml"
+    listen = f'insecure = true\nlisten = ["{link.addresses[0]}:{PORT}", '
+    config.write_text(config.read_text().replace("listen = [", listen))
+    with process:
+        yield process.start()
+
+
+def far_client(link: LossyNetwork, salt: str, *, down: float = 0.0) -> dict[str, str]:
+    """Runs the client on the second host, with the link down for so long in mid-load; returns what it said."""
+    tests = str(Path(__file__).parents[2])
+    command = ["ip", "netns", "exec", link.spaces[1], sys.executable, "-c", _CLIENT]
+    arguments = [tests, f"{link.addresses[0]}:{PORT}", salt]
+    said = {}
+    with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            what, _, rest = line.strip().partition(" ")
+            said[what] = rest
+            if what == "loading":
+                link.down(down)
+        assert process.wait(SECONDS) == 0
+    return said
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize(("delay", "loss"), [(0.0, 0.0), (0.005, 0.0), (0.005, 0.01)])
+def test_over_a_link(link: LossyNetwork, server: ServerProcess, delay: float, loss: float) -> None:
+    """Over a link that takes 5 ms each way, and loses one packet in a hundred as well, blocks arrive whole."""
+    link.delay, link.loss = delay, loss
+    said = far_client(link, f"{delay} {loss}")
+    assert (said["stored"], said["loaded"]) == ("16", "16 True")
+    assert server.alive
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_link_that_is_down_for_a_while(link: LossyNetwork, server: ServerProcess) -> None:
+    """A link that goes down for two seconds in mid-load costs time, or is a miss; the server goes on (B4)."""
+    link.delay, link.loss = 0.005, 0.0
+    said = far_client(link, "down", down=2.0)
+    assert "loading" in said
+    assert said.get("loaded") == "16 True" or "miss" in said, said
+    link.delay = 0.0
+    assert far_client(link, "up again")["loaded"] == "16 True"
+    server.wait_for(lambda status: not (status.leases or status.stores or status.quarantined_bytes), 30)

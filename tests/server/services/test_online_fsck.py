@@ -1,0 +1,305 @@
+"""`kvtier fsck --online`: a server checks its own tiers, and goes on serving meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import grpc
+import pytest
+from harness.launch import launch
+from harness.long_timeouts import wait_until
+from harness.payloads import assert_serves, filled, key_of, namespace_of, payload
+from harness.raw import refusal_of
+from harness.server_process import MIB, ServerProcess
+from harness.traffic import wait_connected
+
+from kvtier.client import Client, DurableStatus, KeyStatus
+from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
+from kvtier.server.cli import main
+from kvtier.server.rpc.namespaces import namespace_spec
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+PART = 256 << 10
+NAMESPACE = namespace_of(PART)
+NAMESPACE_ID = namespace_spec(NAMESPACE.to_proto()).id
+KEYS = [key_of(number) for number in range(80)]
+MISS = bytes([KeyStatus.MISS])
+SLOWLY = 8 * MIB
+"""Bytes a second: a check of all blocks takes two seconds and a half."""
+
+
+@pytest.fixture(params=["lmdb", "disk"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server whose tier below the CPU tier has all keys, and the CPU tier none."""
+    with ServerProcess(tmp_path, tier=request.param, standby=True) as server:
+        server.start()
+        with connected(server) as client:
+            client.store(KEYS, [payload(key, PART) for key in KEYS])
+            assert set(client.flush(KEYS)) == {DurableStatus.DURABLE}
+        server.restart()
+        yield server
+
+
+def connected(server: ServerProcess) -> Client:
+    """Returns a client that has a session."""
+    client = Client(server.endpoint, namespace=NAMESPACE)
+    wait_connected(client)
+    return client
+
+
+def damage(server: ServerProcess, *numbers: int) -> None:
+    """Changes stored bytes of blocks, as a disk might, while the server runs."""
+    [path] = [path for name in ("data.mdb", "slab-00000") for path in server.data_dir.glob(f"*/{name}")][-1:]
+    with path.open("r+b") as file:
+        content = file.read()
+        for number in numbers:
+            at = content.index(payload(KEYS[number], PART)[1000:3000].tobytes())
+            file.seek(at)
+            file.write(b"\0\xff\0")
+
+
+def fsck(server: ServerProcess, *arguments: str) -> int:
+    """Runs `kvtier fsck --online`."""
+    return main(["fsck", "--online", "--endpoint", server.endpoint, *arguments])
+
+
+def tier_of(server: ServerProcess) -> admin_pb2.TierStatus:
+    """Returns the status of the tier below the CPU tier."""
+    return server.status().tiers[1]
+
+
+class Running:
+    """A check that reads slowly, in the background, as a program of its own would ask for it."""
+
+    def __init__(self, server: ServerProcess, rate: int = SLOWLY, *, repair: bool = False) -> None:
+        self.channel = grpc.insecure_channel(server.endpoint)
+        request = admin_pb2.FsckRequest(repair=repair, max_rate_bytes=rate)
+        self.call = admin_pb2_grpc.AdminServiceStub(self.channel).Fsck(request)
+        self.first: admin_pb2.FsckResponse = next(self.call)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call.cancel()
+        self.channel.close()
+
+
+def test_sound(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sound tiers are counted, and end in 0."""
+    assert fsck(server) == 0
+    assert capsys.readouterr().out == f"{tier_of(server).name}: 80 blocks, 20.0 MiB, all sound\n"
+
+
+def test_damage_and_repair(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage ends in 1 and stays; with --repair in 3, and lookups miss it at once, for good, while the rest is served."""
+    damage(server, 7, 70)
+    assert fsck(server) == 1
+    assert (tier_of(server).blocks, tier_of(server).damaged_blocks) == (80, 0)
+    capsys.readouterr()
+    assert fsck(server, "--repair") == 3
+    *found, summary = capsys.readouterr().out.splitlines()
+    name = tier_of(server).name
+    line = "{}: {} {}: its bytes are not those that were stored, quarantined".format
+    assert sorted(found) == sorted(line(name, NAMESPACE_ID.hex(), KEYS[number].hex()) for number in (7, 70))
+    assert summary == f"{name}: 80 blocks, 20.0 MiB, 2 damaged"
+    assert (tier_of(server).blocks, tier_of(server).damaged_blocks) == (78, 2)
+    assert tier_of(server).used_bytes == 78 * PART
+    with connected(server) as client:
+        for number in (7, 70):
+            assert client.lookup([KEYS[number]]).statuses == MISS
+        assert_serves(client, [key for number, key in enumerate(KEYS) if number not in (7, 70)])
+        assert fsck(server, "--repair") == 0
+        client.store([KEYS[7]], [payload(KEYS[7], PART)])
+        assert client.flush([KEYS[7]]) == bytes([DurableStatus.DURABLE])
+    server.restart()
+    with connected(server) as client:
+        assert_serves(client, [KEYS[7]])
+        assert client.lookup([KEYS[70]]).statuses == MISS
+        assert fsck(server) == 0
+
+
+def test_a_load_that_meets_damage(server: ServerProcess) -> None:
+    """Damage that a load meets is a miss, counted and quarantined; the block may be stored again."""
+    damage(server, 7)
+    with connected(server) as client:
+        assert client.load([KEYS[7]], filled(1, PART), wait=30) == 0
+        assert client.lookup([KEYS[7]]).statuses == MISS
+        assert (tier_of(server).blocks, tier_of(server).damaged_blocks) == (79, 1)
+        assert fsck(server) == 0
+        client.store([KEYS[7]], [payload(KEYS[7], PART)])
+        assert client.flush([KEYS[7]]) == bytes([DurableStatus.DURABLE])
+        server.restart()
+    with connected(server) as client:
+        assert_serves(client, KEYS)
+
+
+def test_json(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """For machines everything is in one document, as it is of a check offline."""
+    damage(server, 3)
+    assert fsck(server, "--json", "--tier", tier_of(server).name) == 1
+    answer = json.loads(capsys.readouterr().out)
+    [tier] = answer["tiers"]
+    assert (answer["exit_code"], tier["blocks"], tier["bytes"], tier["path"]) == (1, 80, 80 * PART, None)
+    assert tier["findings"] == [
+        {
+            "namespace": NAMESPACE_ID.hex(),
+            "key": KEYS[3].hex(),
+            "bytes": PART,
+            "problem": "its bytes are not those that were stored",
+            "repaired": False,
+        }
+    ]
+
+
+def test_the_server_serves_meanwhile(server: ServerProcess) -> None:
+    """Loads and stores go on beside a check, which finds nothing in them but what is damaged."""
+    damage(server, 79)
+    with Running(server, repair=True) as check, connected(server) as client:
+        ended = threading.Event()
+        steps = [check.first]
+
+        def watch() -> None:
+            steps.extend(check.call)
+            ended.set()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        rounds = 0
+        while not ended.is_set() or not rounds:
+            assert_serves(client, KEYS[:79])
+            # No more than fits beside: what is evicted cannot be found damaged.
+            more = [key_of(number, salt=f"{rounds % 20}") for number in range(8)]
+            client.store(more, [payload(key, PART) for key in more])
+            assert_serves(client, more)
+            rounds += 1
+        watcher.join()
+    print(f"{rounds} rounds, {len(steps)} steps")
+    assert len(steps) > 2
+    assert [finding.key for step in steps for finding in step.findings] == [KEYS[79]]
+    assert steps[-1].done
+    assert steps[-1].blocks >= 80
+    assert not steps[-1].error
+
+
+def test_one_at_a_time(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second check is refused as long as one runs; a client that hangs up ends its check."""
+    with Running(server, MIB):
+        assert fsck(server) == 4
+        assert "another check of the tiers is running" in capsys.readouterr().err
+        with pytest.raises(grpc.RpcError) as refused:
+            Running(server)
+        assert refusal_of(refused.value) == ("RESOURCE_EXHAUSTED", "FSCK_RUNNING")
+    wait_until(lambda: fsck(server) == 0)
+
+
+def test_the_server_ends_meanwhile(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGTERM ends a check, with a word, and then the server, in order and in no more time than without one."""
+    codes: list[int] = []
+    runner = threading.Thread(target=lambda: codes.append(fsck(server, "--rate", "1MiB")))
+    runner.start()
+    wait_until(lambda: "fsck begins" in server.log)
+    began = time.monotonic()
+    assert server.terminate() == 0
+    print(f"ended in {time.monotonic() - began:.2f} s")
+    runner.join()
+    assert codes == [4]
+    assert "the server is shutting down" in capsys.readouterr().out
+    assert "Traceback" not in server.log
+    server.start()
+    with connected(server) as client:
+        assert_serves(client, KEYS)
+
+
+@pytest.mark.parametrize("server", ["lmdb"], indirect=True)
+def test_refusals(server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What cannot be done is said in a line, with the exit code that the offline check has for it."""
+    assert fsck(server, "--tier", "nvme") == 4
+    assert "there is no tier 'nvme' to check; there are lmdb" in capsys.readouterr().err
+    assert fsck(server, "--rate", "fast") == 2
+    assert "--rate fast: not a size" in capsys.readouterr().err
+    assert fsck(server, "--config", "x.toml") == 2
+    assert "--config does not go with --online" in capsys.readouterr().err
+    assert main(["fsck", "--rate", "1MiB"]) == 2
+    assert "--rate does not go without --online" in capsys.readouterr().err
+    assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/nobody"]) == 2
+    assert "no server answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        ("5", "5 B/s; did you mean 5MiB?"),
+        ("0.5", "0 B/s; did you mean 0.5MiB?"),
+        ("63 KiB", "63.0 KiB/s; did you mean 63MiB?"),
+        ("64KiB", None),
+        ("0", None),
+    ],
+)
+def test_a_rate_without_its_unit(
+    rate: str, said: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A check that would not end is wrong usage before anybody is asked; 0 is no bound."""
+    assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/nobody", "--rate", rate]) == 2
+    error = capsys.readouterr().err
+    if said:
+        assert error == f"kvtier: error: --rate {rate}: {said} It takes at least 64.0 KiB/s, or 0 for no bound\n"
+    else:
+        assert "no server answers" in error
+
+
+def test_nothing_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server with the CPU tier alone has nothing to check, and a tier without a check of its own says so."""
+    with launch(tmp_path, "--cpu-only") as server:
+        server.wait_ready(backed=False)
+        assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/s"]) == 0
+        assert capsys.readouterr().out == "nothing to check: there is no tier below the CPU tier\n"
+
+
+CHECKS = """
+from harness.bad_tiers import BadTier
+from kvtier.tiers.storage.fsck import Finding, Slice
+
+class None_(BadTier):
+    pass
+
+class Raises(BadTier):
+    def blocks_to_check(self):
+        return 3
+
+    def check_slice(self, after, *, repair):
+        raise BaseException("odd")
+
+class Nonsense(Raises):
+    def check_slice(self, after, *, repair):
+        return "all is well"
+"""
+
+
+def test_checks_of_somebody_elses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier whose check fails, or answers nonsense, is not checked, and the others are."""
+    (tmp_path / "checks.py").write_text(CHECKS)
+    path = [str(tmp_path), str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    config = tmp_path / "kvtier.toml"
+    tables = [f'[[tiers]]\ntype = "checks:{name}"\nsize = "8MiB"\n' for name in ("None_", "Raises", "Nonsense")]
+    config.write_text("".join(tables) + '[[tiers]]\ntype = "lmdb"\nsize = "64MiB"\n')
+    with launch(tmp_path, "--config", str(config)) as server:
+        server.wait_ready(backed=False)
+        assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/s"]) == 4
+        assert capsys.readouterr().out.splitlines() == [
+            "none_: nothing to check: bad has no check of its own",
+            "raises: not checked: TierError: BaseException: odd",
+            "nonsense: not checked: TierError: its check returns what is none: 'all is well'",
+            "lmdb: 0 blocks, 0 B, all sound",
+        ]
+        assert server.end() == 0

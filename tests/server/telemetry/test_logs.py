@@ -1,0 +1,181 @@
+"""The log: everything goes one way, and nobody waits for it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from kvtier.server.config.schema import LogConfig
+from kvtier.server.telemetry import logs
+
+
+@pytest.fixture(autouse=True)
+def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is logged by tests that follow goes where it went before: they may look for it."""
+    root = logging.getLogger()
+    before = (root.handlers[:], sys.excepthook, threading.excepthook)
+    levels = {logger: logger.level for logger in map(logging.getLogger, (None, *logs._CHATTY))}
+    structured = structlog.get_config()
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")  # is set where it is not
+    yield
+    logs.flush()
+    root.handlers[:], sys.excepthook, threading.excepthook = before
+    for logger, level in levels.items():
+        logger.setLevel(level)
+    structlog.configure(**structured)
+    logging.captureWarnings(False)
+
+
+def lines_of(stream: io.StringIO) -> list[dict[str, Any]]:
+    """Returns the lines written so far."""
+    logs.flush()
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_json() -> None:
+    """Off a terminal each line is one JSON object: when, how severe, where, what, and whatever else was said."""
+    stream = io.StringIO()
+    logs.configure(LogConfig(), stream)
+    logs.get_logger("kvtier.x").info("tier opened", tier="lmdb", path=object)
+    [line] = lines_of(stream)
+    assert list(line) == ["timestamp", "level", "logger", "event", "tier", "path"]
+    assert line["timestamp"].endswith("Z")
+    assert (line["level"], line["logger"], line["event"], line["tier"]) == ("info", "kvtier.x", "tier opened", "lmdb")
+
+
+def test_console() -> None:
+    """People get text."""
+    stream = io.StringIO()
+    logs.configure(LogConfig(format="console"), stream)
+    logs.get_logger("kvtier.x").warning("tier full", tier="lmdb")
+    logs.flush()
+    assert "[warning  ] tier full" in stream.getvalue()
+    assert "tier=lmdb" in stream.getvalue()
+
+
+def test_other_loggers() -> None:
+    """The standard library's loggers (grpc's, a tier's) and warnings end in the same log."""
+    stream = io.StringIO()
+    logs.configure(LogConfig(), stream)
+    logging.getLogger("grpc._server").error("bad %s", "frame")
+    logging.getLogger("grpc._server").info("chatter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old", stacklevel=1)
+    first, second = lines_of(stream)
+    assert (first["logger"], first["event"]) == ("grpc._server", "bad frame")
+    assert second["logger"] == "py.warnings"
+
+
+def test_level() -> None:
+    """What is less severe than the level is not written, whoever says it; a second set-up replaces the first."""
+    stream = io.StringIO()
+    log = logs.get_logger("kvtier.x")
+    logs.configure(LogConfig(level="debug"), stream)
+    logs.configure(LogConfig(level="error"), stream)
+    log.warning("no")
+    logging.getLogger("kvtier.y").warning("no")
+    log.error("yes")
+    assert [line["event"] for line in lines_of(stream)] == ["yes"]
+
+
+def test_exceptions() -> None:
+    """Tracebacks are part of the line, also of exceptions that are over when the line is written."""
+    stream = io.StringIO()
+    logs.configure(LogConfig(), stream)
+    try:
+        {}["block"]
+    except KeyError as error:
+        logs.get_logger("kvtier.x").exception("failed")
+        caught = error
+    logs.get_logger("kvtier.x").error("failed before", exc_info=caught)
+    for line in lines_of(stream):
+        assert line["exception"].startswith("Traceback")
+        assert "KeyError: 'block'" in line["exception"]
+
+
+def test_uncaught_exceptions() -> None:
+    """What nobody caught, on whichever thread, is a line of the log too."""
+    stream = io.StringIO()
+    logs.configure(LogConfig(), stream)
+    thread = threading.Thread(target=lambda: 1 // 0, name="mill")
+    thread.start()
+    thread.join()
+    sys.excepthook(ValueError, ValueError("x"), None)
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    first, second = lines_of(stream)
+    assert first["event"] == "uncaught exception in thread mill"
+    assert "ZeroDivisionError" in first["exception"]
+    assert (second["level"], second["event"]) == ("critical", "uncaught exception")
+
+
+class _Stalled(io.StringIO):
+    """A reader that takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.go.wait(60)
+        return super().write(text)
+
+
+def test_stalled_reader() -> None:
+    """A reader that stalls costs lines and no time; how many is said when it reads on."""
+    stream = _Stalled()
+    logs.configure(LogConfig(), stream)
+    log = logs.get_logger("kvtier.x")
+    started = time.monotonic()
+    for number in range(12_000):
+        log.info("line", number=number)
+    assert time.monotonic() - started < 30
+    stream.go.set()
+    lines = lines_of(stream)
+    dropped = sum(line["lines"] for line in lines if line["event"] == "log lines dropped")
+    written = sum(line["event"] == "line" for line in lines)
+    assert dropped > 3000
+    assert written + dropped == 12_000
+
+
+def test_last_lines() -> None:
+    """What was logged before the end of the process is written, an uncaught exception included."""
+    code = (
+        "from kvtier.server.telemetry import logs; from kvtier.server.config.schema import LogConfig\n"
+        "logs.configure(LogConfig()); log = logs.get_logger('x')\n"
+        "for _ in range(500): log.info('line')\n"
+        "raise ValueError('end')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert len(lines) == 501
+    assert "ValueError: end" in lines[-1]["exception"]
+
+
+def test_unread_pipe() -> None:
+    """A process whose log nobody reads goes on, and ends."""
+    code = (
+        "from kvtier.server.telemetry import logs; from kvtier.server.config.schema import LogConfig\n"
+        "logs.configure(LogConfig()); log = logs.get_logger('x')\n"
+        "for _ in range(20000): log.info('x' * 100)\n"
+        "print('done', flush=True)"
+    )
+    reading, writing = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writing, text=True) as process:
+        os.close(writing)
+        assert process.stdout is not None
+        assert process.stdout.read() == "done\n"
+        assert process.wait(60) == 0
+    os.close(reading)

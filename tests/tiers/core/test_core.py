@@ -1,0 +1,453 @@
+"""The decision core, event by event."""
+
+import pytest
+from core_rig import GRANTED, HIT, MISS, NO_ROOM, PENDING, PRESENT, SPEC, Rig, keys
+from simulation import EXTENT, ModelTier
+
+from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
+from kvtier.tiers.core.commands import ContinueWork, LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.errors import (
+    InvalidItem,
+    InvalidKey,
+    InvalidNamespace,
+    LeaseNotFound,
+    LimitExceeded,
+    StoreNotFound,
+    UnknownSession,
+)
+from kvtier.tiers.types import DurableStatus, NamespaceSpec
+
+
+def test_room_for_the_next_store_is_made_before_it_comes() -> None:
+    """Once something had to be evicted, and not before, the loop evicts what the next store would have to wait for."""
+    small = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
+    rig = Rig(extents=16, eviction={"cpu": "lru"})  # 256 slots, of which four may be spare
+    rig.session = rig.open("other", small)
+    for number in range(0, 256, 4):
+        rig.store(keys(*range(number, number + 4)))
+    assert rig.core.take_commands() == []
+    assert rig.look_up(keys(*range(256)), prefix=False) == HIT * 256
+    rig.store(keys(256, 257, 258))
+    assert rig.core.stats().tiers[0].evictions == 3
+    assert rig.core.take_commands() == [ContinueWork()]
+    rig.core.work()
+    assert rig.core.stats().tiers[0].evictions == 6
+    assert rig.store(keys(259, 260, 261)) == GRANTED * 3
+    assert rig.core.stats().tiers[0].evictions == 6, "it did not have to wait"
+    assert rig.core.take_commands() == [ContinueWork()]
+    rig.core.work()
+    assert rig.core.stats().tiers[0].evictions == 9
+    assert rig.look_up(keys(*range(256, 262))) == HIT * 6
+
+
+def test_no_room_is_made_ahead_at_the_cost_of_what_was_just_stored() -> None:
+    """After a store that takes much of the memory nothing is evicted that nobody has asked for."""
+    small = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
+    rig = Rig(extents=16, eviction={"cpu": "lru"})
+    rig.session = rig.open("other", small)
+    for start in (0, 256):
+        assert rig.store(keys(*range(start, start + 256))) == GRANTED * 256
+        assert rig.core.take_commands() == []
+    assert rig.look_up(keys(*range(256, 512)), prefix=False) == HIT * 256
+
+
+@pytest.mark.parametrize("touch", ["lookup", "store"])
+def test_least_recently_used_goes_first_and_what_was_touched_stays(touch: str) -> None:
+    """B4.9: oldest first; a lookup counts as a use, and so does a store that finds the block there."""
+    rig = Rig(eviction={"cpu": "lru"})
+    for number in range(16):
+        assert rig.store(keys(number)) == GRANTED
+    assert (rig.look_up(keys(0)) == HIT) if touch == "lookup" else (rig.store(keys(0)) == PRESENT)
+    assert rig.store(keys(100, 101)) == GRANTED * 2
+    found = rig.look_up(keys(*range(16)), prefix=False)
+    assert found == HIT + MISS * 2 + HIT * 13, "1 and 2 are the oldest that were not touched"
+
+
+def test_the_tail_of_a_chain_goes_before_its_head() -> None:
+    """Without its head the rest of a prefix is useless."""
+    rig = Rig()
+    rig.store(keys(*range(16)))
+    rig.store(keys(*range(100, 104)))
+    assert rig.look_up(keys(*range(16))) == HIT * 12 + MISS * 4
+
+
+def test_a_pinned_block_is_never_evicted() -> None:
+    """B4.9: what a lease holds stays; where all is held there is no room, and it is said."""
+    rig = Rig()
+    rig.store(keys(*range(16)))
+    lease = rig.core.lookup(rig.session, keys(*range(16)), prefix=True, request_id="r", expires_at=60).lease
+    assert lease is not None
+    assert rig.store(keys(100, 101)) == NO_ROOM * 2
+    assert lease.statuses() == HIT * 16
+    rig.core.release(rig.session, lease.id)
+    assert rig.store(keys(100, 101)) == GRANTED * 2
+
+
+def test_size_classes_share_the_region() -> None:
+    """A class that is idle gives its extents to one that is not."""
+    rig = Rig(extents=2)
+    rig.store(keys(*range(32)))
+    assert rig.store(keys(*range(4), group=1)) == GRANTED * 4, "an extent was taken over"
+    assert rig.look_up(keys(*range(4), group=1)) == HIT * 4
+    assert rig.store(keys(*range(50, 82))) == GRANTED * 32, "and taken back: nobody used the other class since"
+    assert rig.core.stats().tiers[0].used_bytes == 2 * EXTENT
+
+
+def test_a_class_in_use_keeps_its_extent() -> None:
+    """Pinned blocks hold on to it."""
+    rig = Rig(extents=1)
+    rig.store(keys(0))
+    lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=60).lease
+    assert lease is not None
+    assert rig.store(keys(0, group=1)) == NO_ROOM
+
+
+def test_one_blocked_extent_does_not_keep_a_class_from_the_others() -> None:
+    """A pin, or a slot in quarantine, in the extent of the oldest block costs that extent and no other."""
+    rig = Rig(extents=4)
+    rig.store(keys(*range(64)))
+    pinned = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
+    assert pinned is not None
+    rig.store(keys(*range(1, 64)))
+    assert rig.store(keys(*range(12), group=1)) == GRANTED * 12
+    assert rig.store(keys(12, group=1)) == GRANTED, "within its own class from now on"
+    assert rig.look_up(keys(0)) == HIT
+
+
+def test_a_store_does_not_evict_the_prefix_that_it_found() -> None:
+    """B4.15: what is PRESENT for the same store is its head; room for the tail comes from elsewhere."""
+    rig = Rig(extents=2)
+    rig.store(keys(*range(16)))
+    rig.store(keys(*range(100, 116)))
+    assert rig.store(keys(*range(32))) == PRESENT * 16 + GRANTED * 16
+    assert rig.look_up(keys(*range(32))) == HIT * 32
+    assert rig.look_up(keys(100)) == MISS
+
+
+def test_leases_of_one_session_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that never releases cannot grow the server; once it does, it may go on."""
+    monkeypatch.setattr("kvtier.tiers.core.lookups.MAX_LEASED_ITEMS", 4)
+    rig = Rig()
+    rig.store(keys(0, 1))
+    leases = [
+        rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60).lease for _ in range(2)
+    ]
+    with pytest.raises(LimitExceeded):
+        rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60)
+    assert leases[0] is not None
+    rig.core.release(rig.session, leases[0].id)
+    assert rig.look_up(keys(0, 1)) == HIT * 2
+
+
+def test_what_finds_no_room_is_counted() -> None:
+    """B3.5: nothing is cascaded, and a counter rises."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    assert rig.core.prepare_store(rig.session, keys(*range(20)), request_id="", expires_at=60).statuses == (
+        GRANTED * 16 + NO_ROOM * 4
+    )
+    assert rig.core.stats().tiers[0].dropped == 4
+    assert rig.core.take_commands() == []
+    assert rig.store(keys(16, 17)) == NO_ROOM * 2, "tried again"
+    assert rig.core.stats().tiers[0].dropped == 6
+    assert rig.core.take_commands() == []
+
+
+def test_a_store_that_is_being_written_can_be_renewed() -> None:
+    """A slow stream does not lose its slots while bytes arrive."""
+    rig = Rig()
+    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
+    assert answer.store_id is not None
+    rig.core.renew_store(rig.session, answer.store_id, 20)
+    rig.core.tick(10)
+    rig.core.complete_store(rig.session, answer.store_id)
+    assert rig.look_up(keys(0)) == HIT
+
+
+def test_memory_is_used_as_it_arrives() -> None:
+    """Before the first page is backed there is no room, and no error."""
+    core = TierManager(2 * EXTENT, EXTENT, ())
+    session = core.open_session(b"s", "e", None, SPEC)
+    assert core.prepare_store(session, keys(0), request_id="", expires_at=60).statuses == NO_ROOM
+    core.add_memory(0, EXTENT)
+    assert core.prepare_store(session, keys(0), request_id="", expires_at=60).statuses == GRANTED
+    tier = core.stats().tiers[0]
+    assert (tier.capacity_bytes, tier.available_bytes) == (2 * EXTENT, EXTENT)
+
+
+def test_complete_blocks_cascade_and_are_pinned_meanwhile() -> None:
+    """B3.7, B3.8: new blocks go to every tier when the store completes; until the job ends they cannot be evicted."""
+    near, far = ModelTier("near", 1 << 20), ModelTier("far", 1 << 20)
+    rig = Rig(near, far, queue=EXTENT)
+    rig.store(keys(*range(16)))
+    jobs = [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]
+    assert [job.tier for job in jobs] == [1, 2]
+    assert rig.store(keys(100)) == NO_ROOM
+    for job in jobs:
+        rig.core.job_finished(job.job_id, [Outcome.DONE] * 16)
+    assert rig.store(keys(100)) == GRANTED
+
+
+def test_a_failed_store_cascades_nothing() -> None:
+    """B3.7: what was not written goes nowhere, and its slot is free."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    answer = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=60)
+    assert answer.store_id is not None
+    rig.core.complete_store(rig.session, answer.store_id, failed=[0, 1])
+    assert rig.core.take_commands() == []
+    assert rig.core.stats().tiers[0].used_bytes == 0
+
+
+def test_a_hit_below_is_promoted_once() -> None:
+    """B3.16: the slot is reserved at once, so that a second lookup waits for the same promotion."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    rig.store(keys(*range(16)))
+    rig.finish_jobs()
+    rig.store(keys(*range(100, 116)))
+    rig.finish_jobs()
+    first = rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60).lease
+    second = rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60).lease
+    assert first is not None
+    assert second is not None
+    assert first.statuses() == second.statuses() == PENDING * 2
+    assert set(first.sources[:2]) == {1}
+    commands = rig.finish_jobs()
+    assert len([command for command in commands if isinstance(command, LoadFromTier)]) == 1
+    assert {command.lease_id for command in rig.core.take_commands() if isinstance(command, LeaseSettled)} == {
+        first.id,
+        second.id,
+    }
+    assert first.statuses() == HIT * 2
+
+
+def test_a_partly_failed_promotion_keeps_what_arrived() -> None:
+    """B3.18: the failed keys become misses, and a damaged one is not asked for again."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    rig.store(keys(0, 1, 2))
+    rig.finish_jobs()
+    rig.store(keys(*range(100, 116)))
+    rig.finish_jobs()
+    lease = rig.core.lookup(rig.session, keys(0, 1, 2), prefix=True, request_id="", expires_at=60).lease
+    assert lease is not None
+    (job,) = (command for command in rig.core.take_commands() if isinstance(command, LoadFromTier))
+    rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.CORRUPT, Outcome.DONE])
+    assert lease.statuses() == HIT + MISS + HIT
+    assert rig.look_up(keys(1)) == MISS
+    assert rig.core.take_commands() == [LeaseSettled(lease.id)], "no second promotion of it"
+
+
+def test_a_promotion_without_room_is_a_miss() -> None:
+    """B3.16: the CPU tier is full of pinned blocks."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    rig.store(keys(0))
+    rig.finish_jobs()
+    rig.store(keys(*range(100, 116)))
+    rig.finish_jobs()
+    lease = rig.core.lookup(rig.session, keys(*range(100, 116)), prefix=True, request_id="", expires_at=60).lease
+    assert lease is not None
+    before = rig.core.stats().tiers[0].dropped
+    assert rig.look_up(keys(0)) == MISS
+    assert rig.core.stats().tiers[0].dropped == before + 1, "counted"
+
+
+def test_a_tier_never_exceeds_its_capacity() -> None:
+    """The oldest go, in the same order of commands: removal first."""
+    tier = ModelTier("near", 4 * 4096)
+    rig = Rig(tier)
+    rig.store(keys(0, 1, 2, 3))
+    rig.finish_jobs()
+    rig.store(keys(4, 5))
+    kinds = [type(command) for command in rig.core.take_commands()]
+    assert kinds == [RemoveFromTier, StoreInTier]
+    assert rig.core.stats().tiers[1].used_bytes == 4 * 4096
+
+
+def test_a_tier_without_space_makes_room() -> None:
+    """Its disk is shared, and holds less than the tier may: the oldest go, so that the newest come in again."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    rig.store(keys(0, 1, 2, 3))
+    rig.finish_jobs()
+    rig.store(keys(4, 5))
+    rig.finish_jobs(Outcome.NO_SPACE)
+    removed = [command.keys for command in rig.core.take_commands() if isinstance(command, RemoveFromTier)]
+    assert [key for names in removed for _, key in names] == [*keys(4), *keys(3), *keys(5), *keys(2)], "tails first"
+    assert rig.core.stats().tiers[1].blocks == 2
+
+
+def test_a_tier_that_is_behind_drops_cascades() -> None:
+    """B3.10: a block-level cascade is dropped under backpressure, counted, and can be made up for by a flush."""
+    rig = Rig(ModelTier("near", 1 << 20), extents=1)
+    rig.store(keys(*range(16)))
+    job = next(command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
+    assert len(job.blocks) == 4, "a quarter of the region"
+    assert rig.core.stats().tiers[1].dropped == 12
+    statuses = rig.core.durability(rig.session, keys(0, 15))
+    assert statuses == bytes([DurableStatus.PENDING] * 2)
+    rig.core.job_finished(job.job_id, [Outcome.DONE] * 4)
+    rig.finish_jobs()
+    assert rig.core.durability(rig.session, keys(0, 15, 99)) == bytes(
+        [DurableStatus.DURABLE, DurableStatus.DURABLE, DurableStatus.VOLATILE]
+    )
+
+
+def test_an_orderly_end_makes_up_for_what_was_dropped() -> None:
+    """Last used first, for there may not be time for all."""
+    rig = Rig(ModelTier("near", 1 << 20), extents=1)
+    rig.store(keys(*range(8)))
+    rig.store(keys(*range(100, 108)))
+    rig.finish_jobs()
+    rig.core.make_durable()
+    (job,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
+    assert [block.key for block in job.blocks[:8]] == keys(*range(100, 108))
+    assert {block.key for block in job.blocks[8:]} == set(keys(*range(4, 8)))
+
+
+def test_an_orderly_end_does_not_bring_back_what_a_tier_has_evicted() -> None:
+    """The CPU tier may hold more than the tier below: its older blocks must not drive out the newer ones there."""
+    rig = Rig(ModelTier("near", 4 * 4096), queue=EXTENT)
+    rig.store(keys(0, 1, 2, 3))
+    rig.finish_jobs()
+    rig.store(keys(4, 5, 6, 7))
+    rig.finish_jobs()
+    rig.core.make_durable()
+    assert rig.core.take_commands() == []
+    assert rig.core.durability_of(SPEC.id, keys(7)[0]) == DurableStatus.DURABLE
+
+
+def test_requests_that_are_never_finished_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fall with their session."""
+    monkeypatch.setattr("kvtier.tiers.core.requests.MAX_REQUESTS", 2)
+    rig = Rig()
+    for number in range(2):
+        rig.core.begin_request(rig.session, RequestInfo(f"{number}", SPEC.id))
+    with pytest.raises(LimitExceeded):
+        rig.core.begin_request(rig.session, RequestInfo("2", SPEC.id))
+    rig.core.finish_request(rig.session, "0")
+    rig.core.begin_request(rig.session, RequestInfo("2", SPEC.id))
+    rig.core.close_session(rig.session.id)
+    assert len(rig.core._requests) == 0
+
+
+def test_stores_that_come_in_meanwhile_go_out_together() -> None:
+    """One job at a time per tier; what waits is merged, so that a transaction is worth its while."""
+    rig = Rig(ModelTier("near", 1 << 20), queue=EXTENT)
+    for number in range(5):
+        rig.store(keys(number))
+    (first,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
+    assert len(first.blocks) == 1
+    rig.core.job_finished(first.job_id, [Outcome.DONE])
+    (second,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
+    assert len(second.blocks) == 4
+
+
+def test_a_restart_finds_what_the_tiers_hold() -> None:
+    """And lets go of what no longer fits, oldest first."""
+    tier = ModelTier("near", 1 << 20)
+    tier.blocks = {(SPEC.id, key): (4096, ()) for key in keys(*range(4))}
+    tier.capacity_bytes = 3 * 4096
+    rig = Rig(tier)
+    assert rig.core.take_commands() == [RemoveFromTier(1, [(SPEC.id, keys(0)[0])])]
+    assert rig.look_up(keys(1, 2)) == PENDING * 2
+
+
+def test_a_fallen_sessions_slots_wait_for_its_writers() -> None:
+    """DESIGN 5: a slot is given away again only when nobody can still write to it."""
+    rig = Rig()
+    other = rig.open("other")
+    answer = rig.core.prepare_store(other, keys(*range(16)), request_id="", expires_at=60)
+    assert len(answer.slots) == 16
+    rig.core.close_session(other.id)
+    assert rig.core.stats().quarantined_bytes == 16 * 4096
+    assert rig.store(keys(100)) == NO_ROOM
+    rig.core.writer_gone(other.id, hash("other") & 0xFFFF)
+    assert rig.core.stats().quarantined_bytes == 0
+    assert rig.store(keys(100)) == GRANTED
+    assert rig.look_up(keys(0)) == MISS, "what a dead writer left is never published"
+
+
+def test_a_late_completion_frees_and_publishes_nothing() -> None:
+    """B5.6: the store ended with its lease; its completion only says that nobody writes any more."""
+    rig = Rig()
+    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
+    assert answer.store_id is not None
+    rig.core.tick(6)
+    assert rig.core.stats().quarantined_bytes == 4096
+    with pytest.raises(StoreNotFound):
+        rig.core.complete_store(rig.session, answer.store_id)
+    rig.core.writer_done(rig.session, answer.store_id)
+    assert rig.core.stats().quarantined_bytes == 0
+    assert rig.look_up(keys(0)) == MISS
+
+
+def test_a_second_completion_is_refused() -> None:
+    """B3.14: exactly once; and the block stays as it was."""
+    rig = Rig()
+    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
+    assert answer.store_id is not None
+    rig.core.complete_store(rig.session, answer.store_id)
+    with pytest.raises(StoreNotFound):
+        rig.core.complete_store(rig.session, answer.store_id, failed=[0])
+    assert rig.look_up(keys(0)) == HIT
+
+
+def test_leases_expire_unless_renewed() -> None:
+    """An owner that is silent for too long loses its pins; renewal never shortens."""
+    rig = Rig()
+    rig.store(keys(0))
+    kept, lost = (
+        rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=10).lease for _ in range(2)
+    )
+    assert kept is not None
+    assert lost is not None
+    rig.core.renew(rig.session, kept.id, 30)
+    rig.core.renew(rig.session, kept.id, 20)
+    rig.core.tick(25)
+    assert rig.core.lease(rig.session, kept.id) is kept
+    with pytest.raises(LeaseNotFound):
+        rig.core.lease(rig.session, lost.id)
+
+
+def test_tiers_vote_once_per_request_and_are_told_once_of_its_end() -> None:
+    """B3.2, B3.3: REQUEST_LEVEL if any tier asks for it; every tier is told of the end."""
+
+    class Eager(ModelTier):
+        def on_new_request(self, request: RequestInfo) -> Vote:
+            return Vote(OffloadPolicy.REQUEST_LEVEL, "always")
+
+    calm, eager = ModelTier("calm", 1 << 20), Eager("eager", 1 << 20)
+    rig = Rig(calm, eager)
+    request = RequestInfo("r", SPEC.id)
+    negotiation = rig.core.begin_request(rig.session, request)
+    assert negotiation.policy is OffloadPolicy.REQUEST_LEVEL
+    assert [(name, vote.policy) for name, vote in negotiation.votes] == [
+        ("calm", OffloadPolicy.BLOCK_LEVEL),
+        ("eager", OffloadPolicy.REQUEST_LEVEL),
+    ]
+    assert rig.core.begin_request(rig.session, request) is negotiation
+    rig.core.finish_request(rig.session, "r")
+    assert calm.finished == eager.finished == ["r"]
+
+
+def test_refusals_change_nothing() -> None:
+    """Bad input is refused before anything is granted."""
+    rig = Rig()
+    with pytest.raises(InvalidKey):
+        rig.core.prepare_store(rig.session, keys(0) + keys(1, group=2), request_id="", expires_at=60)
+    assert rig.core.stats().tiers[0].blocks == 0
+    for spec in ({"world_size": 0}, {"part_bytes": ()}, {"part_bytes": (0,)}):
+        with pytest.raises(InvalidNamespace):
+            NamespaceSpec(**{"id": SPEC.id, "world_size": 1, "part_bytes": (1,), **spec})  # type: ignore[arg-type]
+    with pytest.raises(InvalidNamespace):
+        rig.open("big", NamespaceSpec(SPEC.id, 1, (EXTENT + 1,)))
+    with pytest.raises(InvalidNamespace):
+        rig.open("rank", SPEC, rank=1)
+    scheduler = rig.open("tp", NamespaceSpec(NamespaceId(b"w" * 16), 2, (4096,)))
+    with pytest.raises(InvalidItem):
+        rig.core.prepare_store(scheduler, keys(0), request_id="", expires_at=60)
+    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60)
+    assert answer.store_id is not None
+    with pytest.raises(InvalidItem):
+        rig.core.complete_store(rig.session, answer.store_id, failed=[1])
+    rig.core.complete_store(rig.session, answer.store_id)
+    with pytest.raises(UnknownSession):
+        rig.core.close_session(b"nobody")

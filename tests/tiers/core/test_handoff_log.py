@@ -1,0 +1,149 @@
+"""What `explain` knows of requests that are handed over: what became of a publication, and what a claim met, block by block."""
+
+import pytest
+from core_rig import SPEC, keys
+from hold_rig import D2P, P2D, PRIVATE, HoldRig
+from simulation import ModelTier
+
+from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.core.commands import LoadFromTier
+from kvtier.tiers.errors import HoldExpired, HoldNotFound
+from kvtier.tiers.stats.request_log import ClaimOutcome, ClaimRecord, HoldRecord, LookupRecord, OutcomeRun
+from kvtier.tiers.types import HoldEnd, MissReason, NamespaceSpec, PublishStatus
+
+OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
+
+
+def held(rig: HoldRig, request_id: str = "r") -> HoldRecord:
+    """Returns what is known of the last publication of a request."""
+    [record] = rig.core.explain(request_id)
+    return record.holds[-1]
+
+
+def claimed(rig: HoldRig) -> LookupRecord:
+    """Returns what is known of the reader's last claim."""
+    [record] = rig.core.explain("mine")
+    return record.lookups[-1]
+
+
+def test_a_hold_from_publication_to_release() -> None:
+    """What was published, how much was on its way, who came for how much, and how it ended."""
+    rig = HoldRig()
+    rig.store(keys(0, 1))
+    rig.publish(keys(0, 1, 2), now=3.0, direction=D2P)
+    record = held(rig)
+    assert (record.at, record.direction, record.num_tokens, record.blocks) == (3.0, D2P, 48, 3)
+    assert (record.status, record.pending, record.end) == (PublishStatus.PUBLISHED, 1, None)
+    rig.claim(now=4.0)
+    rig.claim(now=5.0, first=[1])
+    assert (record.claims, record.hits) == (2, 3)
+    rig.core.handoffs.release(rig.name(), 6.0)
+    assert held(rig) is record
+    assert (record.end, record.ended_at) == (HoldEnd.RELEASED, 6.0)
+
+
+def test_each_way_a_hold_ends() -> None:
+    """By its time, by another one of its name, by a reset."""
+    rig = HoldRig()
+    rig.store(keys(0))
+    for request_id in ("late", "twice", "reset"):
+        rig.publish(keys(0), request_id, duration=20 if request_id == "late" else 300)
+    rig.publish(keys(0), "twice", now=1.0, duration=300)
+    rig.core.tick(20.0)
+    rig.core.reset(rig.session)
+    assert (held(rig, "late").end, held(rig, "late").ended_at) == (HoldEnd.EXPIRED, 20.0)
+    assert held(rig, "reset").end is HoldEnd.RESET
+    [twice] = rig.core.explain("twice")
+    assert [record.end for record in twice.holds] == [HoldEnd.REPLACED, HoldEnd.RESET]
+
+
+def test_a_declined_publication() -> None:
+    """It says why; it has no end, having had no beginning."""
+    rig = HoldRig(part=0)
+    rig.publish(keys(0))
+    assert (held(rig).status, held(rig).blocks, held(rig).end) == (PublishStatus.NO_ROOM, 1, None)
+    rig = HoldRig(most=0)
+    rig.publish(keys(0))
+    assert held(rig).status is PublishStatus.TOO_MANY
+
+
+def test_a_publication_may_come_after_the_end_of_its_request() -> None:
+    """Both are sent in the background: what was known of the request is not forgotten for it."""
+    rig = HoldRig()
+    rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=1e9)
+    rig.core.finish_request(rig.session, "r")
+    rig.publish(keys(0))
+    [record] = rig.core.explain("r")
+    assert (record.finished, len(record.lookups), len(record.holds)) == (True, 1, 1)
+
+
+def test_a_claim_block_by_block() -> None:
+    """Hits, what was still on its way, what was not wanted; a claim that is on nobody's behalf is not kept."""
+    rig = HoldRig()
+    rig.store(keys(0, 1))
+    rig.publish(keys(0, 1, 2))
+    rig.claim(now=4.0, first=[1])
+    record = claimed(rig)
+    assert record.claim == ClaimRecord("engine", "r", ClaimOutcome.HELD, unwanted=1)
+    assert (record.at, record.spans(), record.first_miss) == (
+        4.0,
+        (OutcomeRun(1, 0), OutcomeRun(1, MissReason.PENDING)),
+        keys(2)[0],
+    )
+    rig.core.handoffs.claim(rig.reader, rig.name(), first_positions=[], request_id="", expires_at=600, now=5.0)
+    assert [record.request_id for record in rig.core.explain("mine")] == ["mine"]
+    assert rig.core.explain("") == []
+
+
+def test_what_will_not_come_is_a_miss_for_a_reason() -> None:
+    """The publisher died before it had brought it; or a tier had it, and gave it back damaged."""
+    rig = HoldRig()
+    rig.store(keys(0))
+    rig.publish([*keys(0, 1), PRIVATE])
+    rig.core.close_session(rig.session.id)
+    rig.claim()
+    assert claimed(rig).spans() == (OutcomeRun(1, 0), OutcomeRun(2, MissReason.NEVER_STORED))
+    assert claimed(rig).first_miss == keys(1)[0]
+
+    rig = HoldRig(ModelTier("near", 1 << 20))
+    rig.store(keys(0))
+    rig.finish_jobs()
+    rig.core.reset(rig.session)
+    rig.publish(keys(0))
+    rig.core.close_session(rig.session.id)
+    assert any(isinstance(command, LoadFromTier) for command in rig.finish_jobs(Outcome.CORRUPT))
+    rig.claim()
+    assert claimed(rig).spans() == (OutcomeRun(1, MissReason.LOAD_FAILED),)
+
+
+def test_a_claim_that_finds_no_hold() -> None:
+    """Never published, released, expired, or of another namespace: told apart as far as the reader can do something about it."""
+    rig = HoldRig()
+    with pytest.raises(HoldNotFound):
+        rig.claim()
+    assert claimed(rig).claim == ClaimRecord("engine", "r", ClaimOutcome.NOT_HELD)
+    assert claimed(rig).spans() == ()
+    abroad = rig.open("engine", OTHER)
+    rig.publish(keys(0), session=abroad)
+    with pytest.raises(HoldNotFound):
+        rig.claim()
+    assert claimed(rig).claim == ClaimRecord("engine", "r", ClaimOutcome.OTHER_NAMESPACE)
+    rig.core.handoffs.release((OTHER.id, "engine", "r"), 1.0)
+    with pytest.raises(HoldNotFound):
+        rig.claim()
+    assert claimed(rig).claim == ClaimRecord("engine", "r", ClaimOutcome.NOT_HELD)
+    rig.publish(keys(0), duration=30)
+    with pytest.raises(HoldExpired):
+        rig.claim(now=28)
+    assert claimed(rig).claim == ClaimRecord("engine", "r", ClaimOutcome.EXPIRED)
+    assert [record.holds[-1].claims for record in rig.core.explain("r")] == [0, 0]
+
+
+def test_only_the_last_publications_are_kept() -> None:
+    """An engine that publishes again and again fills nothing."""
+    rig = HoldRig()
+    for number in range(9):
+        rig.publish(keys(number), direction=P2D if number % 2 else D2P, now=float(number))
+    [record] = rig.core.explain("r")
+    assert [hold.at for hold in record.holds] == [7.0, 8.0]
+    assert SPEC.id == record.engine[0]

@@ -1,0 +1,317 @@
+"""Negotiation and what follows from it: who gets which blocks of a request, and who is told when of its end."""
+
+from typing import Any
+
+import pytest
+from core_rig import GRANTED, PRESENT, Rig, keys
+from simulation import EXTENT, ModelTier
+
+from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
+from kvtier.tiers.core.commands import StoreInTier
+from kvtier.tiers.negotiation import DEFAULT_RULES, Rule, vote
+
+BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
+
+
+class Insisting(ModelTier):
+    """Asks for every block of every request."""
+
+    def on_new_request(self, request: RequestInfo) -> Vote:
+        self.begun.append(request.request_id)
+        return Vote(REQUEST, "always")
+
+
+def begin(rig: Rig, request_id: str = "r", **params: Any) -> OffloadPolicy:
+    """Announces a request; returns its policy."""
+    info = RequestInfo(request_id, rig.session.namespace.id, kv_transfer_params=params)
+    return rig.core.begin_request(rig.session, info).policy
+
+
+def stores(rig: Rig) -> list[StoreInTier]:
+    """Takes the core's commands; returns the stores."""
+    return [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]
+
+
+def done(rig: Rig, job: StoreInTier, outcome: Outcome = Outcome.DONE) -> None:
+    """Ends a job."""
+    rig.core.job_finished(job.job_id, [outcome] * len(job.blocks))
+
+
+def settle(rig: Rig) -> None:
+    """Ends jobs until there are none."""
+    while jobs := stores(rig):
+        for job in jobs:
+            done(rig, job)
+
+
+def prepare(rig: Rig, names: list[bytes], request_id: str = "r") -> Any:
+    """Prepares a store on behalf of a request."""
+    return rig.core.prepare_store(rig.session, names, request_id=request_id, expires_at=60)
+
+
+@pytest.mark.parametrize(
+    ("params", "policy"),
+    [
+        ({}, BLOCK),
+        ({"do_remote_decode": False}, BLOCK),
+        ({"do_remote_prefill": True}, BLOCK),
+        ({"do_remote_decode": True}, REQUEST),
+        ({"do_remote_decode": 1, "remote_host": "p"}, REQUEST),
+        ({"do_remote_decode": "yes"}, REQUEST),
+        ({"do_remote_decode": ""}, BLOCK),
+        ({"offload_policy": "request_level"}, REQUEST),
+        ({"offload_policy": "block_level"}, BLOCK),
+        ({"offload_policy": True}, BLOCK),
+    ],
+)
+def test_do_remote_decode_is_one_cause_of_request_level(params: dict[str, object], policy: OffloadPolicy) -> None:
+    """B1.2, B1.6, B3.1: absent, empty or falsy means an ordinary request; truthy means every block of it."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    assert begin(rig, **params) is policy
+
+
+def test_rules_vote_by_tenant_length_and_priority() -> None:
+    """The first rule that matches in every condition decides, and says why."""
+    rules = (
+        Rule(BLOCK, "short", tenant="a", min_priority=5),
+        Rule(REQUEST, "long prompts", min_prompt_tokens=100, tenant="a"),
+        *DEFAULT_RULES,
+    )
+
+    def of(**fields: Any) -> Vote:
+        return vote(rules, RequestInfo("r", Rig().session.namespace.id, **fields))
+
+    assert of(tenant="a", prompt_tokens=100) == Vote(REQUEST, "long prompts")
+    assert of(tenant="a", prompt_tokens=100, priority=5) == Vote(BLOCK, "short")
+    assert of(tenant="b", prompt_tokens=100) == Vote(BLOCK, "the default")
+    assert of(tenant="a", prompt_tokens=99, kv_transfer_params={"do_remote_decode": True}).policy is REQUEST
+
+
+class Silent(ModelTier):
+    """Says only what it must."""
+
+    on_request_finished = SecondaryTier.on_request_finished
+
+
+def test_every_tier_has_to_say_how_it_wants_a_request() -> None:
+    """B3.2: a tier that does not vote cannot be made; one that does not care for the end of a request can."""
+    assert "on_new_request" in SecondaryTier.__abstractmethods__
+    voiceless = type("Voiceless", (ModelTier,), {"on_new_request": SecondaryTier.on_new_request})
+    with pytest.raises(TypeError, match="on_new_request"):
+        voiceless("near", 1 << 20)
+    assert "on_request_finished" not in SecondaryTier.__abstractmethods__
+    rig = Rig(Silent("near", 1 << 20))
+    begin(rig)
+    assert rig.core.finish_request(rig.session, "r").settled
+
+
+def test_where_no_tier_insists_nothing_is_remembered() -> None:
+    """B3.3: an ordinary request waits for no block, is owed none, and is over when it has finished."""
+    calm = ModelTier("calm", 1 << 20)
+    rig = Rig(calm)
+    rig.store(keys(0))
+    prepare(rig, keys(1), request_id="")
+    begin(rig)
+    prepare(rig, keys(0, 1))
+    request = rig.core._requests.get(rig.session.engine, "r")
+    assert request is not None
+    assert (request.insisting, request.waiting, request.owed) == (frozenset(), set(), 0)
+    rig.core.finish_request(rig.session, "r")
+    assert calm.finished == ["r"]
+
+
+def test_any_tier_that_asks_makes_it_request_level() -> None:
+    """B3.3: and only those that ask are remembered."""
+    rig = Rig(ModelTier("calm", 1 << 20), Insisting("eager", 1 << 20))
+    assert begin(rig) is REQUEST
+    request = rig.core._requests.get(rig.session.engine, "r")
+    assert request is not None
+    assert request.insisting == {2}
+    assert begin(Rig(ModelTier("calm", 1 << 20))) is BLOCK
+
+
+def test_what_is_there_already_goes_to_the_tiers_that_insist_only() -> None:
+    """B3.6: present and ready keys are cascaded at once, to the request-level tiers; the CPU tier is not written again."""
+    calm, eager = ModelTier("calm", 1 << 20), Insisting("eager", 1 << 20)
+    rig = Rig(calm, eager, queue=4096)
+    rig.store(keys(0, 1))
+    for job in stores(rig):
+        done(rig, job, Outcome.FAILED)
+    settle(rig)
+    begin(rig)
+    assert prepare(rig, keys(0, 1)).statuses == PRESENT * 2
+    (job,) = stores(rig)
+    assert job.tier == 2
+    assert [block.key for block in job.blocks] == keys(0, 1)
+
+
+def test_an_ordinary_request_cascades_nothing_that_is_there() -> None:
+    """B1.4: block level means newly computed blocks only."""
+    rig = Rig(ModelTier("calm", 1 << 20))
+    rig.store(keys(0, 1))
+    for job in stores(rig):
+        done(rig, job, Outcome.FAILED)
+    rig.core.take_commands()
+    begin(rig)
+    prepare(rig, keys(0, 1))
+    assert stores(rig) == []
+
+
+def test_new_blocks_go_to_all_tiers_when_the_store_completes() -> None:
+    """B3.7: a request-level vote of one tier takes nothing from the others."""
+    rig = Rig(ModelTier("calm", 1 << 20), Insisting("eager", 1 << 20))
+    begin(rig)
+    answer = prepare(rig, keys(0))
+    assert stores(rig) == []
+    rig.core.complete_store(rig.session, answer.store_id)
+    assert sorted(job.tier for job in stores(rig)) == [1, 2]
+
+
+def test_a_block_that_somebody_else_writes_is_waited_for() -> None:
+    """B3.9: parked until it resolves; then it is cascaded for the request as well."""
+    eager = Insisting("eager", 1 << 20)
+    rig = Rig(eager)
+    other = prepare(rig, keys(0), request_id="")
+    begin(rig)
+    prepare(rig, keys(0))
+    rig.core.finish_request(rig.session, "r")
+    assert eager.finished == [], "something is parked"
+    rig.core.complete_store(rig.session, other.store_id)
+    assert eager.finished == [], "it is on its way"
+    settle(rig)
+    assert eager.finished == ["r"]
+
+
+def test_a_block_that_is_waited_for_and_goes_is_dropped() -> None:
+    """B3.9: its writer failed; the request is over, and incomplete."""
+    eager = Insisting("eager", 1 << 20)
+    rig = Rig(eager)
+    other = prepare(rig, keys(0), request_id="")
+    begin(rig)
+    prepare(rig, keys(0))
+    request = rig.core.finish_request(rig.session, "r")
+    rig.core.complete_store(rig.session, other.store_id, failed=[0])
+    assert eager.finished == ["r"]
+    assert (request.settled, request.incomplete) == (True, 1)
+
+
+def test_backpressure_never_silently_drops_what_was_asked_for() -> None:
+    """B3.10: an insisting tier may fall behind further than others; what is beyond makes the request incomplete."""
+    rig = Rig(Insisting("eager", 1 << 20), queue=4 * 4096)
+    begin(rig)
+    answer = prepare(rig, keys(*range(10)))
+    rig.core.complete_store(rig.session, answer.store_id)
+    request = rig.core.finish_request(rig.session, "r")
+    assert (request.owed, request.incomplete) == (8, 2)
+    assert rig.core.stats().tiers[1].dropped >= 2
+    settle(rig)
+    assert request.settled
+
+
+def test_a_store_that_a_tier_fails_makes_the_request_incomplete() -> None:
+    """B3.10: its owner can be told."""
+    rig = Rig(Insisting("eager", 1 << 20))
+    begin(rig)
+    answer = prepare(rig, keys(0, 1))
+    rig.core.complete_store(rig.session, answer.store_id)
+    request = rig.core.finish_request(rig.session, "r")
+    (job,) = stores(rig)
+    rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.NO_SPACE])
+    assert (request.settled, request.incomplete) == (True, 1)
+
+
+def test_tiers_hear_of_the_end_once_and_last() -> None:
+    """B3.11, B3.12: finished, no engine store pending, nothing owed; after it no more submits come for this request."""
+    known: list[bool] = []
+
+    class Looking(Insisting):
+        def on_request_finished(self, request_id: str) -> None:
+            super().on_request_finished(request_id)
+            known.append(rig.core._requests.get(rig.session.engine, "r") is not None)
+
+    eager = Looking("eager", 1 << 20)
+    rig = Rig(eager)
+    begin(rig)
+    answer = prepare(rig, keys(0, 1))
+    rig.core.finish_request(rig.session, "r")
+    assert eager.finished == [], "a store is in flight"
+    rig.core.complete_store(rig.session, answer.store_id)
+    assert eager.finished == [], "blocks are on their way"
+    settle(rig)
+    assert eager.finished == ["r"]
+    assert known == [True], "its state is dropped afterwards"
+    assert len(rig.core._requests) == 0
+    rig.core.close_session(rig.session.id)
+    assert eager.finished == ["r"]
+    assert stores(rig) == []
+
+
+def test_a_store_that_fails_is_over_all_the_same() -> None:
+    """B3.7, B3.12: it counts as completed: its request ends, and nothing of it was stored."""
+    eager = Insisting("eager", 1 << 20)
+    rig = Rig(eager)
+    begin(rig)
+    answer = prepare(rig, keys(0, 1))
+    rig.core.finish_request(rig.session, "r")
+    rig.core.complete_store(rig.session, answer.store_id, failed=[0, 1])
+    assert eager.finished == ["r"]
+    assert stores(rig) == []
+
+
+def test_a_request_that_was_never_announced_gets_both_calls_in_order() -> None:
+    """B3.13: its tiers see the pair."""
+    order: list[str] = []
+
+    class Noting(ModelTier):
+        def on_new_request(self, request: RequestInfo) -> Vote:
+            order.append(f"new {request.request_id}")
+            return Vote(BLOCK, "")
+
+        def on_request_finished(self, request_id: str) -> None:
+            order.append(f"finished {request_id}")
+
+    rig = Rig(Noting("near", 1 << 20))
+    rig.core.finish_request(rig.session, "r")
+    assert order == ["new r", "finished r"]
+
+
+def test_a_fallen_sessions_requests_end() -> None:
+    """Its stores are abandoned, what it was waiting for is given up, and its tiers are told once."""
+    eager = Insisting("eager", 1 << 20)
+    rig = Rig(eager)
+    other = rig.open("other")
+    answer = rig.core.prepare_store(other, keys(0), request_id="", expires_at=60)
+    begin(rig)
+    prepare(rig, keys(0, 1))
+    rig.core.close_session(rig.session.id)
+    assert eager.finished == ["r"]
+    assert answer.store_id is not None
+    rig.core.complete_store(other, answer.store_id)
+    assert len(rig.core._requests) == 0
+
+
+def test_the_same_id_may_be_used_again_before_the_first_has_settled() -> None:
+    """Each of the two is ended once, and the stores of each count for itself."""
+    eager = Insisting("eager", 1 << 20)
+    rig = Rig(eager)
+    begin(rig)
+    first = prepare(rig, keys(0))
+    rig.core.finish_request(rig.session, "r")
+    begin(rig)
+    rig.core.complete_store(rig.session, first.store_id)
+    settle(rig)
+    assert eager.finished == ["r"]
+    rig.core.finish_request(rig.session, "r")
+    assert eager.finished == ["r", "r"] == eager.begun
+
+
+def test_pinned_by_a_cascade_that_waits() -> None:
+    """B3.8: from the moment when it is queued until its job ends."""
+    rig = Rig(Insisting("eager", 1 << 20), queue=EXTENT)
+    begin(rig)
+    answer = prepare(rig, keys(*range(16)))
+    assert answer.statuses == GRANTED * 16
+    rig.core.complete_store(rig.session, answer.store_id)
+    assert all(block.pins for block in rig.core._primary.blocks_of(rig.session.namespace.id).values())
+    settle(rig)
+    assert not any(block.pins for block in rig.core._primary.blocks_of(rig.session.namespace.id).values())

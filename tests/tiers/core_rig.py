@@ -1,0 +1,61 @@
+"""Rig for tests of the decision core: one core, one session, and shorthands for keys and statuses."""
+
+from simulation import EXTENT, ModelTier
+
+from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import TierSettings
+from kvtier.tiers.types import KeyStatus, NamespaceSpec, Session, StoreStatus
+
+SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096, 16384))
+
+
+HIT, MISS, PENDING = bytes([KeyStatus.HIT]), bytes([KeyStatus.MISS]), bytes([KeyStatus.HIT_PENDING])
+
+
+GRANTED, PRESENT, NO_ROOM = (bytes([s]) for s in (StoreStatus.GRANTED, StoreStatus.PRESENT, StoreStatus.NO_ROOM))
+
+
+def keys(*numbers: int, group: int = 0) -> list[bytes]:
+    """Returns keys that sort like their numbers."""
+    return [b"%03d" % number + group.to_bytes(4, "big") for number in numbers]
+
+
+class Rig:
+    """A core, one session with the region mapped, and shorthands."""
+
+    def __init__(
+        self, *tiers: ModelTier, extents: int = 1, queue: int | None = None, eviction: dict[str, str] | None = None
+    ) -> None:
+        keeping = TierSettings(eviction=eviction or {})
+        self.core = TierManager(extents * EXTENT, EXTENT, tiers, max_queued_bytes=queue, keeping=keeping)
+        self.core.add_memory(0, extents * EXTENT)
+        self.session = self.open("engine")
+
+    def open(self, engine: str, spec: NamespaceSpec = SPEC, rank: int | None = None) -> Session:
+        session = self.core.open_session(engine.encode(), engine, rank, spec)
+        self.core.writer_attached(session.id, hash(engine) & 0xFFFF)
+        return session
+
+    def store(self, names: list[bytes]) -> bytes:
+        answer = self.core.prepare_store(self.session, names, request_id="", expires_at=60)
+        if answer.store_id is not None:
+            self.core.complete_store(self.session, answer.store_id)
+        return answer.statuses
+
+    def look_up(self, names: list[bytes], *, prefix: bool = True) -> bytes:
+        """Statuses only; the lease is released at once."""
+        lease = self.core.lookup(self.session, names, prefix=prefix, request_id="", expires_at=60).lease
+        if lease is None:
+            return MISS * len(names)
+        statuses = lease.statuses()
+        self.core.release(self.session, lease.id)
+        return statuses
+
+    def finish_jobs(self, outcome: Outcome = Outcome.DONE) -> list[object]:
+        commands = self.core.take_commands()
+        for command in commands:
+            if isinstance(command, StoreInTier | LoadFromTier):
+                self.core.job_finished(command.job_id, [outcome] * len(command.blocks))
+        return list(commands)

@@ -1,0 +1,694 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+from contracts.secondary_tier import (
+    CORRUPT,
+    DONE,
+    FAILED,
+    KIB,
+    MIB,
+    MISSING,
+    NO_SPACE,
+    SPACE,
+    SecondaryTierContract,
+    content,
+    empty,
+    fetch,
+    full,
+    held,
+)
+
+from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier, TierOpenError
+from kvtier.tiers.disk.format import PAGE_BYTES, PageRun, SlabRecord
+from kvtier.tiers.disk.free_space import Space
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.lmdb.format import DamagedRecordError
+from kvtier.tiers.lmdb.tier import LMDBTier
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class TestDiskTier(SecondaryTierContract):
+    child_source = """
+        from kvtier.tiers.disk.tier import DiskTier
+
+        def make(directory, size_bytes):
+            return DiskTier("child", directory, size_bytes, "process")
+    """
+
+    def make_tier(self, directory: Path, size_bytes: int) -> DiskTier:
+        return DiskTier("disk", directory, size_bytes, "process")
+
+    def corrupt(self, tier: SecondaryTier, namespace: NamespaceId, key: bytes) -> None:
+        assert isinstance(tier, DiskTier)
+        damage_block(tier, key, namespace)
+
+
+def record_of(tier: DiskTier, key: bytes, namespace: NamespaceId) -> SlabRecord:
+    """Returns what the index holds of a block."""
+    (packed,) = tier._store.index.get([namespace + key])
+    assert packed
+    return SlabRecord.unpack(namespace + key, packed)
+
+
+def damage_block(tier: DiskTier, key: bytes, namespace: NamespaceId) -> None:
+    """Changes two bytes of a block behind the tier's back."""
+    run = record_of(tier, key, namespace).runs[0]
+    with (tier._store.slabs._directory / "slab-00000").open("r+b") as file:
+        file.seek(run.start * PAGE_BYTES + 100)
+        file.write(b"\0\xff")
+
+
+def opened(directory: Path, size_bytes: int = 32 * MIB, **more: Any) -> DiskTier:
+    """Opens a store, and takes in what it holds."""
+    tier = DiskTier("disk", directory, size_bytes, more.pop("durability", "process"), **more)
+    tier.found = list(tier.entries())  # type: ignore[attr-defined]
+    return tier
+
+
+def names(tier: DiskTier) -> list[bytes]:
+    """Returns the keys that the tier held when it was opened, oldest first."""
+    return [entry.key for entry in tier.found]  # type: ignore[attr-defined]
+
+
+def free_and_used(tier: DiskTier) -> tuple[int, int]:
+    """Returns the free pages of a store, and those that its records claim; asserts that no page is both or twice."""
+    assert tier._store._space
+    free = {page for run in tier._store._space.runs() for page in range(run.start, run.end)}
+    claims = [
+        page for _, record in tier._store.index.scan() for run in record.runs for page in range(run.start, run.end)
+    ]
+    assert len(claims) == len(set(claims))
+    assert not free & set(claims)
+    assert len(free) == tier._store._space.free_pages
+    return len(free), len(claims)
+
+
+def slab_pages(tier: DiskTier) -> int:
+    """Returns how many pages the slab files have."""
+    return sum(run.pages for run in tier._store.slabs.extents())
+
+
+def filled(directory: Path, count: int = 20, sizes: tuple[int, ...] = (70_000,), **more: Any) -> None:
+    """Makes a store with blocks "0", "1", … and closes it."""
+    tier = opened(directory, **more)
+    for number in range(count):
+        assert tier.store([full(b"%d" % number, content(number, sizes))]) == [DONE]
+    tier.close()
+
+
+def aligned(nbytes: int) -> memoryview:
+    """Returns memory that begins on a page's border, as the region's slots do."""
+    return memoryview(mmap.mmap(-1, nbytes + PAGE_BYTES))[:nbytes]
+
+
+# ----- direct I/O
+
+
+@pytest.mark.parametrize("shift", [0, 1, 512, 4095])
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 300_001, 2 * MIB, 5 * MIB + 3, 20 * MIB])
+def test_alignment(tmp_path: Path, size: int, shift: int) -> None:
+    """Bytes of any size and at any address are stored and loaded, and nothing beside them is touched."""
+    tier = opened(tmp_path, 64 * MIB)
+    memory = aligned(size + shift + 100)
+    memory[:] = b"." * memory.nbytes
+    data = content(size, (size,))[0]
+    memory[shift : shift + size] = data
+    part = memory[shift : shift + size]
+    assert tier.store([BlockBytes(SPACE, b"key", (part,))]) == [DONE]
+    part[:] = bytes(size)
+    assert tier.load([BlockBytes(SPACE, b"key", (part,))]) == [DONE]
+    assert bytes(part) == data
+    assert bytes(memory[:shift]) + bytes(memory[shift + size :]) == b"." * (shift + 100)
+    tier.close()
+
+
+def test_what_fills_a_page_up_is_zeros(tmp_path: Path) -> None:
+    """What lies behind the end of a part on the disk is not what the buffer held for another block."""
+    tier = opened(tmp_path)
+    tier.store([full(b"secret", [b"S" * 4000]), full(b"short", [b"s" * 10])])
+    run = record_of(tier, b"short", SPACE).runs[0]
+    page = (tmp_path / "slab-00000").read_bytes()[run.start * PAGE_BYTES : run.end * PAGE_BYTES]
+    assert page == b"s" * 10 + bytes(PAGE_BYTES - 10)
+    tier.close()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Takes down the system calls: which, the descriptor's flags, and the number of buffers."""
+    made = []
+    for name in ("preadv", "pwritev"):
+
+        def call(real: Any, name: str, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            made.append((name, fcntl.fcntl(fd, fcntl.F_GETFL), len(buffers)))
+            done: int = real(fd, buffers, offset)
+            return done
+
+        monkeypatch.setattr(os, name, partial(call, getattr(os, name), name))
+    return made
+
+
+def test_neighbours_share_a_call(tmp_path: Path, calls: list[tuple[str, int, int]]) -> None:
+    """Slots of the region go to the disk past the page cache, and blocks that lie side by side in one call."""
+    tier = opened(tmp_path)
+    memory = aligned(16 * 64 * KIB)
+    memory[:] = content("memory", (memory.nbytes,))[0]
+    parts = [memory[start : start + 64 * KIB] for start in range(0, memory.nbytes, 64 * KIB)]
+    blocks = [BlockBytes(SPACE, b"%d" % number, (part,)) for number, part in enumerate(parts)]
+    assert tier.store(blocks) == [DONE] * 16
+    before = bytes(memory)
+    memory[:] = bytes(memory.nbytes)
+    assert tier.load(blocks) == [DONE] * 16
+    assert bytes(memory) == before
+    direct = os.O_DIRECT if tier._store.slabs.direct else 0
+    assert [(name, flags & os.O_DIRECT, buffers) for name, flags, buffers in calls] == [
+        ("pwritev", direct, 16),
+        ("preadv", direct, 16),
+    ]
+    tier.close()
+
+
+@pytest.mark.parametrize("where", ["open", "call"])
+def test_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A file system without direct I/O, whether it says so at once or at the first call, gets the page cache."""
+
+    def refuse(flags: int) -> None:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    real_open, real_pwritev = os.open, os.pwritev
+
+    def open_(path: Any, flags: int, *more: Any) -> int:
+        refuse(flags)
+        return real_open(path, flags, *more)
+
+    def pwritev(fd: int, *more: Any) -> int:
+        refuse(fcntl.fcntl(fd, fcntl.F_GETFL))
+        return real_pwritev(fd, *more)
+
+    monkeypatch.setattr(os, *(("open", open_) if where == "open" else ("pwritev", pwritev)))
+    tier = opened(tmp_path)
+    blocks = {b"%d" % number: content(number, (9 * MIB + number,)) for number in range(2)}
+    assert tier.store([full(key, parts) for key, parts in blocks.items()]) == [DONE] * 2
+    assert not tier._store.slabs.direct
+    for key, parts in blocks.items():
+        assert fetch(tier, key, (len(parts[0]),)) == parts
+    assert tier.trouble is None
+    tier.close()
+
+
+def test_short_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that do less than they were asked for are gone on with where they ended."""
+    for name in ("preadv", "pwritev"):
+
+        def call(real: Any, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            done: int = real(fd, [buffers[0][: 3 * PAGE_BYTES]], offset)
+            return done
+
+        monkeypatch.setattr(os, name, partial(call, getattr(os, name)))
+    tier = opened(tmp_path)
+    sizes = (100_000, 5000, 1, 64 * KIB)
+    tier.store([full(b"key", content(1, sizes))])
+    assert fetch(tier, b"key", sizes) == content(1, sizes)
+    tier.close()
+
+
+# ----- space
+
+
+def test_pages_are_given_out_once() -> None:
+    """Free pages are joined with their neighbours, but not across slabs, and a block that fits nowhere whole is split."""
+    space = Space(100)
+    space.give_back([PageRun(0, 100), PageRun(100, 50)])
+    assert space.runs() == [PageRun(0, 100), PageRun(100, 50)]
+    assert space.take(101) is None
+    assert space.take(40) == PageRun(100, 40)  # the best fit
+    assert space.take(100) == PageRun(0, 100)
+    space.give_back([PageRun(10, 10), PageRun(30, 10), PageRun(20, 10)])
+    assert space.runs() == [PageRun(10, 30), PageRun(140, 10)]
+    assert space.gather(41) is None
+    assert space.gather(35) == [PageRun(10, 30), PageRun(140, 5)]
+    assert space.free_pages == 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_space_against_a_set(seed: int) -> None:
+    """A long run of random requests gives out each page once, and takes all of them back."""
+    source, space, taken = random.Random(seed), Space(64), []
+    space.give_back([PageRun(0, 64), PageRun(64, 64), PageRun(128, 20)])
+    for _ in range(2000):
+        if taken and source.random() < 0.5:
+            space.give_back(taken.pop(source.randrange(len(taken))))
+        else:
+            runs = space.gather(source.choice([1, 1, 3, 16, 40]))
+            if runs:
+                taken.append(runs)
+        pages = [page for runs in [*taken, space.runs()] for run in runs for page in range(run.start, run.end)]
+        assert sorted(pages) == list(range(148))
+    for runs in taken:
+        space.give_back(runs)
+    assert space.runs() == [PageRun(0, 64), PageRun(64, 64), PageRun(128, 20)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_churn_of_mixed_sizes_at_capacity(tmp_path: Path, seed: int) -> None:
+    """As long as the core keeps to the capacity every store finds room, whichever size the blocks turn to; no page is lost."""
+    source = random.Random(seed)
+    tier = opened(tmp_path, 32 * MIB)
+    kinds = [(64 * KIB,), (2 * MIB,), (16 * KIB,) * 4, (300 * KIB, 300 * KIB)]
+    stored: dict[bytes, tuple[int, ...]] = {}
+    used = 0
+    for step in range(600):
+        # Each size has its time: the others' room must become its own.
+        sizes = kinds[step // 75 % 4] if source.random() < 0.8 else source.choice(kinds)
+        key, gone = b"%d" % step, []
+        while used + sum(sizes) > tier.capacity_bytes:
+            victim = source.choice(list(stored))
+            used -= sum(stored.pop(victim))
+            gone.append((SPACE, victim))
+        tier.remove(gone)
+        assert tier.store([full(key, [bytes(size) for size in sizes])]) == [DONE]
+        stored[key] = sizes
+        used += sum(sizes)
+    free, claimed = free_and_used(tier)
+    assert claimed * PAGE_BYTES == used
+    assert free + claimed == slab_pages(tier)
+    for key, sizes in stored.items():
+        assert tier.load([empty(key, sizes)]) == [DONE]
+    tier.remove([(SPACE, key) for key in stored])
+    assert free_and_used(tier) == (slab_pages(tier), 0)
+    tier.close()
+
+
+def test_failed_stores_leak_nothing(tmp_path: Path) -> None:
+    """What a store took and did not fill is free again."""
+    tier = opened(tmp_path, 8 * MIB)
+    outcomes = tier.store([full(b"%d" % number, [bytes(MIB)]) for number in range(10)])
+    assert outcomes == [DONE] * 6 + [NO_SPACE] * 4 or outcomes == [DONE] * 7 + [NO_SPACE] * 3
+    free, claimed = free_and_used(tier)
+    assert free + claimed == slab_pages(tier)
+    assert tier.trouble
+    assert "bytes are in use" in tier.trouble
+    tier.close()
+
+
+def test_files_are_bounded_and_come_as_they_are_needed(tmp_path: Path) -> None:
+    """Slabs are made one after another, up to the size and not beyond."""
+    tier = opened(tmp_path, 32 * MIB, slab_bytes=8 * MIB)
+    assert list(tmp_path.glob("slab-*")) == []
+    lengths = []
+    for number in range(40):
+        tier.store([full(b"%d" % number, [bytes(MIB)])])
+        lengths.append(len(list(tmp_path.glob("slab-*"))))
+    assert lengths[0] == 1
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 4
+    assert sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) <= 32 * MIB
+    assert tier.store([full(b"3", [bytes(3 * MIB)])]) in ([DONE], [NO_SPACE])
+    tier.close()
+
+
+def test_a_block_longer_than_a_slab(tmp_path: Path) -> None:
+    """A block may lie in several slabs."""
+    tier = opened(tmp_path, 32 * MIB, slab_bytes=MIB)
+    parts = content("long", (3 * MIB, 2 * MIB + 5))
+    assert tier.store([full(b"key", parts)]) == [DONE]
+    assert fetch(tier, b"key", (3 * MIB, 2 * MIB + 5)) == parts
+    tier.close()
+    tier = opened(tmp_path, 32 * MIB)  # the slabs stay as they were made
+    assert fetch(tier, b"key", (3 * MIB, 2 * MIB + 5)) == parts
+    tier.close()
+
+
+def test_sizes_between_lives(tmp_path: Path) -> None:
+    """A larger size gives more room; a smaller one holds at once, and the blocks beyond it are gone."""
+    filled(tmp_path, 24, (MIB,), slab_bytes=8 * MIB)
+    tier = opened(tmp_path, 64 * MIB)
+    assert len(names(tier)) == 24
+    assert tier.store([full(b"more %d" % number, [bytes(MIB)]) for number in range(30)]) == [DONE] * 30
+    tier.close()
+    tier = opened(tmp_path, 16 * MIB)
+    left = names(tier)
+    assert 10 < len(left) < 16
+    assert sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) <= 16 * MIB
+    assert set(left) <= {b"%d" % number for number in range(24)}
+    for key in left:
+        assert fetch(tier, key, (MIB,)) == content(int(key), (MIB,))
+    assert tier.trouble is None
+    free, claimed = free_and_used(tier)
+    assert free + claimed == slab_pages(tier)
+    tier.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Gives a file system of 8 MiB in memory."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    """A disk that is full before the bound means no space, and ends when the disk has room again."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(4 * MIB))
+    tier = opened(small_disk / "store")
+    parts = content("x", (300_000,))
+    stored = 0
+    while (outcomes := tier.store([full(b"%d" % stored, parts)])) == [DONE]:
+        stored += 1
+    assert outcomes == [NO_SPACE]
+    assert 3 < stored < 14
+    assert tier.trouble
+    assert "No space left" in tier.trouble
+    assert tier.load([empty(b"%d" % stored, (300_000,))]) == [MISSING]
+    for number in range(stored):
+        assert fetch(tier, b"%d" % number, (300_000,)) == parts
+    tier.remove([(SPACE, b"0")])
+    assert tier.store([full(b"instead", parts)]) == [DONE]
+    assert tier.store([full(b"none", parts)]) == [NO_SPACE]
+    ballast.unlink()
+    assert tier.store([full(b"after", parts)]) == [DONE]
+    assert tier.trouble is None
+    tier.close()
+    tier = opened(small_disk / "store")
+    assert len(names(tier)) == stored + 1
+    free, claimed = free_and_used(tier)
+    assert free + claimed == slab_pages(tier)
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"), [(errno.ENOSPC, NO_SPACE), (errno.EDQUOT, NO_SPACE), (errno.EIO, FAILED)]
+)
+def test_errors_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Outcome) -> None:
+    """A write or a read that fails is an outcome and trouble, takes no room, and is over with the next success."""
+    tier = opened(tmp_path)
+    parts = content("x", (300_000,))
+    tier.store([full(b"key", parts), full(b"other", parts)])
+    before = free_and_used(tier)
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail)
+        patch.setattr(os, "preadv", fail)
+        assert tier.store([full(b"a", parts), full(b"key", parts)]) == [outcome] * 2
+        assert tier.load([empty(b"key", (300_000,)), empty(b"none", (1,))]) == [FAILED, MISSING]
+        assert tier.trouble
+        assert "cannot store" in tier.trouble
+        assert "cannot load" in tier.trouble
+    assert free_and_used(tier) == before
+    assert fetch(tier, b"key", (300_000,)) == parts
+    assert tier.store([full(b"a", parts)]) == [DONE]
+    assert tier.trouble is None
+    tier.close()
+
+
+def test_one_unreadable_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that the disk cannot read fails by itself; those beside it in the job are loaded."""
+    tier = opened(tmp_path)
+    for number in range(4):
+        tier.store([full(b"%d" % number, content(number, (70_000,)))])
+    bad = record_of(tier, b"2", SPACE).runs[0].start * PAGE_BYTES
+    real = os.preadv
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset <= bad < offset + sum(buffer.nbytes for buffer in buffers):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    into = [empty(b"%d" % number, (70_000,)) for number in range(4)]
+    assert tier.load(into) == [DONE, DONE, FAILED, DONE]
+    assert all(held(into[number]) == content(number, (70_000,)) for number in (0, 1, 3))
+    tier.close()
+
+
+# ----- damage
+
+
+def test_corrupt_bytes_are_quarantined(tmp_path: Path) -> None:
+    """The place of a corrupt block is not used again in this life; it is in the next."""
+    tier = opened(tmp_path, 8 * MIB)
+    tier.store([full(b"%d" % number, content(number, (MIB,))) for number in range(3)])
+    place = record_of(tier, b"1", SPACE).runs
+    damage_block(tier, b"1", SPACE)
+    assert tier.load([empty(b"1", (MIB,))]) == [CORRUPT]
+    assert (tier._store.quarantined_blocks, tier._store.quarantined_bytes) == (1, MIB)
+    stored = 0
+    while tier.store([full(b"new %d" % stored, [bytes(64 * KIB)])]) == [DONE]:
+        stored += 1
+    pages = {run for _, record in tier._store.index.scan() for run in record.runs}
+    assert not pages & set(place)
+    free, claimed = free_and_used(tier)
+    assert free + claimed == slab_pages(tier) - MIB // PAGE_BYTES
+    tier.close()
+    tier = opened(tmp_path, 8 * MIB)
+    assert tier.store([full(b"back", [bytes(MIB)])]) == [DONE]
+    tier.close()
+
+
+def test_bytes_of_another_block(tmp_path: Path) -> None:
+    """Bytes that are whole but belong to another block are corrupt: checksums are bound to names."""
+    tier = opened(tmp_path)
+    tier.store([full(b"a", [b"a" * 5000]), full(b"b", [b"b" * 5000])])
+    a, b = (record_of(tier, key, SPACE) for key in (b"a", b"b"))
+    tier._store.index.put([(SPACE + b"a", b), (SPACE + b"b", a)])
+    assert tier.load([empty(b"a", (5000,)), empty(b"b", (5000,))]) == [CORRUPT, CORRUPT]
+    tier.close()
+
+
+@pytest.mark.parametrize("damage", ["missing", "emptied", "halved", "odd"])
+def test_a_damaged_slab(tmp_path: Path, damage: str) -> None:
+    """Blocks of a slab file that is missing or too short are gone, and the tier says so; the others stay, all room is used."""
+    filled(tmp_path, 20, (MIB,), slab_bytes=8 * MIB)
+    path = tmp_path / "slab-00001"
+    length = path.stat().st_size
+    match damage:
+        case "missing":
+            path.unlink()
+        case "emptied":
+            os.truncate(path, 0)
+        case "halved":
+            os.truncate(path, length // 2)
+        case "odd":
+            os.truncate(path, length - 1)
+    tier = opened(tmp_path)
+    assert tier.trouble
+    assert "missing or too short" in tier.trouble
+    lost = 20 - len(names(tier))
+    assert f"{lost} blocks" in tier.trouble
+    assert lost == {"missing": 8, "emptied": 8, "halved": 4, "odd": 1}[damage]
+    for key in names(tier):
+        assert fetch(tier, key, (MIB,)) == content(int(key), (MIB,))
+    assert tier.store([full(b"new %d" % number, content(number, (MIB,))) for number in range(lost)]) == [DONE] * lost
+    for number in range(lost):
+        assert fetch(tier, b"new %d" % number, (MIB,)) == content(number, (MIB,))
+    free, claimed = free_and_used(tier)
+    assert free + claimed == slab_pages(tier)
+    tier.close()
+    tier = opened(tmp_path)
+    assert len(names(tier)) == 20
+    assert tier.trouble is None
+    tier.close()
+
+
+def test_a_damaged_index_is_moved_aside(tmp_path: Path) -> None:
+    """An index that cannot be trusted is kept; the tier starts empty, says so, and uses the slabs that are there."""
+    filled(tmp_path)
+    with (tmp_path / "data.mdb").open("r+b") as file:
+        file.write(random.Random(1).randbytes(8192))
+    tier = opened(tmp_path)
+    assert names(tier) == []
+    assert tier.trouble
+    assert "damaged" in tier.trouble
+    assert (tmp_path / "damaged-1" / "data.mdb").exists()
+    assert free_and_used(tier) == (slab_pages(tier), 0)
+    assert tier.store([full(b"key", [b"data"])]) == [DONE]
+    assert len(list(tmp_path.glob("slab-*"))) == 1
+    tier.close()
+
+
+def test_damaged_index_records(tmp_path: Path) -> None:
+    """A record that fails its checksum, or claims pages of a younger block, is dropped; its pages serve again."""
+    tier = opened(tmp_path)
+    tier.store([full(b"%d" % number, content(number, (70_000,))) for number in range(4)])
+    index = tier._store.index
+    one, two = (record_of(tier, key, SPACE) for key in (b"1", b"2"))
+    with index._env.begin(write=True) as txn:
+        packed = bytearray(txn.get(SPACE + b"0", db=index._blocks))
+        packed[6] ^= 1
+        txn.put(SPACE + b"0", packed, db=index._blocks)
+        txn.put(SPACE + b"short", b"short", db=index._blocks)
+        txn.put(SPACE + b"1", one._replace(runs=two.runs).pack(SPACE + b"1"), db=index._blocks)
+    tier.close()
+    tier = opened(tmp_path)
+    assert names(tier) == [b"2", b"3"]
+    assert len(tier._store.index) == 2
+    free, claimed = free_and_used(tier)
+    assert (free + claimed, claimed) == (slab_pages(tier), 36)
+    assert fetch(tier, b"2", (70_000,)) == content(2, (70_000,))
+    tier.close()
+
+
+def test_a_removal_that_cannot_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are free only once the index no longer names them."""
+    tier = opened(tmp_path)
+    tier.store([full(b"key", [bytes(MIB)])])
+    before = free_and_used(tier)
+
+    def fail(*_: object) -> None:
+        raise lmdb.Error("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._store.index, "remove", fail)
+        tier.remove([(SPACE, b"key")])
+        assert tier.trouble
+        assert "cannot remove" in tier.trouble
+        assert free_and_used(tier) == before
+    assert fetch(tier, b"key", (MIB,)) == (bytes(MIB),)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._store.index, "put", fail)
+        assert tier.store([full(b"new", [bytes(MIB)])]) == [FAILED]
+    # Whether that record is on the disk is not known: its pages wait for the next start.
+    free, claimed = free_and_used(tier)
+    assert free + claimed == slab_pages(tier) - MIB // PAGE_BYTES
+    tier.close()
+
+
+# ----- order of what is written
+
+
+def test_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With durability "power" the bytes are on the disk before the index is written; with "process" nothing waits."""
+    for durability in ("process", "power"):
+        tier = opened(tmp_path / durability, durability=durability)
+        order: list[str] = []
+        for where, name in ((tier._store.slabs, "move"), (tier._store.slabs, "sync"), (tier._store.index, "put")):
+
+            def call(real: Any, name: str, order: list[str], *args: Any, **more: Any) -> Any:
+                order.append(name)
+                return real(*args, **more)
+
+            monkeypatch.setattr(where, name, partial(call, getattr(where, name), name, order))
+        assert tier.store([full(b"key", [b"data"])]) == [DONE]
+        assert order == (["move", "put"] if durability == "process" else ["move", "sync", "put"])
+        assert tier._store.index._env.flags()["sync"] == (durability == "power")
+        tier.close()
+
+
+def test_a_crash_between_data_and_index(tmp_path: Path) -> None:
+    """Bytes that were written and never published are nowhere after a restart, and their pages are free."""
+    filled(tmp_path, 3)
+    child = (
+        "import os, sys; from pathlib import Path; from contracts.secondary_tier import *;"
+        "from kvtier.tiers.disk.tier import DiskTier; tier = DiskTier('disk', Path(sys.argv[1]), 32 * MIB, 'process');"
+        "tier._store.index.put = lambda records: os._exit(7);"
+        "tier.store([full(b'0', [bytes(70_000)]), full(b'new', [bytes(70_000)])])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, "-c", child, str(tmp_path)], env=environment, check=False, timeout=60)
+    assert done.returncode == 7
+    tier = opened(tmp_path)
+    assert names(tier) == [b"0", b"1", b"2"]
+    for number in range(3):
+        assert fetch(tier, b"%d" % number, (70_000,)) == content(number, (70_000,))
+    assert free_and_used(tier) == (slab_pages(tier) - 3 * 18, 3 * 18)
+    tier.close()
+
+
+# ----- who may open what
+
+
+def test_one_owner(tmp_path: Path) -> None:
+    """A second process is refused, and told the directory and who has it."""
+    tier = opened(tmp_path)
+    child = (
+        "import sys; from pathlib import Path; from kvtier.tiers.disk.tier import DiskTier;"
+        "DiskTier('disk', Path(sys.argv[1]), 1 << 25, 'process')"
+    )
+    done = subprocess.run([sys.executable, "-c", child, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert f"the disk store in {tmp_path} is in use by process {os.getpid()}" in done.stderr
+    assert "TierInUseError" in done.stderr
+    assert tier.store([full(b"key", [b"data"])]) == [DONE]
+    tier.close()
+    opened(tmp_path).close()
+
+
+def test_stores_of_other_types(tmp_path: Path) -> None:
+    """A directory of another type of tier is refused, either way, and left alone."""
+    LMDBTier("lmdb", tmp_path / "lmdb", 8 * MIB, "process").close()
+    opened(tmp_path / "disk").close()
+    with pytest.raises(TierOpenError, match="is not a kvtier disk store"):
+        opened(tmp_path / "lmdb")
+    with pytest.raises(TierOpenError, match="is not a kvtier LMDB store"):
+        LMDBTier("lmdb", tmp_path / "disk", 8 * MIB, "process")
+    assert list(tmp_path.rglob("damaged-*")) == []
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    """Nobody else can read what is cached."""
+    filled(tmp_path / "store")
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "store").iterdir()}
+    assert modes == {0o600}
+
+
+def test_a_slab_that_cannot_be_opened(tmp_path: Path) -> None:
+    """A slab that is no file is refused by name, and the directory is free again."""
+    opened(tmp_path).close()
+    (tmp_path / "slab-00000").mkdir()
+    for _ in range(2):
+        with pytest.raises(TierOpenError, match="slab-00000"):
+            opened(tmp_path)
+
+
+# ----- cost, and the format
+
+
+def test_stores_copy_nothing_in_python(tmp_path: Path) -> None:
+    """Blocks go to the disk straight from where they are."""
+    tier = opened(tmp_path, 128 * MIB)
+    part = aligned(8 * MIB)
+    blocks = [BlockBytes(SPACE, b"%d" % number, (part,)) for number in range(4)]
+    tracemalloc.start()
+    assert tier.store(blocks) == [DONE] * 4
+    assert tier.load(blocks) == [DONE] * 4
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    tier.close()
+    assert peak < 500_000
+
+
+def test_records() -> None:
+    """A record reads as it was written, and not at all if one byte of it or of its name is another."""
+    record = SlabRecord(2**40, 2**64 - 1, (1, 8192, 0), (PageRun(2**40, 1), PageRun(7, 2)))
+    packed = record.pack(b"name")
+    assert SlabRecord.unpack(b"name", packed) == record
+    for at in range(len(packed)):
+        other = bytearray(packed)
+        other[at] ^= 0x10
+        with pytest.raises(DamagedRecordError):
+            SlabRecord.unpack(b"name", bytes(other))
+    for wrong in (b"", packed[:-1], packed + b"\0", packed[8:]):
+        with pytest.raises(DamagedRecordError):
+            SlabRecord.unpack(b"name", wrong)
+    with pytest.raises(DamagedRecordError):
+        SlabRecord.unpack(b"other", packed)

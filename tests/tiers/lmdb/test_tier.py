@@ -1,0 +1,900 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+from contracts.secondary_tier import (
+    CORRUPT,
+    DONE,
+    FAILED,
+    KIB,
+    MIB,
+    MISSING,
+    NO_SPACE,
+    SPACE,
+    SecondaryTierContract,
+    content,
+    empty,
+    fetch,
+    full,
+)
+
+from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
+from kvtier.tiers.lmdb import blocks as lmdb_blocks
+from kvtier.tiers.lmdb import probe as lmdb_probe
+from kvtier.tiers.lmdb import tier as tiers_lmdb
+from kvtier.tiers.lmdb.format import (
+    CHUNK_PAGES,
+    FORMAT_VERSION,
+    TAILS_BYTES,
+    BlockRecord,
+    DamagedRecordError,
+    chunk_key,
+    chunk_spans,
+    record_id_of,
+    tail_bytes,
+)
+from kvtier.tiers.lmdb.probe import UNWRITTEN_PAGES
+from kvtier.tiers.lmdb.tier import LMDBTier
+
+PAGE = 4096
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class TestLMDBTier(SecondaryTierContract):
+    child_source = """
+        from kvtier.tiers.lmdb.tier import LMDBTier
+
+        def make(directory, size_bytes):
+            return LMDBTier("child", directory, size_bytes, "process")
+    """
+
+    def make_tier(self, directory: Path, size_bytes: int) -> LMDBTier:
+        return LMDBTier("lmdb", directory, size_bytes, "process")
+
+    def corrupt(self, tier: SecondaryTier, namespace: NamespaceId, key: bytes) -> None:
+        assert isinstance(tier, LMDBTier)
+        at = chunk_offset(tier, namespace, key)
+        patch(data_file(tier), at + 100, b"\0\xff")
+
+
+def opened(directory: Path, size_bytes: int = 32 * MIB) -> LMDBTier:
+    """Opens a store."""
+    return LMDBTier("lmdb", directory, size_bytes, "process")
+
+
+def data_file(tier: LMDBTier) -> Path:
+    """Returns the file of a store."""
+    return Path(tier._store.env.path()) / "data.mdb"
+
+
+def record_of(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> BlockRecord:
+    """Returns what the index holds of a block."""
+    with tier._store.env.begin() as txn:
+        return BlockRecord.unpack(namespace + key, txn.get(namespace + key, db=tier._store.index))
+
+
+def chunk_offset(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> int:
+    """Returns where in the file a block's first chunk begins."""
+    with tier._store.env.begin() as txn:
+        chunk = txn.get(chunk_key(record_of(tier, namespace, key).record_id, 0, 0), db=tier._store.data)
+    return data_file(tier).read_bytes().rindex(chunk)
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    """Overwrites bytes of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def filled(directory: Path, count: int = 300, sizes: tuple[int, ...] = (5000,)) -> Path:
+    """Makes a store with blocks "0", "1", … and closes it; returns its file."""
+    tier = opened(directory)
+    blocks = [full(b"%d" % number, content(number, sizes)) for number in range(count)]
+    assert set(tier.store(blocks)) == {DONE}
+    tier.remove([(SPACE, b"%d" % number) for number in range(0, count, 5)])
+    path = data_file(tier)
+    tier.close()
+    return path
+
+
+def tree_pages(path: Path) -> list[int]:
+    """Returns the numbers of all branch and leaf pages, used or not."""
+    data = path.read_bytes()
+    pages = range(2, len(data) // PAGE)
+    return [page for page in pages if data[page * PAGE + 10 : page * PAGE + 12] in {b"\1\0", b"\2\0"}]
+
+
+# ----- damage
+
+
+def zero_everything(path: Path) -> None:
+    """Leaves nothing but the length."""
+    patch(path, 0, bytes(path.stat().st_size))
+
+
+def overwrite_header(path: Path) -> None:
+    """Overwrites both pages that LMDB begins with."""
+    patch(path, 0, random.Random(1).randbytes(2 * PAGE))
+
+
+def cut_in_half(path: Path) -> None:
+    """Cuts off the second half."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_to_a_bit(path: Path) -> None:
+    """Leaves less than a page."""
+    os.truncate(path, 100)
+
+
+def zero_tree_pages(path: Path) -> None:
+    """Zeroes every page of the trees."""
+    for page in tree_pages(path):
+        patch(path, page * PAGE, bytes(PAGE))
+
+
+def garble_tree_pages(path: Path) -> None:
+    """Overwrites every page of the trees, except for its header."""
+    source = random.Random(2)
+    for page in tree_pages(path):
+        patch(path, page * PAGE + 16, source.randbytes(PAGE - 16))
+
+
+@pytest.mark.parametrize(
+    "damage", [zero_everything, overwrite_header, cut_in_half, cut_to_a_bit, zero_tree_pages, garble_tree_pages]
+)
+def test_a_damaged_file_is_moved_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    """A file that cannot be trusted is kept in a folder of its own; the tier starts empty, works, and says what happened."""
+    path = filled(tmp_path)
+    damage(path)
+    size = path.stat().st_size
+    with caplog.at_level(logging.ERROR, "kvtier"):
+        tier = opened(tmp_path)
+    assert list(tier.entries()) == []
+    assert tier.trouble
+    assert "damaged" in tier.trouble
+    assert str(tmp_path / "damaged-1") in caplog.text
+    assert (tmp_path / "damaged-1" / "data.mdb").stat().st_size >= size
+    assert tier.store([full(b"key", [b"data"])]) == [DONE]
+    assert "damaged" in tier.trouble
+    tier.close()
+
+    again = opened(tmp_path)
+    assert again.trouble is None
+    assert fetch(again, b"key", (4,)) == (b"data",)
+    again.close()
+
+
+def damaged_stores(directory: Path) -> list[str]:
+    """Returns the names of the folders to which damaged files were moved."""
+    return sorted(path.name for path in directory.glob("damaged-*"))
+
+
+def test_damaged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest two damaged files are kept; an older one is removed, with a line in the log."""
+    for _ in range(2):
+        zero_everything(filled(tmp_path))
+        opened(tmp_path).close()
+    assert damaged_stores(tmp_path) == ["damaged-1", "damaged-2"]
+    (tmp_path / "damaged-by-me").mkdir()
+    for _ in range(10):
+        zero_everything(filled(tmp_path, 1))
+        opened(tmp_path).close()
+    assert damaged_stores(tmp_path) == ["damaged-11", "damaged-12", "damaged-by-me"]
+    assert all((tmp_path / f"damaged-{number}" / "data.mdb").exists() for number in (11, 12))
+    assert f"removing {tmp_path / 'damaged-1'}:" in caplog.text
+
+
+# ----- a look through the file that comes to no answer
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> Path:
+    """A directory with a sound store of 80 blocks."""
+    filled(tmp_path, 100)
+    return tmp_path
+
+
+def while_looking(monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+    """Makes the child do something in the middle of its walk."""
+    monkeypatch.setattr(lmdb_probe, "_PROBE", lmdb_probe._PROBE.replace('    say("walking")', f"    {action}"))
+
+
+def assert_untouched(directory: Path, blocks: int = 80) -> None:
+    """Fails unless the store opens with all of its blocks, and nothing was moved aside."""
+    assert damaged_stores(directory) == []
+    tier = opened(directory)
+    assert len(list(tier.entries())) == blocks
+    assert tier.trouble is None
+    tier.close()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL", "SIGHUP", "SIGRTMIN"])
+def test_the_look_is_killed(sound: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whoever kills the child (systemd, the OOM killer, a hand) does not damage the store: it is refused, and stays."""
+    with monkeypatch.context() as patched:
+        # A background job inherits that SIGINT is ignored, one under nohup SIGHUP as well.
+        number = int(getattr(signal, name))
+        default = "" if name == "SIGKILL" else f"signal.signal({number}, signal.SIG_DFL); "
+        while_looking(patched, f"import signal; {default}os.kill(os.getpid(), {number})")
+        with pytest.raises(TierOpenError, match=f"{sound}, which stays as it was.* ended by .*{signal_text(name)}"):
+            opened(sound)
+    assert_untouched(sound)
+
+
+def signal_text(name: str) -> str:
+    """Returns how a signal is called in messages."""
+    return name if name != "SIGRTMIN" else "SIGRTMIN|signal"
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS", "SIGABRT"])
+def test_the_look_crashes(sound: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A child that crashes while it looks says that the file is damaged; one that crashes before says nothing about it."""
+    crash = f"import os; os.kill(os.getpid(), {int(getattr(signal, name))})\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_probe, "_PROBE", crash + lmdb_probe._PROBE)
+        with pytest.raises(TierOpenError, match=name):
+            opened(sound)
+    assert_untouched(sound)
+    while_looking(monkeypatch, crash.partition("; ")[2].strip())
+    tier = opened(sound)
+    assert list(tier.entries()) == []
+    assert name in (tier.trouble or "")
+    tier.close()
+    assert damaged_stores(sound) == ["damaged-1"]
+
+
+def test_the_look_comes_no_further(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs is not damage either; one that is slow gets all the time it takes, as long as it goes on."""
+    monkeypatch.setattr(lmdb_probe, "SILENCE_SECONDS", 1.0)
+    with monkeypatch.context() as patched:
+        while_looking(patched, "import time; time.sleep(60)")
+        with pytest.raises(TierOpenError, match="no further for 1 s"):
+            opened(sound)
+    with monkeypatch.context() as patched:
+        while_looking(patched, 'import time; [(time.sleep(0.3), say("walking")) for _ in range(5)]')
+        began = time.monotonic()
+        assert_untouched(sound)
+        assert time.monotonic() - began > 1.5
+
+
+@pytest.mark.parametrize(
+    ("executable", "probe"),
+    [
+        ("/nowhere/python", None),
+        (None, "raise SystemExit(3)"),
+        (None, "raise ImportError('lmdb')"),
+        (None, ""),
+        (None, lmdb_probe._PROBE.replace("def look():", "def look():\n    raise OSError(5, 'I/O error')")),
+        (None, lmdb_probe._PROBE.replace("def look():", "def look():\n    raise lmdb.MemoryError('no memory')")),
+    ],
+    ids=["no python", "exit code", "traceback", "silence", "I/O error", "no memory"],
+)
+def test_the_look_cannot_be_had(
+    sound: Path, monkeypatch: pytest.MonkeyPatch, executable: str | None, probe: str | None
+) -> None:
+    """A child that cannot be started, or cannot work, says nothing about the file."""
+    with monkeypatch.context() as patched:
+        if executable is not None:
+            patched.setattr(sys, "executable", executable)
+        if probe is not None:
+            patched.setattr(lmdb_probe, "_PROBE", probe)
+        with pytest.raises(TierOpenError, match=str(sound)):
+            opened(sound)
+    assert_untouched(sound)
+
+
+# Opens a store with a child that says its id and then takes its time.
+OPEN_SLOWLY = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from kvtier.tiers.lmdb import probe as lmdb_probe
+from kvtier.tiers.lmdb.tier import LMDBTier
+
+pause = f'say("walking"); import time; print(os.getpid(), file=open({sys.argv[2]!r}, "w")); time.sleep({sys.argv[3]})'
+lmdb_probe._PROBE = lmdb_probe._PROBE.replace('    say("walking")', "    " + pause, 1)
+
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # as a server does
+    tier = LMDBTier("lmdb", Path(sys.argv[1]), 32 << 20, "process")
+    print(len(list(tier.entries())), tier.trouble)
+    tier.close()
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def opening(store: Path, note: Path, seconds: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process, alone in its process group, that is opening a store; and the id of its child, which is looking."""
+    command = [sys.executable, "-c", OPEN_SLOWLY, str(store), str(note), str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (note.exists() and note.read_text().endswith("\n")):
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.01)
+            yield process, int(note.read_text())
+        finally:
+            process.kill()
+
+
+def test_interrupted_while_looking(tmp_path: Path) -> None:
+    """A Ctrl-C, which goes to the whole process group, does not reach the child: the store opens with all it had."""
+    filled(tmp_path / "store", 100)
+    with opening(tmp_path / "store", tmp_path / "note", 0.3) as (process, _):
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=60)[0] == "80 None\n"
+    assert_untouched(tmp_path / "store")
+
+
+def test_killed_while_looking(tmp_path: Path) -> None:
+    """The child dies with the server that wanted its answer, so that nobody looks on beside the next one."""
+    filled(tmp_path / "store", 100)
+    with opening(tmp_path / "store", tmp_path / "note", 60) as (process, child):
+        assert Path(f"/proc/{child}").exists()
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 60
+        while is_running(child):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert_untouched(tmp_path / "store")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and not merely waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_an_orphan_does_not_look(sound: Path) -> None:
+    """A child whose parent was gone before it could ask to die with it ends at once."""
+    arguments = ["0", str(sound), str(32 * MIB), str(Path(lmdb.__file__).parent.parent)]
+    command = [sys.executable, "-I", "-S", "-c", lmdb_probe._PROBE, *arguments]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (child.returncode, child.stdout) == (1, "")
+
+
+def test_the_look_never_shortens_the_file(sound: Path) -> None:
+    """A file that is longer than its pages keeps its length."""
+    path = sound / "data.mdb"
+    os.truncate(path, path.stat().st_size + 40 * PAGE)
+    size = path.stat().st_size
+    assert_untouched(sound)
+    assert path.stat().st_size == size
+
+
+# Opens a damaged store, uses all of it, and says how it went.
+USE_A_DAMAGED_STORE = """
+import sys
+from pathlib import Path
+from contracts.secondary_tier import *
+from kvtier.tiers.lmdb.tier import LMDBTier
+
+tier = LMDBTier("lmdb", Path(sys.argv[1]), 32 * MIB, "process")
+names = [entry.key for entry in tier.entries()]
+for name in names:
+    block = empty(name, (5000,))
+    if tier.load([block]) == [DONE]:
+        assert held(block) == content(int(name), (5000,)), name
+for name in names[::2]:
+    tier.remove([(SPACE, name)])
+for number in range(50):
+    outcomes = tier.store([full(b"new %d" % number, content(number, (70_000,)))])
+    if outcomes == [DONE]:
+        block = empty(b"new %d" % number, (70_000,))
+        assert tier.load([block]) != [DONE] or held(block) == content(number, (70_000,))
+tier.close()
+print("fine" if not tier.trouble else "trouble")
+"""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_damage(tmp_path: Path, seed: int) -> None:
+    """Pages that turned to zeros, anywhere in the file, end neither the process nor the truth of what is loaded."""
+    path = filled(tmp_path)
+    source = random.Random(seed)
+    pages = path.stat().st_size // PAGE
+    for page in source.sample(range(pages), source.choice([1, 3, 30])):
+        patch(path, page * PAGE, bytes(PAGE))
+    child = subprocess.run(
+        [sys.executable, "-c", USE_A_DAMAGED_STORE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])},
+    )
+    assert child.returncode == 0, child.stderr
+
+
+def test_a_damaged_index_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An index record that does not pass its own checksum is not listed, and goes, with the bytes that nobody owns."""
+    tier = opened(tmp_path)
+    tier.store([full(b"%d" % number, content(number, (70_000,))) for number in range(3)])
+    lost = record_of(tier, SPACE, b"1").record_id
+    with tier._store.env.begin(write=True) as txn:
+        packed = bytearray(txn.get(SPACE + b"1", db=tier._store.index))
+        packed[6] ^= 1
+        txn.put(SPACE + b"1", packed, db=tier._store.index)
+        txn.put(SPACE + b"short", b"short", db=tier._store.index)
+    tier.close()
+    again = opened(tmp_path)
+    assert [entry.key for entry in again.entries()] == [b"0", b"2"]
+    assert "2 index records are damaged" in caplog.text
+    with again._store.env.begin() as txn:
+        assert txn.stat(again._store.index)["entries"] == 2
+        assert txn.get(chunk_key(lost, 0, 0), db=again._store.data) is None
+    assert again.load([empty(b"1", (70_000,)), empty(b"2", (70_000,))]) == [MISSING, DONE]
+    again.close()
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("pages", [0, 1, 150, 1000, 0xFFFFFFFF])
+def test_a_damaged_page_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int, *, bounded: bool) -> None:
+    """A wrong page count in front of a chunk cannot make its removal free the pages of other blocks.
+
+    Whether LMDB itself bounds it or not; and what is removed together with that block goes as well.
+    """
+    monkeypatch.setattr(tiers_lmdb, "HEADERS_ARE_BOUNDED", bounded)
+    tier = opened(tmp_path)
+    tier.store([full(b"%d" % number, content(number, (300_000,))) for number in range(20)])
+    patch(data_file(tier), chunk_offset(tier, SPACE, b"7") - 4, pages.to_bytes(4, "little"))
+    tier.remove([(SPACE, key) for key in (b"6", b"7", b"unknown", b"8")])
+    assert tier.trouble is None
+    for number in range(100, 110):
+        assert tier.store([full(b"%d" % number, content(number, (300_000,)))]) == [DONE]
+    for number in [*range(6), *range(9, 20), *range(100, 110)]:
+        assert fetch(tier, b"%d" % number, (300_000,)) == content(number, (300_000,))
+    assert tier.load([empty(key, (300_000,)) for key in (b"6", b"7", b"8")]) == [MISSING] * 3
+    tier.close()
+
+
+def test_a_chunk_is_missing(tmp_path: Path) -> None:
+    """A block of which a chunk has gone is corrupt, and its removal, beside others', leaves nothing of it behind."""
+    tier = opened(tmp_path)
+    sizes = (600_000,)  # four chunks
+    tier.store([full(b"%d" % number, content(number, sizes)) for number in range(4)])
+    with tier._store.env.begin(write=True) as txn:
+        for key in (b"1", b"2"):
+            assert txn.delete(chunk_key(record_of(tier, SPACE, key).record_id, 0, 1), db=tier._store.data)
+    assert tier.load([empty(b"1", sizes)]) == [CORRUPT]
+    tier.remove([(SPACE, b"%d" % number) for number in range(3)])
+    assert fetch(tier, b"3", sizes) == content(3, sizes)
+    with tier._store.env.begin() as txn:
+        assert txn.stat(tier._store.data)["entries"] == len(chunk_spans(*sizes, PAGE))
+        assert txn.stat(tier._store.index)["entries"] == 1
+    tier.close()
+
+
+def test_some_are_replaced(tmp_path: Path) -> None:
+    """Of a batch some blocks may be new and some replace others, of other sizes too; nothing of those is left."""
+    tier = opened(tmp_path)
+    sizes = [(300_000,), (70_000, 5000), (65536,), (16,)]
+    assert (
+        tier.store([full(b"%d" % number, content(number, sizes[number % 4])) for number in range(0, 12, 2)])
+        == [DONE] * 6
+    )
+    again = [full(b"%d" % number, content(number + 100, sizes[number // 3])) for number in range(12)]
+    assert tier.store(again) == [DONE] * 12
+    for number in range(12):
+        assert fetch(tier, b"%d" % number, sizes[number // 3]) == content(number + 100, sizes[number // 3])
+    assert len(list(tier.entries())) == 12
+    tier.remove([(SPACE, b"%d" % number) for number in range(12)])
+    with tier._store.env.begin() as txn:
+        assert txn.stat(tier._store.data)["entries"] == 0
+    tier.close()
+
+
+def test_swapped_blocks(tmp_path: Path) -> None:
+    """Bytes that are whole but belong to another block are corrupt."""
+    tier = opened(tmp_path)
+    tier.store([full(b"a", [b"a" * 5000]), full(b"b", [b"b" * 5000])])
+    with tier._store.env.begin(write=True) as txn:
+        keys = [chunk_key(record_of(tier, SPACE, key).record_id, 0, 0) for key in (b"a", b"b")]
+        values = [txn.get(key, db=tier._store.data) for key in keys]
+        for key, value in zip(keys, reversed(values), strict=True):
+            txn.put(key, value, db=tier._store.data)
+    assert tier.load([empty(b"a", (5000,)), empty(b"b", (5000,))]) == [CORRUPT, CORRUPT]
+    tier.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_file_that_ends_early(tmp_path: Path, seed: int) -> None:
+    """Pages that one transaction added and freed are not written at the end of the file: that is never taken for damage."""
+    source = random.Random(seed)
+    tier, names, reopened = opened(tmp_path), [], 0
+    for _ in range(60):
+        if not names or source.random() < 0.6:
+            new = [source.getrandbits(64) for _ in range(source.choice([5, 200]))]
+            size = source.choice([1, 300, 3000, 5000])
+            assert set(tier.store([full(b"%d" % name, [bytes(size)]) for name in new])) == {DONE}
+            names += new
+        source.shuffle(names)
+        gone = [names.pop() for _ in range(source.randint(1, len(names)))]
+        tier.remove([(SPACE, b"%d" % name) for name in gone])
+        missing = tier._store.env.info()["last_pgno"] + 1 - data_file(tier).stat().st_size // PAGE
+        assert missing < UNWRITTEN_PAGES / 4
+        if missing > 0 and reopened < 3:
+            tier.close()
+            tier = opened(tmp_path)
+            reopened += 1
+            assert tier.trouble is None
+            assert {int(entry.key) for entry in tier.entries()} == set(names)
+    assert reopened
+    tier.close()
+
+
+# ----- who may open what
+
+
+def test_one_owner(tmp_path: Path) -> None:
+    """A second owner is refused, and told the directory and the process that has it; afterwards it is free."""
+    tier = opened(tmp_path)
+    with pytest.raises(TierOpenError, match=f"{tmp_path} is in use by process {os.getpid()}"):
+        opened(tmp_path)
+    assert tier.store([full(b"key", [b"data"])]) == [DONE]
+    tier.close()
+    opened(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "/proc/kvtier"])
+def test_an_impossible_directory(tmp_path: Path, name: str) -> None:
+    """A directory that cannot be written is refused by name."""
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(TierOpenError, match=name):
+        opened(tmp_path / name)
+
+
+def test_a_newer_format(tmp_path: Path) -> None:
+    """A store of a newer release is refused and left alone."""
+    tier = opened(tmp_path)
+    tier.store([full(b"key", [b"data"])])
+    with tier._store.env.begin(write=True) as txn:
+        txn.put(b"format", (FORMAT_VERSION + 1).to_bytes(4, "little"), db=tier._store.meta)
+    tier.close()
+    before = (tmp_path / "data.mdb").read_bytes()
+    with pytest.raises(TierOpenError, match=f"format {FORMAT_VERSION + 1}"):
+        opened(tmp_path)
+    assert (tmp_path / "data.mdb").read_bytes() == before
+    assert not (tmp_path / "damaged-1").exists()
+
+
+@pytest.mark.parametrize("database", [None, b"theirs", b"index"])
+def test_another_programs_environment(tmp_path: Path, database: bytes | None) -> None:
+    """An LMDB environment that is not ours is refused and left alone."""
+    with lmdb.open(str(tmp_path), max_dbs=1) as env:
+        theirs = env.open_db(database)
+        with env.begin(write=True) as txn:
+            txn.put(b"key", b"value", db=theirs)
+    with pytest.raises(TierOpenError, match=str(tmp_path)):
+        opened(tmp_path)
+    assert not (tmp_path / "damaged-1").exists()
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    """Nobody else can read what is cached."""
+    tier = opened(tmp_path / "new" / "store")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "store").iterdir()}
+    assert set(modes.values()) == {0o600}
+    assert (tmp_path / "new" / "store").stat().st_mode & 0o777 == 0o700
+    tier.close()
+
+
+# ----- space
+
+
+def test_sizes_between_lives(tmp_path: Path) -> None:
+    """The size may change: a larger one gives more room, a smaller one keeps what is there until the core evicts it."""
+    block = content("x", (MIB,))
+
+    def store_until_full(tier: LMDBTier) -> int:
+        count = 0
+        while tier.store([full(b"%d" % count, block)]) == [DONE]:
+            count += 1
+        return count
+
+    tier = opened(tmp_path, 16 * MIB)
+    first = store_until_full(tier)
+    tier.close()
+
+    tier = opened(tmp_path, 32 * MIB)
+    assert len(list(tier.entries())) == first
+    assert store_until_full(tier) > 1.8 * first
+    tier.close()
+    size = (tmp_path / "data.mdb").stat().st_size
+
+    tier = opened(tmp_path, 16 * MIB)
+    entries = list(tier.entries())
+    assert sum(entry.nbytes for entry in entries) > 16 * MIB > tier.capacity_bytes
+    while sum(entry.nbytes for entry in entries) > tier.capacity_bytes:
+        tier.remove([(entries[0].namespace, entries.pop(0).key)])
+    assert tier.store([full(b"new", block)]) == [DONE]
+    assert fetch(tier, entries[0].key, (MIB,)) == block
+    tier.close()
+    assert (tmp_path / "data.mdb").stat().st_size <= size
+
+
+@pytest.mark.parametrize("size", [1, 64 * KIB, MIB])
+def test_the_file_is_bounded(tmp_path: Path, size: int) -> None:
+    """However much is stored, the file never grows beyond its size."""
+    tier = opened(tmp_path, 8 * MIB)
+    outcomes: list[Outcome] = []
+    for number in range(400):
+        outcomes += tier.store(
+            [full(b"%d %d" % (number, i), content(i, (size,))) for i in range(200 if size == 1 else 1)]
+        )
+    assert set(outcomes) == {DONE, NO_SPACE}
+    assert data_file(tier).stat().st_size <= 8 * MIB
+    tier.close()
+
+
+@pytest.mark.parametrize("size", [64 * KIB, 2 * MIB])
+def test_space_is_page_exact(tmp_path: Path, size: int) -> None:
+    """Blocks take less than one percent more than their bytes."""
+    tier = opened(tmp_path, 64 * MIB)
+    count = 32 * MIB // size
+    tier.store([full(b"%d" % number, content(0, (size,))) for number in range(count)])
+    used = (tier._store.env.info()["last_pgno"] + 1) * PAGE
+    assert 32 * MIB < used < 1.01 * 32 * MIB
+    tier.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Gives a file system of 4 MiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    """A disk that is full before the map is means no space, and ends when the disk has room again."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(2 * MIB))
+    tier = opened(small_disk / "store")
+    parts = content("x", (300_000,))
+    stored = 0
+    while (outcomes := tier.store([full(b"%d" % stored, parts)])) == [DONE]:
+        stored += 1
+    assert outcomes == [NO_SPACE]
+    assert 3 < stored < 7
+    assert tier.trouble
+    assert "cannot store" in tier.trouble
+    assert tier.load([empty(b"%d" % stored, (300_000,))]) == [MISSING]
+    for number in range(stored):
+        assert fetch(tier, b"%d" % number, (300_000,)) == parts
+    ballast.unlink()
+    assert tier.store([full(b"after", parts)]) == [DONE]
+    assert tier.trouble is None
+    tier.close()
+    tier = opened(small_disk / "store")
+    assert len(list(tier.entries())) == stored + 1
+    tier.close()
+
+
+# ----- errors of LMDB
+
+
+def quota_error() -> lmdb.Error:
+    """Returns the error of a disk quota."""
+    error = lmdb.Error("quota")
+    error.code = errno.EDQUOT
+    return error
+
+
+class Broken:
+    """An environment whose transactions fail."""
+
+    def __init__(self, env: lmdb.Environment, error: lmdb.Error) -> None:
+        self._env, self._error = env, error
+
+    def begin(self, **_: object) -> None:
+        raise self._error
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._env, name)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (lmdb.CorruptedError("page"), FAILED),
+        (lmdb.Error("Input/output error"), FAILED),
+        (lmdb.DiskError("no space"), NO_SPACE),
+        (lmdb.MapFullError("full"), NO_SPACE),
+        (quota_error(), NO_SPACE),
+    ],
+    ids=repr,
+)
+def test_errors(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: lmdb.Error,
+    outcome: Outcome,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An error of LMDB is an outcome and trouble, logged once, and over with the next success of the same kind."""
+    tier = opened(tmp_path)
+    tier.store([full(b"key", [b"data"])])
+    whole, broken = tier._store, Broken(tier._store.env, error)
+    fields = {name: getattr(whole, name) for name in whole.__slots__}
+    monkeypatch.setattr(tier, "_store", type(whole)(**(fields | {"env": broken})))
+    for _ in range(3):
+        assert tier.store([full(b"a", [b"a"]), full(b"b", [b"b"])]) == [outcome, outcome]
+        assert tier.load([empty(b"key", (4,))]) == [FAILED]
+        tier.remove([(SPACE, b"key")])
+    assert tier.trouble
+    assert [what in tier.trouble for what in ("cannot store", "cannot load", "cannot remove")] == [True] * 3
+    assert len(caplog.records) == 3
+    monkeypatch.setattr(tier, "_store", whole)
+    assert fetch(tier, b"key", (4,)) == (b"data",)
+    assert "cannot load" not in tier.trouble
+    assert tier.store([full(b"a", [b"a"])]) == [DONE]
+    tier.remove([(SPACE, b"key")])
+    assert tier.trouble is None
+    tier.close()
+
+
+def test_refused_names(tmp_path: Path) -> None:
+    """A namespace or a key that cannot be kept apart from others is refused, and is nowhere."""
+    tier = opened(tmp_path)
+    for namespace, key in [(NamespaceId(b"short"), b"key"), (SPACE, b"k" * 496)]:
+        assert tier.store([full(key, [b"x"], namespace)]) == [FAILED]
+        assert tier.load([empty(key, (1,), namespace)]) == [MISSING]
+        tier.remove([(namespace, key)])
+    assert tier.store([full(b"k" * 495, [b"x"])]) == [DONE]
+    tier.close()
+
+
+# ----- cost
+
+
+def test_power(tmp_path: Path) -> None:
+    """With durability "power" each transaction is flushed to the disk; with "process" only the close is."""
+    for durability, flushed in (("process", False), ("power", True)):
+        tier = LMDBTier("lmdb", tmp_path, 32 * MIB, durability)  # type: ignore[arg-type]
+        flags = tier._store.env.flags()
+        assert (flags["sync"], flags["metasync"]) == (flushed, flushed)
+        assert tier.store([full(durability.encode(), [b"data"])]) == [DONE]
+        tier.close()
+    tier = opened(tmp_path)
+    assert [entry.key for entry in tier.entries()] == [b"process", b"power"]
+    tier.close()
+
+
+def test_stores_copy_nothing_in_python(tmp_path: Path) -> None:
+    """Blocks go into LMDB straight from where they are."""
+    tier = opened(tmp_path, 128 * MIB)
+    part = memoryview(bytearray(8 * MIB))
+    tracemalloc.start()
+    tier.store([full(b"%d" % number, [part]) for number in range(4)])
+    assert tier.load([full(b"%d" % number, [part]) for number in range(4)]) == [DONE] * 4
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    tier.close()
+    assert peak < 500_000
+
+
+def test_a_restart_lists_many_blocks(tmp_path: Path) -> None:
+    """After a restart every block of a sound store is listed, each once."""
+    tier = opened(tmp_path, 64 * MIB)
+    parts = [b"x" * 600]
+    for start in range(0, 30_000, 1000):
+        tier.store([full(b"%d" % number, parts) for number in range(start, start + 1000)])
+    tier.close()
+    tier = opened(tmp_path, 64 * MIB)
+    keys = [entry.key for entry in tier.entries()]
+    tier.close()
+    assert len(keys) == len(set(keys)) == 30_000
+
+
+# ----- the format
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4079, 4080, 4081, 65536, 262128, 262129, 2 * MIB, 2 * MIB + 5000])
+def test_chunks(nbytes: int) -> None:
+    """Chunks follow one another from the first byte to the last; all but the last fill whole pages."""
+    spans = list(chunk_spans(nbytes, PAGE))
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans)][: len(spans)]
+    assert (spans[-1][1] if spans else 0) == nbytes
+    sizes = [stop - start for start, stop in spans]
+    assert all((size + 16) % PAGE == 0 for size in sizes[:-1])
+    assert all(0 < size < CHUNK_PAGES * PAGE for size in sizes)
+    assert len(sizes) <= nbytes // (CHUNK_PAGES * PAGE - 16) + 2
+
+
+def test_records() -> None:
+    """A record reads as it was written, and not at all if one byte of it or of its key is another."""
+    record = BlockRecord(2**40, 2**64 - 1, (1, 2**33, 0))
+    packed = record.pack(b"key")
+    assert BlockRecord.unpack(b"key", packed) == record
+    for at in range(len(packed)):
+        other = bytearray(packed)
+        other[at] ^= 0x10
+        with pytest.raises(DamagedRecordError):
+            BlockRecord.unpack(b"key", bytes(other))
+    for wrong in (b"", packed[:-1], packed + b"\0", packed[8:]):
+        with pytest.raises(DamagedRecordError):
+            BlockRecord.unpack(b"key", wrong)
+    with pytest.raises(DamagedRecordError):
+        BlockRecord.unpack(b"other", packed)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(65536,), (262144, 65536), (2 * MIB, 2 * MIB), (1, 5000, 65536), (65536,) * 40, (16,)]
+)
+def test_the_ends_of_parts(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """Short ends lie in the record, so long as they are few bytes; all comes back, and nothing is left after a removal."""
+    tier = opened(tmp_path)
+    assert tier.store([full(b"key", content(1, sizes))]) == [DONE]
+    tails = record_of(tier, SPACE, b"key").tails
+    expected = [tail_bytes(size, PAGE) for size in sizes]
+    assert len(tails) == (sum(expected) if sum(expected) <= TAILS_BYTES else 0)
+    with tier._store.env.begin() as txn:
+        assert txn.stat(tier._store.data)["entries"] == sum(len(chunk_spans(size, PAGE)) for size in sizes) - (
+            sum(map(bool, expected)) if tails else 0
+        )
+    assert fetch(tier, b"key", sizes) == content(1, sizes)
+    tier.remove([(SPACE, b"key")])
+    with tier._store.env.begin() as txn:
+        assert txn.stat(tier._store.data)["entries"] == 0
+    tier.close()
+
+
+def test_a_store_of_format_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a release wrote that kept the ends of parts in chunks is read, replaced and removed."""
+    sizes = (65536, 2 * MIB)
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_blocks, "TAILS_BYTES", 0)
+        tier = opened(tmp_path)
+        for number in range(3):
+            assert tier.store([full(b"%d" % number, content(number, sizes))]) == [DONE]
+    with tier._store.env.begin(write=True) as txn:
+        assert bytes(txn.get(SPACE + b"0", db=tier._store.index))[0] == 1
+        txn.put(b"format", (1).to_bytes(4, "little"), db=tier._store.meta)
+    tier.close()
+    tier = opened(tmp_path)
+    assert len(list(tier.entries())) == 3
+    assert tier.store([full(b"1", content(7, sizes))]) == [DONE]
+    tier.remove([(SPACE, b"2")])
+    assert [fetch(tier, key, sizes) for key in (b"0", b"1")] == [content(0, sizes), content(7, sizes)]
+    assert tier.load([empty(b"2", sizes)]) == [MISSING]
+    with tier._store.env.begin() as txn:
+        chunks = sum(len(chunk_spans(size, PAGE)) for size in sizes)
+        assert txn.stat(tier._store.data)["entries"] == chunks + chunks - 2
+        assert int.from_bytes(txn.get(b"format", db=tier._store.meta), "little") == FORMAT_VERSION
+    tier.close()
+
+
+def test_chunk_keys() -> None:
+    """Chunks sort by record, part and number."""
+    names = [(1, 0, 0), (1, 0, 1), (1, 0, 300), (1, 1, 0), (2, 0, 0), (256, 0, 0)]
+    keys = [chunk_key(*name) for name in names]
+    assert keys == sorted(keys)
+    assert [record_id_of(key) for key in keys] == [name[0] for name in names]
+    with pytest.raises(DamagedRecordError):
+        record_id_of(b"not a key")

@@ -1,0 +1,322 @@
+"""What happens behind the core: jobs that end well or badly or not at all, memory that comes late, crashes, clocks that jump."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvtier.tiers.base import Outcome
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.bulk_eviction import EvictionRequest
+from kvtier.tiers.core.commands import RemoveFromTier
+from kvtier.tiers.types import TENANT_TAG_BYTES
+
+from . import inspect as inside
+from .ledger import JobRecord
+from .model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, Name, label
+
+if TYPE_CHECKING:
+    from .world import World
+
+__all__ = ["Environment"]
+
+HOUR = 3600.0
+BAD = (Outcome.FAILED, Outcome.FAILED, Outcome.NO_SPACE)
+
+
+class Environment:
+    """What tiers, memory and time do. Every choice comes from the world's seed."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rng = world.rng
+        self.hanging: set[int] = set()
+        """Tiers that do not get on with anything."""
+        self.stalled: set[int] = set()
+        """Those of them that the core knows of."""
+        self.latest = 0.0
+        """The latest time that the core has heard of; it takes a clock that goes back to stand still."""
+
+    def actions(self) -> dict[Callable[[], None], float]:
+        """Returns what can happen, with weights."""
+        return {
+            self.run_work: 24,
+            self.answer: 4,
+            self.go_on: 4,
+            self.report_again: 0.8,
+            self.store_elsewhere: 0.8,
+            self.hang: 0.25,
+            self.recover: 0.5,
+            self.lose_a_block: 0.3,
+            self.add_memory: 1,
+            self.tick: 1.5,
+            self.stand_still: 0.4,
+            self.leap: 0.15,
+            self.fall_back: 0.25,
+            self.leave_nothing_volatile: 0.2,
+            self.evict: 0.3,
+            self.crash: 0.12,
+        }
+
+    def go_on(self) -> None:
+        """The core does the next slice of what was too much to be done at once."""
+        if self.world.work_left:
+            self.world.work_left = False
+            self.world.clearing = inside.is_clearing(self.world.core)
+            self.world.core.work()
+            self.world.saw("slices of work")
+
+    def run_work(self) -> None:
+        """A worker ends something. Stores and removals of a tier end in order, loads in any."""
+        lanes = [number for number in range(1, len(self.world.tiers) + 1) if number not in self.hanging]
+        heads = [self.world.work.written[number][0] for number in lanes if self.world.work.written[number]]
+        loads = [job for number in lanes for job in self.world.ledger.running(number, loads=True)]
+        if not heads and not loads:
+            return
+        work = self.rng.choice([*heads, *loads])
+        if isinstance(work, RemoveFromTier):
+            self.world.work.written[work.tier].popleft()
+            self.world.tiers[work.tier - 1].remove(work.keys)
+            return
+        if not work.is_load:
+            self.world.work.written[work.command.tier].popleft()
+        self._end(work)
+
+    def _end(self, job: JobRecord) -> None:
+        tier = self.world.tiers[job.command.tier - 1]
+        full_from = self.rng.randrange(len(job.names)) if not job.is_load and self.rng.random() < 0.07 else None
+        outcomes = [
+            Outcome.NO_SPACE if full_from is not None and number >= full_from else self._move(tier, job, block)
+            for number, block in enumerate(job.command.blocks)
+        ]
+        self.world.saw("disks full in mid-batch", bool(full_from))
+        if not job.is_load:
+            self._weigh(tier)
+        reported = self._misreport(outcomes)
+        for name, outcome in zip(job.names[len(reported) :], outcomes[len(reported) :], strict=True):
+            if outcome is Outcome.CORRUPT:  # it is gone, and nobody was told
+                self.world.lost.add((tier.name, name))
+        self._report(job, reported)
+
+    def _weigh(self, tier: ModelTier) -> None:
+        """It may not hold more than it has room for; what it calls its sizes, and what others write to it, aside."""
+        if not (tier.lies or tier.shared):
+            fits = tier.used_bytes <= tier.capacity_bytes
+            self.world.must(Invariant.CAPACITY, fits, f"{tier.name} holds {tier.used_bytes} bytes")
+
+    def _misreport(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """A tier's defect: outcomes that are too few, or too many."""
+        luck = self.rng.random()
+        if luck < 0.04:
+            self.world.saw("too few outcomes")
+            return outcomes[: self.rng.randrange(len(outcomes))]
+        if luck < 0.08:
+            self.world.saw("too many outcomes")
+            return [*outcomes, *[Outcome.DONE] * self.rng.randint(1, 3)]
+        return outcomes
+
+    def _report(self, job: JobRecord, outcomes: list[Outcome]) -> None:
+        self.world.ledger.job_ended(job)
+        padded = [*outcomes, *[Outcome.FAILED] * len(job.names)][: len(job.names)]
+        kind = "promotions" if job.is_load else "cascades"
+        for name, outcome in zip(job.names, padded, strict=True):
+            self.world.saw(f"{kind} {'done' if outcome is Outcome.DONE else 'failed'}")
+            if not job.is_load:
+                self.world.ledger.requests.paid(job.command.tier, name, stored=outcome is Outcome.DONE)
+        self.world.core.job_finished(job.command.job_id, outcomes)
+
+    def _move(self, tier: ModelTier, job: JobRecord, block: Block) -> Outcome:
+        name, slots = block.name, [slot for slot in block.slots if slot is not None]
+        luck, memory = self.rng.random(), self.world.memory
+        if not job.is_load:
+            if luck < 0.95:  # some of those that are reported as failed are there all the same
+                tier.remove([name])
+                tier.blocks[name] = (block.nbytes, tuple(memory[slot] for slot in slots))
+                self.world.lost.discard((tier.name, name))
+            return self.rng.choice(BAD) if luck > 0.9 else Outcome.DONE
+        if luck > 0.9 or name not in tier.blocks or name in tier.lies:
+            memory.update(dict.fromkeys(slots, "torn"))
+            return self._why_not(tier, block)
+        memory.update(zip(slots, tier.blocks[name][1], strict=True))
+        core = inside.lanes(self.world.core)[job.command.tier - 1]
+        self.world.saw("blocks of others found", core.catalog.get(*name) is None)
+        return Outcome.DONE
+
+    def _why_not(self, tier: ModelTier, block: Block) -> Outcome:
+        if block.name not in tier.blocks:
+            return Outcome.MISSING
+        if block.name in tier.lies or self.rng.random() < 0.5:
+            self.world.saw("lies about sizes found out", block.name in tier.lies)
+            tier.remove([block.name])
+            return Outcome.CORRUPT
+        return Outcome.FAILED
+
+    def answer(self) -> None:
+        """A shared tier says what it has, or too little, or nothing, or more than it was asked."""
+        asked = [job for job in self.world.ledger.questions.values() if job.tier not in self.hanging]
+        if not asked:
+            return
+        question = self.rng.choice(asked)
+        tier, luck = self.world.tiers[question.tier - 1], self.rng.random()
+        answers = [name in tier.blocks for name in question.keys]
+        if luck < 0.1:
+            answers = answers[: self.rng.randrange(len(answers))]
+        elif luck < 0.2:
+            answers += [True, False]
+        self.world.saw("answers missing", len(answers) < len(question.keys))
+        self.world.saw("tiers asked")
+        del self.world.ledger.questions[question.job_id]
+        self.world.core.lookup_finished(question.job_id, answers)
+
+    def store_elsewhere(self) -> None:
+        """Another server writes to a tier that is shared."""
+        shared = [tier for tier in self.world.tiers if tier.shared]
+        if shared:
+            spec, tier = self.rng.choice(SPECS), self.rng.choice(shared)
+            group = self.rng.randrange(len(spec.part_bytes))
+            for key in self.rng.choice(CHAINS[group])[: self.rng.randint(1, 10)]:
+                parts = tuple(label(spec.id, key, rank) for rank in range(spec.world_size))
+                tier.remove([(spec.id, key)])
+                tier.blocks[spec.id, key] = (spec.part_bytes[group] * spec.world_size, parts)
+
+    def report_again(self) -> None:
+        """A tier's defect: a job that has ended, or never was, is reported; that is ignored."""
+        ended = self.world.ledger.ended_jobs
+        if ended:
+            job_id = self.rng.choice(ended).command.job_id
+            before = self.world.core.stats()
+            for unknown in (job_id, 10**9):
+                self.world.core.job_finished(unknown, [Outcome.DONE] * self.rng.randrange(12))
+                self.world.core.lookup_finished(unknown, [True])
+            self.world.must(Invariant.JOBS, self.world.core.stats() == before, f"job {job_id} ended twice")
+            self.world.saw("ended jobs reported again")
+
+    def hang(self) -> None:
+        """A tier gets stuck, and the server notices or does not; everything else goes on."""
+        if self.world.tiers:
+            number = self.rng.randint(1, len(self.world.tiers))
+            self.hanging.add(number)
+            self.world.saw("tiers hung")
+            if number not in self.stalled and self.rng.random() < 0.5:
+                self._stall(number)
+
+    def _stall(self, number: int) -> None:
+        """The server gives up on a tier: what waits for it waits no longer."""
+        self.stalled.add(number)
+        for block in list(inside.lanes(self.world.core)[number - 1].queue):
+            self.world.ledger.requests.paid(number, block.name, stored=False)
+        self.world.ledger.requests.given_up(number)
+        self.world.core.tier_stalled(number, stalled=True)
+        self.world.saw("tiers stalled")
+
+    def recover(self) -> None:
+        """A tier that was stuck gets on again; some never do."""
+        if self.hanging and self.rng.random() < 0.5:
+            self._recover(self.rng.choice(sorted(self.hanging)))
+
+    def recover_all(self) -> None:
+        """No tier is stuck any more."""
+        for number in sorted(self.hanging):
+            self._recover(number)
+
+    def _recover(self, number: int) -> None:
+        self.hanging.remove(number)
+        if number in self.stalled:
+            self.stalled.remove(number)
+            self.world.core.tier_stalled(number, stalled=False)
+
+    def lose_a_block(self) -> None:
+        """Somebody removes a file, say: the core does not know."""
+        if self.world.tiers:
+            tier = self.rng.choice(self.world.tiers)
+            if tier.blocks:
+                name = self.rng.choice(list(tier.blocks))
+                tier.remove([name])
+                self.world.lost.add((tier.name, name))
+                self.world.saw("blocks lost by a tier")
+
+    def add_memory(self) -> None:
+        """Another piece of the region is backed."""
+        self.world.saw("memory came late", self.back(self.rng.randint(1, 3)))
+
+    def back(self, extents: int) -> bool:
+        """Backs so many extents, as far as the region goes; returns whether there was anything left."""
+        nbytes = min(self.world.region_bytes - self.world.backed_bytes, extents * EXTENT)
+        if nbytes:
+            self.world.core.add_memory(self.world.backed_bytes, nbytes)
+            self.world.backed_bytes += nbytes
+        return bool(nbytes)
+
+    def tick(self) -> None:
+        """Time passes."""
+        self._tick(self.rng.choice((0.5, 2, 40)))
+
+    def stand_still(self) -> None:
+        """Time passes, and the clock says that it does not."""
+        self._tick(0)
+        self.world.saw("clock stood still")
+
+    def leap(self) -> None:
+        """The clock jumps ahead by hours: everything expires at once."""
+        self._tick(self.rng.choice((1, 3, 1000)) * HOUR)
+        self.world.saw("clock jumped ahead")
+
+    def fall_back(self) -> None:
+        """The clock jumps back: nothing expires, and nothing that was granted is shortened."""
+        self._tick(-self.rng.choice((5, 60, 2 * HOUR)))
+        self.world.saw("clock jumped back")
+
+    def _tick(self, seconds: float) -> None:
+        self.world.now += seconds
+        self.latest = max(self.latest, self.world.now)
+        self.world.keeping.ticking(self.world.core, self.latest)
+        self.world.core.tick(self.world.now)
+        for what, number in self.world.ledger.expired(self.latest).items():
+            self.world.saw(what, bool(number))
+
+    def leave_nothing_volatile(self) -> None:
+        """The server is about to end, or says so."""
+        self.world.core.make_durable()
+
+    def evict(self) -> None:
+        """Somebody who runs the server wants something gone, or only counted, and may lose interest in it."""
+        choose = self.rng.random
+        tiers = [number for number in range(len(self.world.tiers) + 1) if choose() < 0.7]
+        spec = self.rng.choice(SPECS)
+        wanted = EvictionRequest(
+            tiers,
+            namespace=spec.id if choose() < 0.5 else None,
+            tenant_tag=spec.id[:TENANT_TAG_BYTES] if choose() < 0.3 else None,
+            unused_since=self.latest - self.rng.choice((0, 2, 40)) if choose() < 0.5 else None,
+            max_bytes=self.rng.choice((1, 1 << 14, 1 << 18)) if choose() < 0.6 else None,
+            dry_run=choose() < 0.2,
+        )
+        clearing = self.world.core.evict(wanted)
+        if choose() < 0.1:
+            clearing.cancel()
+        self.world.saw("evictions on demand", bool(tiers))
+
+    def crash(self) -> None:
+        """The server is killed; writes that were queued are lost, of one that ran a part has come through."""
+        for number, tier in enumerate(self.world.tiers, 1):
+            head = self.world.work.written[number][0] if self.world.work.written[number] else None
+            if isinstance(head, JobRecord):
+                for block in head.command.blocks[: self.rng.randint(0, len(head.names))]:
+                    self._move(tier, head, block)
+            if tier.blocks and self.rng.random() < 0.15:
+                tier.lies[self.rng.choice(list(tier.blocks))] = self.rng.choice((1, 4096, 1 << 30))
+                self.world.saw("tiers lied about sizes")
+        self.world.saw("crashes")
+        self.world.start_core()
+        for tier, held in zip(self.world.tiers, self.world.look.held, strict=True):
+            self._look_back(tier, held)
+
+    def _look_back(self, tier: ModelTier, known: set[Name]) -> None:
+        """After a restart the core knows what a tier has kept, all of it if that fits."""
+        entries = list(tier.entries())
+        fits = sum(entry.nbytes for entry in entries) <= tier.capacity_bytes
+        kept = {(entry.namespace, entry.key) for entry in entries}
+        limited = any(tier.name in tenant.limits for tenant in self.world.keeping.keeping.tenants)
+        right = known == kept if fits and not limited else known <= kept
+        self.world.must(Invariant.DURABLE, right, f"{tier.name}: not what it has kept")
+        self.world.saw("tiers recovered", bool(known))

@@ -1,0 +1,308 @@
+"""What other sizes of a tier would answer, estimated from a sample of the keys."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partialmethod
+
+import pytest
+from core_rig import SPEC, Rig
+from hypothesis import given
+from hypothesis import strategies as st
+from simulation import ModelTier
+
+from kvtier.tiers.base import NamespaceId, RequestInfo
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import CPU_TIER, TierSettings
+from kvtier.tiers.stats.miss_ratio_curve import SCALES, MissRatioCurves, ReuseDistanceSampler
+from kvtier.tiers.stats.request_log import OutcomeRun
+from kvtier.tiers.types import PRIVATE_KEY_PREFIX, MissReason, NamespaceSpec
+
+BLOCK = 4096
+NAMESPACE = NamespaceId(b"n" * 16)
+ONE_SIZE = NamespaceSpec(NAMESPACE, world_size=1, part_bytes=(BLOCK,))
+GROUP = bytes(4)
+FOREVER = float("inf")
+
+
+def digest(number: int) -> bytes:
+    """Returns the key of a block, a hash as engines make them."""
+    return hashlib.blake2b(b"%d" % number, digest_size=16).digest() + GROUP
+
+
+def hash_of(key: bytes) -> int:
+    """Spreads keys alike in every run, as `hash` does not."""
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True)
+
+
+def lru_hits(references: Sequence[tuple[int, int]], size: int) -> int:
+    """Returns the hits of a cache of this size that evicts what was used least recently: block and bytes per reference."""
+    held: OrderedDict[int, int] = OrderedDict()
+    hits = 0
+    for block, nbytes in references:
+        hits += block in held
+        held[block] = nbytes
+        held.move_to_end(block)
+        while sum(held.values()) > size:
+            held.popitem(last=False)
+    return hits
+
+
+def refer(stack: ReuseDistanceSampler, block: int, nbytes: int) -> None:
+    """Counts a reference, and stores what is not known."""
+    name = (NAMESPACE, digest(block))
+    if not stack.takes(name[1]) or stack.touch(name):
+        return
+    stack.miss(None)
+    stack.add(name, nbytes)
+
+
+class TestStack:
+    @given(
+        st.lists(st.integers(0, 30), max_size=200),
+        st.dictionaries(st.integers(0, 30), st.integers(1, 9)),
+        st.lists(st.integers(0, 60), min_size=1, max_size=6).map(sorted),
+    )
+    def test_every_key(self, blocks: list[int], nbytes: dict[int, int], sizes: list[int]) -> None:
+        """With all keys in the sample, hits are those of a cache of each size, to the last one, whatever the blocks' sizes."""
+        references = [(block, nbytes.get(block, 1)) for block in blocks]
+        stack = ReuseDistanceSampler(sizes, rate=1.0)
+        for block, size in references:
+            refer(stack, block, size)
+        assert sum(stack.hits) == len(references)
+        for number, size in enumerate(sizes):
+            assert sum(stack.hits[: number + 1]) == lru_hits(references, size)
+
+    def test_long_time_with_the_same_blocks(self) -> None:
+        """After a hundred thousand uses of two blocks, new ones push them down as they would have at the start."""
+        stack = ReuseDistanceSampler([4, 8], rate=1.0)
+        for _ in range(50_000):
+            refer(stack, 0, 1)
+            refer(stack, 1, 1)
+        assert stack.hits == [99_998, 0, 2]
+        for block in range(2, 8):
+            refer(stack, block, 1)
+        for block in (1, 7, 0):
+            refer(stack, block, 1)
+        assert stack.hits == [99_999, 2, 8]
+        for block in range(8, 16):
+            refer(stack, block, 1)
+        assert len(stack) == 8
+        refer(stack, 0, 1)
+        assert stack.hits == [99_999, 2, 17]
+
+    def test_sample(self) -> None:
+        """A sample that has to be halved until it is small comes within two hundredths, and holds no more than it may."""
+        rng = random.Random(7)
+        references = [(int(10_000 * rng.random() ** 3), BLOCK) for _ in range(30_000)]
+        sizes = [blocks * BLOCK for blocks in (500, 1000, 2000, 5000)]
+        stack = ReuseDistanceSampler(sizes, rate=1.0, most=1000, hash_of=hash_of)
+        for block, nbytes in references:
+            refer(stack, block, nbytes)
+        assert len(stack) <= 1000
+        assert stack.rate <= 1 / 4
+        expected = len(references) * stack.rate
+        more = expected - sum(stack.hits)  # keys that are asked for all the time, as `MissRatioCurves.of` has it
+        for number, size in enumerate(sizes):
+            estimate = (sum(stack.hits[: number + 1]) + more) / expected
+            exact = ReuseDistanceSampler([size], rate=1.0)
+            for block, nbytes in references:
+                refer(exact, block, nbytes)
+            assert estimate == pytest.approx(exact.hits[0] / len(references), abs=0.02)
+
+    def test_what_is_too_deep_is_forgotten(self) -> None:
+        """Blocks that no size holds take no memory, however many pass."""
+        stack = ReuseDistanceSampler([4 * BLOCK, 16 * BLOCK], rate=1.0)
+        for block in range(1000):
+            refer(stack, block, BLOCK)
+            assert len(stack) <= 16
+        assert stack.hits == [0, 0, 1000]
+
+
+def curves(*capacities: int, where: int | None = None, **more: int) -> MissRatioCurves:
+    """Returns the curves of tiers of so many blocks, from all keys."""
+    sizes = [blocks * BLOCK for blocks in capacities]
+    return MissRatioCurves(sizes, lambda *_: where, **{"sampled": 256, **more})
+
+
+def ask(asked: MissRatioCurves, blocks: Sequence[int], verdict: int | MissReason | None) -> None:
+    """Looks up blocks that all meet the same."""
+    asked.looked_up(ONE_SIZE, [digest(block) for block in blocks], (OutcomeRun(len(blocks), verdict),))
+
+
+def put(asked: MissRatioCurves, blocks: Sequence[int]) -> None:
+    """Stores blocks."""
+    for block in blocks:
+        asked.put((NAMESPACE, digest(block)), BLOCK)
+
+
+def ratios(asked: MissRatioCurves, tier: int = 0) -> list[float]:
+    """Returns the curve of a tier."""
+    return [estimate.hit_ratio for estimate in asked.of(tier)]
+
+
+class TestCurves:
+    def test_loop(self) -> None:
+        """Two hundred blocks in a loop: half of them fit, and all of them would fit twice the room."""
+        looped = curves(150)
+        put(looped, range(200))
+        for _ in range(10):
+            for start in range(0, 200, 10):
+                ask(looped, range(start, start + 10), MissReason.EVICTED)
+        assert ratios(looped) == pytest.approx([0, 0, 1, 1, 1], abs=0.01)
+
+    def test_own_size_is_what_was_measured(self) -> None:
+        """Where the tier does better than the order of last use, its own size says so, and larger ones lose as much less."""
+        looped = curves(150)
+        put(looped, range(200))
+        for _ in range(10):
+            for start in range(0, 200, 20):
+                ask(looped, range(start, start + 10), 0)
+                ask(looped, range(start + 10, start + 20), MissReason.EVICTED)
+        [half, own, *larger] = ratios(looped)
+        assert own == 0.5
+        assert half <= own
+        assert larger == pytest.approx([1, 1, 1], abs=0.01)
+
+    def test_tier_below_answers_for_the_one_above(self) -> None:
+        """A tier below is never said to answer less than what is above it, at whatever size."""
+        both = curves(200, 100)
+        put(both, range(150))
+        for _ in range(10):
+            ask(both, range(150), 0)
+        assert ratios(both, 0)[1:] == [1, 1, 1, 1]
+        assert ratios(both, 1) == [1, 1, 1, 1, 1]
+
+    def test_nothing_is_said_of_too_little(self) -> None:
+        """Before 64 keys of the sample there is no curve."""
+        few = curves(10)
+        ask(few, range(63), MissReason.NEVER_STORED)
+        assert few.of(0) == ()
+        ask(few, [63], MissReason.NEVER_STORED)
+        assert [estimate.scale for estimate in few.of(0)] == list(SCALES)
+        assert ratios(few) == [0, 0, 0, 0, 0]
+
+    def test_open_questions_count_when_they_are_answered(self) -> None:
+        """A lookup that a tier has to be asked about comes again."""
+        asked = curves(10)
+        ask(asked, range(100), None)
+        assert asked.of(0) == ()
+
+    def test_what_was_never_stored_is_never_a_hit(self) -> None:
+        """Being asked for again does not bring a block."""
+        asked = curves(100)
+        for _ in range(10):
+            ask(asked, range(20), MissReason.NEVER_STORED)
+        assert ratios(asked) == [0, 0, 0, 0, 0]
+
+    def test_blocks_of_an_earlier_life(self) -> None:
+        """What a tier has since before anything was counted is a hit of its size, and from then on known."""
+        recovered = curves(50, 100, where=1)
+        for _ in range(2):
+            for start in range(0, 100, 10):
+                ask(recovered, range(start, start + 10), 1)
+        assert ratios(recovered, 1)[1:] == [1, 1, 1, 1]
+        assert ratios(recovered, 0)[3] > 0.4, "the second time they are known, and four times the room would have them"
+
+    def test_load_changes(self) -> None:
+        """Old lookups fade by the number of those that follow."""
+        changing = curves(100, window=1000)
+        put(changing, range(50))
+        for _ in range(100):
+            ask(changing, range(50), 0)
+        assert ratios(changing)[1] == 1
+        for start in range(1000, 21_000, 50):
+            ask(changing, range(start, start + 50), MissReason.NEVER_STORED)
+        assert max(ratios(changing)) < 0.01
+
+    def test_thin_sample(self) -> None:
+        """By default one key in 64 is looked at."""
+        thin = MissRatioCurves([100 * BLOCK], lambda *_: None)
+        for start in range(0, 64 * 64, 64):
+            assert thin.of(0) == ()
+            ask(thin, range(start, start + 64), MissReason.NEVER_STORED)
+        assert len(thin.of(0)) == len(SCALES)
+
+
+def replay(capacity: int, requests: Sequence[Sequence[int]], key_of: Callable[[int], bytes] = digest) -> TierManager:
+    """Serves requests from a CPU tier of so many blocks that evicts by last use."""
+    region = capacity * BLOCK
+    core = TierManager(region, region, (), keeping=TierSettings(eviction={CPU_TIER: "lru"}))
+    core.add_memory(0, region)
+    session = core.open_session(b"s", "engine", 0, ONE_SIZE)
+    for number, blocks in enumerate(requests):
+        keys, request_id = [key_of(block) for block in blocks], f"{number}"
+        core.begin_request(session, RequestInfo(request_id, NAMESPACE))
+        lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER).lease
+        hits = len(lease.items) if lease is not None else 0
+        if hits < len(keys):
+            answer = core.prepare_store(session, keys[hits:], request_id=request_id, expires_at=FOREVER)
+            if answer.store_id is not None:
+                core.complete_store(session, answer.store_id)
+        core.finish_request(session, request_id)
+        core.take_commands()
+    return core
+
+
+class TestInTheCore:
+    def test_estimates_are_what_other_sizes_reach(self) -> None:
+        """From one server's lookups: the share of unbroken prefixes that half, twice, four and eight times the room would give."""
+        rng = random.Random(5)
+        chains = [range(1000 * number, 1000 * number + rng.randint(5, 40)) for number in range(1000)]
+        requests = rng.choices(chains, [(rank + 1) ** -0.7 for rank in range(1000)], k=3000)
+        cpu = replay(2000, requests).stats().tiers[0]
+        for estimate in cpu.estimates:
+            other = replay(int(2000 * estimate.scale), requests).stats()
+            assert estimate.hit_ratio == pytest.approx(other.tiers[0].hits / other.lookup_keys, abs=0.03)
+
+    @pytest.mark.parametrize("zeros", [0, 4], ids=["digits", "zeros"])
+    def test_keys_that_are_no_hashes(self, zeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever an engine calls its blocks, so many of them are in the sample as should be, soon."""
+        monkeypatch.setattr(
+            MissRatioCurves, "__init__", partialmethod(MissRatioCurves.__init__, sampled=32, hash_of=hash_of)
+        )
+        rng = random.Random(5)
+        chains = [range(1000 * number, 1000 * number + rng.randint(5, 40)) for number in range(1000)]
+        requests = rng.choices(chains, [(rank + 1) ** -0.7 for rank in range(1000)], k=3000)
+
+        def key_of(block: int) -> bytes:
+            return b"%032d" % block + bytes(zeros) + GROUP
+
+        core = replay(2000, requests, key_of)
+        curves = core._curves
+        assert curves is not None
+        [stack] = curves._stacks
+        sampled = sum(len(chain) for chain in chains) * 32 / 256
+        assert sampled / 2 < len(stack) < sampled * 2
+        estimates = core.stats().tiers[0].estimates
+        assert len(estimates) == len(SCALES)
+        for estimate in estimates:
+            other = replay(int(2000 * estimate.scale), requests, key_of).stats()
+            assert estimate.hit_ratio == pytest.approx(other.tiers[0].hits / other.lookup_keys, abs=0.05)
+
+    def test_tiers_have_curves(self) -> None:
+        """Every tier has one, when there is enough to go by; what only a hold names is not part of it."""
+        rig = Rig(ModelTier("near", 64 * BLOCK))
+        rig.store([PRIVATE_KEY_PREFIX + bytes(8) + GROUP])
+        assert [tier.estimates for tier in rig.core.stats().tiers] == [(), ()]
+        names = [digest(number) for number in range(8)]
+        rig.store(names)
+        for _ in range(600):
+            found = rig.core.lookup(rig.session, names, prefix=True, request_id="r", expires_at=1e9)
+            assert found.lease is not None
+            rig.core.release(rig.session, found.lease.id)
+        for tier in rig.core.stats().tiers:
+            assert [estimate.hit_ratio for estimate in tier.estimates] == [1.0] * len(SCALES)
+
+    def test_off(self) -> None:
+        """It can be turned off."""
+        core = TierManager(64 * BLOCK, 64 * BLOCK, (), keeping=TierSettings(estimates=False))
+        core.add_memory(0, 64 * BLOCK)
+        session = core.open_session(b"s", "engine", 0, SPEC)
+        for _ in range(100):
+            core.lookup(session, [digest(number) for number in range(64)], prefix=True, request_id="", expires_at=1)
+        assert core.stats().lookup_keys == 6400
+        assert core.stats().tiers[0].estimates == ()
