@@ -149,7 +149,7 @@ def world(
     long_timeout: bool = True,
     **fields: Any,
 ) -> Iterator[World]:
-    """The tiering of an engine over kvtier, made from a configuration as a user would write it; `long_timeout`: see `engine_timeouts`."""
+    """Tiering of an engine over kvtier, made from a configuration as an operator would write it."""
     table = {"type": "KVTierSecondaryTier", "module_path": MODULE, "endpoint": endpoint, "identity": "test"}
     extra = {
         "cpu_bytes_to_use": rows * ROW,
