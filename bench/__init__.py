@@ -1,4 +1,5 @@
-"""What kvtier costs, against what the machine can do: every limit is measured in the same run, none is a constant.
+"""Benchmarks of kvtier, each against a limit of the machine that is measured in the same run.
 
-make bench JSON=FILE        or        python -m bench [--json FILE] [--only NAME …]
+make bench JSON=FILE
+python -m bench [--json FILE] [--only NAME …]
 """

@@ -40,15 +40,14 @@ PROFILE: dict[str, Callable[[Report, Path], None]] = {"profile": measure_profile
 
 
 def main() -> None:
-    """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m bench", description="Measure kvtier against this machine's limits."
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, too")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
-    parser.add_argument("--facts", action="store_true", help="the machine's facts go to FILE as well, before the rows")
-    parser.add_argument("--profile", action="store_true", help="instead: where the time of a store and a load goes")
-    parser.add_argument("--directory", type=Path, help="where the tiers' files go (a temporary directory)")
+    parser.add_argument("--facts", action="store_true", help="write the machine's facts to FILE, before the rows")
+    parser.add_argument("--profile", action="store_true", help="measure the parts of a store and a load instead")
+    parser.add_argument("--directory", type=Path, help="directory for the tiers' files (a temporary one)")
     options = parser.parse_args()
     tune_malloc()
     report = Report()

@@ -1,6 +1,8 @@
-"""What an admission filter saves a disk, and what it costs in hits: a replay of a trace through the core with two tiers.
+"""Benchmark of an admission filter: disk writes saved, and hits lost.
 
-python -m bench.admission --trace FILE [--cpu BLOCKS] [--disk BLOCKS]
+    python -m bench.admission --trace FILE [--cpu BLOCKS] [--disk BLOCKS]
+
+Replays a trace through the core with two tiers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ __all__ = ["replay"]
 
 
 class _Disk(SecondaryTier):
-    """Keeps nothing but count: the core's catalog knows what would be there."""
+    """Tier that counts and stores nothing; the core's catalog knows its contents."""
 
     type: ClassVar[str] = "disk"
     durable: ClassVar[bool] = True
@@ -44,11 +46,11 @@ class _Disk(SecondaryTier):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Has nothing to close."""
+        pass
 
 
 def replay(trace: Trace, admission: str, cpu_blocks: int, disk_blocks: int) -> tuple[float, float]:
-    """Returns the prefix-hit ratio of both tiers together, and blocks written to the disk per block asked."""
+    """Returns the prefix-hit ratio of both tiers, and disk writes per looked-up block."""
     region = cpu_blocks * BLOCK_BYTES
     disk = _Disk("disk", disk_blocks * BLOCK_BYTES)
     core = TierManager(
@@ -80,7 +82,7 @@ def _serve(core: TierManager, session: Session, request_id: str, keys: list[byte
 
 
 def _finish_jobs(core: TierManager) -> int:
-    """Ends all jobs with success; returns how many blocks were written."""
+    """Ends all jobs with success; returns the number of blocks written."""
     written = 0
     while commands := core.take_commands():
         for command in commands:
@@ -91,7 +93,6 @@ def _finish_jobs(core: TierManager) -> int:
 
 
 def main() -> None:
-    """Prints a line per filter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--cpu", type=int, default=3_000, help="blocks of the CPU tier (3,000)")

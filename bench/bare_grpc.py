@@ -1,9 +1,10 @@
-"""gRPC and nothing else: what it can carry between two processes of this machine, as raw bytes, with malloc tuned.
+"""gRPC without kvtier: raw bytes between two processes, the limit of the gRPC transport.
 
-Once as one frame again and again, which is in every cache and goes nowhere: the limit. And once from memory to memory: what is
-left of that where each frame is made of bytes that lie somewhere, and put where they belong, without a checksum or a question.
+`push` and `pull` repeat one frame that stays in the caches. `push_memory` and `pull_memory` read
+each frame from memory and write it to memory, without checksums.
 
-`python -m bench.bare_grpc ADDRESS` is the server; it prints its port, and ends with its standard input.
+`python -m bench.bare_grpc ADDRESS` is the server. It prints its port and ends with its standard
+input.
 """
 
 from __future__ import annotations
@@ -27,23 +28,22 @@ __all__ = ["BareGrpc"]
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 TIMEOUT = 60.0
 MEMORY_BYTES = 256 << 20
-"""At each end; more than fits any cache."""
+"""At each end; larger than the caches."""
 
 
 class _Memory:
-    """Where frames come from and go to, one after the other."""
+    """Memory that frames are read from and written to, in order."""
 
     def __init__(self) -> None:
         self._memory = np.ones(MEMORY_BYTES, np.uint8)
         self._place = 0
 
     def frames(self, nbytes: int) -> Iterator[bytes]:
-        """Yields frames made of the next bytes."""
         for start in range(0, nbytes, FRAME_BYTES):
             yield self._next(min(FRAME_BYTES, nbytes - start)).tobytes()
 
     def take(self, frame: bytes) -> int:
-        """Puts a frame in its place; returns its size."""
+        """Writes a frame to the next place; returns its size."""
         np.copyto(self._next(len(frame)), np.frombuffer(frame, np.uint8))
         return len(frame)
 
@@ -74,27 +74,27 @@ class BareGrpc:
         self._memory = _Memory()
 
     def push(self, nbytes: int) -> None:
-        """Sends this many bytes in one stream, and waits for the answer."""
+        """Sends bytes in one stream and waits for the answer."""
         self._push(self._frames(nbytes), timeout=TIMEOUT)
 
     def pull(self, nbytes: int) -> None:
-        """Receives this many bytes in one stream."""
+        """Receives bytes in one stream."""
         received = sum(len(frame) for frame in self._pull(b"%d" % nbytes, timeout=TIMEOUT))
         if received != nbytes:
             raise RuntimeError(f"{received} bytes came instead of {nbytes}")
 
     def push_memory(self, nbytes: int) -> None:
-        """Sends this many bytes of memory in one stream, to be put into memory there."""
+        """Sends bytes of memory in one stream; the server writes them to memory."""
         self._push_memory(self._memory.frames(nbytes), timeout=TIMEOUT)
 
     def pull_memory(self, nbytes: int) -> None:
-        """Receives this many bytes of memory in one stream, and puts them into memory."""
+        """Receives bytes in one stream and writes them to memory."""
         received = sum(map(self._memory.take, self._pull_memory(b"%d" % nbytes, timeout=TIMEOUT)))
         if received != nbytes:
             raise RuntimeError(f"{received} bytes came instead of {nbytes}")
 
     def echo(self, request: bytes) -> bytes:
-        """Sends bytes in one unary call and gets the first byte of every 32 back, as a lookup does with its keys."""
+        """Makes a unary call with the byte counts of a lookup: every 32nd byte comes back."""
         answer: bytes = self._echo(request, timeout=TIMEOUT)
         return answer
 

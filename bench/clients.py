@@ -1,6 +1,7 @@
-"""How throughput and latency change with the number of clients, each a process of its own.
+"""Throughput and latency by number of clients, each in its own process.
 
-`python -m bench.clients TRANSPORT ENDPOINT NUMBER BLOCK_BYTES` is one of them: it does a step for each line on standard input.
+`python -m bench.clients TRANSPORT ENDPOINT NUMBER BLOCK_BYTES` is one client. It runs one step per
+line on its standard input.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ COUNTS = (1, 2, 4, 8, 16)
 REGION_BYTES = 1 << 30
 BLOCK_BYTES = 256 << 10
 SMALL_BYTES = 64 << 10
-"""Blocks of another size, for two clients."""
+"""Block size of the additional row with two clients."""
 POOL_BYTES = 32 << 20
-"""What a client stores from at least, and loads to: no cache has it all."""
+"""Least memory of a client to store from and to load to; larger than the caches."""
 BATCH = 64
 LOOKUP_KEYS = 64
 SECONDS = 0.6
-"""For how long all of them do the same."""
+"""Duration of each step."""
 STEPS = ("memcpy", "store", "load", "lookup")
 
 
 def measure_clients(report: Report, directory: Path) -> None:
-    """Adds, for each transport and number of clients, what they move together, and how long a lookup takes each of them."""
+    """Adds, per transport and number of clients, the sum of rates and the lookup times."""
     with Service(directory, REGION_BYTES) as service:
         service.start()
         for transport, endpoint in (("shm", service.unix), ("grpc", service.tcp)):
@@ -76,8 +77,6 @@ def _together(clients: Sequence[_Child], step: str) -> list[dict[str, Any]]:
 
 
 class _Child:
-    """A client's process."""
-
     def __init__(self, transport: str, endpoint: str, number: int, block_bytes: int) -> None:
         command = [sys.executable, "-m", "bench.clients", transport, endpoint, str(number), str(block_bytes)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -95,12 +94,12 @@ class _Child:
             self._process.wait()
 
     def ask(self, step: str, until: float) -> None:
-        """Has a step done again and again until then; the clock is the system's."""
+        """Starts a step that repeats until this monotonic time."""
         assert self._process.stdin is not None
         print(json.dumps([step, until]), file=self._process.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
-        """Returns what came of it."""
+        """Returns the result of the step."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -110,7 +109,7 @@ class _Child:
 
 
 class _Steps:
-    """What a client does."""
+    """The steps of one client."""
 
     def __init__(self, client: Client, number: int, block_bytes: int) -> None:
         self._client = client
@@ -125,12 +124,10 @@ class _Steps:
         self.store()
 
     def memcpy(self) -> None:
-        """Copies within this process."""
         self._round += 1
         np.copyto(self._target[self._round % self._batches], self._source[self._round % self._batches])
 
     def store(self) -> None:
-        """Stores a batch under new keys."""
         self._round += 1
         self._last = self._keys.take(BATCH)
         statuses = self._client.store(self._last, [row.data for row in self._source[self._round % self._batches]])
@@ -139,18 +136,16 @@ class _Steps:
             raise RuntimeError("not all blocks were stored")
 
     def load(self) -> None:
-        """Loads the batch that was stored last."""
         if self._client.load(self._last, [row.data for row in self._target[0]]) != BATCH:
             raise RuntimeError("not all blocks were loaded")
 
     def lookup(self) -> None:
-        """Looks it up."""
         with self._client.lookup(self._last[:LOOKUP_KEYS]) as lease:
             if lease.prefix_hits != LOOKUP_KEYS:
                 raise RuntimeError("not all blocks are there")
 
     def check(self) -> None:
-        """Compares every byte of what a load brings."""
+        """Loads the last batch and compares every byte."""
         self._target[:] = 0
         self.load()
         if not np.array_equal(self._target[0], self._source[self._stored]):

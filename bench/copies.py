@@ -1,4 +1,4 @@
-"""Copies of a batch by themselves: against one call of numpy, and beside a thread that is busy with Python."""
+"""Benchmark of `copy_batch`, beside one call of numpy and beside a busy Python thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ ROUNDS = 40
 
 
 def measure_copies(report: Report, _: Path) -> None:
-    """Adds the rows of copies between two pools."""
     source, target = Pool.allocate(seed=5), Pool.allocate(seed=None)
     for block_bytes in (16 << 10, *SIZES):
         copies = _Copies(Pool(source, block_bytes), Pool(target, block_bytes))
@@ -31,13 +30,13 @@ def measure_copies(report: Report, _: Path) -> None:
         limit = batch_name("one call of numpy", block_bytes)
         report.add(limit, rate(copies.nbytes, alone["numpy"]), "GB/s")
         report.add(batch_name("copy_batch", block_bytes), rate(copies.nbytes, alone["ours"]), "GB/s", limit)
-        # The mean: most copies are over before the other thread has woken up, and the rest wait for long.
+        # The mean: most copies end before the other thread wakes up, the rest wait long.
         mean = copies.nbytes / statistics.mean(crowded["ours"]) / GB
         report.add(batch_name("copy_batch beside a busy thread", block_bytes), mean, "GB/s", limit)
 
 
 class _Copies:
-    """Batches of one size; no two that follow one another are the same, so the bytes are in no cache."""
+    """Batches of one size; consecutive ones differ, so the bytes are in no cache."""
 
     def __init__(self, source: Pool, target: Pool) -> None:
         self._source = source
@@ -46,26 +45,26 @@ class _Copies:
         self.nbytes = BATCH * source.block_bytes
 
     def in_one_call(self, _: int) -> float:
-        """Copies evenly spaced rows as numpy does."""
+        """Copies evenly spaced rows with numpy."""
         number = self._turn()
         return timed(copy_blocks, self._target.batch(number), self._source.batch(number))
 
     def ours(self, _: int) -> float:
-        """Copies the same from addresses to addresses, as clients do."""
+        """Copies the same rows by address, as clients do."""
         number = self._turn()
         to = [address_of(view, writable=True)[0] for view in self._target.buffers(number)]
         start = [address_of(view)[0] for view in self._source.buffers(number)]
         return timed(copy_batch, to, start, [self._source.block_bytes] * BATCH)
 
     def _turn(self) -> int:
-        # Far enough from the batch before to be in no cache: a prime, so that all have their turn.
+        # A step far enough to leave the caches, and prime, so that all batches are used.
         self._next += 37
         return self._next
 
 
 @contextmanager
 def _busy_thread() -> Iterator[None]:
-    """Has a thread compute, as an engine's scheduler does."""
+    """Runs a thread that computes, like an engine's scheduler."""
     over = threading.Event()
     thread = threading.Thread(target=lambda: [None for _ in iter(over.is_set, True)], daemon=True)
     thread.start()

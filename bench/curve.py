@@ -1,9 +1,10 @@
-"""The live miss-ratio curve beside the truth: what one core estimates for other sizes, and what cores of these sizes reach.
+"""Benchmark of the live miss-ratio curve: estimates beside the hit ratios of real sizes.
 
-make bench-curve TRACE=FILE [JSON=FILE]        or        python -m bench.curve --trace FILE [--json FILE] [--made-up]
+    make bench-curve TRACE=FILE [JSON=FILE]
+    python -m bench.curve --trace FILE [--json FILE] [--made-up]
 
-The ratio is the share of blocks that hit in an unbroken run from the start, as in `bench.policies`; the price is what the curve
-adds to a lookup of 64 keys, half of which are known, with a CPU tier and one below it.
+The hit ratio is that of `bench.policies`. The cost is the time that the curve adds to a lookup of
+64 keys, half of them known, with a CPU tier and one tier below it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MIB = 1 << 20
 
 
 def compare(trace: Trace, policy: str, capacities: Sequence[int]) -> list[dict[str, object]]:
-    """Prints estimates beside what is reached; returns the rows."""
+    """Prints estimates beside measured ratios; returns the rows."""
     reached: dict[int, float] = {}
     rows: list[dict[str, object]] = []
     for capacity in capacities:
@@ -57,7 +58,7 @@ def compare(trace: Trace, policy: str, capacities: Sequence[int]) -> list[dict[s
 
 
 def price(*, rounds: int = 7) -> float:
-    """Returns what a lookup of 64 keys costs more, in seconds: the best of some rounds, over 2,000 lookups each."""
+    """Returns the added seconds per lookup: the best round of `rounds`, 2,000 lookups each."""
     spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(2 * MIB,))
     rng = random.Random(1)
     chains = [[rng.randbytes(16) + GROUP for _ in range(KEYS)] for _ in range(1500)]
@@ -77,7 +78,7 @@ def price(*, rounds: int = 7) -> float:
 
 
 def _run(replay: Replay, trace: Trace) -> float:
-    """Replays a trace with keys as engines have them: hashes."""
+    """Replays a trace with hashes as keys, like an engine."""
     asked = hits = 0
     for number, blocks in enumerate(trace):
         keys = [hashlib.blake2b(b"%d" % block, digest_size=16).digest() + GROUP for block in blocks]
@@ -87,20 +88,21 @@ def _run(replay: Replay, trace: Trace) -> float:
 
 
 def main() -> None:
-    """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.curve", description="The live miss-ratio curve and the truth."
+        prog="python -m bench.curve", description="Compare the live miss-ratio curve with real sizes."
     )
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a request with hash_ids per line")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=[DEFAULT_POLICY, "lru"], help="which ones")
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="one JSON request with hash_ids per line"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, too")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=[DEFAULT_POLICY, "lru"], help="policies")
     parser.add_argument("--capacities", nargs="+", type=int, default=CAPACITIES, metavar="BLOCKS")
-    parser.add_argument("--made-up", action="store_true", help="with the made-up traces too")
+    parser.add_argument("--made-up", action="store_true", help="add the synthetic traces")
     options = parser.parse_args()
     traces: dict[str, Trace] = {options.trace.name: read_trace(options.trace)}
     if options.made_up:
         traces |= {name: make() for name, make in MADE_UP.items()}
-    print(f"a lookup of {KEYS} keys costs {price() * 1e6:.1f} µs more with two tiers, on this machine")
+    print(f"a lookup of {KEYS} keys takes {price() * 1e6:.1f} µs longer with two tiers, on this machine")
     rows: list[dict[str, object]] = []
     for name, trace in traces.items():
         for policy in options.policies:

@@ -1,8 +1,8 @@
-"""The CUDA IPC transport: what a store and a load of many blocks take, against one large copy between the device and pinned memory.
+"""Benchmark of the CUDA IPC transport beside one large copy between device and pinned memory.
 
     python -m bench.devices [--driver host] [--json FILE]
 
-Without a GPU only `--driver host` runs, which shows that the benchmark works, and nothing about devices.
+Without a GPU only `--driver host` works. It tests the benchmark and measures nothing.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["main"]
 
 LAYERS = 32
 FRAGMENTS = {"16 KiB": 16 << 10, "64 KiB": 64 << 10, "256 KiB": 256 << 10, "2 MiB": 2 << 20}
-"""One layer's piece of a block: 64 KiB is K and V of 16 tokens with 8 heads of 128 in 2 bytes."""
+"""Bytes of a block per layer: 64 KiB is K and V of 16 tokens, 8 heads of 128, 2 bytes each."""
 MOVED_BYTES = 512 << 20
 REGION_BYTES = 2 << 30
 ROUNDS = 9
 
 
 class Device:
-    """A device and a pinned region of our own, to measure the limit with."""
+    """A device and a pinned region, for the limit."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -53,7 +53,6 @@ class Device:
         self._event = driver.create_event()
 
     def allocate(self, nbytes: int) -> int:
-        """Memory of the device."""
         if isinstance(self.driver, HostDriver):
             address = self.driver.allocate(nbytes)
             ctypes.memset(address, 1, nbytes)
@@ -63,7 +62,7 @@ class Device:
             return int(cuda.call("cuMemAlloc", nbytes))
 
     def large_copy(self, *, out: bool) -> float:
-        """Seconds for one copy of everything, in pieces of what is pinned as one."""
+        """Returns the seconds of one copy of everything, in pieces that are pinned as one."""
         host = [self.region.address + start for start in range(0, MOVED_BYTES, PIN_CHUNK_BYTES)]
         device = [self.address + start for start in range(0, MOVED_BYTES, PIN_CHUNK_BYTES)]
         sizes = [PIN_CHUNK_BYTES] * len(host)
@@ -75,7 +74,7 @@ class Device:
 
 
 class Engine:
-    """Blocks of `LAYERS` fragments, a tensor per layer, in the memory of a device; each round stores new keys."""
+    """An engine with a tensor per layer on the device; each round stores new keys."""
 
     def __init__(self, service: Service, device: Device, fragment: int) -> None:
         self.blocks = MOVED_BYTES // fragment // LAYERS
@@ -89,15 +88,14 @@ class Engine:
         self.client.register_kv_buffers(self._buffers)
 
     def keys(self, number: int) -> list[bytes]:
-        """Names of one round's blocks."""
         return [make_key(f"{number} {block}".encode().ljust(32), 0) for block in range(self.blocks)]
 
     def store(self, number: int) -> float:
-        """Seconds to store all blocks, every call counted."""
+        """Returns the seconds to store all blocks, calls included."""
         return self._timed(self.client.store_from_device, self.keys(number), range(self.blocks))
 
     def load(self, number: int) -> float:
-        """Seconds to load them again."""
+        """Returns the seconds to load them."""
         return self._timed(self.client.load_to_device, self.keys(number), range(self.blocks))
 
     def _timed(self, call: Callable[..., object], keys: Sequence[bytes], blocks: Sequence[int]) -> float:
@@ -108,13 +106,11 @@ class Engine:
         return seconds
 
     def close(self) -> None:
-        """Ends it."""
         self.client.close()
         self._buffers.close()
 
 
 def measure(report: Report, service: Service, device: Device) -> None:
-    """Adds the rows of all sizes."""
     device.large_copy(out=True)
     for name, fragment in FRAGMENTS.items():
         engine = Engine(service, device, fragment)
@@ -143,10 +139,9 @@ def _measure_one(report: Report, device: Device, engine: Engine, name: str) -> N
 
 
 def main() -> None:
-    """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.devices")
     parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, too")
     options = parser.parse_args()
     try:
         driver: Driver = CudaDriver() if options.driver == "cuda" else HostDriver()

@@ -1,4 +1,7 @@
-"""The disk tier by itself: stores and loads against the same bytes past the page cache, as many calls in flight."""
+"""Benchmark of the disk tier beside raw O_DIRECT reads and writes.
+
+Both move the same number of bytes with the same number of calls in flight.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ SPACE = NamespaceId(bytes(16))
 
 
 def measure_disk(report: Report, directory: Path) -> None:
-    """Adds the rows of a full tier whose blocks are evicted and loaded at random: neighbours are seldom wanted together."""
+    """Adds the rows of a full tier with random eviction and loads."""
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)  # as the server does
+    sys.setswitchinterval(1e-4)  # as in the server
     with HostRegion.create(ROUND_BYTES) as region:
         region.back(0, ROUND_BYTES)
         region.memory[:] = random.Random(1).randbytes(ROUND_BYTES)
@@ -70,7 +73,7 @@ def _measure(
 
 
 class _Tier:
-    """A tier, kept full."""
+    """A tier that is kept full."""
 
     def __init__(self, directory: Path, slots: Sequence[memoryview], durability: Literal["process", "power"]) -> None:
         self.tier = DiskTier("disk", directory, TIER_BYTES, durability)
@@ -82,14 +85,14 @@ class _Tier:
             self._store()
 
     def store(self) -> float:
-        """Stores a round of blocks where others were, and returns the seconds of the store."""
+        """Stores a round of blocks in place of random others; returns the seconds of the store."""
         self._source.shuffle(self._held)
         gone = [self._held.pop() for _ in self._slots]
         self.tier.remove([(SPACE, key) for key in gone])
         return self._store()
 
     def load(self) -> float:
-        """Loads a round of blocks, and returns the seconds."""
+        """Loads a round of blocks; returns the seconds."""
         blocks = self._blocks(self._source.sample(self._held, len(self._slots)))
         return seconds_of(self._do, self.tier.load, blocks)
 
@@ -108,7 +111,7 @@ class _Tier:
 
 
 class _Raw:
-    """A file of the same size, and the same calls at random places."""
+    """A file of the same size, with the same calls at random places."""
 
     def __init__(self, path: Path, slots: Sequence[memoryview], *, sync: bool) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -121,14 +124,14 @@ class _Raw:
             os.pwritev(self._fd, slots, at)
 
     def move(self, call: Callable[[int, list[memoryview], int], int]) -> float:
-        """Makes a call per slot, and returns the seconds."""
+        """Makes one call per slot; returns the seconds."""
         nbytes = self._slots[0].nbytes
         places = [at * nbytes for at in self._source.sample(range(TIER_BYTES // nbytes), len(self._slots))]
 
         def share(first: int) -> None:
             for slot, place in zip(self._slots[first::IO_THREADS], places[first::IO_THREADS], strict=True):
                 if call(self._fd, [slot], place) != nbytes:
-                    raise RuntimeError("a call did less than it was asked for")
+                    raise RuntimeError("a read or write was short")
 
         def everything() -> None:
             list(self._threads.map(share, range(IO_THREADS)))
@@ -138,7 +141,6 @@ class _Raw:
         return seconds_of(everything)
 
     def close(self) -> None:
-        """Closes the file."""
         self._threads.shutdown()
         os.close(self._fd)
 

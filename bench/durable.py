@@ -1,4 +1,4 @@
-"""The LMDB tier: how fast blocks become durable, and how fast they come back after a restart."""
+"""Benchmark of the LMDB tier in a server: stores until durable, and promotions after a restart."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["measure_durable"]
 REGION_BYTES = 1 << 30
 WAIT = 60.0
 WARM_UP_ROUNDS = 4
-"""Rounds until a store is full; from then on, as in a server that has run for a day, old blocks make room for new ones."""
+"""Rounds until a store is full. From then on each store evicts, as in a long-running server."""
 ROUNDS = WARM_UP_ROUNDS + 5
 BATCHES = {64 << 10: 32, 256 << 10: 16, 2 << 20: 4}
-"""How many batches make a round."""
+"""Batches per round, by block size."""
 COLD_BATCHES = 4
-"""How many of them are read past the page cache: that can take a hundred times as long."""
+"""Batches of a cold round; it can take a hundred times as long."""
 FILE_ROUNDS = 3
-"""Rounds that would fit the file of a store; kvtier keeps a share of it free."""
+"""Rounds that fit the file of a store; kvtier keeps a share of it free."""
 KEPT_ROUNDS = 2
-"""Rounds that LMDB itself is made to hold."""
+"""Rounds that LMDB itself holds."""
 
 
 def measure_durable(report: Report, directory: Path) -> None:
-    """Adds the rows of stores until they are durable, and of promotions with the page cache warm and cold."""
+    """Adds stores until durable, and promotions with a warm and a cold page cache."""
     source = Pool.allocate(seed=2)
     for block_bytes in SIZES:
         ours, raw = directory / f"ours-{block_bytes}", directory / f"raw-{block_bytes}"
@@ -51,7 +51,7 @@ def measure_durable(report: Report, directory: Path) -> None:
             service.stop()
             run.promotions("cold")
         for path in (*ours.rglob("data.mdb"), *raw.rglob("data.mdb")):
-            path.unlink()  # gives the disk its room back, before it is written to
+            path.unlink()  # frees the space before more is written
 
 
 class _Run:
@@ -69,7 +69,7 @@ class _Run:
         self._stored: list[list[bytes]] = []
 
     def stores(self) -> None:
-        """Stores rounds of batches, each until all of it is durable, and the same into LMDB itself."""
+        """Stores rounds until each is durable, and the same bytes in LMDB alone."""
         self._service.start()
         ours: list[float] = []
         bare: list[float] = []
@@ -79,7 +79,7 @@ class _Run:
                 batches = [self._keys.take(BATCH) for _ in range(self._batches)]
                 rounds.append(batches)
                 old = rounds[number - KEPT_ROUNDS] if number >= KEPT_ROUNDS else []
-                os.sync()  # what earlier rounds left to be written back is not this one's
+                os.sync()  # write-back of earlier rounds is not this round's
                 bare.append(timed(self._put, raw, batches, old))
                 os.sync()
                 ours.append(timed(self._store, client, batches))
@@ -95,7 +95,7 @@ class _Run:
         )
 
     def promotions(self, cache: str) -> None:
-        """Looks up what only LMDB has, batch by batch, and reads the same from LMDB itself."""
+        """Looks up blocks that only LMDB has, and reads the same from LMDB alone."""
         self._service.start()
         ours: list[float] = []
         bare: list[float] = []
@@ -106,7 +106,7 @@ class _Run:
         ):
             region.back(0, region.size_bytes)
             if cache == "cold":
-                # Not before: a store that is opened is looked through, and readahead brings in all of it.
+                # Not earlier: opening checks the store, and readahead loads all of it.
                 drop_cache(self._directory)
             slots = [
                 region.memory[start : start + self._block_bytes]

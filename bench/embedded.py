@@ -1,4 +1,4 @@
-"""The LMDB tier by itself, checksums included: stores and loads against the same bytes in LMDB and nothing else."""
+"""Benchmark of the LMDB tier without a server, beside LMDB alone."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ FILE_BYTES = 1 << 30
 ROUNDS = 12
 COLD_ROUNDS = 3
 COLD_BYTES = 8 << 20
-"""Of a cold round: it can take a hundred times as long."""
+"""Bytes of a cold round; it can take a hundred times as long."""
 JOB_BYTES = 32 << 20
-"""What the core hands to a tier at once."""
+"""Size of a job from the core."""
 SPACE = NamespaceId(bytes(16))
 
 
 def measure_embedded(report: Report, directory: Path) -> None:
-    """Adds the rows of a tier at its capacity: the oldest blocks go, and any are loaded, from the page cache and from the disk."""
+    """Adds the rows of a full tier: stores evict the oldest blocks, loads are random.
+
+    Loads read from the page cache (warm) and from the disk (cold).
+    """
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)  # as the server does
+    sys.setswitchinterval(1e-4)  # as in the server
     with HostRegion.create(2 * ROUND_BYTES) as region:
         region.back(0, region.size_bytes)
         region.memory[:ROUND_BYTES] = random.Random(6).randbytes(ROUND_BYTES)
@@ -47,7 +50,7 @@ def measure_embedded(report: Report, directory: Path) -> None:
 
 def _measure(report: Report, directory: Path, sources: list[memoryview], targets: list[memoryview]) -> None:
     stores = _Stores(directory, sources, targets)
-    for _ in range(HELD_ROUNDS + 2):  # until what is freed is used again
+    for _ in range(HELD_ROUNDS + 2):  # until freed pages are used again
         stores.put(0)
         stores.store(0)
     warm = interleave(
@@ -71,7 +74,7 @@ def _measure(report: Report, directory: Path, sources: list[memoryview], targets
         limit = f"bare LMDB {bare}, {size}"
         report.add(limit, rate(nbytes, seconds[bare]), "GB/s")
         report.add(f"LMDB tier {ours}, {size}", rate(nbytes, seconds[ours]), "GB/s", limit)
-        if summed is not None:  # what checksums cost by themselves, and what else the tier costs
+        if summed is not None:  # separates checksums from the rest of the tier's cost
             with_sums = f"bare LMDB {summed}, {size}"
             report.add(with_sums, rate(nbytes, seconds[summed]), "GB/s", limit)
             report.add(f"LMDB tier {ours}, beside checksums, {size}", rate(nbytes, seconds[ours]), "GB/s", with_sums)
@@ -79,7 +82,7 @@ def _measure(report: Report, directory: Path, sources: list[memoryview], targets
 
 
 class _Stores:
-    """A tier and a bare environment that hold the same blocks."""
+    """A tier and a bare LMDB environment with the same blocks."""
 
     def __init__(self, directory: Path, sources: list[memoryview], targets: list[memoryview]) -> None:
         self._ours, self._bare = directory / "ours", directory / "bare"
@@ -97,12 +100,12 @@ class _Stores:
         self._raw = RawLmdb(self._bare, FILE_BYTES)
 
     def put(self, _: int, *, summed: bool = False) -> float:
-        """Writes a round into LMDB, in place of the oldest."""
+        """Writes a round to LMDB in place of the oldest."""
         keys, old = self._turn("bare")
         return timed(lambda: self._raw.put(keys, self._sources, old, summed=summed))
 
     def put_summed(self, _: int) -> float:
-        """Writes a round likewise, and takes the checksum of every block."""
+        """The same, with a checksum per block."""
         return self.put(_, summed=True)
 
     def store(self, _: int) -> float:
@@ -117,22 +120,22 @@ class _Stores:
         return timed(replace)
 
     def get(self, _: int, *, summed: bool = False) -> float:
-        """Copies blocks out of LMDB, any of those that are there."""
+        """Copies random blocks out of LMDB."""
         keys = self._any("bare")
         return timed(lambda: self._raw.get(keys, self._targets, summed=summed))
 
     def get_summed(self, _: int) -> float:
-        """Copies blocks likewise, and takes the checksum of every one."""
+        """The same, with a checksum per block."""
         return self.get(_, summed=True)
 
     def load(self, _: int) -> float:
-        """Loads blocks, likewise."""
+        """Loads random blocks."""
         return timed(self._move, self._tier.load, _jobs(self._any("ours"), self._targets))
 
     def cold(self, action: Callable[[int], float]) -> Callable[[int], float]:
-        """Returns an action upon less, that finds next to nothing in the page cache; a virtual machine's host may have it.
+        """Returns the action with fewer bytes and a cold page cache; a VM's host may still cache.
 
-        Dropped after opening: a tier that is opened looks through its trees, and readahead brings in all the rest.
+        The cache is dropped after opening: opening reads the trees, and readahead the rest.
         """
 
         def run(number: int) -> float:
@@ -149,7 +152,6 @@ class _Stores:
         return run
 
     def close(self, *, keep: bool = False) -> None:
-        """Closes both, and removes their files."""
         self._tier.close()
         self._raw.close()
         if not keep:
@@ -175,7 +177,7 @@ class _Stores:
 
 
 def _jobs(keys: Sequence[bytes], views: Sequence[memoryview]) -> list[list[BlockBytes]]:
-    """Returns blocks as the core hands them to a tier."""
+    """Splits blocks into jobs of the size that the core uses."""
     blocks = [BlockBytes(SPACE, key, (view,)) for key, view in zip(keys, views, strict=True)]
     job = max(1, JOB_BYTES // views[0].nbytes)
     return [blocks[start : start + job] for start in range(0, len(blocks), job)]

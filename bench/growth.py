@@ -1,7 +1,7 @@
-"""How the cost of decisions, and the memory for them, grow with the number of stored keys.
+"""Cost of decisions and memory per key, by number of stored keys.
 
-The core alone, without a server and without bytes: what a call takes more than this is not the number of keys. Each number of keys
-is measured in a process of its own, or the memory of the last one would be counted.
+Measures the core without a server and without bytes. Each number of keys runs in its own process,
+so that memory of the one before does not count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .report import Report
 __all__ = ["FULL", "measure_growth"]
 
 FULL = "KVTIER_BENCH_FULL"
-"""Environment variable: set, it has ten million keys measured as well, which takes minutes and 8 GB."""
+"""Environment variable: if set, ten million keys too (minutes, and 8 GB)."""
 
 COUNTS = (1_000, 10_000, 100_000, 1_000_000)
 MOST = 10_000_000
@@ -40,14 +40,14 @@ TIMES = 200
 LONG_TIMES = 20
 SPACE = NamespaceId(b"growth".ljust(16))
 PATIENCE = 900.0
-"""Seconds that one number of keys may take."""
+"""Most seconds for one number of keys."""
 
 
 _Figure = tuple[str, float, str]
 
 
 def measure_growth(report: Report, directory: Path) -> None:  # noqa: ARG001 - nothing is written
-    """Adds rows per number of keys: times of the calling thread, and memory per key."""
+    """Adds rows per number of keys: processor time of the thread, and memory per key."""
     for count in (*COUNTS, MOST) if os.environ.get(FULL) else COUNTS:
         for part in _PARTS:
             command = [sys.executable, "-m", "bench.growth", part, str(count)]
@@ -57,7 +57,7 @@ def measure_growth(report: Report, directory: Path) -> None:  # noqa: ARG001 - n
 
 
 def _of_the_core(count: int) -> list[_Figure]:
-    """Returns names, values and units for so many keys in the CPU tier."""
+    """Returns the figures of `count` keys in the CPU tier."""
     before = _resident_bytes()
     core = _Core(count)
     core.fill()
@@ -72,7 +72,7 @@ def _of_the_core(count: int) -> list[_Figure]:
 
 
 class _Core:
-    """A full core of one engine; the memory of its keys, of 36 bytes each, is counted with it."""
+    """A full core with one engine. Its memory includes the keys of 36 bytes."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -85,7 +85,6 @@ class _Core:
         self.session = self.core.open_session(b"growth", "engine", 0, spec)
 
     def fill(self) -> None:
-        """Stores as many blocks as there is room for, in chains."""
         while self._next < self.count:
             self.store()
 
@@ -102,8 +101,8 @@ class _Core:
         return time.thread_time() - started
 
     def look_up(self, count: int) -> float:
-        """Looks blocks up that are there, wherever in the index, and lets go of them; returns the thread's seconds."""
-        blocks = self.core._primary.blocks_of(SPACE)  # which are there is not told to clients
+        """Looks up present blocks at a random place; returns the thread's seconds."""
+        blocks = self.core._primary.blocks_of(SPACE)  # clients have no list of present blocks
         first = self._random.randrange(max(1, self._next // CHAIN)) * CHAIN
         keys = [key for key in _keys(max(0, min(first, self._next - count)), count) if key in blocks]
         started = time.thread_time()
@@ -114,11 +113,11 @@ class _Core:
         return time.thread_time() - started
 
     def longest(self, times: int) -> float:
-        """Returns the seconds that the longest of so many calls takes: what it costs to clean up is in one of them."""
+        """Returns the longest of `times` calls in seconds; one of them includes clean-up."""
         return max(max(self.store(), self.look_up(CHAIN)) for _ in range(times))
 
     def longest_of_reset(self) -> float:
-        """Resets all, slice by slice; returns the seconds of the longest."""
+        """Resets everything in slices; returns the longest slice in seconds."""
         slices, left = [_seconds(lambda: self.core.reset(self.session))], True
         while left:
             left = bool(self.core.take_commands())
@@ -127,7 +126,7 @@ class _Core:
 
 
 def _of_the_catalog(count: int) -> list[_Figure]:
-    """Returns how many bytes per key the catalog of a tier below takes."""
+    """Returns the memory per key in the catalog of a tier below."""
     before = _resident_bytes()
     capacity = count * SLOT_ALIGNMENT
     catalog = Catalog(capacity, TierSettings().lines("below", capacity, 0.0), EvictionHistory().left)
@@ -140,12 +139,12 @@ def _of_the_catalog(count: int) -> list[_Figure]:
 
 
 def _keys(first: int, count: int) -> list[bytes]:
-    """Returns keys as long as those of an engine."""
+    """Returns keys as long as an engine's."""
     return [number.to_bytes(32, "little") + bytes(4) for number in range(first, first + count)]
 
 
 def _median(times: int, call: Callable[[], float]) -> float:
-    """Returns the median of calls that return their seconds, in microseconds."""
+    """Returns the median of the returned seconds, in microseconds."""
     return statistics.median(call() for _ in range(times)) * 1e6
 
 
@@ -162,5 +161,5 @@ def _resident_bytes() -> int:
 _PARTS = {"core": _of_the_core, "catalog": _of_the_catalog}
 
 if __name__ == "__main__":
-    disable_full_gc()  # as the server does
+    disable_full_gc()  # as in the server
     print(json.dumps(_PARTS[sys.argv[1]](int(sys.argv[2]))))

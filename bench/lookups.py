@@ -1,4 +1,4 @@
-"""Lookups: how long until an engine knows what is there, and has it pinned; over the local socket, and over gRPC."""
+"""Benchmark of lookups, over the local socket and over gRPC."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .workload import Keys, connect
 __all__ = ["measure_lookups"]
 
 COUNTS = {64: 1000, 1024: 400, 8192: 200}
-"""How often which number of keys is looked up."""
+"""Number of keys -> number of lookups."""
 BLOCK_BYTES = 4096
 KEY_BYTES = 36 + 2
-"""A key and what protobuf puts before it."""
+"""A key with its protobuf prefix."""
 
 
 def measure_lookups(report: Report, directory: Path) -> None:
-    """Adds the rows of lookups that hit, and that miss, beside bare unary calls with as many bytes."""
+    """Adds lookups that hit and that miss, beside bare unary calls of the same size."""
     most = max(COUNTS)
     with Service(directory, 4 * most * BLOCK_BYTES) as service, BareGrpc(f"{service.unix}-bare") as bare:
         service.start()
@@ -51,7 +51,7 @@ def _lookups(report: Report, client: Client, name: str, keys: list[bytes], hits:
         _look_up(client, keys, hits)
     seconds = [_look_up(client, keys, hits) for _ in range(times)]
     report.add(f"{name}, p50", percentile(seconds, 0.5), "ms", f"bare unary call, {len(keys):,} keys, p50")
-    # Not compared: on a busy machine the tail of either is chance.
+    # Without a ratio: on a busy machine both tails are noise.
     report.add(f"{name}, p99", percentile(seconds, 0.99), "ms")
 
 

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Facts of the machine that figures depend on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def facts(work_dir: Path) -> dict[str, str]:
-    """Returns name and value, for people, of everything that the figures depend on."""
+    """Returns names and values for the report."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "kvtier": f"{metadata.version('kvtier')} {_or_nothing(_commit)}",

@@ -10,20 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 __all__ = ["GB", "interleave", "percentile", "rate", "timed"]
 
 GB = 1e9
-"""Rates are in decimal gigabytes per second, like those of memory and networks."""
+"""Decimal, as rates of memory and networks."""
 
 
 def timed(action: Callable[..., object], *arguments: object) -> float:
-    """Returns how many seconds an action takes."""
     start = time.perf_counter()
     action(*arguments)
     return time.perf_counter() - start
 
 
 def interleave(rounds: int, actions: Mapping[str, Callable[[int], float]]) -> dict[str, list[float]]:
-    """Runs each action once per round, so that what else happens on the machine befalls all of them alike.
+    """Runs each action once per round, so that other load on the machine affects all alike.
 
-    An action takes the round's number and returns the seconds that count.
+    An action gets the number of the round and returns the seconds that count.
     """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(rounds):
@@ -38,5 +37,5 @@ def rate(nbytes: int, seconds: Sequence[float]) -> float:
 
 
 def percentile(seconds: Sequence[float], share: float) -> float:
-    """Returns the smallest value that is not exceeded by `share` of all values, in milliseconds."""
+    """Returns the `share` quantile in milliseconds, an observed value."""
     return sorted(seconds)[math.ceil(len(seconds) * share) - 1] * 1e3

@@ -1,4 +1,4 @@
-"""Bytes between engine and CPU tier: every call that a block needs is in the time, not only the copy."""
+"""Benchmark of stores and loads between an engine and the CPU tier, calls included."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ REGION_BYTES = 1 << 30
 WORKING_SET_BYTES = 512 << 20
 PER_CALLER_BYTES = 32 << 20
 MANY_BLOCKS = 1024
-"""In one call, as of an engine that stores or loads a long prompt."""
+"""Blocks in one call of an engine with a long prompt."""
 GRPC_BYTES = 1 << 30
-"""What a row of the gRPC transport moves at most."""
+"""Most bytes of a row of a network transport."""
 _FOUND_SECONDS = 1.0
-"""How long a client takes to find the bulk process, with some to spare."""
+"""Time for a client to find the bulk process, with a margin."""
 
 
 def measure_movement(report: Report, directory: Path) -> None:
-    """Adds the rows of shared memory, of the gRPC transport, and of what both are measured against."""
+    """Adds the rows of shared memory and of the network transports, with their limits."""
     source, target = Pool.allocate(seed=1), Pool.allocate(seed=None)
     with Service(directory, REGION_BYTES) as service:
         ready = service.start()
@@ -52,7 +52,7 @@ def measure_movement(report: Report, directory: Path) -> None:
                     connect(service.tcp, "grpc", block_bytes) as grpc_client,
                     connect(service.tcp, "tcp", block_bytes) as tcp_client,
                 ):
-                    # Both keep their working set in one CPU tier.
+                    # Both have their working sets in one CPU tier.
                     ways = {
                         way: _Batches(client, *pools, series=way, part=2)
                         for way, client in (("grpc", grpc_client), ("tcp", tcp_client))
@@ -63,10 +63,10 @@ def measure_movement(report: Report, directory: Path) -> None:
 
 
 class _Batches:
-    """One size of blocks: each round stores a new batch, and loads one that was stored some rounds before."""
+    """Blocks of one size: each round stores a new batch and loads an older one."""
 
     def __init__(self, client: Client, source: Pool, target: Pool, *, series: str = "", part: int = 1) -> None:
-        """`part` is how many such series share the CPU tier; each has a name."""
+        """`series` names the keys; `part` is the number of series that share the CPU tier."""
         self._client = client
         self._callers = ThreadPoolExecutor(2)
         self._source = source
@@ -80,18 +80,18 @@ class _Batches:
         self.blocks = source.blocks
         self.nbytes = self.blocks * source.block_bytes
         self.lag = max(1, WORKING_SET_BYTES // part // self.nbytes - 1)
-        """Rounds between store and load: so many that the bytes are in no cache any more."""
+        """Rounds between store and load: enough for the bytes to leave the caches."""
         self.per_caller = min(8, max(2, PER_CALLER_BYTES // self.nbytes))
-        """Batches of each of two callers in a round, or small ones would be over before both threads have begun."""
+        """Batches of each of two callers in a round; both threads run at the same time that way."""
 
     def copy(self, number: int) -> float:
-        """One copy within this process."""
-        number += self._source.batches // 2  # not the batch that is stored next: it would be in the cache by then
+        """Copies a batch within this process."""
+        number += self._source.batches // 2  # the next store must not find its batch in the cache
         to, start = self._target.batch(number), self._source.batch(number)
         return timed(copy_blocks, to, start)
 
     def store(self, _: int) -> float:
-        """Stores a batch under keys that are new."""
+        """Stores a batch under new keys."""
         number = next(self._next)
         keys = self._stored[number] = self._keys.take(self.blocks)
         buffers = self._sources[number % len(self._sources)]
@@ -116,7 +116,7 @@ class _Batches:
         return seconds
 
     def both(self, one: Callable[[int], None]) -> float:
-        """Has two threads move their batches, as an engine's threads do; returns the seconds per batch."""
+        """Runs two threads that move batches; returns the seconds per batch."""
         start = threading.Barrier(2)
 
         def run(caller: int) -> None:
@@ -126,7 +126,6 @@ class _Batches:
         return timed(lambda: list(self._callers.map(run, range(2)))) / (2 * self.per_caller)
 
     def copy_both(self, number: int) -> float:
-        """Two threads copy batches."""
         number += self._source.batches // 2
         places = range(number, number + 2 * self.per_caller)
 
@@ -137,7 +136,7 @@ class _Batches:
         return self.both(copy)
 
     def store_both(self, _: int) -> float:
-        """Two threads of the one client store batches."""
+        """Stores batches with two threads of one client."""
         numbers = [next(self._next) for _ in range(2 * self.per_caller)]
         for number in numbers:
             self._stored[number] = self._keys.take(self.blocks)
@@ -151,7 +150,7 @@ class _Batches:
         return self.both(store)
 
     def load_both(self, round_number: int) -> float:
-        """Two threads of the one client load batches, and some of it is compared."""
+        """Loads batches with two threads of one client, and compares some of them."""
         count = 2 * self.per_caller
         oldest = max(self._stored) - self.lag
         pairs = [(oldest + place % self.lag, round_number * count + place) for place in range(count)]
@@ -175,14 +174,14 @@ class _Batches:
             got[block][:64] = 0
 
     def warm_up(self, nbytes: int) -> None:
-        """Stores enough for `load` to have something, and for the region's pages to be known to this process."""
+        """Stores enough for `load`, and touches the pages of the region in this process."""
         for _ in range(max(self.lag + 1, nbytes // self.nbytes)):
             self.store(0)
         for number in range(len(self._targets)):
             self.load(number)
 
     def rounds(self, nbytes: int) -> int:
-        """Returns how many rounds move this many bytes: some, but not for ever."""
+        """Returns the number of rounds for this many bytes: 9 to 200."""
         return min(max(nbytes // self.nbytes, 9), 200)
 
 

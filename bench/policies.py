@@ -1,8 +1,11 @@
-"""Eviction policies on a trace, replayed through the real core; the share of blocks that hit in an unbroken run from the start.
+"""Benchmark of eviction policies: replays a trace through the core.
 
-make bench-policies TRACE=FILE [JSON=FILE]        or        python -m bench.policies --trace FILE [--json FILE] [--variants]
+    make bench-policies TRACE=FILE [JSON=FILE]
+    python -m bench.policies --trace FILE [--json FILE] [--variants]
 
-A trace has one request per line, as JSON; `hash_ids` are its blocks, chained: equal ids have equal prefixes.
+The hit ratio is the share of blocks that hit in an unbroken run from the start of a request. A
+trace has one request per line, as JSON; `hash_ids` are its chained blocks: equal ids have equal
+prefixes.
 """
 
 from __future__ import annotations
@@ -33,13 +36,12 @@ OPTIMUM = "optimum"
 
 
 def read_trace(path: Path) -> Trace:
-    """Returns the blocks of every request."""
     with path.open() as lines:
         return [json.loads(line)["hash_ids"] for line in lines if line.strip()]
 
 
 class Replay:
-    """A core with one engine of one rank, and room for so many blocks of one size."""
+    """A core with one engine of one rank, and space for `capacity` blocks of one size."""
 
     def __init__(self, policy: str, capacity: int) -> None:
         region = capacity * BLOCK_BYTES
@@ -50,7 +52,7 @@ class Replay:
         self.asked = self.hits = 0
 
     def run(self, trace: Trace) -> float:
-        """Serves all requests, one after the other; returns the hit ratio."""
+        """Serves all requests in order; returns the hit ratio."""
         for number, blocks in enumerate(trace):
             keys = [str(block).encode() + GROUP for block in blocks]
             self.hits += self.serve(f"request-{number}", keys)
@@ -58,7 +60,7 @@ class Replay:
         return self.hits / max(1, self.asked)
 
     def serve(self, request_id: str, keys: list[bytes]) -> int:
-        """Does what an engine does for a request; returns how many blocks it need not compute."""
+        """Does what an engine does for a request; returns the number of blocks found."""
         core, session = self.core, self.session
         core.begin_request(session, RequestInfo(request_id, session.namespace.id))
         lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER).lease
@@ -67,16 +69,17 @@ class Replay:
             answer = core.prepare_store(session, keys[hits:], request_id=request_id, expires_at=FOREVER)
             if answer.store_id is not None:
                 core.complete_store(session, answer.store_id)
-        core.finish_request(session, request_id)  # the lease falls with it
+        core.finish_request(session, request_id)  # releases the lease, too
         core.take_commands()
         return hits
 
 
 def optimum(trace: Trace, capacity: int) -> float:
-    """Returns what could be reached by who knows the future (Belady), and keeps nothing that is not asked for again.
+    """Returns the hit ratio of an offline policy that knows the future (Belady).
 
-    A block is asked for no later than the blocks behind it: what is needed soonest, of one request the head first, never
-    leaves out a block and keeps one behind it.
+    It does not store blocks without a next use. A block is used no later than the blocks behind it
+    in its chain. Of one request the head counts as used first, so a block is never evicted before
+    the blocks behind it.
     """
     never = len(trace)
     held: dict[int, int] = {}
@@ -99,7 +102,7 @@ def optimum(trace: Trace, capacity: int) -> float:
 
 
 def _next_uses(trace: Trace) -> Iterator[list[int]]:
-    """Yields, per request and block, the number of the next request that has the block; that of none is `len(trace)`."""
+    """Yields per request and block the next request with the block, or `len(trace)`."""
     following: dict[int, int] = {}
     found = []
     for number in range(len(trace) - 1, -1, -1):
@@ -134,18 +137,19 @@ def compare(trace: Trace, policies: Sequence[str], capacities: Sequence[int]) ->
 
 
 def main() -> None:
-    """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.policies", description="Replay a trace through the core.")
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a request with hash_ids per line")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="which ones (all)")
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="one JSON request with hash_ids per line"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, too")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="policies (all)")
     parser.add_argument("--capacities", nargs="+", type=int, default=CAPACITIES, metavar="BLOCKS")
-    parser.add_argument("--variants", action="store_true", help="replay variants and made-up traces too (20 minutes)")
+    parser.add_argument("--variants", action="store_true", help="add variants and synthetic traces (20 minutes)")
     options = parser.parse_args()
     trace = read_trace(options.trace)
     print(f"share of blocks that hit in an unbroken run from the start of {options.trace.name}\n")
     rows = compare(trace, options.policies, options.capacities)
-    print("\n* the default. optimum: knows the future (Belady), and need not take in what it is given.")
+    print("\n* the default. optimum: knows the future (Belady), and may leave blocks out.")
     if options.variants:
         more = {**variants_of(trace), **{name: make() for name, make in MADE_UP.items()}}
         del more["as it is"]

@@ -1,4 +1,4 @@
-"""The engine's side of a copy: ordinary memory, touched, larger than every cache."""
+"""Memory of an engine for copies: ordinary pages, touched, larger than the caches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ PAGE_BYTES = 4096
 
 
 class Pool:
-    """Blocks of one size in a pool; batch `n` is every second block of a run, so that no two of them are neighbours."""
+    """Memory in blocks of one size.
+
+    A batch is every second block of a run, so that its blocks are not neighbours.
+    """
 
     def __init__(self, memory: NDArray[np.uint8], block_bytes: int, batch: int = BATCH) -> None:
-        """`batch` is how many blocks a batch has."""
+        """`batch` is the number of blocks in a batch."""
         self.block_bytes = block_bytes
         self.blocks = batch
         self._memory = memory.reshape(-1, block_bytes)
@@ -25,7 +28,7 @@ class Pool:
 
     @staticmethod
     def allocate(seed: int | None) -> NDArray[np.uint8]:
-        """Returns the memory of a pool, filled with random bytes, or with zeros where `seed` is None."""
+        """Returns the memory, with random bytes, or zeros if `seed` is None."""
         memory = page_aligned(POOL_BYTES)
         if seed is None:
             memory[:] = 0
@@ -35,21 +38,21 @@ class Pool:
         return memory
 
     def batch(self, number: int) -> NDArray[np.uint8]:
-        """Returns batch `number`, modulo how many there are: an array (blocks, bytes)."""
+        """Returns batch `number`, modulo the number of batches: an array (blocks, bytes)."""
         number %= self.batches
         start = number // 2 * 2 * self.blocks + number % 2
         return self._memory[start : start + 2 * self.blocks : 2]
 
     def buffers(self, number: int) -> list[memoryview]:
-        """Returns the batch as a list of views, as an engine hands it over."""
+        """Returns the batch as views, as an engine passes it."""
         return [block.data for block in self.batch(number)]
 
 
 def page_aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Returns memory that begins with a page, as an engine's pinned memory and the region's slots do.
+    """Returns memory that begins at a page, as pinned memory of engines and the region's slots do.
 
-    numpy's own begins 16 bytes behind one. On processors whose memcpy is `rep movsb` copies between the two take up to 1.8 times as
-    long as copies between two that are alike, which is all that a memcpy within numpy's memory would show.
+    Arrays of numpy begin 16 bytes after one. If memcpy is `rep movsb`, copies between differently
+    aligned buffers take up to 1.8 times as long.
     """
     memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % PAGE_BYTES
@@ -57,5 +60,5 @@ def page_aligned(nbytes: int) -> NDArray[np.uint8]:
 
 
 def copy_blocks(destination: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
-    """Copies a batch block by block in one call of numpy: what memcpy can do with blocks of this size."""
+    """Copies a batch in one call of numpy: what memcpy reaches with this block size."""
     np.copyto(destination, source)

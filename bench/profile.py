@@ -1,7 +1,7 @@
-"""Where the time of a store and of a load goes (`python -m bench --profile`).
+"""Profile of a store and a load (`python -m bench --profile`).
 
-The client performs effects: calls, copies, streams. What stands between client and wire here looks at the clock before and after
-each; what of a call the server's handler took, the server's own histogram of call durations says.
+A wrapper of the client's transport measures each effect (call, copy, stream). The server's
+histogram of call durations gives the time of its handlers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ __all__ = ["SHARES", "Timings", "Watched", "measure_profile"]
 REGION_BYTES = 1 << 30
 ROUNDS = 25
 SHARES = ("rpc", "decision", "copy", "checksum", "wait", "client")
-"""rpc: calls and streams without what else is named here; decision: the server's handlers; copy: into slots or out of them;
-checksum: what hashing the bytes costs, measured apart, on one side; wait: for a session; client: Python around all that."""
+"""The parts of the whole.
+
+rpc: calls and streams without the other parts. decision: the server's handlers. copy: into or out
+of slots. checksum: hashing on one side, measured apart. wait: for a session. client: the rest,
+Python in the client.
+"""
 
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds that effects have taken."""
+    """Seconds by kind of effect."""
 
     calls: float = 0.0
     streams: float = 0.0
@@ -49,7 +53,7 @@ class Timings:
 
 
 class Watched:
-    """A wire, and a clock beside it."""
+    """A transport with a clock."""
 
     def __init__(self, wire: SyncTransport) -> None:
         self._wire = wire
@@ -59,7 +63,7 @@ class Watched:
         return getattr(self._wire, name)
 
     def perform(self, effect: Effect) -> Any:
-        """Performs an effect and notes how long it took."""
+        """Performs an effect and records its duration."""
         began = time.perf_counter()
         try:
             return self._wire.perform(effect)
@@ -80,7 +84,7 @@ class Watched:
 
 
 def measure_profile(report: Report, directory: Path) -> None:
-    """Adds a row per part of a store and a load, in microseconds, with its share of the whole."""
+    """Adds a row per part in microseconds, with its share of the whole."""
     source, target = Pool.allocate(seed=1), Pool.allocate(seed=None)
     metrics = f"127.0.0.1:{free_port()}"
     with Service(directory, REGION_BYTES, config=f'metrics = "{metrics}"') as service:

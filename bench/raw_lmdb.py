@@ -1,4 +1,4 @@
-"""LMDB and nothing else: the same values in large transactions, and the same mode of syncing."""
+"""LMDB without kvtier: the limit of the LMDB tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READ_BYTES = 8 << 20
 
 
 class RawLmdb:
-    """An environment that is opened as kvtier opens its own, with durability "process"."""
+    """LMDB environment with the settings of kvtier for durability "process"."""
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
         self._env: Any = lmdb.open(str(directory), map_size=size_bytes, sync=False, metasync=False)
@@ -27,7 +27,7 @@ class RawLmdb:
     def put(
         self, keys: Sequence[bytes], values: Sequence[memoryview], old: Sequence[bytes] = (), *, summed: bool = False
     ) -> None:
-        """Writes values, some MiB to a transaction, in place of old ones; `summed` has their checksums taken besides."""
+        """Writes values in large transactions and deletes `old`; `summed` adds checksums."""
         per_transaction = max(1, WRITE_BYTES // values[0].nbytes)
         for start in range(0, len(keys), per_transaction):
             with self._env.begin(write=True) as transaction:
@@ -39,7 +39,7 @@ class RawLmdb:
                     transaction.put(keys[index], values[index])
 
     def get(self, keys: Sequence[bytes], destinations: Sequence[memoryview], *, summed: bool = False) -> None:
-        """Copies values out of the map; `summed` has their checksums taken where they then are."""
+        """Copies values out of the map; `summed` adds checksums."""
         per_transaction = max(1, READ_BYTES // destinations[0].nbytes)
         for start in range(0, len(keys), per_transaction):
             with self._env.begin(buffers=True) as transaction:
@@ -49,7 +49,6 @@ class RawLmdb:
                         xxhash.xxh3_64_intdigest(destinations[index])
 
     def close(self) -> None:
-        """Closes the environment."""
         self._env.close()
 
     def __enter__(self) -> Self:
@@ -62,7 +61,7 @@ class RawLmdb:
 
 
 def drop_cache(directory: Path) -> None:
-    """Drops what the page cache has of the files under a directory, but for pages that a process has touched in its map."""
+    """Drops the page cache of the files in a directory, except pages touched through a map."""
     os.sync()
     for path in directory.rglob("*"):
         if path.is_file():

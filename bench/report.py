@@ -1,4 +1,4 @@
-"""Rows of the report: one table for people, one list for machines."""
+"""Rows of the report, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ __all__ = ["Report", "Row"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure."""
-
     name: str
     value: float
     unit: str
     ratio: float | None = None
-    """How near it comes to the limit: 1 is as good as the limit, for rates as for times."""
+    """Nearness to the limit, for rates and for times: 1 equals the limit."""
     limit: str | None = None
-    """Name of the row that it is compared with."""
+    """Name of the row to compare with."""
 
 
 class Report:
-    """Collects rows; those that are limits first become known by name."""
+    """Collects rows; add a limit before the rows that refer to it."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
     def add(self, name: str, value: float, unit: str, limit: str | None = None) -> None:
-        """Adds a figure and compares it with the row `limit`, which is there already and has the same unit."""
+        """Adds a figure, compared with the earlier row `limit` of the same unit."""
         ratio = None
         if limit is not None:
             base = next(row for row in self.rows if row.name == limit)
@@ -43,13 +41,13 @@ class Report:
         self.rows.append(Row(name, value, unit, ratio, limit))
 
     def write_json(self, path: Path, facts: Mapping[str, str] | None = None) -> None:
-        """Writes the rows as a list of objects; the machine's facts, where they are to be kept, are the first of them."""
+        """Writes the rows as a JSON list; `facts` come first."""
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [asdict(row) for row in self.rows]
         path.write_text(json.dumps([{"facts": dict(facts)}, *rows] if facts else rows, indent=1) + "\n")
 
     def show(self, facts: Mapping[str, str]) -> None:
-        """Prints the machine's facts and the table on standard output."""
+        """Prints the facts and the table on standard output."""
         console = Console()
         if not console.is_terminal:
             console.width = 120

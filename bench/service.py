@@ -1,4 +1,4 @@
-"""A real server in a process of its own."""
+"""A real server in its own process."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from kvtier.server.commands.admin_client import AdminClientError, ask_status
 __all__ = ["Service", "cpu_seconds_of", "memory_bytes_of"]
 
 PATIENCE = 60.0
-"""Seconds that a server may take to start, to back its region, or to end."""
+"""Most seconds for a start, for backing the region, and for the end."""
 
 
 class Service:
-    """`kvtier serve` on a Unix socket and a TCP port of its own, with nothing but what is said here."""
+    """`kvtier serve` on its own Unix socket and TCP port."""
 
     def __init__(self, directory: Path, region_bytes: int, *, lmdb_bytes: int | None = None, config: str = "") -> None:
-        """Without `lmdb_bytes` there is no tier under the CPU tier; `config` is more of the file.
+        """Prepares a server; without `lmdb_bytes` it has the CPU tier only.
 
-        `directory` is the caller's to remove.
+        `config` is appended to the configuration. The caller removes `directory`.
         """
         self._directory = directory
-        # The path of a socket is short, whatever the directory's is.
+        # Paths of sockets must be short; `directory` may be long.
         self._sockets = Path(tempfile.mkdtemp(prefix="kvtier-bench-"))
         self.unix = f"unix:{self._sockets / 'kvtier.sock'}"
         self.tcp = f"127.0.0.1:{_free_port()}"
@@ -46,13 +46,13 @@ class Service:
             tiers = f'[[tiers]]\ntype = "lmdb"\nsize = {lmdb_bytes}\ndurability = "process"\neviction = "lru"\n'
         self._config.write_text(
             f"insecure = true\nlisten = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"
-            # Series of the benchmark are no requests: by their order alone what they load next is still there.
+            # Benchmarks send no requests: with lru the next load still finds its blocks.
             f'data_dir = {json.dumps(str(directory))}\ncpu = {{eviction = "lru"}}\n{config}\n{tiers}'
         )
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> float:
-        """Starts the server and waits until all of its region is there; returns the seconds until it answered."""
+        """Starts the server, waits for its region; returns the seconds until its first answer."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         started = time.perf_counter()
         with self.log.open("ab") as log:
@@ -69,12 +69,12 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """The server's process; its children have others."""
+        """Process id of the server, not of its children."""
         assert self._process is not None
         return self._process.pid
 
     def stop(self) -> None:
-        """Ends the server as an init system does."""
+        """Stops the server with SIGTERM."""
         process, self._process = self._process, None
         if process is not None:
             process.send_signal(signal.SIGTERM)
@@ -86,15 +86,14 @@ class Service:
                 raise RuntimeError("the server did not end on SIGTERM") from None
 
     def status(self) -> GetStatusResponse:
-        """Returns what `kvtier status` shows."""
         return ask_status(parse_endpoint(self.unix), 5.0)
 
     def memory_bytes(self) -> int:
-        """Returns what the server's processes hold for themselves: anonymous memory, which the region is not."""
+        """Returns the anonymous memory of the server's processes, without the region."""
         return memory_bytes_of(self.pid)
 
     def cpu_seconds(self) -> float:
-        """Returns the time that the server's processes have spent on processors."""
+        """Returns the processor time of the server's processes."""
         return cpu_seconds_of(self.pid)
 
     def _wait_for_status(self) -> GetStatusResponse:
@@ -127,7 +126,7 @@ def memory_bytes_of(pid: int) -> int:
 
 
 def cpu_seconds_of(pid: int) -> float:
-    """Returns the processor time of a process and its descendants that live."""
+    """Returns the processor time of a process and its living descendants."""
     return sum(map(_cpu_seconds, (pid, *_children(pid))))
 
 

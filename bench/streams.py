@@ -1,6 +1,7 @@
-"""Calls while bytes flow: how long a lookup takes beside a client of another process that stores and loads without a pause.
+"""Benchmark of lookups while another client stores and loads over gRPC without pause.
 
-`python -m bench.streams ENDPOINT` is that client; it says when it has begun, and ends with its standard input.
+`python -m bench.streams ENDPOINT` is that client. It prints a line when it has begun, and ends with
+its standard input.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ REGION_BYTES = 1 << 30
 BLOCK_BYTES = 2 << 20
 ROUNDS = 4
 CALLS = 250
-"""Per round; rounds with and without bulk load take turns."""
+"""Per round. Rounds with and without load alternate."""
 
 
 def measure_streams(report: Report, directory: Path) -> None:
-    """Adds how long a call takes while nothing moves, and while streams do, over the gRPC transport."""
+    """Adds the time of a call over gRPC, idle and under load."""
     idle: list[float] = []
     busy: list[float] = []
     with Service(directory, REGION_BYTES) as service:
@@ -55,7 +56,7 @@ def _lookup_of(client: Client) -> Callable[[], object]:
 
 
 class _Load:
-    """A client that moves bytes, as a child process."""
+    """The client that moves bytes, as a child process."""
 
     def __init__(self, endpoint: str) -> None:
         command = [sys.executable, "-m", "bench.streams", endpoint]
@@ -81,7 +82,7 @@ def _move(endpoint: str) -> None:
             client.store(batch, source.buffers(number % source.batches))
             client.load(batch, [target] * BATCH)
             number += 1
-            if number == 3:  # by now the streams go where they go
+            if number == 3:  # the client has found the bulk process by now
                 print("moving", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Traces made from a trace, and made up: they tell a good policy from one that is good on one trace."""
+"""Variants of a trace, and synthetic traces, to compare eviction policies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 __all__ = ["MADE_UP", "Trace", "variants_of"]
 
 Trace = Sequence[Sequence[int]]
-"""Per request its blocks, chained: equal ids have equal prefixes."""
+"""Chained blocks per request: equal ids have equal prefixes."""
 
 
 def variants_of(trace: Trace) -> dict[str, Trace]:
-    """Returns pieces of a trace, fewer of its conversations, and the same ones at other times."""
+    """Returns parts of a trace, samples of its conversations, and shuffled conversations."""
     half, third = len(trace) // 2, len(trace) // 3
     return {
         "as it is": trace,
@@ -27,7 +27,7 @@ def variants_of(trace: Trace) -> dict[str, Trace]:
 
 
 def _conversations(trace: Trace) -> list[int]:
-    """Numbers the conversations: a request that shares more than the first block of another belongs to it."""
+    """Numbers the conversations: requests that share more than the first block belong together."""
     last: dict[int, int] = {}
     numbers: list[int] = []
     for request, blocks in enumerate(trace):
@@ -44,7 +44,7 @@ def _sampled(trace: Trace, share: float) -> Trace:
 
 
 def _shuffled(trace: Trace) -> Trace:
-    """Starts every conversation at a random time, with its own pauses."""
+    """Starts every conversation at a random time and keeps its pauses."""
     rng = random.Random(2)
     starts = [rng.randrange(len(trace)) for _ in trace]
     order = [(starts[number] + request - number, request) for request, number in enumerate(_conversations(trace))]
@@ -52,7 +52,7 @@ def _shuffled(trace: Trace) -> Trace:
 
 
 class _Ids:
-    """Gives out block ids that are new."""
+    """Generates new block ids."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -63,7 +63,7 @@ class _Ids:
 
 
 def _agents() -> Trace:
-    """40 agents at a time, 3 to 40 steps each with short pauses, over 30 system prompts of Zipf popularity."""
+    """40 parallel agents, 3 to 40 steps each, short pauses, 30 system prompts (Zipf)."""
     rng, ids = random.Random(3), _Ids()
     prompts = [ids.take(rng.randint(4, 24)) for _ in range(30)]
     weights = [1 / (rank + 1) for rank in range(30)]
@@ -80,7 +80,7 @@ def _agents() -> Trace:
 
 
 def _tools() -> Trace:
-    """400 tool prompts of Zipf popularity that change slowly; a quarter of the calls are followed by another turn."""
+    """400 slowly changing tool prompts (Zipf); a quarter of the calls have another turn."""
     rng, ids = random.Random(4), _Ids()
     root = ids.take(1)
     prompts = [root + ids.take(rng.randint(2, 20)) for _ in range(400)]
@@ -101,7 +101,7 @@ def _tools() -> Trace:
 
 
 def _scans() -> Trace:
-    """2,000 documents of Zipf popularity, and bursts of long prompts that nobody asks for twice."""
+    """2,000 documents (Zipf), and bursts of long prompts that come only once."""
     rng, ids = random.Random(5), _Ids()
     documents = [ids.take(rng.randint(3, 40)) for _ in range(2000)]
     weights = [(rank + 1) ** -0.9 for rank in range(2000)]
@@ -115,7 +115,7 @@ def _scans() -> Trace:
 
 
 def _loop() -> Trace:
-    """400 prompts, one after the other, again and again."""
+    """400 prompts in a cycle."""
     rng, ids = random.Random(6), _Ids()
     prompts = [ids.take(rng.randint(4, 30)) for _ in range(400)]
     return [prompts[number % 400] for number in range(8000)]

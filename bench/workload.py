@@ -1,4 +1,4 @@
-"""What the measured clients have in common."""
+"""Keys and connections of the measured clients."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from .pool import BATCH
 __all__ = ["SIZES", "Keys", "batch_name", "connect"]
 
 SIZES = (64 << 10, 256 << 10, 2 << 20)
-"""Sizes of blocks."""
+"""Sizes of blocks in bytes."""
 
 
 class Keys:
-    """Keys that no two series share."""
+    """Keys that differ between series."""
 
     def __init__(self, series: str) -> None:
         self._series = series
         self._count = 0
 
     def take(self, count: int) -> list[bytes]:
-        """Returns this many new keys."""
         numbers = range(self._count, self._count + count)
         self._count += count
         return [make_key(hashlib.sha256(f"{self._series} {number}".encode()).digest(), 0) for number in numbers]
 
 
 def connect(endpoint: str, transport: Literal["shm", "tcp", "grpc"], block_bytes: int) -> Client:
-    """Returns a connected client whose blocks have this size, and that moves them this way and no other."""
+    """Returns a connected client with blocks of this size and only this transport."""
     group = Group(name="full", block_tokens=16, part_bytes=block_bytes)
     namespace = Namespace(
         model=f"bench-{block_bytes}", dtype="uint8", layout="bytes", hash_scheme="sha256", groups=(group,)
@@ -41,6 +40,6 @@ def connect(endpoint: str, transport: Literal["shm", "tcp", "grpc"], block_bytes
 
 
 def batch_name(what: str, block_bytes: int, blocks: int = BATCH) -> str:
-    """Returns the name of a row about batches of so many blocks."""
+    """Returns the name of a row about batches of `blocks` blocks."""
     size = f"{block_bytes >> 20} MiB" if block_bytes >= 1 << 20 else f"{block_bytes >> 10} KiB"
     return f"{what}, {blocks:,} x {size}"
