@@ -1,4 +1,4 @@
-"""Peers without a server, for the tests of the harness; they run in the child processes that it starts."""
+"""Fake peers without a server, for tests of the harness."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peers.base import Blocks, NotToBeHad, PeerFailed
+from bench.peers.base import Blocks, PeerFailed, PeerMissing
 
 
 class Dictionary:
-    """Keeps blocks in this very process."""
+    """Keeps blocks in its process."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
@@ -54,11 +54,11 @@ class Dictionary:
 
 
 class Another(Dictionary):
-    """As good as the first."""
+    """A second correct peer."""
 
 
 class Forgetful(Dictionary):
-    """Damages one byte of what it holds."""
+    """Damages one byte of its blocks."""
 
     def load(self, names: list[bytes], blocks: Blocks) -> None:
         super().load(names, blocks)
@@ -66,35 +66,35 @@ class Forgetful(Dictionary):
 
 
 class Liar(Dictionary):
-    """Says that everything is there."""
+    """Finds every key."""
 
     def lookup(self, names: list[bytes]) -> int:
         return len(names)
 
 
 class Absent(Dictionary):
-    """Consists of something that nobody has."""
+    """Needs missing software."""
 
     def start(self, directory: Path, capacity_bytes: int) -> None:
-        raise NotToBeHad("nobody has it")
+        raise PeerMissing("it is not installed")
 
 
 class Dying(Dictionary):
-    """Takes its process with it."""
+    """Ends its process."""
 
     def store(self, names: list[bytes], blocks: Blocks) -> None:
         os._exit(3)
 
 
 class Refusing(Dictionary):
-    """Takes nothing."""
+    """Refuses every store."""
 
     def store(self, names: list[bytes], blocks: Blocks) -> None:
         raise PeerFailed("no room")
 
 
 class Orphaning(Dictionary):
-    """Has a server that it does not end."""
+    """Leaves a server running."""
 
     def start(self, directory: Path, capacity_bytes: int) -> None:
         server = subprocess.Popen(["sleep", "600"])

@@ -1,4 +1,4 @@
-"""The benchmark runs, and its rows are what a machine can read."""
+"""The benchmark runs and writes rows as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_rows_of_one_part(tmp_path: Path) -> None:
-    """A part of the benchmark against a real server: every ratio is of a limit that was measured in the same run."""
+    """One part against a real server: each ratio refers to a limit of the same run."""
     path = tmp_path / "rows.json"
     command = [sys.executable, "-m", "bench", "--only", "lookups", "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
@@ -33,7 +33,7 @@ def test_rows_of_one_part(tmp_path: Path) -> None:
 
 
 def test_policies_on_a_trace(tmp_path: Path) -> None:
-    """A row per policy and capacity; room for everything hits whatever was asked before, and nobody beats the optimum."""
+    """A row per policy and capacity. Unlimited space hits all known blocks; the optimum is best."""
     rng = random.Random(1)
     trace = [[(chain, place) for place in range(rng.randint(1, 8))] for chain in rng.choices(range(12), k=200)]
     ids = {block: number for number, block in enumerate(sorted({block for blocks in trace for block in blocks}))}

@@ -32,7 +32,7 @@ from bench.report import Report
 
 @pytest.mark.parametrize("workload", [FULL, QUICK])
 def test_conversations_do_not_fit_the_engine(workload: Workload) -> None:
-    """The engine holds what is in flight, and has lost a conversation when its next turn comes."""
+    """The engine holds the requests in flight, and has evicted a conversation at its next turn."""
     pool = workload.pool_blocks * workload.block_tokens
     assert workload.at_once * (workload.longest + workload.block_tokens) <= pool
     others = (workload.conversations - workload.at_once) * workload.opening
@@ -40,7 +40,7 @@ def test_conversations_do_not_fit_the_engine(workload: Workload) -> None:
 
 
 def test_a_turn_repeats_all_that_was_said() -> None:
-    """The same conversation for whoever asks, each its own, as long as announced; and each turn is sent once."""
+    """A conversation is always the same and has the stated length; each turn is sent once."""
     answers = [[turn] * FULL.answer for turn in range(FULL.turns)]
     prompts = [FULL.prompt(3, turn, answers) for turn in range(1, FULL.turns + 1)]
     for turn in range(1, FULL.turns):
@@ -65,7 +65,7 @@ def _row(turn: int, tokens: list[int], margins: list[float], seconds: float = 1.
 
 
 def test_a_wrong_token_is_told_from_a_tie() -> None:
-    """What differs first counts: with a clear best token it is wrong, with two that are equally good it is not."""
+    """The first difference counts: after a clear best token it is wrong, after a tie it is not."""
     right = [_row(1, [5, 6, 7], [1.0, 1e-5, 1.0]), _row(2, [5, 6, 7], [1.0, 1e-5, 1.0])]
     assert compare(right, right) == ([], 0)
     tied = [right[0], _row(2, [5, 9, 9], [])]
@@ -75,14 +75,14 @@ def test_a_wrong_token_is_told_from_a_tie() -> None:
 
 
 def test_first_and_later_turns_are_told_apart() -> None:
-    """The first turn stores, the later ones load; computed is what neither the engine nor anybody else had."""
+    """The first turn stores, later ones load; computed tokens were cached nowhere."""
     rows = [_row(1, [1] * 4, [], 9.0), *(_row(2, [1] * 4, [], seconds) for seconds in (1.0, 2.0, 3.0))]
     turns = Turns.of({"rows": rows, "seconds": 8.0, "external_hits": 20.0, "local_hits": 5.0})
     assert turns == Turns(9000, 2000, 3000, 2.0, 8.0, 20, 45)
 
 
 def test_runs_of_a_configuration_show_their_spread() -> None:
-    """The figures are the middle of the runs; how many times faster reaches from the worst of both sides to the best."""
+    """The figures are medians; the speed-up ranges from the worst to the best pair of runs."""
     alone = Runs((Turns(10, 100, 200, 5.0, 10.0, 0, 1000), Turns(10, 140, 200, 5.0, 10.0, 0, 1000)))
     other = Runs((Turns(10, 20, 30, 5.0, 10.0, 601, 400), Turns(20, 10, 50, 7.0, 20.0, 600, 400)))
     assert other.middle == Turns(15, 15, 40, 6.0, 15.0, 600, 400)
@@ -91,7 +91,7 @@ def test_runs_of_a_configuration_show_their_spread() -> None:
 
 
 def test_what_is_not_a_default_is_shown() -> None:
-    """LMCache runs with its own chunks and with small ones; kvtier has nothing of its own but what is said."""
+    """LMCache runs with its own chunk size and with small chunks; kvtier's settings are named."""
     settings = {configuration.name: configuration.settings for configuration in CONFIGURATIONS}
     assert all(text for name, text in settings.items() if name != ALONE)
     assert "--chunk-size" not in settings["LMCache server"]
@@ -106,7 +106,7 @@ def test_what_is_not_a_default_is_shown() -> None:
 
 
 def test_an_interval_holds_what_most_samples_say() -> None:
-    """Equal values leave no doubt; otherwise it lies around the median, inside the values."""
+    """Equal values give a point; other intervals contain the median and lie within the values."""
     assert interval([1.5] * 9, max) == (1.5, 1.5)
     values = [1 + number / 1000 for number in range(41)]
     low, high = interval(values, lambda sample: sorted(sample)[len(sample) // 2])
@@ -118,7 +118,7 @@ HOOKS = {"1": {"scheduler: a": (1.0, 2e-6), "scheduler: b": (2.0, 3e-6), "worker
 
 
 def test_stretches_of_a_turn_are_compared_with_each_other() -> None:
-    """One slow step moves no median; a machine that is twice as slow in one turn moves no ratio."""
+    """One slow step changes no median; a turn at half the speed changes no ratio."""
     slow = {side: [2 * seconds for seconds in values] for side, values in TURN.items()}
     idle = Idle.of([TURN, slow, TURN])
     assert idle.ratio == idle.ratio_from == idle.ratio_to == pytest.approx(1.02)
@@ -140,21 +140,24 @@ CLEAR, SLOW, UNSURE = [_turn(1.01)] * 8, [_turn(1.03)] * 8, [_turn(0.98), _turn(
     [(CLEAR, Verdict.YES), (SLOW, Verdict.NO), (UNSURE, Verdict.OPEN), ([_turn(1.02)], Verdict.YES)],
 )
 def test_the_whole_interval_decides(turns: list[dict[str, list[float]]], verdict: Verdict) -> None:
-    """Yes with its upper end within the target, no with its lower end above; and only a "no" is wrong."""
+    """Yes if the upper end is within the target, no if the lower end is above it."""
     assert Idle.of(turns).verdict is verdict
     found = {"server there": IdleFound.of({"turns": turns, "hooks": HOOKS})}
     assert bool(wrong_steps(found)) is (verdict is Verdict.NO)
 
 
 def test_a_median_within_the_target_is_not_yet_a_yes() -> None:
-    """An interval that reaches above it decides nothing."""
+    """An interval that reaches above the target decides nothing."""
     idle = Idle.of([_turn(ratio) for ratio in (0.95, 0.99, 1.0, 1.0, 1.1, 1.2, 1.3)])
     assert idle.ratio == 1.0
     assert idle.verdict is Verdict.OPEN
 
 
 def _gathered(first: list[dict[str, list[float]]], more: list[dict[str, list[float]]]) -> int:
-    """Returns the rounds taken: those asked for bring ``first``, further ones ``more``, and each takes a second of thirty."""
+    """Returns the gathered rounds.
+
+    The requested rounds give ``first``, further ones ``more``; each takes one of thirty seconds.
+    """
     taken = 0
 
     def compare() -> list[dict[str, list[float]]]:
@@ -167,14 +170,14 @@ def _gathered(first: list[dict[str, list[float]]], more: list[dict[str, list[flo
 
 
 def test_rounds_are_taken_until_they_decide() -> None:
-    """No more than asked for when these decide; otherwise until the verdict is clear, or the time has ended."""
+    """Stops after the requested rounds if decided; else until decided or out of time."""
     assert _gathered(CLEAR, CLEAR) == _gathered(SLOW, CLEAR) == 2
     assert 2 < _gathered(UNSURE, CLEAR) < 32
     assert _gathered(UNSURE, UNSURE) == 34
 
 
 class _Steps:
-    """An engine whose requests end one after the other, from its twelfth step on."""
+    """An engine whose requests end one after another, from its twelfth step on."""
 
     def __init__(self) -> None:
         self.left = 15
@@ -188,19 +191,19 @@ class _Steps:
 
 
 def test_steps_count_while_all_decode() -> None:
-    """Neither the first ones, which have prompts to compute, nor those after the first request has ended; none is left."""
+    """Neither steps with prompts nor steps after the first finished request; none is left."""
     engine = _Steps()
     assert len(decode_seconds(engine)) == 15 - 4 - 4
     assert engine.left == 0
 
 
 def test_no_block_is_filled_by_an_idle_step() -> None:
-    """Otherwise there would be something to save."""
+    """A full block would be stored."""
     assert PROMPT_TOKENS + ANSWER_TOKENS < FULL.block_tokens == QUICK.block_tokens
 
 
 def test_whole_processes_are_compared_with_their_spread(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each process counts by its median step; the spread is that of any two; where a side lacks there is nothing to compare."""
+    """Each process counts by its median step; the spread covers any two. Needs both sides."""
     from rich.console import Console
 
     alone, connected = [[0.010, 0.010, 9.0], [0.012]], [[0.011], [0.013]]
@@ -218,13 +221,13 @@ def test_whole_processes_are_compared_with_their_spread(capsys: pytest.CaptureFi
 
 
 def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Above the limit the output says that nothing of it is to be quoted; at the limit it says nothing."""
+    """Above the limit the output warns; at the limit it does not."""
     from rich.console import Console
 
     show_load(Console(width=140), BUSY_LOAD)
     assert not capsys.readouterr().out
     show_load(Console(width=140), 11.5)
-    assert "load 11.5 at the start): these figures are not to be quoted" in capsys.readouterr().out
+    assert "load 11.5 at the start): do not quote these figures" in capsys.readouterr().out
 
 
 def test_hooks_of_each_half_add_up() -> None:
@@ -243,7 +246,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 
 
 def test_the_reason_is_the_error_that_came_first() -> None:
-    """Not those of the processes that died of it; without any error, the log's end."""
+    """Not the errors of processes that failed as a result; without an error, the log's end."""
     assert find_reason(LOG) == "Exception: only supported on GPUs"
     assert find_reason("RuntimeError: See root cause above") == "RuntimeError: See root cause above"
     assert find_reason("Killed\n") == "Killed"
@@ -251,7 +254,7 @@ def test_the_reason_is_the_error_that_came_first() -> None:
 
 
 def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
-    """The child is real, its environment lacks vLLM or the model: the benchmark goes on, and knows the error."""
+    """A real child without vLLM or the model: the benchmark continues and has the error."""
 
     @contextmanager
     def serve(_: Path) -> Iterator[None]:
@@ -265,7 +268,7 @@ def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
 
 
 def test_rows_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    """A ratio above 1 is better than the engine alone; what did not run has its reason and no figure."""
+    """A ratio above 1 is better than the engine alone; a failed run has its reason, no figure."""
     from rich.console import Console
 
     alone, better = Turns(10, 100, 200, 5.0, 10.0, 0, 1000), Turns(10, 25, 50, 10.0, 5.0, 600, 400)
@@ -294,7 +297,7 @@ def test_rows_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_engine_alone_is_among_the_configurations() -> None:
-    """First, for all others are compared with it; and no two have one name."""
+    """It is the first, and names are unique."""
     names = [configuration.name for configuration in CONFIGURATIONS]
     assert names[0] == ALONE
     assert len(set(names)) == len(names)

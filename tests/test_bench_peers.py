@@ -1,4 +1,4 @@
-"""The comparison with peers: who is played how, what is compared, what is said of those that cannot be had."""
+"""The comparison with peers: commands, comparison, and peers that are missing or fail."""
 
 from __future__ import annotations
 
@@ -47,19 +47,18 @@ def entry(name: str, python: Path = Path(sys.executable)) -> Entry:
 
 
 def played(tmp_path: Path, *names: str) -> list[Column]:
-    """Returns the columns of the dictionary, as that which is measured beside all, and of these fakes."""
+    """Returns the columns of `Dictionary`, in place of kvtier, and of these fakes."""
     return compare(tmp_path, SMALL, [entry("Dictionary"), *map(entry, names)], kvtier=1)
 
 
 def shown(columns: list[Column]) -> str:
-    """Returns what people see."""
     out = io.StringIO()
     show(Console(file=out, width=200), columns)
     return out.getvalue()
 
 
 def test_every_row_has_a_figure_per_column(tmp_path: Path) -> None:
-    """A peer that does all that is asked has a figure in every row, and a rate has its ratio to memcpy of the same run."""
+    """A correct peer has a figure in each row; a rate has its ratio to memcpy of the same run."""
     found = as_json(played(tmp_path, "Another"), {"date": "today"})
     assert json.loads(json.dumps(found)) == found
     assert [column["absent"] for column in found["columns"]] == [None, None]
@@ -76,7 +75,7 @@ def test_every_row_has_a_figure_per_column(tmp_path: Path) -> None:
 
 
 def test_the_table_names_every_column_and_row(tmp_path: Path) -> None:
-    """What people read has the same rows and columns as what machines read."""
+    """The table has the rows and columns of the JSON."""
     columns = played(tmp_path, "Another")
     text = shown(columns)
     assert all(row["name"] in text for row in as_json(columns, {})["rows"])
@@ -89,14 +88,14 @@ def test_the_table_names_every_column_and_row(tmp_path: Path) -> None:
     [
         ("Forgetful", "block 63 came back with other bytes"),
         ("Liar", "8192 keys hit instead of 0"),
-        ("Absent", "nobody has it"),
+        ("Absent", "it is not installed"),
         ("Dying", "the process of Dying ended"),
         ("Refusing", "no room"),
         ("NotThere", "has no attribute 'NotThere'"),
     ],
 )
 def test_who_fails_is_a_line_that_says_why(tmp_path: Path, name: str, reason: str) -> None:
-    """Wrong bytes, a wrong answer, a dead process, a missing part: its column says so, and the others have their figures."""
+    """Wrong bytes, a wrong answer, a dead process, a missing part: the column names the cause."""
     columns = played(tmp_path, name, "Another")
     assert [column.absent for column in (columns[0], columns[2])] == [None, None]
     assert columns[1].absent is not None
@@ -106,7 +105,7 @@ def test_who_fails_is_a_line_that_says_why(tmp_path: Path, name: str, reason: st
 
 
 def test_an_environment_that_is_not_installed(tmp_path: Path) -> None:
-    """Without its environment a peer is a line that says how to get it; kvtier is measured alone then."""
+    """The line of the peer says how to install it; kvtier is measured alone."""
     entries = [entry("Dictionary"), entry("Another", tmp_path / "nowhere" / "bin" / "python")]
     columns = compare(tmp_path, SMALL, entries, kvtier=1)
     assert columns[1].absent is not None
@@ -115,7 +114,7 @@ def test_an_environment_that_is_not_installed(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_running(tmp_path: Path) -> None:
-    """A server that its driver does not end is ended with the driver's process group, also when the parent fails."""
+    """A server that its driver leaves is ended with the process group, also if the parent fails."""
     servers: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         _start_and_fail(tmp_path, servers)
@@ -126,7 +125,7 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
 
 
 def test_packages_are_counted_with_what_they_require() -> None:
-    """What a distribution requires, and what that requires; extras only those that are asked for."""
+    """Dependencies and their dependencies; extras only if requested."""
     found = packages.closure("kvtier")
     assert {"kvtier", "grpcio", "protobuf"} <= found
     assert not {"pytest", "torch", "lmdb"} & found
@@ -135,7 +134,7 @@ def test_packages_are_counted_with_what_they_require() -> None:
 
 
 def test_who_listens_everywhere_is_isolated() -> None:
-    """Mooncake's servers cannot be told to listen on loopback only: they run where there is nothing else, or not at all."""
+    """Mooncake's servers listen on every address: they run with loopback only, or not at all."""
     assert [one.name for one in ENTRIES if one.isolated] == ["Mooncake"]
     command = isolation()
     assert command is None or command[0] == "unshare"

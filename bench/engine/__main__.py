@@ -29,16 +29,24 @@ NAMES = [configuration.name for configuration in CONFIGURATIONS if configuration
 
 
 def main() -> None:
-    """Measures, prints tables, writes JSON; exit status 1 for what is wrong.
+    """Measures, prints tables, writes JSON; exits with 1 if something is wrong.
 
-    That is: a configuration that answered wrongly, kvtier finding nothing, or idle steps that are clearly slower than they may be.
+    Wrong are: a configuration with wrong answers, no hits in kvtier, idle steps that are clearly
+    slower than the target.
     """
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description="Measure connectors in a real vLLM.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
-    parser.add_argument("--quick", action="store_true", help="less of everything: to see that it works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, too")
+    parser.add_argument("--quick", action="store_true", help="a short run, as a check")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
-    parser.add_argument("--configurations", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="beside none")
-    parser.add_argument("--directory", type=Path, help="where models and logs go, and stay (a temporary directory)")
+    parser.add_argument(
+        "--configurations",
+        nargs="+",
+        choices=NAMES,
+        default=NAMES,
+        metavar="NAME",
+        help="configurations beside the engine alone",
+    )
+    parser.add_argument("--directory", type=Path, help="directory for models and logs, which stay (a temporary one)")
     options = parser.parse_args()
     if options.directory:
         options.directory.mkdir(parents=True, exist_ok=True)
@@ -52,7 +60,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Runs the chosen parts and shows what they found; returns what was wrong."""
+    """Runs the chosen parts and prints their results; returns what was wrong."""
     header, started, load, report = facts(folder), time.perf_counter(), os.getloadavg()[0], Report()
     report.add("load of the minute before", load, "runnable")
     workload = QUICK if options.quick else FULL
@@ -79,7 +87,6 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def show(header: Mapping[str, str], load: float, turns: Conversations, idle: Mapping[str, IdleFound]) -> None:
-    """Prints the machine's facts and the tables on standard output."""
     console = Console()
     if not console.is_terminal:
         console.width = 160

@@ -1,4 +1,7 @@
-"""One engine's process: `python -m bench.engine.child JOB OUT`. It imports nothing that an environment with vLLM may lack."""
+"""Process of one engine: `python -m bench.engine.child JOB OUT`.
+
+It imports only what an environment with vLLM has.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ ENGINE = {
     "skip_tokenizer_init": True,
     "seed": 0,
 }
-"""Of every engine here."""
+"""Settings of every engine here."""
 
 
 def main() -> None:
-    """Starts the engine, runs the job, writes what it found."""
+    """Starts the engine, runs the job, writes the result."""
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 

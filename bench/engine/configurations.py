@@ -1,4 +1,4 @@
-"""The ways to run one and the same engine: alone, or with a connector and what that needs beside it."""
+"""Configurations of one engine: alone, or with a connector and its server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .workload import FULL
 __all__ = ["ALONE", "CONFIGURATIONS", "KVTIER", "Configuration", "kvtier_connector", "within"]
 
 HOST_BYTES = 512 << 20
-"""What each of them may keep outside of the engine: enough for all conversations."""
+"""Memory of each outside the engine: enough for all conversations."""
 
 Setting = Mapping[str, Any] | None
 Serve = Callable[[Path], AbstractContextManager[Setting]]
@@ -24,10 +24,12 @@ Serve = Callable[[Path], AbstractContextManager[Setting]]
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """``serve(directory)`` starts what the connector needs and gives the engine's ``kv_transfer_config``.
+    """A way to run the engine.
 
-    ``settings``: what is not the connector's or its server's default, for people. One that does not run is a line of the report,
-    unless it ``must_run``. ``python`` is the interpreter of its environment, where that is not this one.
+    ``serve(directory)`` starts the connector's server and returns the engine's
+    ``kv_transfer_config``. ``settings`` names the settings that are not defaults. A configuration
+    that does not run becomes a line of the report, or an error if it ``must_run``. ``python`` is
+    the interpreter of its environment, if it has its own.
     """
 
     name: str
@@ -39,7 +41,6 @@ class Configuration:
 
 
 def kvtier_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
-    """Returns the setting of kvtier's connector."""
     return {
         "kv_connector": "KVTierConnector",
         "kv_connector_module_path": "kvtier.client.engines.vllm",
@@ -50,7 +51,7 @@ def kvtier_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
 
 
 def within(setting: Setting) -> Serve:
-    """A connector that lives in the engine's processes alone."""
+    """Serves a connector that needs no server."""
 
     @contextmanager
     def serve(_: Path) -> Iterator[Setting]:
@@ -110,5 +111,5 @@ CONFIGURATIONS = (
     _offloading("OffloadingConnector"),
     _offloading("SimpleCPUOffloadConnector"),
     _lmcache("LMCache server"),
-    _lmcache("LMCache server, small chunks", FULL.block_tokens),  # as fine as the engine's blocks, and as kvtier's
+    _lmcache("LMCache server, small chunks", FULL.block_tokens),  # as kvtier's blocks
 )

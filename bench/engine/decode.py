@@ -1,7 +1,8 @@
-"""Inside an engine's process: decode steps in which a connector has nothing to do, in an engine that had it from its start.
+"""Decode steps of a whole engine with an idle connector (in the engine's process).
 
-Two such engines, one with a connector and one without, show what no swap within one engine can (see steps.py): the connector's
-background threads and its session with the server. In return they differ by all that two processes differ by.
+Two engines, one with a connector and one without, include the connector's background threads and
+its session with the server, unlike the swap within one engine (steps.py). They also differ by all
+noise between two processes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ __all__ = ["BATCH", "decode_seconds", "steps_of_engine"]
 
 BATCH = 8
 PROMPT_TOKENS, ANSWER_TOKENS = 16, 15
-"""Together they do not fill one of the engine's blocks (32 tokens): there is nothing to find, to load or to save."""
+"""Together less than one block of the engine (32 tokens): nothing to find, load or save."""
 FIRST_STEPS = 4
-"""Not counted: while requests come in, some steps have prompts to compute."""
+"""Not counted: some of these steps still compute prompts."""
 
 
 def steps_of_engine(llm: Any, rounds: int) -> list[float]:
-    """Returns the seconds of every counted step of so many rounds, each of which decodes ``BATCH`` new requests."""
+    """Returns the seconds of each counted step; each round decodes ``BATCH`` new requests."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, detokenize=False, ignore_eos=True)
@@ -31,12 +32,12 @@ def steps_of_engine(llm: Any, rounds: int) -> list[float]:
         words = [source.choices(range(FIRST_TOKEN, VOCABULARY), k=PROMPT_TOKENS) for _ in range(BATCH)]
         llm.enqueue([{"prompt_token_ids": prompt} for prompt in words], sampling, use_tqdm=False)
         taken = decode_seconds(llm.llm_engine)
-        seconds += taken if number else []  # the first round may still have saves of the conversations to wait for
+        seconds += taken if number else []  # the first round may wait for earlier saves
     return seconds
 
 
 def decode_seconds(engine: Any) -> list[float]:
-    """Steps until no request is left; returns the seconds of the steps in which all of them decode."""
+    """Steps until no request is left; returns the seconds of the steps that decode all of them."""
     seconds, ended = [], False
     while engine.has_unfinished_requests():
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""vLLM's connector interface, and nothing behind it. Imported in the engine's processes only."""
+"""A connector for vLLM that does nothing. Imported in the engine's processes only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""LMCache's server, which serves vLLM on the CPU too.
+"""LMCache's server for vLLM on the CPU.
 
-What LMCache runs inside of an engine does not: "No supported cpu connector found", and each of its look-ups waits in vain for 3 s.
+LMCache within the engine does not work there: "No supported cpu connector found", and each lookup
+waits for 3 s.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from typing import Self
 __all__ = ["LmcacheServer", "server_settings"]
 
 PATIENCE = 60.0
-"""Seconds that it may take to start, or to end."""
+"""Most seconds for a start, and for the end."""
 
 
 def server_settings(host_bytes: int, chunk_tokens: int | None) -> list[str]:
-    """Returns the flags that change what it does; None leaves its own size of chunks (256 tokens).
+    """Returns the flags of the server; without ``chunk_tokens`` it keeps its default of 256.
 
-    Its memory is all there from the start, like that of kvtier's server. `auto` is the mode that has the worker copy.
+    It allocates all memory at the start, as kvtier's server does. In mode `auto` the worker copies.
     """
     flags = ["--l1-size-gb", f"{host_bytes / 2**30}", "--no-l1-use-lazy", "--eviction-policy", "LRU"]
     flags += ["--supported-transfer-mode", "auto", "--disable-observability"]
@@ -33,7 +34,7 @@ def server_settings(host_bytes: int, chunk_tokens: int | None) -> list[str]:
 
 
 class LmcacheServer:
-    """`lmcache server` in a process of its own; the engine's worker copies into its shared memory, as with kvtier."""
+    """`lmcache server` as a process; workers copy into its shared memory, as with kvtier."""
 
     def __init__(self, command: Path, directory: Path, settings: Sequence[str]) -> None:
         self._log = directory / "lmcache.log"
@@ -65,7 +66,6 @@ class LmcacheServer:
 
     @property
     def pid(self) -> int:
-        """Its process."""
         return self._process.pid
 
     def _wait(self) -> None:

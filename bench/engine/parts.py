@@ -1,4 +1,4 @@
-"""The two parts of this benchmark: conversations in every configuration, and idle steps with kvtier's connector."""
+"""The parts of the benchmark: conversations per configuration, and idle steps with kvtier."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ __all__ = ["ABSENT", "SERVED", "Conversations", "engine_settings", "measure_idle
 
 SERVED, ABSENT = "server connected", "server absent"
 BLOCK_TOKENS = 128
-"""Of the idle engine: no block is filled while steps are timed, so that there is nothing to load or save."""
+"""Of the idle engine. No block fills while steps are timed, so nothing is loaded or saved."""
 PROMPT_TOKENS = 16
 BATCH = 8
 STRETCH = 8
-"""Steps on one side before the other has its turn."""
+"""Steps on one side before the other side's turn."""
 COMPARED = (ALONE, KVTIER)
-"""What makes idle steps after its conversations: whole engines against each other, in the turns in which they run."""
+"""Configurations that make idle steps after their conversations, to compare whole engines."""
 PROCESS_ROUNDS = 30
 HOOK_TOKENS = 16
-"""What each request decodes while hooks are timed."""
+"""Tokens that each request decodes while hooks are timed."""
 
 
 @dataclass
 class Conversations:
-    """``found``: the figures of each configuration, or why it did not run. ``wrong``: what may not be, in words.
+    """Results of the conversations.
 
-    ``steps``: of the configurations in ``COMPARED``, the seconds of idle steps, a list for each run.
+    ``found``: figures of each configuration, or why it did not run. ``wrong``: what is not allowed,
+    as text. ``steps``: seconds of idle steps per run, for the configurations in ``COMPARED``.
     """
 
     found: dict[str, Runs | str] = field(default_factory=dict)
@@ -45,12 +46,15 @@ class Conversations:
 
     @property
     def processes(self) -> Processes | None:
-        """Whole engines against each other; None where one side did not run."""
+        """Whole engines compared; None if one side did not run."""
         sides = [self.steps.get(name) for name in COMPARED]
         return Processes.of(*(side for side in sides if side)) if all(sides) else None
 
     def measure(self, configuration: Configuration, model: Path, folder: Path, workload: Workload) -> None:
-        """Runs the workload; the first configuration is the others' reference. Raises EngineFailed for those that must run."""
+        """Runs the workload; the first configuration is the reference of the others.
+
+        Raises EngineFailed for a configuration that must run.
+        """
         try:
             result = _run(configuration, self._job(configuration, model, workload), folder)
         except EngineFailed as error:
@@ -78,7 +82,7 @@ class Conversations:
 def measure_turns(
     model: Path, folder: Path, workload: Workload, chosen: Collection[str], again: Collection[str]
 ) -> Conversations:
-    """Runs the engine alone and in the chosen configurations; then those of them that are to run ``again``, in the same order."""
+    """Runs the engine alone and the chosen configurations, then those in ``again``."""
     conversations = Conversations()
     for names in ((ALONE, *chosen), {ALONE, *chosen} & {*again}):
         for configuration in CONFIGURATIONS:
@@ -88,13 +92,13 @@ def measure_turns(
 
 
 def engine_settings(workload: Workload) -> str:
-    """Returns, for people, how the engine of the conversations is set."""
+    """Returns the settings of the conversations' engine, for the report."""
     llm = _llm(Path(), workload.block_tokens, workload.pool_blocks, workload.longest + workload.block_tokens)
     return ", ".join(f"{name}={value}" for name, value in {**ENGINE, **llm}.items() if name != "model")
 
 
 def wrong_steps(found: Mapping[str, IdleFound]) -> list[str]:
-    """Returns, in words, where kvtier's idle steps are slower than they may be; what is not decided is not wrong."""
+    """Returns where kvtier's idle steps are slower than the target; undecided is not wrong."""
     return [
         f"{name}: idle steps take {of_name.kvtier.ratio_from:.4f} to {of_name.kvtier.ratio_to:.4f} times as long, not <= {TARGET}"
         for name, of_name in found.items()
@@ -105,14 +109,14 @@ def wrong_steps(found: Mapping[str, IdleFound]) -> list[str]:
 def measure_idle(
     model: Path, folder: Path, rounds: int, more_seconds: float, hook_batches: Sequence[int]
 ) -> dict[str, IdleFound]:
-    """Returns what idle steps cost, and the hooks by batch size, with a server and without one.
+    """Returns the cost of idle steps and of hooks by batch size, with and without a server.
 
-    Each of the two takes up to ``more_seconds`` more, while its rounds do not decide whether the target is kept.
+    Each of the two takes up to ``more_seconds`` more while its result is undecided.
     """
-    nobody = kvtier_connector(f"unix:{folder / 'nobody.sock'}")
+    absent = kvtier_connector(f"unix:{folder / 'absent.sock'}")
     served = next(configuration for configuration in CONFIGURATIONS if configuration.name == KVTIER)
     found = {}
-    for name, configuration in ((SERVED, served), (ABSENT, Configuration(ABSENT, within(nobody)))):
+    for name, configuration in ((SERVED, served), (ABSENT, Configuration(ABSENT, within(absent)))):
         job = {
             "operation": "steps",
             "llm": {
@@ -143,7 +147,7 @@ def _run(configuration: Configuration, job: dict[str, Any], folder: Path, **envi
 
 
 def _turns_job(model: Path, workload: Workload, reference: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All configurations go on with the reference's answers, so that they are asked the same."""
+    """All configurations continue with the reference's answers, so that prompts are equal."""
     transcript: list[list[list[int]]] | None = [[] for _ in range(workload.conversations)] if reference else None
     for row in reference:
         assert transcript is not None

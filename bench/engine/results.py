@@ -1,4 +1,4 @@
-"""From what engines measured to figures."""
+"""Figures from the measurements of the engines."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TIE = 1e-3
 """Log-probabilities: float32 noise is 1e-5, one wrong block 1e-2."""
 RESAMPLES = 2000
 TARGET = 1.02
-"""What an idle connector's steps may take, against those without."""
+"""Most that steps with an idle connector may take, relative to steps without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """A configuration's figures of the multi-turn workload. The first turn stores; the later ones are those that may load."""
+    """Figures of one configuration. The first turn stores; later turns may load."""
 
     first_p50_ms: float
     later_p50_ms: float
@@ -45,7 +45,7 @@ class Turns:
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Turns:
-        """Sums up what the engine's process returned."""
+        """Sums up the result of the engine's process."""
         rows = result["rows"]
         first = [row["first_token_seconds"] for row in rows if row["turn"] == 1]
         later = [row["first_token_seconds"] for row in rows if row["turn"] > 1]
@@ -63,13 +63,13 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of one configuration, each in an engine of its own; at least one."""
+    """Runs of one configuration, each in its own engine; at least one."""
 
     runs: tuple[Turns, ...]
 
     @property
     def middle(self) -> Turns:
-        """Each figure's median over the runs: of two, the mean."""
+        """Each figure's median over the runs: with two, the mean."""
         medians = {
             field.name: statistics.median(getattr(run, field.name) for run in self.runs) for field in fields(Turns)
         }
@@ -78,18 +78,18 @@ class Runs:
 
     @property
     def later_p50s(self) -> tuple[float, float]:
-        """The least and the most of the runs' medians: first token, later turns, milliseconds."""
+        """Least and greatest median of the runs: first token, later turns, milliseconds."""
         found = [run.later_p50_ms for run in self.runs]
         return min(found), max(found)
 
     def faster(self, alone: Runs) -> tuple[float, float]:
-        """How many times faster than the engine alone: from its best run against this one's worst, to the opposite."""
+        """Speed-up over the engine alone: best run against its worst, and the opposite."""
         (least, most), (alone_least, alone_most) = self.later_p50s, alone.later_p50s
         return alone_least / most, alone_most / least
 
 
 def compare(reference: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], int]:
-    """Returns the answers that are wrong, and how many differ only from where the reference's two best tokens tied."""
+    """Returns the wrong answers, and the number of answers that differ only from a tie on."""
     wrong, ties = [], 0
     for right, row in zip(reference, rows, strict=True):
         differs = [a != b for a, b in zip(right["tokens"], row["tokens"], strict=True)]
@@ -104,7 +104,7 @@ def compare(reference: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, 
 
 
 class Verdict(Enum):
-    """Whether idle steps keep to the target; the value is what people read."""
+    """Whether idle steps keep to the target; the value is the text of the report."""
 
     YES = "yes"
     NO = "no"
@@ -113,10 +113,11 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Steps with a connector against those without.
+    """Steps with a connector, compared with steps without.
 
-    ``ratio``: the median of what each turn of stretches says when it is compared with itself, which wants a quiet machine.
-    ``undisturbed``, ``added_us``: of the fastest tenth of all steps of each side, which a busy machine moves less.
+    ``ratio``: the median over turns, each compared with itself; needs a quiet machine.
+    ``undisturbed``, ``added_us``: of the fastest tenth of the steps of each side, which a busy
+    machine changes less.
     """
 
     without_ms: float
@@ -130,7 +131,10 @@ class Idle:
 
     @classmethod
     def of(cls, turns: Sequence[Mapping[str, Sequence[float]]], side: str = "with") -> Idle:
-        """Sums up the steps of a side ("with" kvtier's connector, or an "empty" one); the ratio is in its interval with 95 %."""
+        """Sums up the steps of a side ("with" kvtier's connector, or "empty").
+
+        The ratio has an interval of 95 %.
+        """
         sides = [(statistics.median(turn[side]), statistics.median(turn["without"])) for turn in turns]
         ratios = [connected / alone for connected, alone in sides]
         low, high = interval(ratios, statistics.median)
@@ -147,7 +151,7 @@ class Idle:
 
     @property
     def verdict(self) -> Verdict:
-        """The whole interval has to be on one side of the target: a ratio alone says nothing on a machine that is not quiet."""
+        """Decided only if the whole interval is on one side of the target."""
         if self.ratio_to <= TARGET:
             return Verdict.YES
         return Verdict.NO if self.ratio_from > TARGET else Verdict.OPEN
@@ -159,7 +163,7 @@ def _fast(turns: Sequence[Mapping[str, Sequence[float]]], side: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class IdleFound:
-    """``hooks``: by batch size, how often a step calls each hook and the median of its seconds."""
+    """``hooks``: by batch size, how often a step calls each hook, and its median seconds."""
 
     kvtier: Idle
     empty: Idle
@@ -167,41 +171,41 @@ class IdleFound:
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> IdleFound:
-        """Sums up what the engine's process returned."""
+        """Sums up the result of the engine's process."""
         return cls(Idle.of(result["turns"]), Idle.of(result["turns"], "empty"), result["hooks"])
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Idle steps of whole engines: the median step of each process, in milliseconds, in the order of the runs."""
+    """Idle steps of whole engines: median per process in milliseconds, in the order of runs."""
 
     without_ms: tuple[float, ...]
     with_ms: tuple[float, ...]
 
     @classmethod
     def of(cls, without: Sequence[Sequence[float]], connected: Sequence[Sequence[float]]) -> Processes:
-        """Sums up the seconds of the processes' steps; at least one process on each side."""
+        """Sums up the seconds of the steps; at least one process per side."""
         alone, others = ([statistics.median(steps) * 1e3 for steps in runs] for runs in (without, connected))
         return cls(tuple(alone), tuple(others))
 
     @property
     def ratio(self) -> float:
-        """Of the sides' medians."""
+        """Ratio of the sides' medians."""
         return statistics.median(self.with_ms) / statistics.median(self.without_ms)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The least and the most that one process says against one of the other side."""
+        """Least and greatest ratio of one process to one of the other side."""
         return min(self.with_ms) / max(self.without_ms), max(self.with_ms) / min(self.without_ms)
 
 
 def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> tuple[float, float]:
-    """Returns where a statistic lies with 95 %, by resampling (the bootstrap); the same for the same values."""
+    """Returns the 95 % interval of a statistic by resampling (bootstrap), reproducibly."""
     source = random.Random(4)
     found = sorted(statistic(source.choices(values, k=len(values))) for _ in range(RESAMPLES))
     return found[round(0.025 * RESAMPLES)], found[round(0.975 * RESAMPLES) - 1]
 
 
 def hook_microseconds(hooks: Mapping[str, tuple[float, float]], half: str) -> float:
-    """Returns what the hooks of one half ("scheduler" or "worker") take in a step."""
+    """Returns the time of one half's hooks ("scheduler" or "worker") in a step."""
     return sum(calls * seconds for name, (calls, seconds) in hooks.items() if name.startswith(half)) * 1e6

@@ -1,4 +1,4 @@
-"""Starts an engine in a process of its own, and finds out why when it does not run."""
+"""Starts an engine in its own process, and finds the cause if it fails."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ENGINE_SECONDS = 600
 GRACE_SECONDS = 10
 ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*(?:\w*Error|\w*Exception|SystemExit): .+)")
 ECHOES = ("See root cause above", "root cause")
-"""What vLLM's processes say of each other's errors."""
+"""Phrases by which vLLM's processes refer to each other's errors."""
 
 
 class EngineFailed(Exception):
-    """It ended without a result; the text is the error that it ended with."""
+    """An engine ended without a result; the text is its error."""
 
 
 def run_engine(
@@ -77,7 +77,7 @@ def _run(python: Path, job: dict[str, Any], folder: Path, extra: Mapping[str, st
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """An engine's processes may outlive the one that started them; the last to go cleans up their shared memory."""
+    """Ends the whole group: an engine's processes may outlive their parent."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -92,7 +92,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_reason(log: str) -> str:
-    """Returns the last error that a log tells, leaving out those that only tell of another process's error."""
+    """Returns the last error of a log that does not refer to another process's error."""
     errors = [match.group(1) for line in log.splitlines() if (match := ERROR.search(line))]
     causes = [error for error in errors if not any(echo in error for echo in ECHOES)]
     return (causes or errors or [log.strip()[-200:] or "no output"])[-1]

@@ -1,10 +1,11 @@
-"""Inside an engine's process: steps with kvtier's connector, without any and with an empty one, in turn; and what hooks take.
+"""Idle steps of one engine with kvtier's connector, without it, and with an empty one.
 
-The connector is taken away and given back between steps, in one and the same engine: what else happens on the machine befalls all
-sides alike, and differences of microseconds show, which no two engines would. What the empty one costs is vLLM's own share.
+Runs in the engine's process. The connector is removed and restored between steps, so that noise of
+the machine affects all sides alike and differences of microseconds show. The empty connector shows
+vLLM's own share.
 
-What this cannot see: the connector's background threads (the session, look-ups, copies) run on while it is taken away, so that
-what they cost is in the steps of every side. Whole engines against each other (decode.py) hold it, and much more noise.
+The connector's background threads (session, lookups, copies) run on all sides, so their cost does
+not show. It is included when whole engines are compared (decode.py), with more noise.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ __all__ = ["gather", "run_steps"]
 
 SIDES = ("with", "without", "empty")
 SETTLING_STEPS = 1
-"""Not counted, after each switch."""
+"""Steps that are not counted after each switch."""
 ROUNDS_MORE = 4
-"""Between two looks at whether the verdict is clear. Each look is one more chance for the interval to err: so there are few."""
+"""Rounds between two checks of the verdict. Each check can err, so there are few."""
 
 Turn = dict[str, list[float]]
 
 
 def run_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Returns, in turns, the seconds of every step of a stretch on each side; and by batch size what a step's hooks take."""
+    """Returns the seconds of all steps of each side in turns, and of the hooks by batch size."""
     engine = _Engine(llm, job["prompt_tokens"])
     with engine.decoding(job["batch"], job["hook_tokens"]):
-        pass  # the first calls have things to build
+        pass  # warm-up
     compare = partial(engine.compare, job["batch"], job["answer_tokens"], job["stretch"])
     turns = gather(compare, job["rounds"], job["more_seconds"])
     hooks = {str(batch): engine.time_hooks(batch, job["hook_tokens"]) for batch in job["hook_batches"]}
@@ -45,7 +46,7 @@ def run_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
 def gather(
     compare: Callable[[], list[Turn]], rounds: int, more_seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> list[Turn]:
-    """Compares for so many rounds, then goes on while the verdict is open and there is time."""
+    """Compares for ``rounds`` rounds, then continues while undecided and in time."""
     turns = [turn for _ in range(rounds) for turn in compare()]
     deadline = clock() + more_seconds
     while Idle.of(turns).verdict is Verdict.OPEN and clock() < deadline:
@@ -54,7 +55,7 @@ def gather(
 
 
 class _Engine:
-    """An engine whose core is in this process; its worker is in another, as ever on the CPU."""
+    """An engine with its core in this process; its worker is another process."""
 
     def __init__(self, llm: Any, prompt_tokens: int) -> None:
         self._llm = llm
@@ -70,7 +71,7 @@ class _Engine:
 
     @contextmanager
     def decoding(self, batch: int, tokens: int) -> Iterator[int]:
-        """So many requests are past their prompts; gives how many more steps they all decode. At the end they have ended."""
+        """Starts ``batch`` requests; yields the number of decode steps that they share."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False, ignore_eos=True)
@@ -85,18 +86,17 @@ class _Engine:
             self.step()
 
     def step(self) -> None:
-        """Runs one step."""
         self._llm.llm_engine.step()
 
     def compare(self, batch: int, tokens: int, stretch: int) -> list[Turn]:
-        """Decodes once; returns turns of a stretch on each side, in a random order within each turn."""
+        """Decodes once; returns turns with a stretch per side, sides in random order."""
         with self.decoding(batch, tokens) as steps:
             turns = [self._turn(stretch) for _ in range(steps // (len(SIDES) * (stretch + SETTLING_STEPS)))]
             self._switch("with")
         return turns
 
     def time_hooks(self, batch: int, tokens: int) -> dict[str, tuple[float, float]]:
-        """Decodes once; returns by hook how often a step calls it, and the median of its seconds."""
+        """Decodes once; returns per hook its calls per step and its median seconds."""
         clocks = HookClocks(self._core.scheduler.connector)
         with self.decoding(batch, tokens) as steps:
             clocks.start()
@@ -143,7 +143,7 @@ def empty_like(connector: Any) -> Any:
 
 
 class HookClocks:
-    """Times the calls of a connector's hooks, in the process that it is in."""
+    """Measures the calls of a connector's hooks in the process of the connector."""
 
     def __init__(self, connector: Any) -> None:
         self._connector = connector
@@ -152,12 +152,12 @@ class HookClocks:
         self._seconds: dict[str, list[float]] = {}
 
     def start(self) -> None:
-        """Put a clock around each hook."""
+        """Wraps each hook with a clock."""
         for name in self._names:
             setattr(self._connector, name, self._watched(name, getattr(self._connector, name)))
 
     def stop(self) -> dict[str, list[float]]:
-        """Takes the clocks away; returns the seconds of every call of the hooks that were called."""
+        """Removes the clocks; returns the seconds of each call per hook."""
         for name in self._names:
             delattr(self._connector, name)
         return self._seconds
@@ -172,7 +172,7 @@ class HookClocks:
         return watched
 
 
-# ---- called by vLLM in its worker's process, which keeps this module's state
+# Called by vLLM in its worker's process, which keeps the state of this module.
 
 _kept: dict[str, Any] = {}
 _clocks: dict[str, HookClocks] = {}
@@ -190,7 +190,7 @@ def switch_worker(_worker: Any, side: str) -> None:
 
 
 def watch_worker(_worker: Any) -> None:
-    """Starts to time the hooks of the worker's connector."""
+    """Starts to measure the hooks of the worker's connector."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     clocks = _clocks["worker"] = HookClocks(get_kv_transfer_group())
@@ -198,6 +198,6 @@ def watch_worker(_worker: Any) -> None:
 
 
 def unwatch_worker(_worker: Any) -> dict[str, list[float]]:
-    """Ends that; returns the seconds of every call."""
+    """Stops measuring; returns the seconds of each call."""
     seconds: dict[str, list[float]] = _clocks.pop("worker").stop()
     return seconds

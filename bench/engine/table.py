@@ -1,4 +1,4 @@
-"""What was found, for people and for machines."""
+"""The results as tables and as rows."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ __all__ = [
 ]
 
 BUSY_LOAD = 2.5
-"""Of the minute before the start, on the two cores this is meant for: above it, somebody else computes too."""
+"""Load of the last minute on two cores; above it other processes compute as well."""
 
 
-UNSEEN = "These steps are compared within one engine: what the connector's background threads cost is in both columns, unseen."
+UNSEEN = (
+    "Compared within one engine: the cost of the connector's background threads is in both columns and does not show."
+)
 
 
 def rows_of_turns(report: Report, found: Mapping[str, Runs | str]) -> None:
-    """Adds a row per figure; times and rates are compared with those of the engine alone."""
+    """Adds a row per figure; times and rates are compared with the engine alone."""
     for name, runs in found.items():
         if isinstance(runs, str):
             continue
@@ -52,7 +54,6 @@ def rows_of_turns(report: Report, found: Mapping[str, Runs | str]) -> None:
 
 
 def rows_of_idle(report: Report, found: Mapping[str, IdleFound]) -> None:
-    """Adds a row per figure."""
     for name, of_name in found.items():
         alone = f"idle step, {name}: {ALONE}"
         report.add(alone, of_name.kvtier.without_ms, "ms")
@@ -70,7 +71,7 @@ def rows_of_idle(report: Report, found: Mapping[str, IdleFound]) -> None:
 
 
 def rows_of_processes(report: Report, found: Processes) -> None:
-    """Adds a row per process, and what they say together."""
+    """Adds a row per process, and the comparison."""
     for name, values in ((ALONE, found.without_ms), ("kvtier", found.with_ms)):
         for number, value in enumerate(values, 1):
             report.add(f"idle step, whole process {number}: {name}", value, "ms")
@@ -79,13 +80,13 @@ def rows_of_processes(report: Report, found: Processes) -> None:
 
 
 def show_load(console: Console, load: float) -> None:
-    """Says so when the 1-minute load at the start was not that of a quiet machine."""
+    """Prints a warning if the machine was not quiet at the start."""
     if load > BUSY_LOAD:
-        console.print(f"The machine was busy (load {load:.1f} at the start): these figures are not to be quoted.")
+        console.print(f"The machine was busy (load {load:.1f} at the start): do not quote these figures.")
 
 
 def show_turns(console: Console, found: Mapping[str, Runs | str]) -> None:
-    """Prints a line per configuration, what is not a default in it, and why where one did not run."""
+    """Prints a line per configuration, its settings, and why one did not run."""
     alone = found[ALONE]
     assert isinstance(alone, Runs)
     table = _table(
@@ -99,9 +100,7 @@ def show_turns(console: Console, found: Mapping[str, Runs | str]) -> None:
         if isinstance(runs, Runs):
             table.add_row(name, f"{len(runs.runs)}", *_cells(runs, alone))
     console.print(table)
-    console.print(
-        "of runs: the least and the most. A configuration of one run shows no spread, and may be off by as much."
-    )
+    console.print("of runs: least and greatest. A configuration with one run shows no spread but has as much.")
     for configuration in CONFIGURATIONS:
         if configuration.name in found and configuration.settings:
             console.print(f"{configuration.name}: {configuration.settings}", markup=False, soft_wrap=True)
@@ -126,7 +125,7 @@ def _cells(runs: Runs, alone: Runs) -> Iterator[str]:
 
 
 def show_idle(console: Console, found: Mapping[str, IdleFound]) -> None:
-    """Prints a line per connector, and one per batch size, with and without a server."""
+    """Prints a line per connector and per batch size, with and without a server."""
     table = _table(
         (
             "idle steps",
@@ -163,12 +162,11 @@ def show_idle(console: Console, found: Mapping[str, IdleFound]) -> None:
 
 
 def show_processes(console: Console, found: Processes) -> None:
-    """Prints each process's median step."""
     table = _table(("idle steps of whole processes", "without ms, each", "with ms, each", "ratio", "least - most"))
     sides = (", ".join(f"{value:.2f}" for value in side) for side in (found.without_ms, found.with_ms))
     table.add_row("kvtier, shm, from its start", *sides, f"{found.ratio:.4f}", "{:.4f} - {:.4f}".format(*found.spread))
     console.print(table)
-    console.print("With background threads, and with all else that two processes differ by: no verdict hangs on it.")
+    console.print("Includes background threads and the noise between processes; no verdict depends on it.")
 
 
 def _table(columns: tuple[str, ...]) -> Table:

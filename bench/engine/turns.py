@@ -1,4 +1,4 @@
-"""Inside an engine's process: the multi-turn workload, timed by vLLM itself."""
+"""The conversations, timed by vLLM itself (in the engine's process)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["run_turns"]
 
 COUNTERS = {"external_hits": "vllm:external_prefix_cache_hits", "local_hits": "vllm:prefix_cache_hits"}
 LOGPROBS = 2
-"""The two best tokens: how near the second one came tells a tie from a wrong token."""
+"""The two best tokens: a near second one is a tie, not a wrong token."""
 
 
 def run_turns(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Runs the workload; ``transcript`` has the answers to go on with, those of the engine itself where it is None.
+    """Runs the workload with the answers of ``transcript``, or the engine's own if None.
 
-    With ``idle_rounds``, ``steps`` are the seconds of idle steps that the same engine then makes.
+    With ``idle_rounds``, ``steps`` are the seconds of idle steps of the same engine afterwards.
     """
     workload = Workload(**job["workload"])
     transcript: list[list[list[int]]] | None = job["transcript"]
     said: list[list[list[int]]] = [[] for _ in range(workload.conversations)]
-    _generate(llm, [workload.said(-1, 1)], workload.answer)  # the first call has things to build
+    _generate(llm, [workload.said(-1, 1)], workload.answer)  # warm-up
     before, started, rows = _counters(llm), time.perf_counter(), []
     for turn, conversations in workload.waves():
         history = transcript or said

@@ -1,4 +1,4 @@
-"""Conversations: each turn sends all that was said before and something new."""
+"""Conversations: each turn sends everything said before, and something new."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 __all__ = ["FULL", "QUICK", "Workload"]
 
 FIRST_TOKEN, VOCABULARY = 4, 2048
-"""Ids that the model knows and that are not special."""
+"""Token ids that the model has and that are not special."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``conversations`` take turns in a circle, ``at_once`` of them at a time; lengths are in tokens.
+    """Sizes of the conversations, in tokens.
 
-    ``pool_blocks`` is the engine's KV cache: too small for all conversations, so that it has lost one when its next turn comes.
+    ``conversations`` take turns in a circle, ``at_once`` at a time. ``pool_blocks`` is the engine's
+    KV cache. It is too small for all conversations, so each has been evicted when its next turn
+    comes.
     """
 
     conversations: int
@@ -35,18 +37,18 @@ class Workload:
         return self.opening + (self.turns - 1) * self.question + self.turns * self.answer
 
     def waves(self) -> Iterator[tuple[int, range]]:
-        """Returns, in order, the turn (from 1 on) and the conversations that are in flight together."""
+        """Yields, in order, the turn (from 1) and the conversations that run together."""
         for turn in range(1, self.turns + 1):
             for first in range(0, self.conversations, self.at_once):
                 yield turn, range(first, min(first + self.at_once, self.conversations))
 
     def said(self, conversation: int, turn: int) -> list[int]:
-        """Returns the user's part of a turn, the same whoever asks."""
+        """Returns the user's part of a turn; always the same."""
         source = random.Random(f"{self.seed} {conversation} {turn}")
         return source.choices(range(FIRST_TOKEN, VOCABULARY), k=self.opening if turn == 1 else self.question)
 
     def prompt(self, conversation: int, turn: int, answers: Sequence[Sequence[int]]) -> list[int]:
-        """Returns what is sent; ``answers`` are those of the turns before."""
+        """Returns the prompt; ``answers`` are those of earlier turns."""
         tokens: list[int] = []
         for number in range(1, turn):
             tokens += [*self.said(conversation, number), *answers[number - 1]]

@@ -1,1 +1,1 @@
-"""kvtier beside its peers: the same work, in the same run, every byte compared (`make bench-peers`)."""
+"""Benchmark of kvtier beside its peers, with equal work and every byte compared."""

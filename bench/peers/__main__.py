@@ -21,12 +21,11 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Measure kvtier beside its peers.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table here as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE, too")
     names = [entry.name for entry in ENTRIES[KVTIER:]]
     parser.add_argument("--only", nargs="*", choices=names, default=names, help="peers (all)")
-    parser.add_argument("--directory", type=Path, help="where the servers' files go (a temporary directory)")
+    parser.add_argument("--directory", type=Path, help="directory for the servers' files (a temporary one)")
     options = parser.parse_args()
     entries = [entry for entry in ENTRIES if entry in ENTRIES[:KVTIER] or entry.name in options.only]
     console = Console()

@@ -1,6 +1,6 @@
-"""What a peer is to the benchmark. A file per peer implements it; `child.py` runs it in an environment of its own.
+"""Interface of a peer. A file per peer implements it; `child.py` runs it in its own environment.
 
-Nothing here imports kvtier: the environments of most peers do not have it.
+This file does not import kvtier, because the environments of most peers do not have it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Blocks", "NotToBeHad", "Peer", "PeerFailed", "end", "free_port", "spawn", "wait_until"]
+__all__ = ["Blocks", "Peer", "PeerFailed", "PeerMissing", "end", "free_port", "spawn", "wait_until"]
 
 PATIENCE = 60.0
-"""Seconds that a server may take to start, or to end."""
+"""Most seconds for a start, and for the end."""
 
 
 class PeerFailed(Exception):
-    """A peer did not do what it was asked for; the message is for people."""
+    """A peer did less than asked; the message says what."""
 
 
-class NotToBeHad(Exception):
-    """What a peer consists of is not on this machine; the message says what is missing."""
+class PeerMissing(Exception):
+    """Software of a peer is not installed; the message says what."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Memory of a batch, in every form that a client may want."""
+    """Memory of a batch, in every form that clients need."""
 
     arrays: list[NDArray[np.uint8]]
     views: list[memoryview]
@@ -42,54 +42,55 @@ class Blocks:
 
     @staticmethod
     def of(array: NDArray[np.uint8]) -> Blocks:
-        """Takes an array (blocks, bytes) whose rows are contiguous."""
+        """Wraps an array (blocks, bytes) with contiguous rows."""
         arrays = list(array)
         addresses = [row.ctypes.data for row in arrays]
         return Blocks(arrays, [row.data for row in arrays], addresses, [row.nbytes for row in arrays])
 
 
 class Peer(Protocol):
-    """A server of its own, and a client to it. Methods are called from one thread, in the order in which they stand here.
+    """A server and a client to it. One thread calls the methods, in this order.
 
-    `store`, `load` and `lookup` are timed; everything else is not. Each raises `PeerFailed` when it did less than asked.
+    `store`, `load` and `lookup` are timed, other methods are not. Each raises `PeerFailed` if it
+    did less than asked.
     """
 
     def start(self, directory: Path, capacity_bytes: int) -> None:
-        """Starts the server and returns once it answers. Servers listen on loopback only, files go to `directory`.
+        """Starts the server and returns when it answers. Raises `PeerMissing`.
 
-        Raises `NotToBeHad`.
+        Servers listen on loopback only; their files go to `directory`.
         """
 
     def processes(self) -> Sequence[int]:
         """Returns the server's processes, without their children."""
 
     def open(self, block_bytes: int, memory: Sequence[NDArray[np.uint8]]) -> None:
-        """Connects a client for blocks of this size that lie in `memory`; what an earlier `open` connected is let go."""
+        """Connects a client for blocks of this size in `memory`; an earlier client is closed."""
 
     def names(self, keys: Sequence[bytes]) -> Any:
-        """Returns chained keys (32 bytes each) in the form in which this client wants to be told of them."""
+        """Converts chained keys (32 bytes each) to the names that this client uses."""
 
     def store(self, names: Any, blocks: Blocks) -> None:
-        """Stores a batch; it can be found when this returns, or soon after."""
+        """Stores a batch. It can be found on return or shortly after."""
 
     def load(self, names: Any, blocks: Blocks) -> None:
-        """Fills `blocks` with what was stored: everything counts, from the question whether it is there to its release."""
+        """Fills `blocks` with a stored batch, from its lookup to its release."""
 
     def lookup(self, names: Any) -> int:
-        """Returns how many of these keys are there, from the first on."""
+        """Returns the number of leading keys that are present."""
 
     def settle(self) -> None:
-        """Lets go of what the last call has left behind, a lease for example."""
+        """Releases what the last call holds, for example a lease."""
 
     def drop(self, names: Any) -> None:
-        """A batch will not be asked for any more: the peer that needs to be told is told."""
+        """Tells the peer, if it needs to know, that a batch is not used again."""
 
     def stop(self) -> None:
-        """Ends client and server; also after a `start` that failed half-way."""
+        """Ends client and server, also after a failed `start`."""
 
 
 def free_port() -> int:
-    """Returns a TCP port of loopback that nobody listens on now."""
+    """Returns an unused TCP port on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -98,7 +99,7 @@ def free_port() -> int:
 def spawn(
     command: Sequence[str | Path], directory: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Starts a server in `directory`; what it says goes to a file there, named after it."""
+    """Starts a server in `directory`, with its output in a file there."""
     with (directory / f"{Path(command[0]).name}.log").open("ab") as log:
         return subprocess.Popen(
             command,
@@ -111,7 +112,7 @@ def spawn(
 
 
 def end(process: subprocess.Popen[bytes] | None) -> None:
-    """Ends a process, gently first."""
+    """Ends a process with SIGTERM, then SIGKILL."""
     if process is None:
         return
     process.terminate()
@@ -123,7 +124,7 @@ def end(process: subprocess.Popen[bytes] | None) -> None:
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
-    """Polls `ready` until it is true. Raises `PeerFailed` when the process ends, or time is up."""
+    """Polls `ready`. Raises `PeerFailed` if the process ends or time is up."""
     deadline = time.monotonic() + PATIENCE
     while not ready():
         if process.poll() is not None:

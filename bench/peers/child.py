@@ -1,7 +1,8 @@
-"""One peer, driven in a process of its own: `python -m bench.peers.child MODULE:CLASS`.
+"""Driver of one peer in its own process: `python -m bench.peers.child MODULE:CLASS`.
 
-Commands come as lines of JSON on standard input, answers go as lines to what standard output was at the start; what a peer's
-libraries print goes to standard error. The process ends, and ends what it started, when its standard input does.
+Commands are lines of JSON on standard input, answers lines on the original standard output. Output
+of the peer's libraries goes to standard error. At the end of its standard input the process ends
+everything that it started.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Blocks, NotToBeHad, Peer, PeerFailed
+from .base import Blocks, Peer, PeerFailed, PeerMissing
 
 __all__ = ["Player", "main", "serve"]
 
 BATCH = 64
 PATIENCE = 5.0
-"""Seconds until what was stored must be found."""
+"""Seconds until a stored block must be found."""
 
 
 class Player:
-    """Plays what the parent asks for; each public method is a command."""
+    """Each public method is a command of the parent."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -43,10 +44,10 @@ class Player:
         self._stored: dict[int, Any] = {}
 
     def start(self, directory: str, capacity_bytes: int, pool_bytes: int, apart_bytes: int) -> dict[str, Any]:
-        """Returns how long the server took to answer, and which processes it is.
+        """Returns the seconds until the server answered, and its processes.
 
-        Each of two pools has `pool_bytes`, of random bytes and of zeros; `apart_bytes` are stored between the store of a
-        batch and its load. Both are more than the caches hold.
+        Each of two pools has `pool_bytes`, of random bytes and of zeros. Between the store of a
+        batch and its load `apart_bytes` are stored. Both are larger than the caches.
         """
         self._source = np.random.default_rng(1).integers(0, 256, pool_bytes, np.uint8)
         self._target = np.full(pool_bytes, 0, np.uint8)
@@ -57,7 +58,7 @@ class Player:
         return {"seconds": seconds, "processes": list(self._peer.processes()), "version": found}
 
     def open(self, block_bytes: int, fill_bytes: int) -> dict[str, Any]:
-        """Connects for blocks of this size, and stores so many bytes: their memory is known to both sides from then on."""
+        """Connects for blocks of this size; stores `fill_bytes` to touch the memory."""
         self._peer.open(block_bytes, [self._source, self._target])
         self._sources, self._targets = (_batches(pool, block_bytes) for pool in (self._source, self._target))
         self._nbytes = BATCH * block_bytes
@@ -69,13 +70,13 @@ class Player:
         return {}
 
     def round(self) -> dict[str, Any]:
-        """Copies, stores and loads a batch each; returns the seconds of each. Every byte that came back was compared."""
+        """Copies, stores and loads a batch; compares every byte; returns the seconds of each."""
         copied = self._copy()
         stored = self._store()
         return {"memcpy": copied, "store": stored, "load": self._load_oldest(), "bytes": self._nbytes}
 
     def prepare_lookups(self, block_bytes: int, most: int, unknown: int) -> dict[str, Any]:
-        """Stores as many small blocks as are looked up at most; and thinks of names that nobody has stored."""
+        """Stores the blocks for lookups, and makes names of unknown blocks."""
         self._peer.open(block_bytes, [self._source, self._target])
         self._stored.clear()
         self._known = _keys("lookup", most)
@@ -88,16 +89,15 @@ class Player:
         return {}
 
     def hits(self, count: int, times: int) -> dict[str, Any]:
-        """Looks up this many keys that are there; returns the seconds of each time."""
+        """Looks up present keys; returns the seconds of each call."""
         names = self._peer.names(self._known[:count])
         return {"seconds": [self._look_up(names, count) for _ in range(times)]}
 
     def misses(self, times: int) -> dict[str, Any]:
-        """Looks up keys that are not there; returns the seconds of each time."""
+        """Looks up missing keys; returns the seconds of each call."""
         return {"seconds": [self._look_up(self._unknown[number % 3], 0) for number in range(times)]}
 
     def stop(self) -> dict[str, Any]:
-        """Ends the server."""
         self._peer.stop()
         return {}
 
@@ -153,24 +153,23 @@ class Player:
 
 
 def serve(player: Player, commands: TextIO, answers: TextIO) -> None:
-    """Answers commands until there are no more; what a command raises is its answer."""
+    """Answers commands until the end of input; an exception is an answer, too."""
     for line in commands:
         command = json.loads(line)
         what: Callable[..., dict[str, Any]] = getattr(player, command.pop("do"))
         try:
             answer = what(**command)
-        except NotToBeHad as error:
+        except PeerMissing as error:
             answer = {"absent": str(error)}
-        except Exception as error:  # noqa: BLE001 - whatever a peer raises is what is to be told of it
+        except Exception as error:  # noqa: BLE001 - any error of a peer is an answer
             answer = {"failed": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 
 
 def main() -> None:
-    """Plays one peer."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers.child")
     parser.add_argument("peer", help="MODULE:CLASS")
-    parser.add_argument("--isolated", action="store_true", help="this is a new network namespace: put its loopback up")
+    parser.add_argument("--isolated", action="store_true", help="set up loopback of a new network namespace")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -186,7 +185,7 @@ def main() -> None:
     try:
         serve(Player(peer), sys.stdin, answers)
     finally:
-        # Whatever libraries still have running must not keep the process.
+        # Threads of libraries must not keep the process alive.
         with contextlib.suppress(Exception):
             peer.stop()
 
@@ -202,7 +201,7 @@ def _keys(series: str, count: int) -> list[bytes]:
 
 
 def _batches(pool: NDArray[np.uint8], block_bytes: int) -> list[Blocks]:
-    """Returns batches of every second block, so that no two of a batch are neighbours, as in an engine."""
+    """Returns batches of every second block, so that the blocks of a batch are not neighbours."""
     rows = pool.reshape(-1, block_bytes)
     pairs = len(rows) // (2 * BATCH)
     return [

@@ -1,8 +1,7 @@
-"""`python -m bench.peers.debian DIRECTORY [PACKAGE…]`: unpacks Debian's packages there; installs nothing on the system.
+"""`python -m bench.peers.debian DIRECTORY [PACKAGE…]`: unpacks packages of Debian.
 
-Without names these are what peers need.
-
-Where a package cannot be had (another distribution, no network), the peer that needs it says so in the table.
+Installs nothing on the system. Without names it unpacks what the peers need. If a package is not
+available (another distribution, no network), the table names the peer without it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 __all__ = ["unpack"]
 
 NEEDED = (
-    # What Mooncake's libraries are linked to, whatever it then moves its bytes over.
+    # Libraries that Mooncake is linked to, for every transport.
     *("libibverbs1", "librdmacm1", "libnl-3-200", "libnl-route-3-200", "libnuma1", "libcurl4"),
     # The server of Valkey or of Redis: `redis-server` is a link to a program of the tools.
     *("valkey-server", "valkey-tools", "redis-server", "redis-tools", "libjemalloc2", "liblzf1"),
@@ -23,7 +22,7 @@ NEEDED = (
 
 
 def unpack(directory: Path, packages: Iterable[str] = NEEDED) -> list[str]:
-    """Unpacks these packages, without what they depend on; returns those that could not be had."""
+    """Unpacks packages without their dependencies; returns those that are not available."""
     directory.mkdir(parents=True, exist_ok=True)
     missing = [name for name in packages if not _download(name, directory)]
     for file in sorted(directory.glob("*.deb")):
@@ -41,4 +40,4 @@ def _download(name: str, directory: Path) -> bool:
 
 if __name__ == "__main__":
     for name in unpack(Path(sys.argv[1]), sys.argv[2:] or NEEDED):
-        print(f"not to be had: {name}")
+        print(f"not available: {name}")

@@ -1,4 +1,4 @@
-"""Who is compared: a line per column, and where its environment is."""
+"""The compared peers: a line per column, with its environment."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ DEBIAN = PEERS / "debian"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One column of the table."""
-
     name: str
     peer: str
     """MODULE:CLASS of its driver."""
     python: Path
     requirement: str
-    """What is installed for it; its requirements are counted."""
+    """The package that is installed for it; its dependencies are counted."""
     imports: str
-    """What its client imports."""
+    """The module of its client."""
     isolated: bool = False
-    """Whether its servers listen everywhere, so that it gets a network of its own, which has loopback only."""
+    """Whether its servers listen everywhere: then it runs in a network with loopback only."""
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables of its processes: what there is, where the drivers are, and Debian's libraries."""
+        """Returns the variables of its processes, with paths of drivers and of libraries."""
         libraries = [str(path) for path in sorted(DEBIAN.glob("**/lib/*-linux-gnu"))]
         known = os.environ.get("LD_LIBRARY_PATH", "")
         paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -40,17 +38,17 @@ class Entry:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [*libraries, known])),
             "KVTIER_BENCH_DEBIAN": str(DEBIAN),
-            # LMCache reports to its makers otherwise.
+            # Otherwise LMCache reports its usage.
             "LMCACHE_TRACK_USAGE": "false",
             "LMCACHE_DISABLE_BANNER": "1",
             "LMCACHE_LOG_LEVEL": "ERROR",
-            # In a network that has nothing but loopback it does not start without.
+            # In a network with loopback only it does not start otherwise.
             "MC_TCP_BIND_ADDRESS": "127.0.0.1",
         }
 
 
 def isolation() -> list[str] | None:
-    """Returns what runs a command in a network of its own; None where that is not allowed."""
+    """Returns the command prefix for a network of its own; None if that is not allowed."""
     for command in (["unshare", "--net"], ["unshare", "--map-root-user", "--net"]):
         try:
             subprocess.run([*command, "true"], check=True, capture_output=True)
@@ -82,4 +80,4 @@ ENTRIES = (
     ),
     Entry("Valkey", "bench.peers.valkey_peer:Valkey", PEERS / "bin" / "python", "redis", "redis"),
 )
-"""kvtier's come first: each of the others is measured beside them."""
+"""kvtier's come first: each of the others runs beside them."""

@@ -1,4 +1,4 @@
-"""kvtier itself, through shared memory, over plain TCP sockets, and over gRPC."""
+"""kvtier through shared memory, plain TCP sockets and gRPC."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .base import Blocks, PeerFailed
 __all__ = ["Grpc", "Shm", "Tcp"]
 
 _FOUND_SECONDS = 2.0
-"""How long a client takes to find the process that serves streams, with some to spare."""
+"""Time for a client to find the bulk process, with a margin."""
 
 
 class _Kvtier:
@@ -71,7 +71,7 @@ class _Kvtier:
             lease.release()
 
     def drop(self, names: list[bytes]) -> None:
-        """Nothing to do: the server makes room by itself."""
+        """The server evicts by itself."""
 
     def stop(self) -> None:
         if self._client is not None:
@@ -86,18 +86,18 @@ class _Kvtier:
 
 
 class Shm(_Kvtier):
-    """Bytes through the region that server and client share, calls over a Unix socket."""
+    """Bytes through the shared region, calls over a Unix socket."""
 
     transport = "shm"
 
 
 class Tcp(_Kvtier):
-    """Bytes over plain TCP sockets, calls over gRPC: what clients on other hosts get."""
+    """Bytes over plain TCP sockets, calls over gRPC, as for clients on other hosts."""
 
     transport = "tcp"
 
 
 class Grpc(_Kvtier):
-    """Everything over gRPC."""
+    """Bytes and calls over gRPC."""
 
     transport = "grpc"

@@ -1,7 +1,8 @@
-"""LMCache's server through shared memory, driven by its own client classes.
+"""LMCache's server through shared memory, with its own client classes.
 
-What is timed is its best case: blocks are copied straight into its slots and out of them, where an engine's worker would first
-gather them from paged memory. Its names are chained hashes of tokens that the server computes, so a key stands for 16 tokens.
+Its best case is timed: blocks are copied directly between the client and its slots, while an
+engine's worker gathers them from paged memory first. Its names are chained hashes of tokens that
+the server computes, so a key stands for 16 tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Tokens = tuple[int, ...]
 
 
 class LMCache:
-    """`lmcache server` over ZMQ, which is what it does when it is not told otherwise, and faster than its gRPC."""
+    """`lmcache server` over ZMQ, its default, which is faster than its gRPC."""
 
     def __init__(self) -> None:
         self._server: LmcacheServer | None = None
@@ -52,8 +53,8 @@ class LMCache:
         self._since_pause = 0
 
     def start(self, directory: Path, capacity_bytes: int) -> None:
-        # It looks once in a second whether it has to evict, and refuses what finds no room until then. So it has twice the room,
-        # and evicts early; what was loaded goes after what was stored, though it is not asked for any more.
+        # It checks once per second for blocks to evict and refuses stores without space until then.
+        # So it has twice the space and evicts early. Loaded blocks are evicted after stored ones.
         settings = [*server_settings(2 * capacity_bytes, CHUNK_TOKENS), "--eviction-trigger-watermark", "0.65"]
         settings += ["--eviction-ratio", "0.3"]
         self._breath = capacity_bytes // 8
@@ -128,7 +129,7 @@ class LMCache:
         self._client.end_session(self._request).result(timeout=TIMEOUT)
 
     def drop(self, names: Tokens) -> None:
-        """Nothing is removed by name: gives the eviction its time."""
+        """Waits for the eviction; nothing is removed by name."""
         if self._since_pause >= self._breath:
             self._since_pause = 0
             time.sleep(1.1)
@@ -142,7 +143,7 @@ class LMCache:
             self._server.__exit__(None, None, None)
 
     def _clear(self) -> None:
-        # What was stored last is published a few milliseconds later.
+        # The last stored blocks are published some milliseconds later.
         time.sleep(0.2)
         self._client.clear(True).result(timeout=TIMEOUT)
 

@@ -1,7 +1,7 @@
-"""Mooncake Store over TCP: a master, a node that holds the memory, and a client that holds none.
+"""Mooncake Store over TCP: a master, a node with the memory, and a client without memory.
 
-Its servers listen on every address of the host, whatever they are told. So all of it runs in a network namespace of its own, where
-there is nothing but loopback (`child.py --isolated`).
+Its servers listen on every address of the host and have no setting for that. So everything runs in
+a network namespace with loopback only (`child.py --isolated`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Mooncake"]
 
 HOST = "127.0.0.1"
 CLIENT_BYTES = 16 << 20
-"""What a client allocates for itself."""
+"""Memory that a client allocates for itself."""
 NODE = """
 import sys
 from mooncake.store import MooncakeDistributedStore
@@ -38,7 +38,7 @@ store.close()
 
 
 class Mooncake:
-    """Batches go to and from registered memory without a copy in Python."""
+    """Batches move to and from registered memory without a copy in Python."""
 
     def __init__(self) -> None:
         self._master: subprocess.Popen[bytes] | None = None
@@ -91,7 +91,7 @@ class Mooncake:
         return answers.index(0) if 0 in answers else len(answers)
 
     def settle(self) -> None:
-        """A read lease lasts for some time and then falls."""
+        """A read lease expires by itself."""
 
     def drop(self, names: list[str]) -> None:
         self._store.batch_remove(names, True)

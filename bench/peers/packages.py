@@ -1,6 +1,7 @@
-"""`python -m bench.peers.packages REQUIREMENT`: how many distributions come with it, itself included, and its version.
+"""`python -m bench.peers.packages REQUIREMENT`: number of its distributions, and its version.
 
-What it requires and is not installed here counts as one, whatever it would bring along: the count is a lower bound.
+The count includes the requirement itself. A dependency that is not installed here counts as one, so
+the count is a lower bound.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ __all__ = ["closure"]
 
 
 def closure(requirement: str) -> set[str]:
-    """Returns the names of all that it takes, extras only where they are asked for. Raises `PackageNotFoundError`."""
+    """Returns the names of a requirement and its dependencies, with the requested extras.
+
+    Raises `PackageNotFoundError`.
+    """
     metadata.distribution(Requirement(requirement).name)
     found: set[tuple[str, frozenset[str]]] = set()
     left = [Requirement(requirement)]

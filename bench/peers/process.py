@@ -1,4 +1,4 @@
-"""A peer's process, as the parent sees it."""
+"""Process of a peer, seen from the parent."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from .base import NotToBeHad, PeerFailed
+from .base import PeerFailed, PeerMissing
 from .entries import Entry, isolation
 
 __all__ = ["PeerProcess"]
 
 PATIENCE = 20.0
-"""Seconds that a peer's process may take to end all it has started."""
+"""Most seconds for a peer's process to end everything."""
 
 
 class PeerProcess:
-    """Runs `child.py`; a context manager that leaves nothing behind, whatever happened.
+    """Runs `child.py`; a context manager that always ends everything.
 
-    The child and all servers of its are one process group, which a Ctrl-C at the terminal does not reach: the parent ends it.
+    The child and its servers are one process group, which a Ctrl-C at the terminal does not reach:
+    the parent ends it.
     """
 
     def __init__(self, entry: Entry, directory: Path) -> None:
-        """Raises `NotToBeHad`. What the peer and its libraries say goes to `directory`, which is the caller's."""
+        """Raises `PeerMissing`. Output goes to `directory`, which the caller removes."""
         self._name = entry.name
         self._log = directory / "child.log"
         command = [str(entry.python), "-m", "bench.peers.child", entry.peer]
         if not entry.python.exists():
-            raise NotToBeHad(f"its environment is not installed ({entry.python.parent.parent.name}: make bench-peers)")
+            raise PeerMissing(f"its environment is not installed ({entry.python.parent.parent.name}: make bench-peers)")
         if entry.isolated:
             command = [*_isolated(), *command, "--isolated"]
         with self._log.open("ab") as log:
@@ -59,7 +60,7 @@ class PeerProcess:
         self._end()
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Has a command of `Player` carried out. Raises `NotToBeHad` and `PeerFailed`."""
+        """Runs a command of `Player`. Raises `PeerMissing` and `PeerFailed`."""
         assert self._process.stdin is not None
         try:
             print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
@@ -74,7 +75,7 @@ class PeerProcess:
             raise self._ended()
         answer: dict[str, Any] = json.loads(line)
         if "absent" in answer:
-            raise NotToBeHad(answer["absent"])
+            raise PeerMissing(answer["absent"])
         if "failed" in answer:
             raise PeerFailed(f"{self._name}: {answer['failed']}")
         return answer
@@ -100,7 +101,7 @@ class PeerProcess:
 def _isolated() -> list[str]:
     command = isolation()
     if command is None:
-        raise NotToBeHad("its servers listen on every address, and no network of their own is allowed here (unshare)")
+        raise PeerMissing("its servers listen on every address, and no network of their own is allowed here (unshare)")
     return command
 
 

@@ -1,4 +1,4 @@
-"""Who is measured when: each peer beside kvtier, in turns, so that what else happens on the machine befalls both."""
+"""Runs each peer beside kvtier in turns, so that other load affects both."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ from typing import Any
 
 from bench.service import cpu_seconds_of, memory_bytes_of
 
-from .base import NotToBeHad, PeerFailed
+from .base import PeerFailed, PeerMissing
 from .entries import ENTRIES, ROOT, Entry
 from .process import PeerProcess
 
 __all__ = ["Column", "Effort", "compare"]
 
 KVTIER = 2
-"""So many of the first entries are kvtier's."""
+"""Number of entries at the start that are kvtier's."""
 UNKNOWN_KEYS = 8192
 HIT_KEYS = (64, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is done."""
+    """Amount of work."""
 
     capacity_bytes: int = 640 << 20
     pool_bytes: int = 256 << 20
     apart_bytes: int = 128 << 20
-    """As `Player.start` has them."""
+    """As in `Player.start`."""
     rounds: tuple[tuple[int, int], ...] = ((64 << 10, 60), (256 << 10, 40), (2 << 20, 12))
-    """Size of blocks, and rounds of it: each copies, stores and loads 64 blocks."""
+    """Block size and rounds: each copies, stores and loads 64 blocks."""
     lookup_bytes: int = 4096
     lookup_rounds: int = 10
     lookups: int = 20
-    """Lookups of known keys in a round; a quarter as many of unknown ones."""
+    """Lookups of present keys in a round; a quarter as many of missing ones."""
     imports: int = 3
     idle_seconds: float = 2.0
-    """For how long a server is watched while nobody asks for anything."""
+    """Seconds for which an idle server is watched."""
 
 
 @dataclass(slots=True)
 class Column:
-    """What was found of one peer."""
+    """Results of one peer."""
 
     name: str
     absent: str | None = None
-    """Why there are no figures, or not all."""
+    """Why figures are missing."""
     version: str = ""
     ready_seconds: float | None = None
     memory_bytes: int | None = None
     idle_share: float | None = None
-    """Of one processor, while nobody asks for anything."""
+    """Share of one processor while idle."""
     packages: int | None = None
     import_seconds: list[float] = field(default_factory=list)
     movement: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    """Seconds of memcpy, store and load by size of blocks."""
+    """Seconds of memcpy, store and load by block size."""
     lookups: dict[str, list[float]] = field(default_factory=dict)
 
 
 def compare(directory: Path, effort: Effort, entries: Sequence[Entry] = ENTRIES, kvtier: int = KVTIER) -> list[Column]:
-    """Returns a column per entry; what cannot be had, or fails, says so in its column."""
+    """Returns a column per entry; missing and failed peers say so in their column."""
     columns = [Column(entry.name) for entry in entries]
     with ExitStack() as running:
         own = list(zip(columns[:kvtier], entries[:kvtier], strict=True))
@@ -74,7 +74,7 @@ def compare(directory: Path, effort: Effort, entries: Sequence[Entry] = ENTRIES,
             try:
                 with _started(column, entry, directory, effort) as player:
                     _measure([*players, (column, player)], effort)
-            except (NotToBeHad, PeerFailed) as error:
+            except (PeerMissing, PeerFailed) as error:
                 column.absent = str(error)
         if not any(column.movement for column in columns):
             _measure(players, effort)
@@ -141,7 +141,7 @@ def _packages(entry: Entry) -> tuple[int, str]:
     command = [str(entry.python), "-m", "bench.peers.packages", entry.requirement]
     done = subprocess.run(command, env=entry.environment(), cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NotToBeHad(done.stderr.strip().splitlines()[-1])
+        raise PeerMissing(done.stderr.strip().splitlines()[-1])
     count, version = done.stdout.split()
     return int(count), version
 
@@ -151,5 +151,5 @@ def _import_seconds(entry: Entry) -> float:
     command = [str(entry.python), "-c", code]
     done = subprocess.run(command, env=entry.environment(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NotToBeHad(done.stderr.strip().splitlines()[-1])
+        raise PeerMissing(done.stderr.strip().splitlines()[-1])
     return float(done.stdout.split()[-1])

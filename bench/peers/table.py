@@ -1,4 +1,4 @@
-"""What was found, as one table for people and one object for machines."""
+"""The results as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .runner import Column
 __all__ = ["Line", "as_json", "lines", "show"]
 
 Line = tuple[str, str, list[tuple[float, float | None] | None]]
-"""What, unit, and for each column a value and its ratio to memcpy, where it has one."""
+"""Name, unit, and per column a value with its ratio to memcpy, if it has one."""
 
 
 def lines(columns: Sequence[Column]) -> Iterator[Line]:
-    """Yields the rows: rates of the median round first, then times, then what a peer costs when nothing happens."""
+    """Yields rates of the median round, then times, then the cost of an idle server."""
     for block_bytes in sorted({size for column in columns for size in column.movement}):
         size = f"{block_bytes >> 20} MiB" if block_bytes >= 1 << 20 else f"{block_bytes >> 10} KiB"
         for what in ("memcpy", "store", "load"):
@@ -43,7 +43,7 @@ def _at_rest(columns: Sequence[Column]) -> Iterator[Line]:
 
 
 def as_json(columns: Sequence[Column], facts: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the facts of the machine, the columns and the rows, with ratios, for `python -m bench.document`."""
+    """Returns facts, columns and rows with ratios, for `python -m bench.document`."""
     return {
         "facts": dict(facts),
         "columns": [{"name": c.name, "version": c.version, "absent": c.absent} for c in columns],
@@ -60,7 +60,7 @@ def as_json(columns: Sequence[Column], facts: Mapping[str, str]) -> dict[str, An
 
 
 def show(console: Console, columns: Sequence[Column]) -> None:
-    """Prints the table, and why there are no figures where there are none."""
+    """Prints the table, and why figures are missing."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("what")
     table.add_column("unit")
@@ -76,7 +76,6 @@ def show(console: Console, columns: Sequence[Column]) -> None:
 
 
 def cell_text(cell: Sequence[float | None] | None) -> str:
-    """Returns a cell as people read it."""
     if cell is None or cell[0] is None:
         return "-"
     value, ratio = cell

@@ -1,6 +1,7 @@
-"""Valkey, or the Redis that it is a fork of: a key-value server over TCP, driven by redis-py with hiredis.
+"""Valkey or Redis: a key-value server over TCP, driven by redis-py with hiredis.
 
-A batch is one command each way (MSET, MGET), a lookup one call of a script that stops at the first key that is not there.
+A batch is one command each way (MSET, MGET). A lookup is one call of a script that stops at the
+first missing key.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import redis
 from numpy.typing import NDArray
 
-from .base import Blocks, NotToBeHad, PeerFailed, end, free_port, spawn, wait_until
+from .base import Blocks, PeerFailed, PeerMissing, end, free_port, spawn, wait_until
 
 __all__ = ["Valkey"]
 
@@ -24,7 +25,7 @@ PREFIX = "for i, key in ipairs(KEYS) do if redis.call('EXISTS', key) == 0 then r
 
 
 class Valkey:
-    """Without persistence, with a limit of memory at which it evicts what was not used for the longest time."""
+    """Without persistence; with a memory limit it evicts the least recently used keys."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -39,7 +40,7 @@ class Valkey:
         wait_until(self._answers, self._process, command[0])
 
     def version(self) -> str:
-        """Returns which server this is."""
+        """Returns name and version of the server."""
         info = self._client.info("server")
         return f"{info.get('server_name', 'redis')} {info.get('valkey_version', info['redis_version'])}"
 
@@ -75,7 +76,7 @@ class Valkey:
         """Nothing is held."""
 
     def drop(self, names: list[bytes]) -> None:
-        # What a command carries counts as memory in use, so that it would evict blocks that there is room for.
+        # The bytes of a command count as used memory, and would evict blocks.
         self._client.unlink(*names)
 
     def stop(self) -> None:
@@ -91,13 +92,13 @@ class Valkey:
 
 
 def server_program() -> str:
-    """Returns the path of `VALKEY_SERVER`, of valkey-server, or of redis-server: the first that there is.
+    """Returns the path of `VALKEY_SERVER`, of valkey-server, or of redis-server.
 
-    Debian's packages of either are unpacked beside this environment (`debian.py`). Raises `NotToBeHad`.
+    Debian's packages are unpacked beside this environment (`debian.py`). Raises `PeerMissing`.
     """
     unpacked = Path(os.environ.get("KVTIER_BENCH_DEBIAN", "")) / "usr" / "bin"
     chosen = os.environ.get("VALKEY_SERVER")
     for program in (chosen, "valkey-server", "redis-server"):
         if program and (found := shutil.which(program, path=f"{os.environ['PATH']}:{unpacked}")):
             return found
-    raise NotToBeHad("neither valkey-server nor redis-server is installed, and the package could not be had")
+    raise PeerMissing("neither valkey-server nor redis-server is installed, and the package is not available")
