@@ -33,7 +33,7 @@ _UNSUPPORTED = (
 """Settings of models whose layers have caches of other shapes."""
 
 
-class UnsupportedModelError(ValueError):
+class ModelConfigError(ValueError):
     """A config.json that cannot be read, or a KV cache whose size this command cannot compute."""
 
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         return refuse(["--block-tokens and --tp must be at least 1"], EXIT_USAGE)
     try:
         shape = read_shape(Path(options.model_config), options.dtype)
-    except UnsupportedModelError as error:
+    except ModelConfigError as error:
         return refuse([f"{options.model_config}: {error}"], EXIT_FAILURE)
     found = figures(shape, options.block_tokens, options.tp, sizes)
     print_line(
@@ -114,17 +114,17 @@ def _rows(shape: KvShape, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def read_shape(path: Path, dtype: str = "auto") -> KvShape:
-    """Reads a Hugging Face config.json. Raises `UnsupportedModelError`."""
+    """Reads a Hugging Face config.json. Raises `ModelConfigError`."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"cannot be read: {error}") from error
+        raise ModelConfigError(f"cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise UnsupportedModelError("is not a JSON object")
+        raise ModelConfigError("is not a JSON object")
     nested = (config.get(name) for name in ("text_config", "language_config", "llm_config"))
     config |= next((each for each in nested if isinstance(each, dict)), {})
     if odd := [name for name in _UNSUPPORTED if config.get(name)]:
-        raise UnsupportedModelError(f"{', '.join(odd)}: KV caches of this kind are not supported")
+        raise ModelConfigError(f"{', '.join(odd)}: KV caches of this kind are not supported")
     kinds = _layer_kinds(config)
     windows, states = (sum(kind in group for kind in kinds) for group in (_WINDOW, _STATE))
     latent = bool(config.get("kv_lora_rank"))
@@ -138,7 +138,7 @@ def read_shape(path: Path, dtype: str = "auto") -> KvShape:
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise UnsupportedModelError(f"dtype {dtype!r} is not supported: use --dtype with one of {', '.join(DTYPES)}")
+        raise ModelConfigError(f"dtype {dtype!r} is not supported: use --dtype with one of {', '.join(DTYPES)}")
     context = _number(config, "max_position_embeddings", "n_positions")
     return KvShape(len(kinds) - states, windows, states, latent, kv_heads, head_dim, dtype, context)
 
@@ -156,7 +156,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
         every = _number(config, "sliding_window_pattern")
         kinds = ["sliding_attention" if (place + 1) % every else "full_attention" for place in range(layers)]
     if odd := sorted({str(kind) for kind in kinds} - set(_KINDS)):
-        raise UnsupportedModelError(f"layers of these kinds are not supported: {', '.join(odd)}")
+        raise ModelConfigError(f"layers of these kinds are not supported: {', '.join(odd)}")
     shared = _number(config, "num_kv_shared_layers") if config.get("num_kv_shared_layers") else 0
     return kinds[: layers - shared]
 
@@ -165,7 +165,7 @@ def _number(config: dict[str, Any], *names: str) -> int:
     """Returns the first of these settings that is there."""
     value = next((config[name] for name in names if config.get(name) is not None), None)
     if value is None:
-        raise UnsupportedModelError(f"has no {' or '.join(names)}")
+        raise ModelConfigError(f"has no {' or '.join(names)}")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModelError(f"{names[0]} is {value!r}, not a whole number above 0")
+        raise ModelConfigError(f"{names[0]} is {value!r}, not a whole number above 0")
     return value
