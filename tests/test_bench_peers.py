@@ -94,7 +94,7 @@ def test_the_table_names_every_column_and_row(tmp_path: Path) -> None:
         ("NotThere", "has no attribute 'NotThere'"),
     ],
 )
-def test_who_fails_is_a_line_that_says_why(tmp_path: Path, name: str, reason: str) -> None:
+def test_a_failed_peer_names_the_cause(tmp_path: Path, name: str, reason: str) -> None:
     """Wrong bytes, a wrong answer, a dead process, a missing part: the column names the cause."""
     columns = played(tmp_path, name, "Another")
     assert [column.absent for column in (columns[0], columns[2])] == [None, None]
@@ -133,7 +133,7 @@ def test_packages_are_counted_with_what_they_require() -> None:
     assert "lmdb" in packages.closure("kvtier[server]")
 
 
-def test_who_listens_everywhere_is_isolated() -> None:
+def test_peers_that_listen_everywhere_are_isolated() -> None:
     """Mooncake's servers listen on every address: they run with loopback only, or not at all."""
     assert [one.name for one in ENTRIES if one.isolated] == ["Mooncake"]
     command = isolation()
