@@ -251,7 +251,7 @@ _MISMATCH = "KEY_VALUES_MISMATCH"
 
 _SAYINGS = {
     _MISMATCH: f"the key is not this certificate's ({_MISMATCH})",
-    "NO_CERTIFICATE_OR_CRL_FOUND": "there is none in it",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "the file contains no certificate",
 }
 
 

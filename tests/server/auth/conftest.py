@@ -1,4 +1,4 @@
-"""The server of a module."""
+"""Fixtures: a server with TLS, tokens and tenants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.trust_site import Site, make_site
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """One server for a module."""
+    """Returns one server, shared by the tests of a module."""
     made = make_site(tmp_path_factory.mktemp("t"))
     with made.server.start():
         yield made

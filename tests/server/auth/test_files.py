@@ -1,4 +1,4 @@
-"""The file of tokens, and the lines of the audit log, without a server."""
+"""The token file and the lines of the audit log, without a server."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvtier.server.refused import Refused
 
 
 def read(path: Path, text: str) -> Directory:
-    """Reads a file with this text."""
+    """Writes `text` to a token file and reads it."""
     file = path / "tokens.toml"
     file.write_text(text, encoding="utf-8")
     return read_directory(file)
 
 
 def test_an_entry_is_found_by_its_token_until_it_expires(tmp_path: Path) -> None:
-    """And by nothing that is like it."""
+    """A similar token, an empty one or the hash finds no entry."""
     token = new_token()
     entry = entry_text('a "name"', hash_of(token), "acme", ["engine", "admin"], shared_memory=True)
     directory = read(tmp_path, f"{entry}expires = 1970-01-01T00:16:40Z\n")
@@ -45,8 +45,7 @@ def test_an_entry_is_found_by_its_token_until_it_expires(tmp_path: Path) -> None
     assert directory.still(OWNER, 0.0)
 
 
-def test_who_has_changed_is_not_who_he_was(tmp_path: Path) -> None:
-    """A session of an entry that has another tenant, or other roles, now is not that entry's any more."""
+def test_a_session_ends_if_the_tenant_of_its_entry_changes(tmp_path: Path) -> None:
     token = new_token()
     before = read(tmp_path, entry_text("n", hash_of(token), "acme", ["engine"], shared_memory=False))
     after = read(tmp_path, entry_text("n", hash_of(token), "zeta", ["engine"], shared_memory=False))
@@ -84,23 +83,25 @@ SOUND = f'name = "n"\nhash = "{hash_of("t")}"\n'
         ("[[token]]", ": unknown field `token`"),
     ],
 )
-def test_a_file_that_makes_no_sense(tmp_path: Path, text: str, message: str) -> None:
-    """One line, which names the file and never a token."""
+def test_an_invalid_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    """The error is one line that names the file and never contains the token."""
     with pytest.raises(TokensError, match=message) as error:
         read(tmp_path, text)
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_or_much_too_large(tmp_path: Path) -> None:
-    """Both are said."""
+def test_a_missing_or_too_large_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokensError, match="cannot be read: No such file"):
         read_directory(tmp_path / "none")
     with pytest.raises(TokensError, match="is larger than"):
         read(tmp_path, "#" * (5 << 20))
 
 
-def test_a_flood_of_refusals_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With how many were left out; others' lines are not held back; and addresses that are ever new fill no memory."""
+def test_repeated_refusals_are_combined_into_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line has the count of those left out; other callers are not affected.
+
+    Memory stays bounded.
+    """
     lines: list[dict[str, Any]] = []
 
     class Log:
@@ -141,8 +142,8 @@ def test_a_flood_of_refusals_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPa
     assert len(audit._last) <= 1024
 
 
-def test_a_file_that_could_not_be_read_is_read_when_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its owner or mode was wrong, and is mended: its contents have not changed by that, and count now."""
+def test_a_file_is_read_once_its_mode_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of owner or mode leaves the contents as they are, and still causes a new read."""
     path, token = tmp_path / "tokens.toml", new_token()
     path.write_text("")
     who = Authenticator(Config(listen=(), region_size=0, data_dir=tmp_path, tiers=(), auth=AuthConfig(tokens=path)))
@@ -156,22 +157,22 @@ def test_a_file_that_could_not_be_read_is_read_when_it_can_be(tmp_path: Path, mo
         who.refresh()
     with pytest.raises(Refused):
         who.identify(token, [], is_local=False)
-    time.sleep(0.05)  # the clock of files is a coarse one
+    time.sleep(0.05)  # the clock of the file system is coarse
     path.chmod(0o640)
     who.refresh()
     assert who.identify(token, [], is_local=False).name == "late"
 
 
 def add_token(file: Path, name: str) -> int:
-    """Adds a token to a file, as `kvtier token new` does; returns how that exits."""
+    """Adds a token to a file, as `kvtier token new` does; returns the exit code."""
     return token_command.run(Namespace(tenant=None, role=["admin"], name=name, shared_memory=False, file=str(file)))
 
 
 @pytest.mark.parametrize("is_new", [False, True])
-def test_tokens_that_are_added_at_once_are_all_there(
+def test_tokens_added_concurrently_are_all_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_new: bool
 ) -> None:
-    """Who comes while another one is between reading and writing waits, also where the file is made by that."""
+    """A second writer waits until the first has replaced the file, also if the first creates it."""
     file = tmp_path / "tokens.toml"
     if not is_new:
         assert add_token(file, "earlier") == 0
@@ -180,9 +181,10 @@ def test_tokens_that_are_added_at_once_are_all_there(
     check = token_command.read_directory
 
     def checked(path: Path) -> Directory:
-        if path != file and not second.ident:  # what is written beside: the old text has been read
+        # the new file is being written, and the old text was read
+        if path != file and not second.ident:
             second.start()
-            second.join(0.3)  # it ends by then, if it does not wait
+            second.join(0.3)  # without the lock the thread would end by then
         return check(path)
 
     monkeypatch.setattr(token_command, "read_directory", checked)
@@ -195,8 +197,8 @@ def test_tokens_that_are_added_at_once_are_all_there(
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_token_that_cannot_be_added_leaves_no_file(tmp_path: Path) -> None:
-    """Where there was none; and one that is empty stays."""
+def test_a_failed_addition_leaves_no_file(tmp_path: Path) -> None:
+    """A new file is removed again; an existing empty file stays."""
     file = tmp_path / "tokens.toml"
     assert add_token(file, "n" * 257) == 1
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Peers that connect and dawdle, or send too much: each is hung up on or refused, and costs the others nothing."""
+"""Clients that connect and stall, or send too much, are disconnected and do not disturb others."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from kvtier.server.telemetry.http import MetricsServer
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server with all its doors."""
+    """Returns a server with all its sockets: Unix, TCP with TLS, bulk and HTTP."""
     made = make_site(
         tmp_path_factory.mktemp("h"), config='metrics = "127.0.0.1:0"\nlimits = {max_message_bytes = "8MiB"}'
     )
     with made.server.start(), made.client("acme-far") as bystander:
         bystander.store(KEYS, [payload(key, PART) for key in KEYS])
-        wait_for_bulk(bystander)  # a process that the server has descriptors for
+        wait_for_bulk(bystander)  # the bulk process then has descriptors of a client
         began = made.server.descriptors()
         yield made
-        # Nobody's connection is left but ours, and blocks are served.
+        # Only our connections are left, and blocks are served.
         assert_serves(bystander, KEYS)
         wait_until(lambda: made.server.descriptors() <= began + 2, 40)
         assert '"call failed"' not in made.server.log
@@ -55,8 +55,8 @@ def dial(address: str) -> socket.socket:
     return connection
 
 
-def is_hung_up_on(connection: socket.socket) -> bool:
-    """Waits, and returns whether the server has closed a connection."""
+def is_closed_by_server(connection: socket.socket) -> bool:
+    """Waits, and returns whether the server has closed the connection."""
     with contextlib.suppress(ConnectionError):
         while connection.recv(4096):
             pass
@@ -69,35 +69,35 @@ def metrics_port(site: Site) -> int:
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
-def test_a_handshake_of_tls_that_does_not_go_on(site: Site, said: bytes) -> None:
-    """Thirty of them: all are hung up on, and calls go on meanwhile."""
+def test_stalled_tls_handshakes_are_closed(site: Site, said: bytes) -> None:
+    """The server closes thirty stalled handshakes and serves calls meanwhile."""
     dawdlers = [dial(site.server.tcp) for _ in range(30)]
     for dawdler in dawdlers:
         dawdler.sendall(said)
     with site.client("acme-far") as client:
         client.wait_until_connected(60)
         client.lookup(KEYS).release()
-    assert all(map(is_hung_up_on, dawdlers))
+    assert all(map(is_closed_by_server, dawdlers))
     for dawdler in dawdlers:
         dawdler.close()
 
 
-def test_an_attach_that_does_not_say_what_for(site: Site) -> None:
-    """Five seconds; three hundred at once do not keep an engine out for longer than that."""
+def test_attach_connections_without_a_request_are_closed(site: Site) -> None:
+    """Three hundred silent connections keep an engine from attaching for five seconds at most."""
     path = f"{site.server.path}.shm"
     dawdlers = [dial(path) for _ in range(100)]
     for number, dawdler in enumerate(dawdlers):
         dawdler.sendall(b"KVT1"[: number % 4])
     with site.client("acme-engine", unix=True, transport="shm") as client:
         client.wait_until_connected(60)
-    assert all(map(is_hung_up_on, dawdlers))
+    assert all(map(is_closed_by_server, dawdlers))
     for dawdler in dawdlers:
         dawdler.close()
 
 
-def test_a_local_call_that_stays_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of a request has a time to come in; then its connection ends, and with it what it has kept in memory."""
-    # In the server's process: told to by its interpreter's start.
+def test_an_incomplete_local_call_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection ends at the deadline, and its memory is freed."""
+    # Executed at the start of the interpreter of the server process.
     (tmp_path / "sitecustomize.py").write_text(
         "import kvtier.server.rpc.socket_calls as calls\ncalls._REQUEST_SECONDS = 0.5\n"
     )
@@ -119,14 +119,14 @@ def test_a_local_call_that_stays_half(tmp_path: Path, monkeypatch: pytest.Monkey
             half.sendall(whole[:cut])
             halves.append(half)
         began = time.monotonic()
-        assert all(map(is_hung_up_on, halves))
+        assert all(map(is_closed_by_server, halves))
         assert time.monotonic() - began < 25
         for half in halves:
             half.close()
 
 
-def test_scrapes_that_dawdle(site: Site) -> None:
-    """There are 64 connections, and one more ends the oldest: the next scrape, and a probe of the health, are served."""
+def test_stalled_scrapes_do_not_block_others(site: Site) -> None:
+    """Connection number 65 ends the oldest one, so scrapes and probes are served."""
     port = metrics_port(site)
     dawdlers = [dial(f"127.0.0.1:{port}") for _ in range(http._MAX_CONNECTIONS)]
     for dawdler in dawdlers[:10]:
@@ -135,22 +135,25 @@ def test_scrapes_that_dawdle(site: Site) -> None:
         with urlopen(f"http://127.0.0.1:{port}/{path}", timeout=60) as answer:
             assert answer.status == 200
     dawdlers += [dial(f"127.0.0.1:{port}") for _ in range(http._MAX_CONNECTIONS)]
-    assert all(map(is_hung_up_on, dawdlers[: http._MAX_CONNECTIONS]))
+    assert all(map(is_closed_by_server, dawdlers[: http._MAX_CONNECTIONS]))
     for dawdler in dawdlers:
         dawdler.close()
 
 
-def test_a_connection_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slowly its request comes: then its thread is there for somebody else."""
+def test_a_slow_http_request_is_closed_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that trickles in does not occupy its thread beyond the deadline."""
     monkeypatch.setattr(http, "_CONNECTION_SECONDS", 0.2)
     server = MetricsServer("127.0.0.1:0", CollectorRegistry())
     with contextlib.closing(server), contextlib.closing(dial(f"127.0.0.1:{server.port}")) as dawdler:
         dawdler.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
-        assert is_hung_up_on(dawdler)
+        assert is_closed_by_server(dawdler)
 
 
-def test_a_message_too_large(site: Site) -> None:
-    """RESOURCE_EXHAUSTED for a call, before anybody is asked who he is; the server does not grow by it."""
+def test_a_too_large_message_is_refused(site: Site) -> None:
+    """The status is RESOURCE_EXHAUSTED, before authentication.
+
+    The server's memory does not grow.
+    """
     with RawSession(
         site.server.tcp, namespace_of(PART), engine_id="big", credentials=site.credentials("acme-far")
     ) as session:
@@ -163,8 +166,8 @@ def test_a_message_too_large(site: Site) -> None:
         assert site.server.own_bytes() < before + (64 << 20)
 
 
-def test_metadata_too_large(site: Site) -> None:
-    """A header of a hundred kilobytes ends its call, not the server."""
+def test_too_large_metadata_is_refused(site: Site) -> None:
+    """A header of a hundred kilobytes fails its call; the server continues."""
     with RawSession(
         site.server.tcp, namespace_of(PART), engine_id="big", credentials=site.credentials("acme-far")
     ) as session:

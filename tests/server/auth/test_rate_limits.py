@@ -1,4 +1,4 @@
-"""How much a tenant may ask for: the buckets themselves, and a server that refuses with a hint."""
+"""Rate limits of a tenant: the token buckets, and a server that refuses with a retry hint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtier.server.refused import Refused
 
 
 class Clock:
-    """A time that tests move."""
+    """A clock that tests advance."""
 
     now = 100.0
 
@@ -32,8 +32,8 @@ class Clock:
         return self.now
 
 
-def test_calls_are_refused_beyond_ten_seconds_worth_and_come_back_with_time() -> None:
-    """With the time after which one more is let through."""
+def test_calls_beyond_a_burst_of_ten_seconds_are_refused() -> None:
+    """The refusal says after how long the next call is allowed."""
     clock = Clock()
     meter = RateLimiter("t", RateConfig(calls=5.0), clock)
     for _ in range(50):
@@ -52,8 +52,8 @@ def test_calls_are_refused_beyond_ten_seconds_worth_and_come_back_with_time() ->
         meter.call()
 
 
-def test_what_gives_back_is_let_through_within_reason() -> None:
-    """Who was granted slots is to return them, and pays later; who does nothing else is refused as well."""
+def test_calls_that_give_back_resources_may_exceed_the_rate() -> None:
+    """Up to 1,024 such calls pass beyond the limit, and count against later calls."""
     clock = Clock()
     meter = RateLimiter("t", RateConfig(calls=1.0), clock)
     for _ in range(10):
@@ -69,8 +69,8 @@ def test_what_gives_back_is_let_through_within_reason() -> None:
     assert refused.value.retry_after == pytest.approx(1025.0)
 
 
-def test_a_stream_that_took_more_than_there_was_is_paid_for_by_the_next() -> None:
-    """A stream that is under way is never cut short."""
+def test_bytes_beyond_the_limit_delay_the_next_stream() -> None:
+    """A running stream is never interrupted."""
     clock = Clock()
     meter = RateLimiter("t", RateConfig(bytes=1000), clock)
     meter.stream()
@@ -82,8 +82,8 @@ def test_a_stream_that_took_more_than_there_was_is_paid_for_by_the_next() -> Non
     meter.stream()
 
 
-def test_a_session_is_a_call_like_others() -> None:
-    """Who opens them in a loop is refused, also where any number may be open; and one that was refused is not counted as open."""
+def test_opening_a_session_counts_as_a_call() -> None:
+    """Opening sessions in a loop is refused; refused sessions do not count as open."""
     clock = Clock()
     meter = RateLimiter("t", RateConfig(calls=1.0), clock)
     for _ in range(10):
@@ -99,8 +99,8 @@ def test_a_session_is_a_call_like_others() -> None:
     assert meter.sessions == 1
 
 
-def test_bounds_are_per_tenant_and_its_own_table_overrules() -> None:
-    """And tenants that come and go leave nothing behind."""
+def test_limits_are_per_tenant_and_its_table_overrides_the_default() -> None:
+    """The number of buckets in memory stays bounded."""
     clock = Clock()
     meters = RateLimiters(RateConfig(calls=1.0), {"a": RateConfig(sessions=1), "b": RateConfig(calls=9.0)}, clock)
     first = meters.of("a")
@@ -109,7 +109,7 @@ def test_bounds_are_per_tenant_and_its_own_table_overrules() -> None:
     first.opens()
     with pytest.raises(Refused, match="1 sessions of tenant 'a' are open already"):
         first.opens()
-    for _ in range(9):  # ten with the one that has opened a session
+    for _ in range(9):  # with the call that opened the session: ten
         first.call()
     with pytest.raises(Refused):
         first.call()
@@ -120,8 +120,8 @@ def test_bounds_are_per_tenant_and_its_own_table_overrules() -> None:
     assert meters.of("a") is first
 
 
-def test_a_tenant_beyond_its_bounds_is_refused_and_others_are_not(tmp_path: Path) -> None:
-    """Calls with RATE_LIMITED and a hint when to try again; sessions with LIMIT_EXCEEDED; streams by their bytes."""
+def test_a_tenant_beyond_its_limits_is_refused_and_others_are_not(tmp_path: Path) -> None:
+    """Calls and streams get RATE_LIMITED with a retry hint; sessions get LIMIT_EXCEEDED."""
     config = '[tenants.slow]\nrates = {calls = 2, bytes = "4KiB", sessions = 2}'
     slow, quick = namespace_of(PART, tenant="slow"), namespace_of(PART, tenant="quick")
     with (
@@ -151,18 +151,18 @@ def test_a_tenant_beyond_its_bounds_is_refused_and_others_are_not(tmp_path: Path
             second.wait_until_connected(60)
             with Client(server.endpoint, namespace=slow, timeouts=TIMEOUTS) as third:
 
-                def is_one_too_many() -> bool:
+                def is_refused() -> bool:
                     error = error_of(third, 0.05)
                     return isinstance(error, LimitExceeded) and error.reason == "LIMIT_EXCEEDED"
 
-                wait_until(is_one_too_many, 20)  # its first attempts may come while the calls above still count
+                wait_until(is_refused, 20)  # the calls above may still count at first
             other.wait_until_connected(60)
         with Client(server.endpoint, namespace=slow, timeouts=TIMEOUTS) as third:
             third.wait_until_connected(60)
 
 
 def test_sessions_in_a_loop_are_refused(tmp_path: Path) -> None:
-    """Those of this tenant, with a hint; whoever waits for as long as that says is let in."""
+    """The tenant gets a retry hint, and is admitted after that time."""
     config = "[tenants.slow]\nrates = {calls = 2}"
     slow, quick = namespace_of(PART, tenant="slow"), namespace_of(PART, tenant="quick")
     with ServerProcess(tmp_path, region=16 * MIB, config=config) as server:
@@ -184,8 +184,8 @@ def test_sessions_in_a_loop_are_refused(tmp_path: Path) -> None:
             client.wait_until_connected(60)
 
 
-def test_a_session_that_cannot_be_is_not_counted_as_open(tmp_path: Path) -> None:
-    """Blocks that the region cannot hold are refused, however often; and the one session that may be open still may."""
+def test_a_session_that_fails_to_open_is_not_counted(tmp_path: Path) -> None:
+    """After refusals of a namespace that is too large, the one allowed session can still open."""
     with ServerProcess(tmp_path, region=16 * MIB, config="[tenants.one]\nrates = {sessions = 1}") as server:
         server.start()
         for _ in range(3):
@@ -196,15 +196,15 @@ def test_a_session_that_cannot_be_is_not_counted_as_open(tmp_path: Path) -> None
             pass
 
 
-def test_a_tenant_beyond_its_bounds_gives_back_what_it_has(tmp_path: Path) -> None:
-    """A completion that was refused would leave its slots in quarantine for as long as the session has the region mapped."""
+def test_a_rate_limited_tenant_can_complete_its_stores(tmp_path: Path) -> None:
+    """Otherwise its slots would stay in quarantine while the session maps the region."""
     config = "[leases]\ndefault = 1\n[tenants.slow]\nrates = {calls = 1}"
     with (
         ServerProcess(tmp_path, region=16 * MIB, config=config) as server,
         Client(server.start().endpoint, namespace=namespace_of(PART, tenant="slow"), timeouts=TIMEOUTS) as client,
     ):
         client.wait_until_connected(60)
-        # Of ten calls one has opened the session: the last one prepares a store.
+        # The session took one of ten calls; the last one prepares a store.
         reasons = []
         for number in range(24):
             key = key_of(number)
@@ -213,29 +213,30 @@ def test_a_tenant_beyond_its_bounds_gives_back_what_it_has(tmp_path: Path) -> No
             except LimitExceeded as error:
                 reasons.append(error.reason)
         assert set(reasons) == {"RATE_LIMITED"}
-        time.sleep(2.0)  # twice the life of a store
+        time.sleep(2.0)  # twice the lifetime of a store
         status = server.wait_for(lambda status: not status.stores)
         assert status.quarantined_bytes == 0
         assert client.connected
 
 
-def test_streams_are_bounded_by_what_they_move(tmp_path: Path) -> None:
-    """Through the server and through its bulk process: one too many is refused, and nothing is stored of it."""
+def test_streams_are_limited_by_bytes(tmp_path: Path) -> None:
+    """Server and bulk process refuse a stream beyond the limit and store nothing."""
     config = '[tenants.slow]\nrates = {bytes = "4KiB"}'
     with ServerProcess(tmp_path, region=16 * MIB, config=config) as server:
         server.start()
         with Client(
             server.endpoint, namespace=namespace_of(MIB // 2, tenant="slow"), transport="grpc", timeouts=TIMEOUTS
         ) as client:
-            client.store([key_of(0)], [payload(key_of(0), MIB // 2)])  # what minutes are worth
+            # more than the limit of several minutes
+            client.store([key_of(0)], [payload(key_of(0), MIB // 2)])
             with pytest.raises(LimitExceeded) as refused:
                 client.store([key_of(1)], [payload(key_of(1), MIB // 2)])
             assert refused.value.reason == "RATE_LIMITED"
-            wait_for_bulk(client)  # the search for it makes calls, too
+            wait_for_bulk(client)  # finding the bulk process takes calls, too
             before = calls_of(server)
             with pytest.raises(LimitExceeded):
                 client.store([key_of(2)], [payload(key_of(2), MIB // 2)])
-            # PrepareStore, the stream, and the end of the store: what cannot succeed now is not tried again at once.
+            # PrepareStore, the stream and CompleteStore: a refused stream is not retried at once.
             assert calls_of(server) - before <= 3
         server.wait_for(lambda status: not status.stores)
 

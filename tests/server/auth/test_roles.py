@@ -1,4 +1,4 @@
-"""Tokens, tenants and roles: who may do what, and that no side door is open."""
+"""Tokens, tenants and roles: what each caller may do, on every socket."""
 
 from __future__ import annotations
 
@@ -70,37 +70,40 @@ SERVICES = [
 
 
 def raw(site: Site, name: str, **more: Any) -> RawSession:
-    """Returns a session of the holder of a token, over TLS."""
+    """Opens a session over TLS with the named token."""
     namespace = namespace_of(PART, tenant=more.pop("tenant", ""))
     return RawSession(site.server.tcp, namespace, engine_id="e", rank=0, credentials=site.credentials(name), **more)
 
 
 def refused(call: Callable[[], object]) -> tuple[str, str | None]:
-    """Returns status and reason of a call that is refused."""
+    """Returns status and reason of the refusal."""
     with pytest.raises(grpc.RpcError) as error:
         call()
     return refusal_of(error.value)
 
 
 def test_every_rpc_has_its_roles() -> None:
-    """Whoever adds an RPC says who may call it; and the table names no other."""
+    """The role table lists every RPC and nothing else."""
     methods = {f"{service.full_name}/{method.name}" for service in SERVICES for method in service.methods}
     assert len(SERVICES) >= 7
     assert set(RPC_ROLES) == methods
 
 
 def test_only_probes_need_no_credentials() -> None:
-    """And nobody may call what is not in the table."""
+    """A method that is not in the table is refused."""
     assert [method for method, roles in RPC_ROLES.items() if roles is None] == ["grpc.health.v1.Health/Check"]
     with pytest.raises(Refused):
         require_role("kvtier.v1.AdminService/Unheard", OWNER)
 
 
 class TestWithoutCredentials:
-    """Nobody known."""
+    """Calls without a valid token or certificate."""
 
     def test_every_rpc_is_refused(self, site: Site) -> None:
-        """UNAUTHENTICATED, whatever is called, with no token and with one that nobody has; but for the health of the server."""
+        """The status is UNAUTHENTICATED, without a token or with an unknown one.
+
+        The health check works.
+        """
         for token in (None, "kvt_" + "x" * 43, "x"):
             credentials = Credentials(ca=site.authority.ca, token=token)
             with connected(credentials.channel(parse_endpoint(site.server.tcp), CHANNEL_OPTIONS)) as channel:
@@ -111,16 +114,16 @@ class TestWithoutCredentials:
                     else:
                         assert refused(lambda call=call: call(b"", timeout=60))[0] == "UNAUTHENTICATED", method  # type: ignore[misc]
 
-    def test_the_client_says_so(self, site: Site) -> None:
-        """As AccessDenied, with the reason; a token that has expired is none."""
+    def test_the_client_raises_access_denied(self, site: Site) -> None:
+        """An expired token has the same effect."""
         for name in (None, "old"):
             with site.client(name) as client:
                 error = why_refused(client)
                 assert isinstance(error, AccessDenied)
                 assert error.reason == "UNAUTHENTICATED"
 
-    def test_what_is_no_bearer_token(self, site: Site) -> None:
-        """Another scheme, nothing at all, and a header of a kilobyte."""
+    def test_malformed_authorization_headers_are_refused(self, site: Site) -> None:
+        """Another scheme, an empty header, and a header of a kilobyte."""
         with connected(Credentials(ca=site.authority.ca).channel(parse_endpoint(site.server.tcp))) as channel:
             stub = session_pb2_grpc.SessionServiceStub(channel)
             for value in ("Basic abc", "Bearer", "Bearer ", site.tokens.token["acme-far"], "Bearer " + "x" * 1000):
@@ -130,10 +133,13 @@ class TestWithoutCredentials:
 
 
 class TestTenants:
-    """Whose blocks are whose."""
+    """Isolation of the blocks of different tenants."""
 
     def test_the_tenant_comes_from_the_credentials(self, site: Site) -> None:
-        """Who says none is in its own; what one stores the other does not find; another's name is refused."""
+        """A client without `tenant` gets that of its token.
+
+        It finds no other tenant's blocks and may not name another tenant.
+        """
         with site.client("acme-far") as acme, site.client("zeta-engine") as zeta:
             acme.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(acme, KEYS)
@@ -141,15 +147,15 @@ class TestTenants:
                 assert lease.prefix_hits == 0
             with site.client("acme-engine", tenant="acme") as same:
                 assert_serves(same, KEYS)
-            with site.client("any-engine", tenant="acme") as anybody:
-                assert_serves(anybody, KEYS)
+            with site.client("any-engine", tenant="acme") as any_engine:
+                assert_serves(any_engine, KEYS)
             with site.client("zeta-engine", tenant="acme") as thief:
                 error = why_refused(thief)
                 assert isinstance(error, AccessDenied)
                 assert error.reason == "WRONG_TENANT"
 
-    def test_another_tenants_session_is_no_use(self, site: Site) -> None:
-        """Its id, its leases and stores, by every way there is, even for who knows or guesses them."""
+    def test_another_tenants_ids_are_refused(self, site: Site) -> None:
+        """Sessions, leases and stores of another tenant give no access on any socket."""
         with (
             raw(site, "acme-engine") as acme,
             raw(site, "zeta-engine") as zeta,
@@ -174,8 +180,8 @@ class TestTenants:
             lookup = cache_pb2.LookupRequest(session=made_up, keys=KEYS)
             assert refused(lambda: zeta.cache.Lookup(lookup, timeout=60)) == ("UNAUTHENTICATED", "UNKNOWN_SESSION")
 
-    def test_a_connection_for_calls_is_its_sessions(self, site: Site) -> None:
-        """On the socket that takes local calls, one tenant's connection does not carry calls of another's session."""
+    def test_a_local_call_connection_belongs_to_its_session(self, site: Site) -> None:
+        """It carries no calls of another tenant's session."""
         with site.client("zeta-engine", unix=True, transport="shm") as zeta, raw(site, "acme-engine") as acme:
             zeta.wait_until_connected(60)
             link = zeta._wire.link
@@ -191,10 +197,10 @@ class TestTenants:
 
 
 class TestRoles:
-    """Within a tenant."""
+    """Roles within one tenant."""
 
     def test_a_reader_loads_and_does_not_store(self, site: Site) -> None:
-        """Neither by preparing a store nor by pushing into one of an engine's, nor by a reset."""
+        """PrepareStore, Push into an engine's store, and Reset are refused."""
         with site.client("acme-engine") as engine, site.client("acme-reader") as reader:
             engine.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(reader, KEYS)
@@ -214,11 +220,11 @@ class TestRoles:
             with connected(site.credentials("acme-reader").channel(parse_endpoint(f"127.0.0.1:{port}"))) as bulk:
                 push = bulk.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
                 assert refused(lambda: push(iter([frame]), timeout=60)) == NOT_FOR_YOU
-        # What is logged is written a moment later.
+        # The log line is written a moment later.
         wait_until(lambda: any('"acme-reader"' in line and "TransferService/Push" in line for line in site.audits()))
 
-    def test_admins_see_and_do_not_store_and_engines_do_not_see(self, site: Site) -> None:
-        """AdminService is the admin's, and nothing else is."""
+    def test_admin_calls_and_cache_calls_have_separate_roles(self, site: Site) -> None:
+        """Only an admin calls AdminService, and an admin calls nothing else."""
         endpoint = parse_endpoint(site.server.tcp)
         for name, statuses in (("boss", ("OK", "PERMISSION_DENIED")), ("acme-far", ("PERMISSION_DENIED", "OK"))):
             with connected(site.credentials(name).channel(endpoint, CHANNEL_OPTIONS)) as channel:
@@ -237,18 +243,17 @@ class TestRoles:
                     else:
                         assert refused(call) == NOT_FOR_YOU
 
-    def test_a_token_for_metrics_is_for_nothing_else(self, site: Site) -> None:
-        """No RPC is for it."""
+    def test_a_metrics_token_may_call_no_rpc(self, site: Site) -> None:
         with site.client("prometheus") as client:
             assert why_refused(client).reason == "PERMISSION_DENIED"
         assert all(Role.METRICS not in (roles or ()) for roles in RPC_ROLES.values())
 
 
 class TestSharedMemory:
-    """In the region lie the blocks of all tenants."""
+    """Access to the region, which contains the blocks of all tenants."""
 
-    def test_only_who_is_trusted_with_it_gets_it(self, site: Site) -> None:
-        """Others are not told of it, are refused if they ask all the same, and stream over the Unix socket."""
+    def test_only_trusted_entries_get_shared_memory(self, site: Site) -> None:
+        """Others are refused if they ask for it, and stream over the Unix socket."""
         with site.client("acme-engine", unix=True) as near, site.client("acme-far", unix=True) as far:
             near.wait_until_connected(60)
             far.wait_until_connected(60)
@@ -261,8 +266,8 @@ class TestSharedMemory:
                 assert link is not None
                 assert (attach_reply(path, link.ref) is not None) == granted
 
-    def test_who_asks_for_it_and_may_not_have_it_is_told(self, site: Site) -> None:
-        """Streams instead would be a tenth of the rate, and nobody would know why; with "auto" the link says it."""
+    def test_explicit_shared_memory_without_permission_is_an_error(self, site: Site) -> None:
+        """With "auto" the client uses streams, and the link reports why."""
         with site.client("acme-far", unix=True, transport="shm") as client:
             error = why_refused(client)
             assert isinstance(error, AccessDenied)
@@ -273,8 +278,8 @@ class TestSharedMemory:
             assert link is not None
             assert "shared_memory" in link.why
 
-    def test_the_sockets_owner_needs_no_token(self, site: Site) -> None:
-        """Whoever can open the Unix socket, shows nothing, and is not asked to."""
+    def test_clients_of_the_unix_socket_need_no_token(self, site: Site) -> None:
+        """Permission to open the Unix socket is enough by default."""
         with Client(site.server.endpoint, namespace=namespace_of(PART, tenant="acme")) as client:
             client.wait_until_connected(60)
             assert client.transport == "shm"
@@ -284,7 +289,7 @@ class TestSharedMemory:
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server that asks on its Unix socket, and on its HTTP port, as well."""
+    """Returns a server that needs tokens on its Unix socket and on its HTTP port as well."""
     made = make_site(
         tmp_path_factory.mktemp("u"), config='metrics = "127.0.0.1:0"', auth="unix = true\nmetrics = true\n"
     )
@@ -296,10 +301,10 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 class TestStrict:
-    """Tokens everywhere."""
+    """Tokens are required on every socket."""
 
-    def test_the_unix_socket_asks_as_well(self, strict: Site) -> None:
-        """With a token all is as over TCP, shared memory included; without one nothing is."""
+    def test_the_unix_socket_requires_a_token(self, strict: Site) -> None:
+        """With a token a client is served and gets shared memory; without one it is refused."""
         with Client(strict.server.endpoint, namespace=namespace_of(PART)) as client:
             assert why_refused(client).reason == "UNAUTHENTICATED"
         with strict.client("acme-engine", unix=True) as client:
@@ -312,8 +317,8 @@ class TestStrict:
             wait_for_bulk(client)
             assert_serves(client, KEYS)
 
-    def test_metrics_want_a_token_and_health_does_not(self, strict: Site) -> None:
-        """Of the role metrics or admin."""
+    def test_metrics_require_a_token_and_health_does_not(self, strict: Site) -> None:
+        """The token needs the role metrics or admin."""
         url = f"http://127.0.0.1:{ready_line(strict.server)['metrics_port']}"
         with urlopen(f"{url}/healthz", timeout=60) as answer:  # noqa: S310 - a port of ours
             assert answer.status == 200
@@ -326,14 +331,15 @@ class TestStrict:
                 assert error.code == status  # noqa: PT017
                 error.close()
 
-    def test_the_command_line_shows_a_token(self, strict: Site, tmp_path: Path) -> None:
-        """`--token-file`; without it the command says what is missing."""
+    def test_the_command_line_sends_a_token(self, strict: Site, tmp_path: Path) -> None:
+        """With `--token-file`; without it the error names what is missing."""
         file = tmp_path / "token"
         file.write_text(strict.tokens.token["boss"])
         command = [sys.executable, "-m", "kvtier.server", "status", "--endpoint", strict.server.endpoint]
         done = subprocess.run([*command, "--token-file", str(file)], capture_output=True, text=True, check=False)
         assert (done.returncode, "sessions" in done.stdout) == (0, True), done.stderr
-        environ = os.environ | {"KVTIER_TOKEN": strict.tokens.token["acme-engine"]}  # what is said overrules it
+        # the flag overrides it
+        environ = os.environ | {"KVTIER_TOKEN": strict.tokens.token["acme-engine"]}
         told = [*command, "--token-file", str(file)]
         done = subprocess.run(told, capture_output=True, text=True, check=False, env=environ)
         assert (done.returncode, "sessions" in done.stdout) == (0, True), done.stderr
@@ -342,8 +348,8 @@ class TestStrict:
         assert "a token is needed" in done.stderr
 
 
-def test_a_token_that_is_taken_away_ends_its_sessions(tmp_path: Path) -> None:
-    """Within seconds, without a restart; others go on, and one that is added counts."""
+def test_removing_a_token_ends_its_sessions(tmp_path: Path) -> None:
+    """No restart is needed; other sessions continue, and a new token is accepted."""
     site = make_site(tmp_path)
     with site.server.start(), site.client("acme-engine") as gone, site.client("zeta-engine") as stays:
         gone.wait_until_connected(60)
@@ -360,15 +366,15 @@ def test_a_token_that_is_taken_away_ends_its_sessions(tmp_path: Path) -> None:
             credentials=Credentials(ca=site.authority.ca, token=added),
         ) as client:
             client.wait_until_connected(deadline - time.monotonic())
-        # What cannot be read changes nothing.
+        # An unreadable file changes nothing.
         site.tokens.path.write_text("[[tokens]]\nname = 3")
         wait_until(lambda: "the old ones stay" in site.server.log)
         stays.lookup(KEYS).release()
         assert stays.epoch == epoch
 
 
-def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path) -> None:
-    """The stream of its session cannot end then; its calls, its connections and the region do."""
+def test_removing_a_token_disconnects_a_client_that_ignores_heartbeats(tmp_path: Path) -> None:
+    """Its session stream cannot end, but its calls, connections and access to the region do."""
     site = make_site(tmp_path, heartbeat=0.2)
     with site.server.start():
         # A window of 64 bytes is full after the second heartbeat.
@@ -389,7 +395,7 @@ def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path
             lookup = cache_pb2.LookupRequest(session=ref, keys=KEYS).SerializeToString()
             assert calls.prepare()
             assert calls.call("CacheService/Lookup", lookup, 60)
-            time.sleep(1.0)  # five heartbeats, of which it takes one
+            time.sleep(1.0)  # five heartbeats, of which the client reads one
             site.tokens.remove("acme-engine")
             wait_until(lambda: "tokens read again" in site.server.log)
             with pytest.raises(SessionLost):
@@ -401,9 +407,10 @@ def test_a_client_that_does_not_read_its_heartbeats_is_not_spared(tmp_path: Path
             stream.cancel()
 
 
-def test_streams_of_a_token_that_is_taken_away_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that the server itself serves, for a client that does not read its heartbeats: no frame is taken or given."""
-    monkeypatch.setattr(connection, "_SILENT_INTERVALS", 10_000)  # who stores the blocks has nothing to do with it
+def test_removing_a_token_ends_its_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of the server itself end too, also if the client ignores its heartbeats."""
+    # keeps the client that stores the blocks connected
+    monkeypatch.setattr(connection, "_SILENT_INTERVALS", 10_000)
     site = make_site(tmp_path, config='limits = {max_frame_bytes = "4KiB"}', heartbeat=0.2)
     options = [*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
     with site.server.start(), site.client("acme-far") as other:
@@ -431,7 +438,7 @@ def test_streams_of_a_token_that_is_taken_away_end(tmp_path: Path, monkeypatch: 
                 transfer_pb2.PullRequest(session=ref, lease_id=lease.lease_id, items=range(len(KEYS))), timeout=60
             )
             next(pulling)
-            time.sleep(1.0)  # five heartbeats, of which it takes one
+            time.sleep(1.0)  # five heartbeats, of which the client reads one
             site.tokens.remove("acme-engine")
             wait_until(lambda: "tokens read again" in site.server.log)
             frames.put(frame)
@@ -442,8 +449,8 @@ def test_streams_of_a_token_that_is_taken_away_end(tmp_path: Path, monkeypatch: 
             stream.cancel()
 
 
-def test_a_client_reads_its_token_anew(tmp_path: Path) -> None:
-    """A token that was replaced in the client's file before the old one goes: a new session is opened with it."""
+def test_a_client_rereads_its_token_file(tmp_path: Path) -> None:
+    """After the token in the file is replaced, a new session opens with it."""
     site = make_site(tmp_path)
     file = tmp_path / "mine"
     file.write_text(site.tokens.token["acme-engine"])
@@ -461,21 +468,21 @@ def fails(client: Client) -> bool:
     """Returns whether a lookup fails; False if it works."""
     try:
         client.lookup(KEYS).release()
-    except Exception:  # noqa: BLE001 - whatever it is
+    except Exception:  # noqa: BLE001 - any error counts
         return True
     return False
 
 
 class TestAudit:
-    """What is written of whom."""
+    """Lines of the audit log."""
 
-    def test_refusals_and_admin_calls_are_written_now_and_then(self, site: Site) -> None:
-        """A line names who, what and how it ended; a flood of the same is one line; no token is in the log."""
+    def test_refusals_and_admin_calls_are_logged(self, site: Site) -> None:
+        """A line names caller, method and outcome; repetitions are combined; no token is logged."""
         with connected(site.credentials("boss").channel(parse_endpoint(site.server.tcp))) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             list(admin.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60))
             wait_until(lambda: any("AdminService/Evict" in line for line in site.audits()))
-            before = len(site.audits())  # of other tests of this server: by now all of them are written
+            before = len(site.audits())  # lines of earlier tests, all written by now
             for _ in range(50):
                 admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=60)
             list(admin.Fsck(admin_pb2.FsckRequest(), timeout=60))
@@ -486,7 +493,7 @@ class TestAudit:
                 )
         with connected(Credentials(ca=site.authority.ca).channel(parse_endpoint(site.server.tcp))) as channel:
             status_of(lambda c=channel: admin_pb2_grpc.AdminServiceStub(c).GetStatus(admin_pb2.GetStatusRequest()))  # type: ignore[misc]
-        # What is logged is written a moment later.
+        # The log line is written a moment later.
         wait_until(lambda: any("AdminService/Fsck" in line for line in site.audits()[before:]))
         wait_until(lambda: any("ipv4:127.0.0.1" in line for line in site.audits()))
         lines = [json.loads(line) for line in site.audits()]
@@ -504,8 +511,8 @@ class TestAudit:
 class TestTokenCommand:
     """`kvtier token new`."""
 
-    def test_prints_it_once_and_writes_its_hash(self, tmp_path: Path) -> None:
-        """What it writes is the owner's alone, works, and does not hold the token."""
+    def test_prints_the_token_once_and_writes_its_hash(self, tmp_path: Path) -> None:
+        """The file is readable by its owner only, works, and does not contain the token."""
         file = tmp_path / "tokens.toml"
         command = [sys.executable, "-m", "kvtier.server", "token", "new", "--file", str(file)]
         made = [
@@ -524,8 +531,8 @@ class TestTokenCommand:
                 client.wait_until_connected(60)
             server.end()
 
-    def test_leaves_a_file_whose_it_was(self, tmp_path: Path) -> None:
-        """The mode by which a server of another user reads it stays, and where it lies, if what is named is a link."""
+    def test_keeps_mode_and_location_of_the_file(self, tmp_path: Path) -> None:
+        """The server's user can still read the file, and a link still leads to the same file."""
         file = tmp_path / "tokens.toml"
         command = [sys.executable, "-m", "kvtier.server", "token", "new", "--role", "admin", "--file"]
         subprocess.run([*command, str(file)], capture_output=True, check=True)
@@ -541,8 +548,8 @@ class TestTokenCommand:
         assert link.is_symlink()
         assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
 
-    def test_says_what_is_missing(self, tmp_path: Path) -> None:
-        """An engine has a tenant; a file that is no file of tokens stays as it is."""
+    def test_names_what_is_missing_or_invalid(self, tmp_path: Path) -> None:
+        """An engine needs a tenant, and a file that is not a token file is left unchanged."""
         file = tmp_path / "tokens.toml"
         file.write_text("nonsense")
         command = [sys.executable, "-m", "kvtier.server", "token", "new", "--role", "engine"]

@@ -1,4 +1,4 @@
-"""Every command in docs/security.md runs as it stands, one after the other, in an empty directory."""
+"""Every command in docs/security.md runs unchanged, in order, in an empty directory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TABLES = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """One that is free, and stays so."""
+    """Returns a free port."""
     with ReservedPort() as reserved:
         yield reserved.number
 
 
 @pytest.mark.timeout(180)
 def test_its_commands_run(tmp_path: Path, port: int) -> None:
-    """A refused start, an authority, a certificate, tokens, a server with them, and a status of it."""
+    """Covers a refused start, an authority, a certificate, tokens, and a server that uses them."""
     programs = tmp_path / "bin"
     programs.mkdir()
     kvtier = programs / "kvtier"
@@ -69,7 +69,8 @@ def test_its_commands_run(tmp_path: Path, port: int) -> None:
                 wanted = 78 if "exit code 78" in line else 0
                 if done.returncode == wanted:
                     break
-                assert servers, f"{line}: {done.stderr}"  # one that was just started may not be up yet
+                # a server that was just started may not be ready yet
+                assert servers, f"{line}: {done.stderr}"
                 assert time.monotonic() < deadline, f"{line}: {done.returncode}\n{done.stdout}{done.stderr}"
     finally:
         for server in servers:
@@ -83,8 +84,7 @@ def test_its_commands_run(tmp_path: Path, port: int) -> None:
     assert not stat.S_IMODE((tmp_path / "tokens.toml").stat().st_mode) & 0o077
 
 
-def test_its_tables_can_be_read(tmp_path: Path) -> None:
-    """What it shows of the files is what the server takes."""
+def test_its_configuration_files_are_valid(tmp_path: Path) -> None:
     tokens, _, bounds = TABLES
     (tmp_path / "tokens.toml").write_text(
         tokens.replace("sha256:…", hash_of("x")).replace("# shared", "shared").replace("# exp", "exp")

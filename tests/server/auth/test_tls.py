@@ -1,4 +1,4 @@
-"""TLS and mTLS on TCP: who is let in, with which certificate, and what happens when that is replaced."""
+"""TLS and mTLS over TCP: which clients are accepted, and replacement of certificates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtier.server.auth.tokens import new_token
 
 
 def peer_serial(address: str, ca: str) -> int:
-    """Returns the number of the certificate that a server shows."""
+    """Returns the serial number of the server's certificate."""
     host, _, port = address.rpartition(":")
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(["h2"])
@@ -38,7 +38,7 @@ def peer_serial(address: str, ca: str) -> int:
 
 
 def test_blocks_travel_over_tls_through_the_bulk_process(site: Site) -> None:
-    """A client with the server's CA and a token stores and loads; streams go to the bulk process over TLS, never in the clear."""
+    """A client with the CA and a token stores and loads; the bulk process uses TLS."""
     with site.client("acme-far") as client:
         client.wait_until_connected(60)
         assert client.transport == "grpc"
@@ -49,8 +49,7 @@ def test_blocks_travel_over_tls_through_the_bulk_process(site: Site) -> None:
         assert type(streams).__name__ == "Streams"
 
 
-async def test_the_asyncio_client_too(site: Site) -> None:
-    """The same credentials, for asyncio."""
+async def test_the_asyncio_client_uses_tls(site: Site) -> None:
     namespace = namespace_of(PART, model="aio")
     credentials = site.credentials("acme-far")
     async with AsyncClient(site.server.tcp, namespace=namespace, credentials=credentials, timeouts=TIMEOUTS) as client:
@@ -61,8 +60,8 @@ async def test_the_asyncio_client_too(site: Site) -> None:
         assert all((found == payload(key, PART)).all() for key, found in zip(KEYS, buffers, strict=True))
 
 
-def test_a_client_that_trusts_somebody_else_does_not_connect(site: Site, tmp_path: Path) -> None:
-    """The server's certificate is verified: of another authority, or in the clear, there is no connection."""
+def test_a_client_with_another_ca_does_not_connect(site: Site, tmp_path: Path) -> None:
+    """The client verifies the server's certificate and refuses a connection in the clear."""
     other = Authority(tmp_path, "other")
     token = site.tokens.token["acme-far"]
     for credentials in (Credentials(ca=other.ca, token=token), Credentials(token=token, insecure=True)):
@@ -71,7 +70,7 @@ def test_a_client_that_trusts_somebody_else_does_not_connect(site: Site, tmp_pat
 
 
 def test_a_token_is_not_sent_in_the_clear() -> None:
-    """Over TCP without TLS a token stays at home, unless somebody has said that it may go; a key goes with its certificate."""
+    """Without TLS a token needs explicit permission; a client key needs its certificate."""
     with pytest.raises(InvalidRequest, match=r"is not sent to 127\.0\.0\.1:1 in the clear"):
         Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=Credentials(token=new_token()))
     with pytest.raises(InvalidRequest, match="goes with its key"):
@@ -80,8 +79,8 @@ def test_a_token_is_not_sent_in_the_clear() -> None:
         Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=Credentials(ca="/nowhere/ca.pem"))
 
 
-def test_files_that_cannot_be_used_are_not_a_server_that_is_gone(tmp_path: Path) -> None:
-    """To gRPC a key that is another certificate's, and authorities that are none, are a connection that was refused."""
+def test_unusable_credential_files_are_named_in_the_error(tmp_path: Path) -> None:
+    """With gRPC alone a mismatched key or an empty CA file looks like a refused connection."""
     authority = Authority(tmp_path)
     pair, other = authority.issue("engine-1"), authority.issue("engine-2")
     junk = tmp_path / "junk.pem"
@@ -99,8 +98,8 @@ def test_files_that_cannot_be_used_are_not_a_server_that_is_gone(tmp_path: Path)
         assert isinstance(error_of(client, 1.5), NotConnected)
 
 
-def test_authorities_that_grpc_can_use_are_used(site: Site, tmp_path: Path) -> None:
-    """A file whose end is damaged, and a pipe, which can be read once: a look at them is no reason to refuse them."""
+def test_ca_files_that_grpc_accepts_are_accepted(site: Site, tmp_path: Path) -> None:
+    """The check accepts a file with a damaged end, and a pipe, which can be read only once."""
     sound = Path(site.authority.ca).read_bytes()
     damaged = tmp_path / "damaged.pem"
     damaged.write_bytes(sound + sound[:200])
@@ -116,8 +115,8 @@ def test_authorities_that_grpc_can_use_are_used(site: Site, tmp_path: Path) -> N
         os.close(reading)
 
 
-def test_the_environment_has_credentials(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`KVTIER_CA` and `KVTIER_TOKEN_FILE`, for clients and for the command line."""
+def test_credentials_come_from_the_environment(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`KVTIER_CA` and `KVTIER_TOKEN_FILE` apply to clients and to the command line."""
     file = tmp_path / "token"
     file.write_text(f"{site.tokens.token['acme-far']}\n")
     monkeypatch.setenv("KVTIER_CA", site.authority.ca)
@@ -132,7 +131,7 @@ def test_the_environment_has_credentials(site: Site, monkeypatch: pytest.MonkeyP
 
 
 def test_a_new_certificate_is_in_use_without_a_restart(tmp_path: Path) -> None:
-    """For the server and its bulk process; a pair that does not belong together leaves the old one; clients stay connected."""
+    """The bulk process uses it too; clients stay connected, and a mismatched pair is ignored."""
     site = make_site(tmp_path)
     with site.server.start(), site.client("acme-far") as early:
         early.wait_until_connected(60)
@@ -158,13 +157,15 @@ def test_a_new_certificate_is_in_use_without_a_restart(tmp_path: Path) -> None:
         wait_until(lambda: "a new certificate cannot be used" in site.server.log)
 
 
-def test_a_client_whose_files_have_gone_goes_on(site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It does not find the bulk process, which takes a channel of its own, and says why; streams go through the server."""
+def test_a_client_continues_if_its_files_are_removed(
+    site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot reach the bulk process, logs the reason, and streams through the server."""
     ca = tmp_path / "ca.pem"
     ca.write_bytes(Path(site.authority.ca).read_bytes())
     credentials = Credentials(ca=str(ca), token=site.tokens.token["acme-far"])
     with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials, timeouts=TIMEOUTS) as client:
-        # `wait_until_connected` would have it look for the bulk process at once, and the file would be gone too late.
+        # `wait_until_connected` would search for the bulk process before the file is removed.
         wait_until(lambda: client.connected)
         ca.unlink()
         client.store(KEYS, [payload(key, PART) for key in KEYS])
@@ -174,7 +175,7 @@ def test_a_client_whose_files_have_gone_goes_on(site: Site, tmp_path: Path, capl
 
 @pytest.fixture(scope="module")
 def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server that wants certificates of its authority, some of which have a tenant."""
+    """Returns a server that requires client certificates; some of them have a tenant."""
     directory = tmp_path_factory.mktemp("m")
     made = make_site(directory, tls=f'client_ca = "{directory / "ca.pem"}"')
     with made.tokens.path.open("a") as file:
@@ -185,17 +186,17 @@ def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 class TestMutual:
-    """Clients need a certificate."""
+    """A server that requires client certificates."""
 
     @staticmethod
     def connect(site: Site, pair: Pair | None, token: str | None = None, tenant: str = "") -> Client:
-        """Returns a client that shows this certificate."""
+        """Returns a client with this certificate."""
         shown = {"cert": pair.cert, "key": pair.key} if pair is not None else {}
         namespace = namespace_of(PART, tenant=tenant)
         return Client(site.server.tcp, namespace=namespace, credentials=site.credentials(token, **shown))
 
     def test_a_certificate_has_its_tenant(self, mutual: Site) -> None:
-        """By its common name, or a name in its subject's alternatives."""
+        """The tenant comes from the common name or a subject alternative name."""
         pairs = [
             mutual.authority.issue("engine-1"),
             mutual.authority.issue("two", alternative="spiffe://test/engine-2"),
@@ -208,16 +209,16 @@ class TestMutual:
             with self.connect(mutual, pair, tenant="zeta") as client:
                 assert why_refused(client).reason == "WRONG_TENANT"
 
-    def test_one_that_is_nobodys_needs_a_token(self, mutual: Site) -> None:
-        """A certificate lets in; who it is, a token may say as well."""
+    def test_a_certificate_without_an_entry_needs_a_token(self, mutual: Site) -> None:
+        """A valid certificate admits the connection; the token then identifies the caller."""
         pair = mutual.authority.issue("stranger")
         with self.connect(mutual, pair) as client:
             assert why_refused(client).reason == "UNAUTHENTICATED"
         with self.connect(mutual, pair, "zeta-engine") as client:
             client.wait_until_connected(60)
 
-    def test_none_or_an_expired_or_another_authoritys_does_not_connect(self, mutual: Site, tmp_path: Path) -> None:
-        """The handshake ends; those that are in notice nothing."""
+    def test_missing_expired_or_foreign_certificates_are_refused(self, mutual: Site, tmp_path: Path) -> None:
+        """The handshake fails, and connected clients are not affected."""
         late = mutual.authority.issue("late", days=(-2, -1))
         foreign = Authority(tmp_path, "foreign").issue("engine-1")
         with self.connect(mutual, mutual.authority.issue("engine-1")) as bystander:
@@ -232,7 +233,7 @@ class TestMutual:
 
 
 def test_an_expired_certificate_of_the_server_is_refused_by_clients(tmp_path: Path) -> None:
-    """And one in its place is found without a restart of either."""
+    """After it is replaced, clients connect without a restart of server or client."""
     site = make_site(tmp_path)
     site.authority.issue("server", days=(-2, -1))
     with site.server.start(), site.client("acme-far") as client:
@@ -241,10 +242,8 @@ def test_an_expired_certificate_of_the_server_is_refused_by_clients(tmp_path: Pa
         client.wait_until_connected(60)
 
 
-def test_a_certificate_that_is_out_of_date_is_a_line_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At the start, and when it replaces one that is not: only clients would notice else."""
+def test_an_expired_certificate_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the start and at a replacement; otherwise only clients would see it."""
     authority = Authority(tmp_path)
     for days, wanted in (((-2, -1), "has expired"), ((1, 2), "not yet valid"), ((-1, 1), "")):
         pair = authority.issue("server", days=days)
@@ -255,7 +254,7 @@ def test_a_certificate_that_is_out_of_date_is_a_line_in_the_log(
 
 UNUSABLE = {
     "missing": "none.pem: No such file or directory",
-    "no certificate": "junk.pem: not certificates in PEM: there is none in it",
+    "no certificate": "junk.pem: not certificates in PEM: the file contains no certificate",
     "no key": "server.pem and {0}/junk.pem: the key is not a private key in PEM",
     "another's key": "the key is not this certificate's (KEY_VALUES_MISMATCH)",
     "no authority": "TLS with {0}/junk.pem: not certificates in PEM",
@@ -265,7 +264,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("what", list(UNUSABLE))
 def test_a_server_with_files_that_cannot_be_used_does_not_start(tmp_path: Path, what: str) -> None:
-    """It says which, and why."""
+    """The error names the file and the cause."""
     authority = Authority(tmp_path)
     pair, other = authority.issue("server"), authority.issue("other")
     junk = tmp_path / "junk.pem"
@@ -279,14 +278,14 @@ def test_a_server_with_files_that_cannot_be_used_does_not_start(tmp_path: Path, 
     assert UNUSABLE[what].format(tmp_path) in refused_start(tmp_path, "--config", str(config))
 
 
-def test_without_tls_or_insecure_it_does_not_start(tmp_path: Path) -> None:
-    """Exit code 78: trying again will not help."""
+def test_tcp_without_tls_or_insecure_does_not_start(tmp_path: Path) -> None:
+    """The exit code is 78: a retry would not help."""
     with launch(tmp_path, listen="127.0.0.1:0") as server:
         assert server.process.wait(60) == 78
 
 
-def test_where_it_is_insecure_tokens_still_count(tmp_path: Path) -> None:
-    """In the clear, with a token that its holder lets go: the tenant is still the token's."""
+def test_tokens_identify_the_tenant_over_insecure_tcp(tmp_path: Path) -> None:
+    """With explicit permission the client sends its token in the clear."""
     site = make_site(tmp_path)
     path = tmp_path / "kvtier.toml"
     text = path.read_text()

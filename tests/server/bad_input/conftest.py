@@ -1,4 +1,4 @@
-"""The server that bad input is sent to, and what must hold whatever was sent."""
+"""Fixtures: the server that receives bad input, and the checks that follow every case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtier.client.results import DurableStatus
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """One server for the whole table."""
+    """Returns one server for all cases."""
     with (
         ServerProcess(tmp_path_factory.mktemp("bad")) as server,
         Client(server.start().endpoint, namespace=NAMESPACE, name="bystander") as bystander,
@@ -30,7 +30,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         assert set(bystander.flush(KEYS)) == {DurableStatus.DURABLE}
         assert_serves(bystander, KEYS)
         yield World(server, bystander, mine, theirs, headless, server.own_bytes())
-        # All of it still holds after the table as a whole, and in another life.
+        # The same holds after all cases, and after a restart.
         server.restart()
         with Client(server.endpoint, namespace=NAMESPACE) as client:
             assert_serves(client, KEYS)
@@ -38,10 +38,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def world(shared: World) -> Iterator[World]:
-    """The shared server; whatever a case did, the bystander's blocks are served and nothing is left pinned."""
+    """Yields the shared server.
+
+    Then checks that it serves the bystander's blocks and pins nothing.
+    """
     yield shared
     while shared.held:
-        with contextlib.suppress(grpc.RpcError):  # the case has ended it itself; what remains is counted below
+        # the case may have ended it; what is left is counted below
+        with contextlib.suppress(grpc.RpcError):
             shared.held.pop()()
     assert shared.server.alive, shared.server.log[-3000:]
     assert_serves(shared.bystander, KEYS)

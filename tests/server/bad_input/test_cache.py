@@ -1,4 +1,4 @@
-"""CacheService: each call has its status and its stable reason, and nobody else notices."""
+"""CacheService: a refused call has a status and a stable reason; other clients are not affected."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ CACHE_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
         call("PrepareLoad", lambda _: cache_pb2.PrepareLoadRequest(lease_id=2**64 - 1, items=[0])),
         NO_LEASE,
     ),
-    "PrepareLoad of someone else's": (
+    "PrepareLoad of another client's": (
         call("PrepareLoad", lambda w: cache_pb2.PrepareLoadRequest(lease_id=w.lease(w.theirs), items=[0])),
         NOT_OWNER,
     ),
-    "PrepareLoad of an item that there is not": (
+    "PrepareLoad of an unknown item": (
         call("PrepareLoad", lambda w: cache_pb2.PrepareLoadRequest(lease_id=w.lease(), items=[0, 32])),
         INVALID,
     ),
@@ -81,7 +81,7 @@ CACHE_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
         call("PrepareLoad", lambda w: cache_pb2.PrepareLoadRequest(lease_id=w.lease(keys=[*KEYS, *FRESH]), items=[33])),
         NOT_READY,
     ),
-    "PrepareLoad of a block in the making": (
+    "PrepareLoad of a block that is being stored": (
         lambda w: call(
             "PrepareLoad",
             lambda _: cache_pb2.PrepareLoadRequest(lease_id=(w.store(), w.lease(keys=FRESH))[1], items=[0]),
@@ -92,11 +92,11 @@ CACHE_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
         call("CompleteLoad", lambda _: cache_pb2.CompleteLoadRequest(lease_id=4711)),
         NO_LEASE,
     ),
-    "CompleteLoad of someone else's": (
+    "CompleteLoad of another client's": (
         call("CompleteLoad", lambda w: cache_pb2.CompleteLoadRequest(lease_id=w.lease(w.theirs), release=True)),
         NOT_OWNER,
     ),
-    "ReleaseLease of someone else's": (
+    "ReleaseLease of another client's": (
         call("ReleaseLease", lambda w: cache_pb2.ReleaseLeaseRequest(lease_ids=[w.lease(w.theirs)])),
         NOT_OWNER,
     ),
@@ -104,7 +104,7 @@ CACHE_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
         call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=range(1_000_000))),
         INVALID,
     ),
-    "Touch of someone else's": (
+    "Touch of another client's": (
         call("Touch", lambda w: cache_pb2.TouchRequest(lease_ids=[w.lease(w.theirs)])),
         NOT_OWNER,
     ),
@@ -113,15 +113,15 @@ CACHE_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
         call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=4711)),
         NO_STORE,
     ),
-    "CompleteStore of someone else's": (
+    "CompleteStore of another client's": (
         call("CompleteStore", lambda w: cache_pb2.CompleteStoreRequest(store_id=w.store(w.theirs))),
         NOT_OWNER,
     ),
-    "CompleteStore aborts someone else's": (
+    "CompleteStore aborts another client's": (
         call("CompleteStore", lambda w: cache_pb2.CompleteStoreRequest(store_id=w.store(w.theirs), abort=True)),
         NOT_OWNER,
     ),
-    "CompleteStore with an item that there is not": (
+    "CompleteStore with an unknown item": (
         call("CompleteStore", lambda w: cache_pb2.CompleteStoreRequest(store_id=w.store(), failed_items=[0, 8])),
         INVALID,
     ),
@@ -161,13 +161,13 @@ CACHE_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
 
 
 @pytest.mark.parametrize("case", CACHE_CASES)
-def test_cache(world: World, case: str) -> None:
-    """CacheService refuses what is out of range, not there, or not the caller's."""
+def test_bad_calls_are_refused(world: World, case: str) -> None:
+    """Values out of range, unknown ids and other clients' ids have their status and reason."""
     refuse(world, *CACHE_CASES[case])
 
 
 def test_completing_twice(world: World) -> None:
-    """The second completion of a store, or of a lease, finds nothing; what the first one did stands."""
+    """The second completion of a store or lease finds nothing, and the first stays valid."""
     store_id, lease_id = world.store(), world.lease()
     store = call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=store_id, abort=True))
     load = call("CompleteLoad", lambda _: cache_pb2.CompleteLoadRequest(lease_id=lease_id, release=True))
@@ -177,8 +177,8 @@ def test_completing_twice(world: World) -> None:
     assert set(call("Lookup", lambda _: cache_pb2.LookupRequest(keys=FRESH))(world).statuses) == {KeyStatus.MISS}  # type: ignore[attr-defined]
 
 
-def test_ends_of_leases_that_are_gone(world: World) -> None:
-    """Releasing unknown leases is fine, touching them names them, and finishing an unknown request does nothing."""
+def test_unknown_leases_and_requests_can_be_ended(world: World) -> None:
+    """An unknown lease can be released; a touch names it; an unknown request is ignored."""
     lease_id = world.lease()
     call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=[1, 2, 2**64 - 1]))(world)
     touched: Any = call("Touch", lambda _: cache_pb2.TouchRequest(lease_ids=[1, lease_id, 2]))(world)
@@ -186,8 +186,8 @@ def test_ends_of_leases_that_are_gone(world: World) -> None:
     call("FinishRequest", lambda _: cache_pb2.FinishRequestRequest(request_id="never begun"))(world)
 
 
-def test_times_beyond_the_limits_are_cut(world: World) -> None:
-    """A wait or lease of centuries is cut to the server's limit instead of being refused."""
+def test_times_beyond_the_limits_are_shortened(world: World) -> None:
+    """A wait or lease of centuries is shortened to the server's limit instead of being refused."""
     long = Duration(seconds=10**11)
     request = cache_pb2.LookupRequest(keys=KEYS, lease_duration=long, wait=long)
     found: Any = call("Lookup", lambda _: request)(world)
@@ -195,8 +195,8 @@ def test_times_beyond_the_limits_are_cut(world: World) -> None:
     call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=[found.lease_id]))(world)
 
 
-def test_caller_that_does_not_wait_for_its_lease(world: World) -> None:
-    """A lookup whose caller hangs up while the server waits for it leaves no lease behind."""
+def test_a_cancelled_lookup_leaves_no_lease(world: World) -> None:
+    """The caller disconnects while the server waits for blocks."""
     world.store(world.theirs)
     request = cache_pb2.LookupRequest(session=world.mine.ref, keys=FRESH, wait=seconds(20))
     with pytest.raises(grpc.RpcError) as refusal:

@@ -1,4 +1,4 @@
-"""HandoffService: what makes no sense is refused, and nothing stays held."""
+"""HandoffService: invalid calls are refused; no hold is left."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from kvtier.protos.v1 import cache_pb2, handoff_pb2
 
 
 def publish(**fields: Any) -> Call:
-    """Returns a publication that is sound but for these fields."""
+    """Returns a valid publication with these fields replaced."""
     sound = {"request_id": "r", "keys": KEYS, "positions": range(len(KEYS)), "num_tokens": 1}
     return call("PublishHold", lambda _: handoff_pb2.PublishHoldRequest(**(sound | fields)))
 
 
 def claim(**fields: Any) -> Call:
-    """Returns a claim of what nobody has published, with these fields."""
+    """Returns a claim of an unpublished hold, with these fields."""
     return call("ClaimHold", lambda _: handoff_pb2.ClaimHoldRequest(**({"hold": HOLD} | fields)))
 
 
 def claimed(world: World, **fields: Any) -> Any:
-    """Returns what a claim is granted, which is given back at the end."""
+    """Claims a hold; releases it at the end."""
     answer: Any = claim(**fields)(world)
     release = cache_pb2.ReleaseLeaseRequest(session=world.mine.ref, lease_ids=[answer.lease_id])
     world.held.append(lambda: world.mine.cache.ReleaseLease(release, timeout=TIMEOUT))
@@ -62,16 +62,16 @@ CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
     "a position too many": (publish(positions=range(33)), INVALID),
     "positions for no keys": (publish(keys=[]), INVALID),
     "a negative duration": (publish(duration=seconds(-1)), INVALID),
-    "a direction that there is not": (publish(direction=7), INVALID),
+    "an unknown direction": (publish(direction=7), INVALID),
     "a key that is only a group": (publish(keys=[b"abcd"], positions=[0]), INVALID_KEY),
-    "a key of no group": (publish(keys=[make_key(b"some hash", 2)], positions=[0]), INVALID_KEY),
+    "a key of an unknown group": (publish(keys=[make_key(b"some hash", 2)], positions=[0]), INVALID_KEY),
     "a key that is too long": (publish(keys=[b"k" * 81], positions=[0]), INVALID_KEY),
     "a key too many": (publish(keys=[b"five5"] * 65_537), TOO_MANY),
     "a million keys": (publish(keys=[key_of(0)] * 1_000_000), TOO_LARGE),
-    "a claim of what nobody published": (claim(), NO_HOLD),
+    "a claim of an unpublished hold": (claim(), NO_HOLD),
     "a claim that waits for it": (claim(wait=seconds(0.2)), NO_HOLD),
     "a claim without a name": (call("ClaimHold", lambda _: handoff_pb2.ClaimHoldRequest()), INVALID),
-    "a claim of no engine": (claim(hold=name(engine_id="")), INVALID),
+    "a claim without an engine": (claim(hold=name(engine_id="")), INVALID),
     "a claim of a long name": (claim(hold=name(engine_id="e" * 600)), INVALID),
     "a claim for a long request": (claim(request_id="r" * 600), INVALID),
     "a claim with a negative wait": (claim(wait=seconds(-1)), INVALID),
@@ -101,21 +101,21 @@ CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_handoff(world: World, case: str) -> None:
-    """What is out of range, contradicts itself or is not there has its status and its stable reason."""
+def test_bad_calls_are_refused(world: World, case: str) -> None:
+    """Values out of range, contradictions and unknown names have their status and reason."""
     refuse(world, *CASES[case])
 
 
 def test_a_refused_call_releases_nothing(world: World) -> None:
-    """A list with a bad name in it is refused as a whole."""
+    """A list that contains a bad name is refused as a whole."""
     hold = world.hold()
     bad = call("ReleaseHolds", lambda _: handoff_pb2.ReleaseHoldsRequest(holds=[hold, name("")]))
     refuse(world, bad, INVALID)
     assert set(claimed(world, hold=hold).statuses) == {KeyStatus.HIT}
 
 
-def test_times_beyond_the_limits_are_cut(world: World) -> None:
-    """A hold for centuries, or one that is extended by them, gets what the configuration allows."""
+def test_times_beyond_the_limits_are_shortened(world: World) -> None:
+    """A hold of centuries, or a renewal by centuries, gets the configured maximum."""
     long = Duration(seconds=10**11)
     hold = world.hold(duration=long)
     assert 590 < claimed(world, hold=hold, wait=long, lease_duration=long).remaining.seconds <= 600
@@ -124,14 +124,14 @@ def test_times_beyond_the_limits_are_cut(world: World) -> None:
     assert claimed(world, hold=hold).remaining.seconds <= 600
 
 
-def test_first_positions_of_groups_that_there_are_not(world: World) -> None:
-    """Or beyond the last block: nothing is wanted, and nothing leased."""
+def test_first_positions_of_unknown_groups_lease_nothing(world: World) -> None:
+    """Positions beyond the last block have the same effect."""
     answer = claimed(world, hold=world.hold(), first_positions=[2**32 - 1] * 9)
     assert (set(answer.statuses), answer.lease_id) == ({0}, 0)
 
 
-def test_caller_that_does_not_wait_for_its_claim(world: World) -> None:
-    """A claim whose caller hangs up while the server waits for blocks leaves no lease, and no hold beyond its own time."""
+def test_a_cancelled_claim_leaves_no_lease(world: World) -> None:
+    """The caller disconnects while the server waits for blocks; the hold expires as usual."""
     hold = world.hold(FRESH)
     request = handoff_pb2.ClaimHoldRequest(session=world.mine.ref, hold=hold, wait=seconds(20))
     with pytest.raises(grpc.RpcError) as refusal:

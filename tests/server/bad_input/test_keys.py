@@ -1,4 +1,4 @@
-"""Keys that are malformed, too many, unknown, or always the same."""
+"""Malformed, too many, unknown and repeated keys."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ WITH_KEYS = {
         pytest.param([key_of(0)] * 1_000_000, TOO_LARGE, id="a million in 22 MB"),
     ],
 )
-def test_keys(world: World, method: str, keys: list[bytes], expected: tuple[str, str | None]) -> None:
-    """Malformed keys and too many of them are refused by every method that takes keys; nothing is granted."""
+def test_bad_keys_are_refused(world: World, method: str, keys: list[bytes], expected: tuple[str, str | None]) -> None:
+    """Every method with keys refuses malformed keys and too many of them; it grants nothing."""
     refuse(world, call(method, lambda _: WITH_KEYS[method](keys=keys)), expected)
 
 
@@ -59,17 +59,17 @@ KEY_BYTES = len(KEYS[0])
         pytest.param(b"".join(KEYS), KEY_BYTES, KEYS[:1], INVALID, id="both ways"),
     ],
 )
-def test_packed_keys(
+def test_bad_packed_keys_are_refused(
     world: World, method: str, keys: bytes, key_bytes: int, unpacked: list[bytes], expected: tuple[str, str | None]
 ) -> None:
-    """What is packed is looked at as closely as what is not."""
+    """Packed keys are checked as strictly as unpacked ones."""
     packed = common_pb2.PackedKeys(keys=keys, key_bytes=key_bytes)
     refuse(world, call(method, lambda _: WITH_KEYS[method](packed_keys=packed, keys=unpacked)), expected)
 
 
-def test_packed_keys_are_keys(world: World) -> None:
-    """Found, granted and repeated like any others."""
-    asked = [*KEYS, key_of(7, salt="nobody"), *KEYS[:3]]
+def test_packed_keys_act_like_unpacked_keys(world: World) -> None:
+    """The server finds, grants and repeats packed keys like unpacked ones."""
+    asked = [*KEYS, key_of(7, salt="unknown"), *KEYS[:3]]
     packed = common_pb2.PackedKeys(keys=b"".join(asked), key_bytes=KEY_BYTES)
     answers: list[Any] = [
         call("Lookup", lambda _, fields=fields: cache_pb2.LookupRequest(mode=cache_pb2.LOOKUP_MODE_EACH, **fields))(
@@ -87,8 +87,7 @@ def test_packed_keys_are_keys(world: World) -> None:
 
 
 @pytest.mark.parametrize("method", WITH_KEYS)
-def test_no_keys(world: World, method: str) -> None:
-    """No keys at all are fine, and get no answers."""
+def test_an_empty_key_list_is_valid(world: World, method: str) -> None:
     answer: Any = call(method, lambda _: WITH_KEYS[method]())(world)
     found = answer.lookup if method == "BeginRequest" else answer
     assert found.statuses == b""
@@ -96,9 +95,9 @@ def test_no_keys(world: World, method: str) -> None:
     assert not getattr(found, "store_id", 0)
 
 
-def test_unknown_keys(world: World) -> None:
-    """Keys that nobody stored are misses without a lease, and durable nowhere."""
-    unknown = [key_of(number, salt="nobody") for number in range(1000)]
+def test_unknown_keys_are_misses(world: World) -> None:
+    """They get no lease and are durable in no tier."""
+    unknown = [key_of(number, salt="unknown") for number in range(1000)]
     for mode in (cache_pb2.LOOKUP_MODE_PREFIX, cache_pb2.LOOKUP_MODE_EACH):
         found: Any = call("Lookup", lambda _, mode=mode: cache_pb2.LookupRequest(keys=unknown, mode=mode))(world)
         assert (set(found.statuses), found.prefix_hits, found.lease_id) == ({KeyStatus.MISS}, 0, 0)
@@ -106,8 +105,8 @@ def test_unknown_keys(world: World) -> None:
     assert set(flushed.statuses) == {DurableStatus.VOLATILE}
 
 
-def test_refusals_do_not_add_up(world: World) -> None:
-    """Refused messages, and what they made the server unpack, are let go at once, not when garbage is collected."""
+def test_refused_messages_are_freed_at_once(world: World) -> None:
+    """Refused messages and their unpacked keys are freed without a garbage collection."""
     refused = call("Lookup", lambda _: cache_pb2.LookupRequest(keys=[b"five5"] * 1_000_000))
     refuse(world, refused, TOO_MANY)
     before = world.server.own_bytes()
@@ -116,8 +115,8 @@ def test_refusals_do_not_add_up(world: World) -> None:
     assert world.server.own_bytes() < before + 48 * MIB
 
 
-def test_same_key_again_and_again(world: World) -> None:
-    """A key that stands in a call many times gets an answer each time, one lease and one slot."""
+def test_a_repeated_key_has_one_lease_and_one_slot(world: World) -> None:
+    """A repeated key is answered each time it occurs."""
     found: Any = call("Lookup", lambda _: cache_pb2.LookupRequest(keys=KEYS[:1] * 5000))(world)
     assert found.prefix_hits == 5000
     call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=[found.lease_id] * 5000))(world)

@@ -1,4 +1,4 @@
-"""Sessions that are not open, that must not be opened, or that have no slots."""
+"""Sessions that are unknown, that are refused, or that have no slots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvtier.protos.wire.grpc_frames import encode_push_frame
 
 
 def test_table_names_every_method_of_the_cache() -> None:
-    """No RPC of CacheService and HandoffService is left out of the tables here."""
+    """The tables here name every RPC of CacheService and HandoffService."""
     services = (
         cache_pb2.DESCRIPTOR.services_by_name["CacheService"],
         handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"],
@@ -38,8 +38,8 @@ def test_table_names_every_method_of_the_cache() -> None:
 
 @pytest.mark.parametrize("method", [*WITH_SESSION, "Push", "Pull"])
 @pytest.mark.parametrize("which", ["unknown", "missing", "stale", "short", "long"])
-def test_session_that_is_not_open(world: World, method: str, which: str) -> None:
-    """A call in the name of an unknown session, or of an earlier life of the server, is refused by every method."""
+def test_an_unknown_session_is_refused(world: World, method: str, which: str) -> None:
+    """Every method refuses an unknown session, and a session of an earlier epoch of the server."""
     ref, good = common_pb2.SessionRef(), world.mine.ref
     if which != "missing":
         ids = {"unknown": bytes(16), "stale": good.session_id, "short": b"x", "long": bytes(1 << 16)}
@@ -58,8 +58,8 @@ def test_session_that_is_not_open(world: World, method: str, which: str) -> None
     refuse(world, run, STALE if which in ("stale", "missing") else UNKNOWN)
 
 
-def as_headless(method: str, make: Callable[[World], Any]) -> Call:
-    """Returns a call as the scheduler's session."""
+def as_scheduler(method: str, make: Callable[[World], Any]) -> Call:
+    """Returns a call of the scheduler's session."""
 
     def run(world: World) -> object:
         request = make(world)
@@ -70,24 +70,26 @@ def as_headless(method: str, make: Callable[[World], Any]) -> Call:
 
 
 def test_scheduler_has_no_slots(world: World) -> None:
-    """A session without a rank, in a world of several, looks up; slots to read or write it is refused, and leaves no lease."""
+    """A session without a rank may look up blocks; it gets no slots and no lease."""
     keys = [key_of(number, salt="two ranks") for number in range(4)]
     for rank in (0, 1):
         with RawSession(world.server.endpoint, TWO_RANKS, engine_id="workers", rank=rank) as worker:
             answer = worker.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=worker.ref, keys=keys))
             worker.cache.CompleteStore(cache_pb2.CompleteStoreRequest(session=worker.ref, store_id=answer.store_id))
-    refuse(world, as_headless("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=keys)), INVALID)
-    refuse(world, as_headless("Lookup", lambda _: cache_pb2.LookupRequest(keys=keys, want_slots=True)), INVALID)
+    refuse(world, as_scheduler("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=keys)), INVALID)
+    refuse(world, as_scheduler("Lookup", lambda _: cache_pb2.LookupRequest(keys=keys, want_slots=True)), INVALID)
     assert world.server.status().leases == 0
     lease_id = world.lease(world.headless, keys)
     refuse(
-        world, as_headless("PrepareLoad", lambda _: cache_pb2.PrepareLoadRequest(lease_id=lease_id, items=[0])), INVALID
+        world,
+        as_scheduler("PrepareLoad", lambda _: cache_pb2.PrepareLoadRequest(lease_id=lease_id, items=[0])),
+        INVALID,
     )
     refuse(world, lambda w: w.pull(w.headless, lease_id, [0]), INVALID)
 
 
 def opening(world: World, **fields: Any) -> object:
-    """Opens a session with a request that is sound but for these fields; hands back the first answer."""
+    """Opens a session with these fields replaced; returns the first answer."""
     request = session_pb2.OpenRequest()
     request.CopyFrom(world.mine.request)
     namespace = fields.pop("namespace", {})
@@ -127,20 +129,20 @@ OPEN_CASES: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("case", OPEN_CASES)
-def test_open(world: World, case: str) -> None:
-    """A session is not opened for what contradicts itself or does not fit."""
+def test_invalid_sessions_are_refused(world: World, case: str) -> None:
+    """A request that contradicts itself or does not fit opens no session."""
     fields, expected = OPEN_CASES[case]
     before = len(world.server.status().sessions)
     refuse(world, lambda w: opening(w, **{name: _copied(value) for name, value in fields.items()}), expected)
-    assert len(world.server.status().sessions) <= before  # those of earlier cases may still be on their way out
+    # sessions of earlier cases may still be closing
+    assert len(world.server.status().sessions) <= before
 
 
 def _copied(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
-def test_open_and_hang_up(world: World) -> None:
-    """Sessions whose streams are dropped at once are gone at once."""
+def test_sessions_end_with_their_streams(world: World) -> None:
     for _ in range(50):
         opening(world)
     world.server.wait_for(lambda status: len(status.sessions) == 4)

@@ -1,4 +1,4 @@
-"""Pushes and pulls that are not sound, and those that stop in the middle."""
+"""Invalid pushes and pulls, and streams that stop in the middle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from kvtier.protos.wire.grpc_frames import decode_pull_frame, encode_push_frame
 
 
 def frames_of(world: World, store_id: int, payload_bytes: bytes, **changed: Any) -> list[bytes]:
-    """Returns one frame to a store."""
+    """Returns a stream with one frame for a store."""
     offset = changed.get("offset", 0)
     checksum = changed.get("checksum", xxhash.xxh3_64_intdigest(payload_bytes))
     return [encode_push_frame(offset, checksum, [payload_bytes], session=world.mine.ref, store_id=store_id)]
@@ -51,7 +51,7 @@ TOTAL = PART * len(FRESH)
 
 @pytest.fixture(params=["server", "bulk"])
 def streams(world: World, request: pytest.FixtureRequest) -> Iterator[World]:
-    """The world, with streams to the server itself, or to its bulk process: they refuse alike."""
+    """Yields the world with streams to the server or to its bulk process; both refuse alike."""
     if request.param == "server":
         yield world
         return
@@ -61,11 +61,11 @@ def streams(world: World, request: pytest.FixtureRequest) -> Iterator[World]:
 
 PUSH_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
     "unknown store": (lambda w: w.push(frames_of(w, 4711, b"x")), NO_STORE),
-    "someone else's store": (lambda w: w.push(frames_of(w, w.store(w.theirs), b"x")), NOT_OWNER),
+    "another client's store": (lambda w: w.push(frames_of(w, w.store(w.theirs), b"x")), NOT_OWNER),
     "bytes beyond the end": (lambda w: w.push(frames_of(w, w.store(), bytes(100), offset=TOTAL - 99)), WRONG_SIZE),
     "bytes far beyond the end": (lambda w: w.push(frames_of(w, w.store(), b"x", offset=2**64 - 1)), WRONG_SIZE),
     "more than the blocks take": (lambda w: w.push(frames_of(w, w.store(), bytes(TOTAL + 1))), WRONG_SIZE),
-    "damaged on the way": (lambda w: w.push(frames_of(w, w.store(), bytes(100), checksum=1)), DAMAGED),
+    "damaged in transit": (lambda w: w.push(frames_of(w, w.store(), bytes(100), checksum=1)), DAMAGED),
     "frame beyond the limit": (lambda w: w.push(frames_of(w, w.store(), bytes(20 * MIB))), TOO_LARGE),
     "garbage": (lambda w: w.push([b"\xff" * 100]), INVALID),
     "garbage after a good frame": (lambda w: w.push([*frames_of(w, w.store(), bytes(100)), b"\x00garbage"]), INVALID),
@@ -77,13 +77,13 @@ PUSH_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
 
 
 @pytest.mark.parametrize("case", PUSH_CASES)
-def test_push(streams: World, case: str) -> None:
-    """Push takes only whole frames that fit slots of the caller's own store."""
+def test_bad_pushes_are_refused(streams: World, case: str) -> None:
+    """Push accepts only whole frames that fit slots of the caller's own store."""
     refuse(streams, *PUSH_CASES[case])
 
 
-def test_push_of_random_bytes(streams: World) -> None:
-    """Whatever bytes come as a frame, the answer has a reason and the server goes on."""
+def test_random_bytes_are_refused(streams: World) -> None:
+    """The answer has a reason, and the server continues."""
     world = streams
     whole = frames_of(world, world.store(), bytes(64))[0]
     for number in range(200):
@@ -98,8 +98,8 @@ def test_push_of_random_bytes(streams: World) -> None:
             assert status == STATUS_OF[reason].name != "INTERNAL"
 
 
-def test_push_to_a_store_that_ended_meanwhile(streams: World) -> None:
-    """A frame that comes after the store was ended is refused: its slots may be somebody else's by then."""
+def test_a_push_to_an_ended_store_is_refused(streams: World) -> None:
+    """The slots may already belong to another store."""
     world = streams
     store_id = world.store()
     first = frames_of(world, store_id, bytes(100))[0]
@@ -114,8 +114,8 @@ def test_push_to_a_store_that_ended_meanwhile(streams: World) -> None:
     refuse(world, lambda w: w.mine.push(frames(), timeout=TIMEOUT), NO_STORE)
 
 
-def test_push_that_stops_in_the_middle(streams: World) -> None:
-    """A stream that is cancelled in mid-store leaves a store that can still be aborted, and no block (B4.5)."""
+def test_a_cancelled_push_leaves_no_block(streams: World) -> None:
+    """The store can still be aborted (B4.5)."""
     world = streams
     store_id = world.store()
 
@@ -133,8 +133,8 @@ def test_push_that_stops_in_the_middle(streams: World) -> None:
 
 PULL_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
     "unknown lease": (lambda w: w.pull(w.mine, 4711, [0]), NO_LEASE),
-    "someone else's lease": (lambda w: w.pull(w.mine, w.lease(w.theirs), [0]), NOT_OWNER),
-    "item that there is not": (lambda w: w.pull(w.mine, w.lease(), [0, 32]), INVALID),
+    "another client's lease": (lambda w: w.pull(w.mine, w.lease(w.theirs), [0]), NOT_OWNER),
+    "unknown item": (lambda w: w.pull(w.mine, w.lease(), [0, 32]), INVALID),
     "item far out": (lambda w: w.pull(w.mine, w.lease(), [2**32 - 1]), INVALID),
     "more items than keys in a call": (lambda w: w.pull(w.mine, w.lease(), [0] * 4_000_000), INVALID),
     "a miss": (lambda w: w.pull(w.mine, w.lease(keys=[*KEYS, *FRESH]), [33]), NOT_READY),
@@ -142,13 +142,12 @@ PULL_CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
 
 
 @pytest.mark.parametrize("case", PULL_CASES)
-def test_pull(streams: World, case: str) -> None:
+def test_bad_pulls_are_refused(streams: World, case: str) -> None:
     """Pull sends only ready items of a lease of the caller's own engine."""
     refuse(streams, *PULL_CASES[case])
 
 
-def test_pull_that_nobody_reads(streams: World) -> None:
-    """A reader that stops in the middle holds up nobody but itself."""
+def test_an_unread_pull_does_not_delay_other_streams(streams: World) -> None:
     world = streams
     request = transfer_pb2.PullRequest(session=world.mine.ref, lease_id=world.lease(), items=[*range(32)] * 200)
     stream = world.mine.pull(request, timeout=TIMEOUT)

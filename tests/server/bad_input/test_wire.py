@@ -1,4 +1,4 @@
-"""Bytes that are no message, no gRPC, or no request for the region."""
+"""Bytes that are not a valid message, not gRPC, or not a request for the region."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from kvtier.server.rpc.attach import _HANDSHAKE_SECONDS
 
 
 def path_of(method: str) -> str:
-    """Returns a method of one of the tables with its service."""
+    """Returns the path of a method, with its service."""
     return f"{'HandoffService' if 'Hold' in method else 'CacheService'}/{method}"
 
 
 @pytest.mark.parametrize("method", [*map(path_of, WITH_SESSION), "TransferService/Pull"])
-def test_bytes_that_are_no_message(world: World, method: str) -> None:
-    """A message that protobuf cannot parse is refused."""
+def test_unparsable_messages_are_refused(world: World, method: str) -> None:
     for garbage in (b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x0f", bytes(range(256))):
         kind = world.mine.channel.unary_stream if method.endswith("Pull") else world.mine.channel.unary_unary
         refuse(
@@ -32,16 +31,15 @@ def test_bytes_that_are_no_message(world: World, method: str) -> None:
         )
 
 
-def test_methods_that_there_are_not(world: World) -> None:
-    """An unknown method or service is UNIMPLEMENTED."""
+def test_unknown_methods_are_unimplemented(world: World) -> None:
     for method in ("/kvtier.v1.CacheService/Nothing", "/kvtier.v2.CacheService/Lookup", "/nothing"):
         with pytest.raises(grpc.RpcError) as refusal:
             world.mine.channel.unary_unary(method, None, None)(b"", timeout=TIMEOUT)
         assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_bytes_that_are_no_grpc(world: World) -> None:
-    """Whoever talks something else to the socket, or nothing at all, is no trouble."""
+def test_bytes_that_are_not_grpc_do_no_harm(world: World) -> None:
+    """Connections to the socket that send another protocol or nothing do not disturb the server."""
     for text in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, b""):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(world.server.path))
@@ -54,13 +52,13 @@ def test_bytes_that_are_no_grpc(world: World) -> None:
 
 
 def attach_path(world: World) -> str:
-    """Returns the socket that hands out the region."""
+    """Returns the socket that sends the region's descriptor."""
     path: str = world.mine.capabilities.region.attach_path
     return path
 
 
 def test_attach_is_for_open_sessions_only(world: World) -> None:
-    """The region's descriptor goes to sessions of this life, and to nobody else."""
+    """Only sessions of the current epoch get the region's descriptor."""
     good = world.mine.ref
     assert attach_reply(attach_path(world), good) == 64 * MIB
     for session_id, epoch in ((bytes(16), good.epoch), (good.session_id, good.epoch ^ 1), (bytes(16), 0)):
@@ -69,8 +67,8 @@ def test_attach_is_for_open_sessions_only(world: World) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"KVT1", b"\xff" * REQUEST_BYTES, b"KVT2" + bytes(24), b"x" * 100_000])
-def test_attach_with_garbage(world: World, sent: bytes) -> None:
-    """A connection that does not say what it should is closed, without a descriptor."""
+def test_an_invalid_attach_request_is_closed(world: World, sent: bytes) -> None:
+    """The client gets no descriptor."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(60)
         connection.connect(attach_path(world))
@@ -83,8 +81,8 @@ def test_attach_with_garbage(world: World, sent: bytes) -> None:
         assert (data, descriptors) == (b"", [])
 
 
-def test_attach_half_way(world: World) -> None:
-    """Many connections that stop in mid-request hold up nobody, and end by themselves."""
+def test_incomplete_attach_requests_end_by_themselves(world: World) -> None:
+    """They delay no other client."""
     before, began = world.server.descriptors(), time.monotonic()
     connections = []
     for number in range(100):
@@ -95,7 +93,7 @@ def test_attach_half_way(world: World) -> None:
     assert attach_reply(attach_path(world), world.mine.ref) == 64 * MIB
     connections[0].setblocking(False)
     if time.monotonic() - began < _HANDSHAKE_SECONDS - 1:
-        with pytest.raises(BlockingIOError):  # it came before those had to go
+        with pytest.raises(BlockingIOError):  # the connection is newer than those that were closed
             connections[0].recv(1)
     for connection in connections[50:]:
         connection.close()
@@ -106,9 +104,10 @@ def test_attach_half_way(world: World) -> None:
     world.server.wait_for(lambda _: world.server.descriptors() <= before + 2)
 
 
-def test_attached_client_that_talks_on(world: World) -> None:
-    """What an attached client sends after its request is ignored; the end of the connection is what counts."""
+def test_bytes_after_the_attach_request_are_ignored(world: World) -> None:
+    """Only the end of the connection counts."""
     with contextlib.closing(world.mine.attach()) as attachment:
         attachment._connection.sendall(bytes(1 << 20))
         status = world.server.wait_for(lambda status: any(session.attached for session in status.sessions))
-        assert sum(session.attached for session in status.sessions) == 2  # the bystander, and this one
+        # the bystander and this one
+        assert sum(session.attached for session in status.sessions) == 2
