@@ -1,4 +1,4 @@
-"""Server process: starts all parts in order, waits for a signal, and stops them in reverse order."""
+"""Server process: starts all parts in order, waits for a signal, stops them in reverse order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from .telemetry.loop_lag import LoopLag, watch_loop
 __all__ = ["EXIT_LEFT_BEHIND", "Server", "serve"]
 
 EXIT_LEFT_BEHIND = 3
-"""Exit code if the worker threads of a tier did not end. The tier's running jobs are lost, as after a kill."""
+"""Exit code if the worker threads of a tier did not end. The tier's running jobs are lost, as after
+a kill."""
 
 _log = get_logger(__name__)
 
@@ -49,12 +50,13 @@ _WATCH_SECONDS = 1.0
 def serve(config: Config) -> int:
     """Runs a server until SIGTERM or SIGINT; returns the exit code of the process.
 
-    After `EXIT_LEFT_BEHIND`, threads may still access the region: the caller must end the process with `os._exit`.
+    After `EXIT_LEFT_BEHIND`, threads may still access the region: the caller must end the process
+    with `os._exit`.
     """
     tune_malloc()
     allow_descriptors()
-    # A copy on a worker thread takes the GIL again after each block. With the default interval of 5 ms,
-    # one busy thread would reduce the copy rate by a factor of 100.
+    # A copy on a worker thread takes the GIL again after each block. With the default interval of 5
+    # ms, one busy thread would reduce the copy rate by a factor of 100.
     sys.setswitchinterval(1e-4)
     try:
         return asyncio.run(_serve(config))
@@ -88,8 +90,10 @@ class Server:
 
     1. The health service reports NOT_SERVING, and the periodic tasks end.
     2. The drain finishes running stores and jobs, then ends all sessions.
-    3. gRPC, the metrics server, the bulk process, the device copy workers and the attach socket close.
-    4. Tracing sends its last spans; the runtime closes the tiers and the region; sockets are released.
+    3. gRPC, the metrics server, the bulk process, the device copy workers and the attach socket
+       close.
+    4. Tracing sends its last spans; the runtime closes the tiers and the region; sockets are
+       released.
     """
 
     def __init__(self, config: Config, end: Callable[[], object] = lambda: None) -> None:
@@ -131,7 +135,8 @@ class Server:
         self.ports = bind_endpoints(config, listeners.grpc, access)
         self.metrics_port = start_metrics_server(backend, drain, status, closers)
 
-        disable_full_gc()  # again: the tiers have added the objects that they loaded from their disks
+        # again: the tiers have added the objects that they loaded from their disks
+        disable_full_gc()
         await runtime.start()  # backs the first pages before the first call
         await listeners.grpc.start()
         closers.push_async_callback(listeners.grpc.stop, _GRACE_SECONDS)
@@ -154,7 +159,10 @@ class Server:
         )
 
     async def stop(self) -> None:
-        """Refuses new work, waits for running work, and releases everything. Also called after a failed `start`."""
+        """Refuses new work, waits for running work, and releases everything.
+
+        Also called after a failed `start`.
+        """
         await self._closers.aclose()
         if self.left_behind:
             _log.error("stopped, and tiers were left behind", tiers=self.left_behind, exit_code=EXIT_LEFT_BEHIND)
@@ -166,7 +174,7 @@ class Server:
 
 
 async def _watch(backend: Backend, health: Health) -> None:
-    """Each second: reloads the tokens, updates the health service, and runs the garbage collector if it is time."""
+    """Each second: reloads tokens, updates the health service, collects garbage if due."""
     runtime, metrics = backend.runtime, backend.metrics
     collector = FullCollector(runtime.now())
     while True:

@@ -1,7 +1,8 @@
-"""The shell around the core: feeds it events, carries out its commands, moves bytes on threads.
+"""Runtime around the core: passes it events, executes its commands, runs tier jobs on threads.
 
-Everything here runs on the event loop, except the tiers' jobs and the backing of the region, which run on threads
-and report back through the loop. The core is therefore never entered twice at once, and needs no locks.
+Everything runs on the event loop, except the tiers' jobs and the backing of the region, which run
+on threads and report back through the loop. The core is therefore single-threaded and needs no
+locks.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ _log = get_logger(__name__)
 _TICK_SECONDS = 1.0
 _WRITERS_SECONDS = 3.0
 _STALLED_SECONDS = 5.0
-"""How long a server that ends waits for a tier that does not come back from a job."""
+"""How long `drain` waits for tiers with a stalled job."""
 _LATE_SECONDS = 1.0
-"""A tick that is so late says that the server itself was stopped for a while, and nothing about its tiers."""
-_AGAIN_SECONDS = 1.0
-"""When the core is given its next slice to do after one that failed: the same might fail again, and others want their turn."""
+"""A tick delayed by more than this means that the whole server was paused, so no tier is
+stalled."""
+_RETRY_SECONDS = 1.0
+"""Delay of the next slice of work after one that failed."""
 _BACKING_CHUNK_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -59,8 +61,9 @@ T = TypeVar("T")
 def extent_bytes_for(region_bytes: int) -> int:
     """Returns the size of an extent, a power of two: 64 MiB in a region of 2 to 64 GiB.
 
-    A part of a block must fit an extent, and each size class wastes one extent at most: so it is a 32nd of a smaller region
-    and a 512th of a larger one, from 64 KiB to 256 MiB.
+    A part of a block must fit into an extent, and each size class wastes at most one extent. The
+    size is therefore 1/32 of a smaller region and 1/512 of a larger one, between 64 KiB and 256
+    MiB.
     """
     wanted = max(min(region_bytes // 32, 64 << 20), min(region_bytes // 512, 256 << 20))
     return 1 << (max(wanted, 64 << 10).bit_length() - 1)
@@ -73,16 +76,17 @@ class TierRuntime:
         self,
         region: HostRegion,
         tiers: Sequence[SecondaryTier],
-        keeping: TierSettings | None = None,
+        settings: TierSettings | None = None,
         *,
         stall_seconds: float = 10.0,
     ) -> None:
-        """Opens nothing and starts nothing: see `start`. The region and the tiers are closed by `close`.
+        """Starts nothing; see `start`. `close` closes the region and the tiers.
 
-        A tier that has not come back from a job for `stall_seconds` is gone on without until it has.
+        After `stall_seconds` in a job, a tier counts as stalled: it gets no work until the job
+        ends.
 
         Raises:
-            ValueError: `keeping` contradicts itself, or what the tiers can hold.
+            ValueError: the settings contradict each other, or exceed what the tiers can hold.
         """
         self.region = region
         self.extent_bytes = extent_bytes_for(region.size_bytes)
@@ -92,26 +96,25 @@ class TierRuntime:
             self.extent_bytes,
             self.tiers,
             first_id=secrets.randbits(62),
-            keeping=keeping,
+            keeping=settings,
             now=time.monotonic(),
         )
         self._stall_seconds = stall_seconds
-        self._watch_from = 0.0
-        """From when on it is looked whether tiers stand still; whether one stores and loads again is looked always."""
+        self._stall_watch_from = 0.0
+        """Stalls are detected from this time on; their end is always detected."""
         self._waiting: dict[LeaseId | HoldName, list[asyncio.Future[None]]] = defaultdict(list)
         self._observe_failure: Callable[[str], object] = lambda _: None
         self._slice_failed = False
-        """Whether the last slice of what is left did."""
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
-        """Jobs that threads have ended and the core has not heard of."""
+        """Ended jobs that the core has not processed."""
         self._changed = asyncio.Event()
         self._closing = threading.Event()
-        self._backing_trouble: str | None = None
+        self._backing_error: str | None = None
         self._backing: threading.Thread | None = None
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Backs the first extent with pages, and the others in the background; lets the core know of time from now on."""
+        """Backs the first extent, then the others in the background; starts the core's clock."""
         self._loop = asyncio.get_running_loop()
         first = min(self.extent_bytes, self.region.size_bytes)
         if await asyncio.to_thread(self._back, 0, first):
@@ -125,19 +128,22 @@ class TierRuntime:
         self.pump()
 
     def now(self) -> float:
-        """Returns the core's time, in seconds."""
+        """Returns the core's time in seconds."""
         return time.monotonic()
 
     def pump(self) -> None:
-        """Carries out what the core has asked for. Called after every event."""
+        """Executes the core's commands. Called after every event."""
         commands = self.core.take_commands()
         while commands:
             for command in commands:
-                self._carry_out(command)
+                self._execute(command)
             commands = self.core.take_commands()
 
     def get_finished_jobs(self) -> None:
-        """Lets the core know of all jobs that have ended by now. Called by the loop, and before room is asked for (B3.4)."""
+        """Passes all ended jobs to the core.
+
+        Called by the loop, and before blocks are allocated (B3.4).
+        """
         if not self._finished:
             return
         while self._finished:
@@ -148,11 +154,14 @@ class TierRuntime:
         self.notify()
 
     async def settled(self, lease_id: LeaseId, seconds: float) -> None:
-        """Waits until nothing of a lease is pending, or the time is over. The lease may be gone by then."""
+        """Waits until no block of a lease is pending, or the time is over.
+
+        The lease may have ended.
+        """
         await self._wait_for(lease_id, seconds)
 
     async def hold_changed(self, name: HoldName, seconds: float) -> None:
-        """Waits until something of a hold has changed, or the time is over: it may be there or gone by then."""
+        """Waits until a hold changes, or the time is over. The hold may have ended."""
         await self._wait_for(name, seconds)
 
     async def _wait_for(self, name: LeaseId | HoldName, seconds: float) -> None:
@@ -174,41 +183,42 @@ class TierRuntime:
             await asyncio.wait_for(self._changed.wait(), seconds)
 
     def notify(self) -> None:
-        """Wakes who waits for a change."""
+        """Wakes the callers of `changed`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def drain(self, seconds: float) -> bool:
-        """Waits until no store is in flight and all that fits is durable; returns whether that came about in time.
+        """Waits until no store is in flight and all that fits is durable; returns whether it is.
 
-        New stores must be refused meanwhile. What is not done in time is left out, the least recently used first.
+        The caller must refuse new stores. If time runs out, the least recently used blocks are not
+        written.
         """
         deadline = self.now() + seconds
         self.core.make_durable()
         self.pump()
-        # Writers get a moment, not more: one that hangs must not cost what is there already.
-        stored = await self._idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
+        # Writers get a short time: one that hangs must not delay the blocks that are complete.
+        stored = await self._wait_idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
         self.core.make_durable()
         self.pump()
-        idle = await self._idle(deadline, self._jobs_that_get_on)
+        idle = await self._wait_idle(deadline, self._running_jobs)
         return await self._wait_for_stalled(deadline) and idle and stored
 
-    def _jobs_that_get_on(self) -> int:
+    def _running_jobs(self) -> int:
         return sum(worker.jobs for worker in self._workers if not worker.stalled)
 
     async def _wait_for_stalled(self, deadline: float) -> bool:
-        """Gives tiers that stand still some time to come back, and to store what they missed; returns whether all did."""
-        patience = min(deadline, self.now() + _STALLED_SECONDS)
+        """Waits for stalled tiers and stores what they missed; returns whether none is stalled."""
+        stall_deadline = min(deadline, self.now() + _STALLED_SECONDS)
         stalled = [worker for worker in self._workers if worker.stalled]
         if not stalled:
             return True
-        await self._idle(patience, lambda: sum(worker.stalled for worker in stalled))
+        await self._wait_idle(stall_deadline, lambda: sum(worker.stalled for worker in stalled))
         self.core.make_durable()
         self.pump()
-        await self._idle(deadline, self._jobs_that_get_on)
+        await self._wait_idle(deadline, self._running_jobs)
         return not any(worker.stalled for worker in self._workers)
 
-    async def _idle(self, deadline: float, busy: Callable[[], int]) -> bool:
+    async def _wait_idle(self, deadline: float, busy: Callable[[], int]) -> bool:
         while busy():
             if self.now() >= deadline:
                 return False
@@ -216,41 +226,43 @@ class TierRuntime:
         return True
 
     def stats(self) -> ManagerStats:
-        """Returns the figures of this moment. Called on the loop."""
+        """Returns the current statistics. Called on the loop."""
         stats = self.core.stats()
-        if self._backing_trouble is None:
+        if self._backing_error is None:
             return stats
-        cpu = replace(stats.tiers[0], healthy=False, trouble=self._backing_trouble)
+        cpu = replace(stats.tiers[0], healthy=False, trouble=self._backing_error)
         return replace(stats, tiers=(cpu, *stats.tiers[1:]))
 
     def observe_jobs(self, observer: JobObserver) -> None:
-        """Has every job reported that ends from now on."""
+        """Sets the observer of ended jobs."""
         for worker in self._workers:
             worker.observe_job = observer
 
     def observe_failures(self, observer: Callable[[str], object]) -> None:
-        """Has it reported, from now on, what fails of what the core does besides calls: "tick" or "slice"."""
+        """Sets the observer of failed background work, "tick" or "slice"."""
         self._observe_failure = observer
 
     @property
     def tiers(self) -> list[CheckedTier]:
-        """The tiers below the CPU tier, in lookup order."""
+        """Tiers below the CPU tier, in lookup order."""
         return [worker.tier for worker in self._workers]
 
     def check(self, number: int, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Has tier `number` look at itself, beside its jobs; see `TierWorker.check`."""
+        """Runs a check on tier `number`, beside its jobs; see `TierWorker.check`."""
         return self._workers[number - 1].check(work)
 
     def entries_lost(self, number: int, names: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Takes note that tier `number` has put damaged blocks out of use: no lookup finds them there from now on."""
+        """Tells the core that tier `number` has removed damaged blocks."""
         self.core.entries_lost(number, names)
         self.pump()
         self.notify()
 
     async def close(self) -> None:
-        """Ends threads, closes tiers and lets go of the region. Called once, when no call is served any more.
+        """Ends the threads, closes the tiers and the region.
 
-        A tier that does not come to an end is left behind, and the region with it: it may still read or write there.
+        Called once, when no call is served any more.
+
+        If a tier does not end, the region stays mapped: the tier may still access it.
         """
         self._closing.set()
         if self._ticker is not None:
@@ -261,7 +273,7 @@ class TierRuntime:
 
     @property
     def left_behind(self) -> list[str]:
-        """Names of the tiers that `close` could not bring to an end."""
+        """Names of the tiers that `close` could not end."""
         return [worker.tier.name for worker in self._workers if worker.left_behind]
 
     def _close_threads(self) -> None:
@@ -269,7 +281,7 @@ class TierRuntime:
             self._backing.join()
         close_all(self._workers)
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         if self._closing.is_set():
             return
         match command:
@@ -286,16 +298,16 @@ class TierRuntime:
                     if not future.done():
                         future.set_result(None)
             case ContinueWork():
-                self._ask_for_slice()
+                self._schedule_slice()
 
-    def _ask_for_slice(self) -> None:
+    def _schedule_slice(self) -> None:
         if self._slice_failed:
-            self._loop.call_later(_AGAIN_SECONDS, self._work)
+            self._loop.call_later(_RETRY_SECONDS, self._run_slice)
         else:
-            self._loop.call_soon(self._work)
+            self._loop.call_soon(self._run_slice)
 
-    def _work(self) -> None:
-        """Lets the core do a slice of what is left; other calls have their turn before the next one."""
+    def _run_slice(self) -> None:
+        """Runs a slice of the core's work; other calls run before the next slice."""
         self._slice_failed = False
         try:
             self.core.work()
@@ -306,7 +318,7 @@ class TierRuntime:
         self.pump()
 
     def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:
-        """Hands a job to a thread. The slots are resolved here, on the loop; pins keep them where they are."""
+        """Starts a job on a thread. Resolves the slots here, on the loop; pins keep them valid."""
         move = worker.store if operation == "store" else worker.load
         move([self._block_bytes(block) for block in blocks], partial(self._ended_on_thread, worker, job_id))
 
@@ -318,7 +330,7 @@ class TierRuntime:
         self._call_loop(self._answered, job_id, answers)
 
     def _call_loop(self, what: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(what, *arguments)
 
     def _answered(self, job_id: JobId, answers: Sequence[bool]) -> None:
@@ -339,7 +351,7 @@ class TierRuntime:
             asleep = self.now()
             await asyncio.sleep(_TICK_SECONDS)
             if self.now() - asleep > _TICK_SECONDS + _LATE_SECONDS:
-                self._watch_from = self.now() + self._stall_seconds
+                self._stall_watch_from = self.now() + self._stall_seconds
             try:
                 self._watch_tiers()
                 self.core.tick(self.now())
@@ -351,11 +363,11 @@ class TierRuntime:
 
     def _watch_tiers(self) -> None:
         for number, worker in enumerate(self._workers, start=1):
-            if worker.stalled or self.now() >= self._watch_from:
+            if worker.stalled or self.now() >= self._stall_watch_from:
                 self.core.tier_stalled(number, stalled=worker.watch(self._stall_seconds))
 
     def _back_from(self, start: int) -> None:
-        """Backs the rest of the region chunk by chunk, on a thread of its own."""
+        """Backs the rest of the region in chunks, on its own thread."""
         chunk = max(self.extent_bytes, _BACKING_CHUNK_BYTES)
         for offset in range(start, self.region.size_bytes, chunk):
             if self._closing.is_set() or not self._back(offset, min(chunk, self.region.size_bytes - offset)):
@@ -366,11 +378,11 @@ class TierRuntime:
         _log.info("region backed", bytes=self.region.size_bytes, huge_bytes=self.region.huge_bytes, memory_nodes=placed)
 
     def _back(self, offset: int, nbytes: int) -> bool:
-        """Backs a piece of the region and lets the core use it; returns whether there was memory for it."""
+        """Backs a range of the region and adds it to the core; returns whether memory sufficed."""
         try:
             self.region.back(offset, nbytes)
         except RegionError as error:
-            self._backing_trouble = f"only {offset} of {self.region.size_bytes} bytes are backed: {error}"
+            self._backing_error = f"only {offset} of {self.region.size_bytes} bytes are backed: {error}"
             _log.error("region is smaller than configured", backed_bytes=offset, error=str(error))
             return False
         self._call_loop(self.core.add_memory, offset, nbytes)

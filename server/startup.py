@@ -1,6 +1,7 @@
 """Start-up stages of the server, in the order in which `Server.start` runs them.
 
-Each stage gets the results of earlier stages that it needs, and registers with `closers` how to end what it opened.
+Each stage gets the results of earlier stages that it needs, and registers with `closers` how to end
+what it opened.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def load_access_control(config: Config) -> AccessControl:
 def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:
     """Locks the paths of the Unix sockets.
 
-    A server that listens on TCP only claims a path beside the default one: local clients attach through a socket.
+    A server that listens on TCP only claims a path beside the default one: local clients attach
+    through a socket.
     """
     endpoints = [endpoint for endpoint in config.endpoints if endpoint.is_unix]
     if not endpoints:
@@ -158,7 +160,8 @@ async def open_runtime(config: Config, closers: AsyncExitStack) -> TierRuntime:
     """Opens the tiers and the region, and the runtime that owns both."""
     region_bytes = config.region_size // PAGE_BYTES * PAGE_BYTES
     with _start_errors():
-        # On a thread: opening a large store takes seconds, and the loop must handle signals meanwhile.
+        # On a thread: opening a large store takes seconds, and the loop must handle signals
+        # meanwhile.
         tiers = await asyncio.to_thread(open_tiers, config.tiers)
     with contextlib.ExitStack() as opened:
         for tier in tiers:
@@ -195,7 +198,7 @@ def open_telemetry(
         tracing = open_tracing(config.tracing, sessions.epoch)
     if tracing is not None:
         closers.push_async_callback(asyncio.to_thread, tracing.close)
-    runtime.observe_jobs(metrics.observe_job if tracing is None else tracing.beside(metrics.observe_job))
+    runtime.observe_jobs(metrics.observe_job if tracing is None else tracing.with_spans(metrics.observe_job))
     runtime.observe_failures(metrics.failed)
     return Telemetry(metrics, tracing)
 
@@ -222,7 +225,7 @@ def _server_stats(runtime: TierRuntime, sessions: SessionRegistry, started: floa
 def open_listeners(
     backend: Backend, tracing: Tracing | None, sockets: list[SocketClaim], closers: AsyncExitStack
 ) -> Listeners:
-    """Creates the entrances for calls and starts the attach socket. gRPC is started later, with all services."""
+    """Creates the entrances for calls and starts the attach socket; gRPC is started after them."""
     metrics, access, region = backend.metrics, backend.access, backend.runtime.region
     max_message_bytes = backend.config.limits.max_message_bytes + _MESSAGE_OVERHEAD_BYTES
     interceptor = RefusalInterceptor(
@@ -252,13 +255,13 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
         _log.info("engines' devices are not served", reason=devices.unavailable)
 
     broker = BulkBroker(runtime, sessions, validator, metrics, writers, access.authority, access.audit)
-    sessions.on_close.append(broker.session_fell)
+    sessions.on_close.append(broker.end_streams_of_session)
     bulk = BulkProcess(runtime.region, config, broker, attach.take_calls)
     closers.push_async_callback(bulk.close)
 
     session = SessionService(config, runtime, sessions, attach.path, devices.capabilities)
     session_pb2_grpc.add_SessionServiceServicer_to_server(session, listeners.grpc)
-    cache = CacheService(runtime, sessions, validator, bulk.quiet)
+    cache = CacheService(runtime, sessions, validator, bulk.end_writers)
     handoff = HandoffService(runtime, sessions, validator)
     device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices)
     for server in (listeners.grpc, listeners.socket_calls):
@@ -300,13 +303,13 @@ def bind_endpoints(config: Config, server: grpc.aio.Server, access: AccessContro
 
 
 def start_metrics_server(backend: Backend, drain: Drain, status: StatusBuilder, closers: AsyncExitStack) -> int | None:
-    """Serves metrics, health and the status page over HTTP; returns the port, or None if it is switched off."""
+    """Serves metrics, health and status page over HTTP; returns the port, or None if it is off."""
     config = backend.config.metrics
     if config is None:
         return None
     loop = asyncio.get_running_loop()
-    # The health check fails if the server is ending or if its event loop does not answer. It does not fail
-    # for a broken tier or a drained server: a restart would not help.
+    # The health check fails if the server is ending or if its event loop does not answer. It does
+    # not fail for a broken tier or a drained server: a restart would not help.
     unhealthy = on_loop(loop, lambda: "draining" if drain.ending else None)
     page = StatusPage(on_loop(loop, status.status))
     with _start_errors():

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvtier.server.telemetry.definitions import ROOMS, Row
+from kvtier.server.telemetry.definitions import SECTIONS, Row
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
@@ -31,7 +31,7 @@ Dashboards and alerts: [dashboards/](../dashboards).
 
 def page() -> str:
     parts = [_HEAD]
-    for room, rows in ROOMS.items():
+    for room, rows in SECTIONS.items():
         table = "\n".join(map(_line, rows))
         parts.append(f"## {room}\n\n| metric | type | labels | unit | meaning |\n|---|---|---|---|---|\n{table}\n")
     return "\n".join(parts)

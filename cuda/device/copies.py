@@ -191,16 +191,16 @@ class EngineBlocks:
         blocks: Sequence[int],
         offsets: Sequence[int],
         after: After | None = None,
-        called_off: Callable[[], bool] = _never,
+        cancelled: Callable[[], bool] = _never,
     ) -> None:
         """Copies blocks into the slots at ``offsets`` of the region, after ``after``; returns when the bytes are there.
 
-        ``called_off`` is asked before each batch: once it says so nothing more is begun, and CopyCancelled is raised.
+        ``cancelled`` is asked before each batch: once it says so nothing more is begun, and CopyCancelled is raised.
 
         Raises CopyCancelled and DeviceError; LayoutError for blocks or slots that are not there, and RegionError where the region
         is closed (then nothing is copied).
         """
-        self._move(CopyDirection.OUT, group, blocks, offsets, after, called_off)
+        self._move(CopyDirection.OUT, group, blocks, offsets, after, cancelled)
 
     def copy_in(
         self,
@@ -208,10 +208,10 @@ class EngineBlocks:
         blocks: Sequence[int],
         offsets: Sequence[int],
         after: After | None = None,
-        called_off: Callable[[], bool] = _never,
+        cancelled: Callable[[], bool] = _never,
     ) -> None:
         """Copies slots into blocks; otherwise as `copy_out`. ``after`` is when nothing reads the blocks any more."""
-        self._move(CopyDirection.IN, group, blocks, offsets, after, called_off)
+        self._move(CopyDirection.IN, group, blocks, offsets, after, cancelled)
 
     def cancel(self) -> None:
         """The engine is gone: nothing new is begun, and what runs raises CopyCancelled once it is drained. Does not wait."""
@@ -243,12 +243,12 @@ class EngineBlocks:
         blocks: Sequence[int],
         offsets: Sequence[int],
         after: After | None,
-        called_off: Callable[[], bool],
+        cancelled: Callable[[], bool],
     ) -> None:
         plan = self._planner(group).plan(blocks, offsets)
 
         def is_off() -> bool:
-            return self._cancelled or called_off()
+            return self._cancelled or cancelled()
 
         with self._counted(), self._region.memory[:0]:
             if after is not None:

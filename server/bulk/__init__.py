@@ -1,14 +1,14 @@
-"""The bulk process: a child of the server that serves Push and Pull, so that calls do not wait behind bytes.
+"""Bulk process: a child of the server that serves Push and Pull, apart from all other calls.
 
-It maps the region and moves bytes, and decides nothing. For each stream it asks the server's own process, over a socket pair, which
-slots a store or a lease has, and says what it has moved and when it has ended.
+It maps the region and copies bytes, but makes no decision. For each stream it asks the server over
+a socket pair for the slots of a store or a lease, and reports progress and the end of the stream.
 
 | file | runs in | does |
 |---|---|---|
-| `messages` | both | what the two say to each other |
-| `desk` | the server | answers for stores and leases; knows who may still be writing |
-| `supervisor` | the server | starts the child, again if it dies |
-| `process` | the child | listens, and ends with the server |
-| `control` | the child | asks the server |
-| `streams` | the child | Push and Pull |
+| `messages` | both | messages between server and child |
+| `broker` | the server | grants slots to streams; knows which streams may still write |
+| `supervisor` | the server | starts and restarts the child |
+| `main` | the child | entry point: listens, ends with the server |
+| `client` | the child | asks the broker |
+| `grpc_streams`, `tcp_streams` | the child | Push and Pull |
 """

@@ -1,4 +1,4 @@
-"""`python -m kvtier.server.bulk`: started by the server, never by people."""
+"""Entry point `python -m kvtier.server.bulk`; started by the server only."""
 
 import sys
 

@@ -1,7 +1,9 @@
-"""What the server answers its bulk process, and what it knows of each stream.
+"""Server side of the bulk process: grants slots to its streams and tracks them.
 
-A stream that may write counts as a writer of its session, like a connection that maps the region: slots of a store that ends early
-are given to nobody else until it has gone. Lives on the event loop.
+Lives on the event loop.
+
+A Push stream counts as a writer of its session, like a connection that maps the region: if the
+store ends early, its slots stay in quarantine until the stream has detached.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from .messages import Begin, Committed, Damaged, Detached, End, Granted, Moved, 
 
 __all__ = ["BulkBroker", "ReceivedOffsets"]
 
-
 _METHODS = {True: "/kvtier.v1.TransferService/Push", False: "/kvtier.v1.TransferService/Pull"}
 
 
@@ -43,38 +44,37 @@ class _Stream:
     began_at: float
     moved: Counter
     writing: ExitStack = field(default_factory=ExitStack)
-    """Open as long as it may write; from the start empty for a reader."""
+    """Open while the stream may write; empty for a Pull."""
     refused: bool = False
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    detached: asyncio.Event = field(default_factory=asyncio.Event)
     meter: RateLimiter | None = None
-    """Of its tenant, where that has a bound."""
+    """Rate limiter of the stream's tenant, if it has a limit."""
 
     def count(self, nbytes: int) -> None:
-        """Takes note of bytes that it has moved."""
         self.moved.inc(nbytes)
         if self.meter is not None:
             self.meter.moved(nbytes)
 
 
 class BulkBroker:
-    """Decides on behalf of one bulk process after the other."""
+    """Serves one bulk process at a time."""
 
     def __init__(
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        edge: RequestValidator,
+        validator: RequestValidator,
         metrics: Metrics,
         writers: Writers,
         authority: Authenticator | None = None,
         audit: AuditLog | None = None,
     ) -> None:
-        """`authority` knows who the child's clients are, where they are asked; `audit` hears of those that are refused."""
-        self.arrivals = ReceivedOffsets(lambda: {store.id for store in runtime.core.stores()})
+        """`authority` checks the callers of gRPC streams; `audit` records refused streams."""
+        self.received = ReceivedOffsets(lambda: {store.id for store in runtime.core.stores()})
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
-        self._edge = edge
+        self._validator = validator
         self._authority = authority
         self._audit = audit
         self.writers = writers
@@ -87,21 +87,19 @@ class BulkBroker:
         }
         self._damaged = metrics.mismatches("grpc")
         self._streams: dict[int, _Stream] = {}
-        self._say: Callable[[ToChild], None] = lambda _: None
+        self._send: Callable[[ToChild], None] = lambda _: None
 
     def connected(self, say: Callable[[ToChild], None]) -> None:
-        """Takes note of a new child, and how to talk to it."""
-        self._say = say
+        self._send = say
 
     def disconnected(self) -> None:
-        """Takes note that the child is dead: none of its streams touches the region any more."""
-        self._say = lambda _: None
+        """Called after the child has ended: none of its streams accesses the region any more."""
+        self._send = lambda _: None
         for stream in list(self._streams.values()):
             self._observe(_METHODS[stream.push], "UNAVAILABLE", self._runtime.now() - stream.began_at)
-            self._gone(stream)
+            self._remove(stream)
 
-    def take(self, message: Begin | Moved | Damaged | Detached | End) -> None:
-        """Deals with what the child says."""
+    def handle(self, message: Begin | Moved | Damaged | Detached | End) -> None:
         if isinstance(message, Begin):
             self._begin(message)
             return
@@ -118,15 +116,14 @@ class BulkBroker:
             case End():
                 self._end(stream, message)
 
-    def writing_to(self, store_id: int) -> list[asyncio.Event]:
-        """Tells the streams of a store to end; returns an event for each, set when it writes no more."""
+    def end_streams_of_store(self, store_id: int) -> list[asyncio.Event]:
+        """Ends the Push streams of a store; returns an event for each, set when it has detached."""
         writing = [stream for stream in self._streams.values() if stream.push and stream.target == store_id]
         for stream in writing:
             self._refuse(stream, "STORE_NOT_FOUND", f"store {store_id} is being ended")
-        return [stream.gone for stream in writing if not stream.gone.is_set()]
+        return [stream.detached for stream in writing if not stream.detached.is_set()]
 
-    def session_fell(self, session_id: bytes) -> None:
-        """Tells the streams of a session to end."""
+    def end_streams_of_session(self, session_id: bytes) -> None:
         for stream in self._streams.values():
             if stream.ref.session_id == session_id:
                 self._refuse(stream, "UNKNOWN_SESSION", "the session fell meanwhile")
@@ -143,15 +140,18 @@ class BulkBroker:
             granted = self._grant_push(stream, session) if message.push else self._grant_pull(message, session)
         except (CoreError, Refused) as error:
             if self._audit is not None:
-                who = self._sessions.name_of(message.session_id)
-                self._audit.refused(_METHODS[message.push], None, error.reason, who)
+                client = self._sessions.name_of(message.session_id)
+                self._audit.refused(_METHODS[message.push], None, error.reason, client)
             self._refuse(stream, error.reason, str(error))
             return
         opened.transport = "grpc" if message.transport == "grpc-bulk" else message.transport
-        self._say(granted)
+        self._send(granted)
 
     def _admit(self, message: Begin, session: OpenSession) -> Session:
-        """Raises Refused where the client of a stream may not have it: who it is, and what its tenant has left."""
+        """Checks the role and tenant of the stream's client, and the tenant's rate limit.
+
+        Raises `Refused`.
+        """
         if self._authority is not None:
             caller = session.identity
             if message.transport == "grpc-bulk":
@@ -172,7 +172,7 @@ class BulkBroker:
 
     def _grant_pull(self, message: Begin, session: Session) -> Granted:
         lease = self._core.lease(session, LeaseId(message.target))
-        items = self._edge.numbers(message.items, "items")
+        items = self._validator.numbers(message.items, "items")
         slots = lease.slots(items, session.own_rank())
         sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
         return Granted(message.stream, slots, sizes)
@@ -183,7 +183,7 @@ class BulkBroker:
             session = self._sessions.find(stream.ref).core
             if stream.push:
                 self._core.renew_store(session, StoreId(stream.target), self._renewed())
-                self.arrivals.add(stream.target, message.start, message.end)
+                self.received.add(stream.target, message.start, message.end)
             else:
                 self._core.renew(session, LeaseId(stream.target), self._renewed())
         except (CoreError, Refused) as error:
@@ -195,16 +195,16 @@ class BulkBroker:
             stream.count(message.nbytes)
         elif message.nbytes:
             self._moved(stream, message)
-        self._gone(stream)
+        self._remove(stream)
         if not message.complete:
             return
         try:
-            self._say(Committed(stream.number, self._complete(stream)))
+            self._send(Committed(stream.number, self._complete(stream)))
         except (CoreError, Refused) as error:
-            self._say(Refusal(stream.number, error.reason, str(error)))
+            self._send(Refusal(stream.number, error.reason, str(error)))
 
     def _complete(self, stream: _Stream) -> bool:
-        """Completes the store or the load of a stream; returns whether that could be done now."""
+        """Completes a store or load; returns False if another stream still writes to the store."""
         session = self._sessions.find(stream.ref).core
         if stream.push:
             if self.writers.busy(stream.target):
@@ -224,33 +224,32 @@ class BulkBroker:
         if not stream.refused:
             stream.refused = True
             self._count_refused(_METHODS[stream.push], reason)
-            self._say(Refusal(stream.number, reason, text))
+            self._send(Refusal(stream.number, reason, text))
 
-    def _gone(self, stream: _Stream) -> None:
+    def _remove(self, stream: _Stream) -> None:
         self._streams.pop(stream.number, None)
         self._detach(stream)
 
     def _detach(self, stream: _Stream) -> None:
-        stream.gone.set()
+        stream.detached.set()
         stream.writing.close()
 
     def _renewed(self) -> float:
-        return self._runtime.now() + self._edge.leases.default
+        return self._runtime.now() + self._validator.leases.default
 
 
 _SWEEP_ENTRIES = 256
 
 
 class ReceivedOffsets:
-    """Per store, where the bytes end that came without a gap. Lives on the event loop."""
+    """Per store, the number of bytes received without a gap from the start."""
 
     def __init__(self, stores: Callable[[], Collection[int]]) -> None:
-        """`stores` returns the stores in flight."""
+        """`stores` returns the ids of the stores in flight."""
         self._stores = stores
         self._ends: dict[int, int] = {}
 
     def add(self, store_id: int, start: int, end: int) -> None:
-        """Takes note of bytes in the slots of a store."""
         known = self._ends.get(store_id, 0)
         if start <= known < end:
             self._ends[store_id] = end
@@ -259,5 +258,4 @@ class ReceivedOffsets:
                 self._ends = {number: end for number, end in self._ends.items() if number in alive}
 
     def of(self, store_id: int) -> int:
-        """Returns how many bytes there are from the first one on."""
         return self._ends.get(store_id, 0)

@@ -1,7 +1,7 @@
-"""Push and Pull, on the threads of a synchronous gRPC server.
+"""Push and Pull over gRPC, on the threads of a synchronous gRPC server.
 
-A synchronous server takes the next frame when the last one has been dealt with, and makes the next one when the last one has
-been taken: so a peer that is slow holds one frame of ours, and no more.
+A synchronous server reads or creates a frame only after the previous one is processed. A slow peer
+therefore occupies the memory of one frame.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ _log = logging.getLogger(__name__)
 
 
 class GrpcStreamServer:
-    """The handlers. Each runs on a thread of gRPC's pool."""
+    """Handlers of Push and Pull."""
 
-    def __init__(self, control: BrokerClient, region: HostRegion, frame_bytes: int) -> None:
-        self._control = control
+    def __init__(self, broker: BrokerClient, region: HostRegion, frame_bytes: int) -> None:
+        self._broker = broker
         self._region = region
         self._frame_bytes = frame_bytes
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Returns what a server registers."""
         return grpc.method_handlers_generic_handler(
             "kvtier.v1.TransferService",
             {
@@ -48,7 +47,7 @@ class GrpcStreamServer:
         )
 
     def _push(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        outcome = _Outcome(self._control, context)
+        outcome = _Outcome(self._broker, context)
         with outcome as stream:
             first = next(frames, None)
             if first is None:
@@ -57,7 +56,7 @@ class GrpcStreamServer:
             stream.begin(fields.session, fields.store_id)
             parts = PartSequence(stream.slots, stream.sizes)
             self._write(stream, parts, fields, payload)
-            # A frame is let go before the next one is waited for.
+            # Release each frame before waiting for the next one.
             del first, payload
             for message in frames:
                 self._write(stream, parts, *_decoded(message))
@@ -85,7 +84,7 @@ class GrpcStreamServer:
         stream.moved(fields.offset_bytes, payload.nbytes)
 
     def _pull(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        outcome = _Outcome(self._control, context)
+        outcome = _Outcome(self._broker, context)
         with outcome as stream:
             try:
                 request = transfer_pb2.PullRequest.FromString(message)
@@ -98,7 +97,7 @@ class GrpcStreamServer:
                 frame = self._read(stream, parts, offset, nbytes)
                 stream.moved(offset, nbytes)
                 if offset + nbytes == parts.total_bytes:
-                    # Nothing more is read: the server takes note of that while the last frame is on its way.
+                    # All bytes are read: the server commits while the last frame is being sent.
                     outcome.end(complete=request.complete)
                 yield frame
                 del frame
@@ -115,23 +114,21 @@ class GrpcStreamServer:
 
 
 class _Outcome:
-    """One stream from its begin to its end, however it ends: the server hears of it, and so does the client."""
+    """Context manager of one stream: reports its end to the server, and its error to the client."""
 
-    def __init__(self, control: BrokerClient, context: grpc.ServicerContext) -> None:
-        self._control = control
+    def __init__(self, broker: BrokerClient, context: grpc.ServicerContext) -> None:
+        self._broker = broker
         self._context = context
-        self._stream = control.open("grpc-bulk", context.cancel)
-        self._stream.shown = peer_credentials(context)
+        self._stream = broker.open("grpc-bulk", context.cancel)
+        self._stream.credentials = peer_credentials(context)
         self._ended = False
 
     def end(self, *, complete: bool) -> None:
-        """Says that the region is touched no more, and whether the store or load is to be completed."""
         self._ended = True
         self._stream.end("OK", complete=complete)
 
     def completed(self) -> bool:
-        """Waits, and returns whether what was to be completed is. Raises `Refused`."""
-        return self._stream.settled()
+        return self._stream.wait_committed()
 
     def __enter__(self) -> Stream:
         return self._stream
@@ -142,7 +139,7 @@ class _Outcome:
             if not self._ended:
                 self._stream.end(code)
         finally:
-            self._control.close(self._stream)
+            self._broker.close(self._stream)
         if isinstance(error, Refused):
             self._abort(error.reason, str(error))
         if code == "INTERNAL":
@@ -160,7 +157,7 @@ def _code_of(error: BaseException | None) -> str:
         return "OK"
     if isinstance(error, Refused):
         return str(STATUS_OF[error.reason].name)
-    # gRPC raises the one in a Push, and drops the generator of a Pull, whose client is gone.
+    # gRPC raises RpcError in a Push, and closes the generator of a Pull, if the client is gone.
     return "CANCELLED" if isinstance(error, grpc.RpcError | GeneratorExit) else "INTERNAL"
 
 

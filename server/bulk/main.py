@@ -1,4 +1,4 @@
-"""The bulk process itself: `python -m kvtier.server.bulk SOCKET REGION HANDOVER`, three descriptors that it inherits."""
+"""Bulk process: `python -m kvtier.server.bulk SOCKET REGION HANDOVER`, inherited descriptors."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ __all__ = ["MAX_STREAMS", "listen", "main"]
 _log = logging.getLogger(__name__)
 
 MAX_STREAMS = 64
-"""Most streams at once, each with a thread while it lasts. One more is refused, and its client goes to the server itself."""
+"""Maximum number of gRPC streams; each has a thread. A client whose stream is refused uses the
+server's own Push and Pull."""
 
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 _NICE = 5
-"""A third of the server's weight: calls are answered while bytes flow. Where there are processors for both it costs nothing."""
+"""A third of the server's CPU weight, so that calls are answered while bytes flow. No effect if
+CPUs are idle."""
 
 
 def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
     """Serves until the server has ended. Does not return."""
-    control = BrokerClient(connect(socket_fd))
-    _stand_back()
+    broker = BrokerClient(connect(socket_fd))
+    _lower_priority()
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
-    os.umask(0o177)  # a socket is its owner's alone from the moment that it is there
-    setup = control.setup()
+    os.umask(0o177)  # new sockets are accessible to their owner only
+    setup = broker.setup()
     region = HostRegion.attach(region_fd, setup.region_bytes)
     os.close(region_fd)
     server = grpc.server(
@@ -54,34 +56,37 @@ def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            # Who connects and says nothing is hung up on.
+            # Connections without a handshake are closed.
             ("grpc.server_handshake_timeout_ms", 5_000),
         ],
     )
     frame_bytes = min(setup.max_frame_bytes, FRAME_BYTES)
-    server.add_generic_rpc_handlers((GrpcStreamServer(control, region, frame_bytes).handler(),))
+    server.add_generic_rpc_handlers((GrpcStreamServer(broker, region, frame_bytes).handler(),))
     credentials = None if setup.tls is None else server_credentials(setup.tls[0], setup.tls[1], setup.tls[2] or None)
     port = listen(server, setup, credentials)
-    plain_port = 0
-    if setup.plain:
-        plain_server = TcpStreamServer(control, region, frame_bytes, socket.socket(fileno=handover_fd))
-        plain_port = plain_server.listen(setup.hosts, setup.plain_port, other=setup.any_plain_port)
+    tcp_port = 0
+    if setup.tcp:
+        tcp_server = TcpStreamServer(broker, region, frame_bytes, socket.socket(fileno=handover_fd))
+        tcp_port = tcp_server.listen(setup.hosts, setup.tcp_port, other=setup.any_tcp_port)
     server.start()
-    control.start(port, plain_port)
+    broker.start(port, tcp_port)
     server.wait_for_termination()
 
 
-def _stand_back() -> None:
-    """Lets the server's loop go first where processors are short: everybody waits for that. Threads started later inherit it."""
+def _lower_priority() -> None:
+    """Gives the server's event loop priority if CPUs are scarce.
+
+    Threads that start later inherit it.
+    """
     with suppress(OSError):  # a sandbox may forbid it
         os.nice(_NICE)
 
 
 def listen(server: grpc.Server, setup: Setup, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Listens wherever it can, and returns the port; 0 for none. What it cannot have, clients do without."""
+    """Listens on all endpoints that it can bind; returns the port, or 0 for none."""
     port = 0
     for host in setup.hosts:
-        # The port of an earlier life first, so that clients find it again.
+        # Try the port of the previous process first, so that clients find it again.
         for wanted in (port,) if port else (setup.port, 0) if setup.any_port else (setup.port,):
             bound = _bind(server, Endpoint(host=host, port=wanted).target, credentials)
             if bound:

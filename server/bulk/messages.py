@@ -1,4 +1,4 @@
-"""What the server and its bulk process say to each other: msgpack, as payload of the messages of `child`."""
+"""Messages between the server and its bulk process: msgpack, sent as payloads of `child`."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Setup(_Message, frozen=True):
-    """The first word of the server: where to listen, and what the region is."""
+    """First message of the server: endpoints and region."""
 
     region_bytes: int
     hosts: tuple[str, ...]
-    """Hosts to listen on, all at one port."""
+    """Hosts to listen on, all with one port."""
     port: int
-    """The port for gRPC to try first; 0 for any."""
+    """gRPC port to try first; 0 for any."""
     any_port: bool
-    """Whether another will do."""
-    plain: bool
-    """Whether to serve plain sockets."""
-    plain_port: int
-    """The port for those, likewise."""
-    any_plain_port: bool
+    """Whether another port may be used instead."""
+    tcp: bool
+    """Whether to serve raw TCP streams."""
+    tcp_port: int
+    """TCP port to try first; 0 for any."""
+    any_tcp_port: bool
     paths: tuple[str, ...]
     """Unix sockets to listen on."""
     max_frame_bytes: int
     max_message_bytes: int
     tls: tuple[str, str, str] | None = None
-    """Files of the certificate, its key, and who vouches for clients ("" for none is needed): TCP is TLS then, and not plain."""
+    """Files of certificate, key and client CA ("" if clients need no certificate). gRPC uses TLS if
+    set."""
 
 
 class Granted(_Message, frozen=True):
-    """A stream may go on: these are its slots, and the bytes of the part in each."""
+    """Grants a stream its slots, with the bytes of the part in each."""
 
     stream: int
     slots: list[int]
@@ -61,7 +62,7 @@ class Granted(_Message, frozen=True):
 
 
 class Refusal(_Message, frozen=True):
-    """A stream must end, now or when it was going to begin. The child answers with `Detached`."""
+    """Ends a stream, before or after it was granted. The child answers with `Detached`."""
 
     stream: int
     reason: str
@@ -69,23 +70,23 @@ class Refusal(_Message, frozen=True):
 
 
 class Committed(_Message, frozen=True):
-    """The answer to an `End`."""
+    """Answer to an `End` with `complete`."""
 
     stream: int
     completed: bool
 
 
 class Listening(_Message, frozen=True):
-    """The first word of the child: it serves, on these ports (0: on none)."""
+    """First message of the child: its ports (0 for none)."""
 
     port: int
-    """For gRPC."""
-    plain_port: int
-    """For plain sockets."""
+    """gRPC port."""
+    tcp_port: int
+    """Port of the raw TCP streams."""
 
 
 class Begin(_Message, frozen=True):
-    """A stream wants to write to a store, or to read items of a lease."""
+    """Asks to write to a store, or to read items of a lease."""
 
     stream: int
     push: bool
@@ -93,18 +94,18 @@ class Begin(_Message, frozen=True):
     epoch: int
     target: int
     transport: str
-    """Whose bytes it moves, for metrics."""
+    """Label of the transport in metrics."""
     items: list[int] = []
     token: str | None = None
-    """What the client has shown with its call; nothing on a plain socket, where the session's id is all there is."""
+    """The client's token. None for raw TCP streams: they are authorized by the session id alone."""
     names: list[str] = []
-    """Of its certificate."""
+    """Names in the client's certificate."""
     is_local: bool = True
-    """Whether it came by a Unix socket."""
+    """Whether the client came over a Unix socket."""
 
 
 class Moved(_Message, frozen=True):
-    """A stream has moved so many bytes since it last said so; a push has no gap from `start` to `end`."""
+    """Progress: bytes moved since the last report. A push has no gap from `start` to `end`."""
 
     stream: int
     nbytes: int
@@ -113,21 +114,21 @@ class Moved(_Message, frozen=True):
 
 
 class Damaged(_Message, frozen=True):
-    """A frame of a stream was not what its checksum says."""
+    """Reports a frame whose checksum does not match."""
 
     stream: int
 
 
 class Detached(_Message, frozen=True):
-    """A stream that was refused touches the region no more."""
+    """Reports that a refused stream no longer accesses the region."""
 
     stream: int
 
 
 class End(_Message, frozen=True):
-    """A stream has ended and touches the region no more. `complete` asks for the store or the load to be completed.
+    """Reports that a stream has ended and left the region, with its last progress as in `Moved`.
 
-    What it has moved since it last said so comes with it, as `Moved` has it.
+    `complete` asks the server to complete the store or the load.
     """
 
     stream: int
@@ -147,17 +148,16 @@ _from_child = msgspec.msgpack.Decoder(FromChild)
 
 
 def encode(message: ToChild | FromChild) -> bytes:
-    """Returns a message as it is sent."""
     return _encoder.encode(message)
 
 
 def decode_to_child(data: bytes) -> ToChild:
-    """Reads what the server has said. Raises `msgspec.DecodeError` or `msgspec.ValidationError`."""
+    """Raises `msgspec.DecodeError` or `msgspec.ValidationError`."""
     message: ToChild = _to_child.decode(data)
     return message
 
 
 def decode_from_child(data: bytes) -> FromChild:
-    """Reads what the child has said. Raises as `decode_to_child`."""
+    """Raises as `decode_to_child`."""
     message: FromChild = _from_child.decode(data)
     return message

@@ -1,4 +1,4 @@
-"""Starts the bulk process when it is first needed, and again when it dies. Lives on the event loop."""
+"""Starts the bulk process on first use and restarts it. Lives on the event loop."""
 
 from __future__ import annotations
 
@@ -24,66 +24,69 @@ from .messages import Listening, Setup, ToChild, decode_from_child, encode
 __all__ = ["SOCKET_SUFFIX", "BulkProcess"]
 
 SOCKET_SUFFIX = ".bulk"
-"""What the child's Unix socket is called more than the server's."""
+"""Suffix that the child's Unix socket adds to the server's path."""
 
 _log = get_logger(__name__)
 
-_QUIET_SECONDS = 1.0
-"""Half of what a client gives a call: one that ends a store must not lose its session to a child that hangs."""
+_END_SECONDS = 1.0
+"""Half of a client's call timeout: a hanging child must not cost the client its session when it
+ends a store."""
 
 
-def _offers_plain(config: Config) -> bool:
-    """Says whether bytes and calls may go over plain sockets: in the clear, with nothing but a session's id to vouch for them."""
+def _allows_tcp(config: Config) -> bool:
+    """Returns whether raw TCP is allowed. It is unencrypted; the session id alone authorizes."""
     return config.bulk.tcp and config.tls.cert is None
 
 
 class BulkProcess:
-    """The child, if there is one. `close` ends it."""
+    """The child process, if it runs. `close` ends it."""
 
     def __init__(
-        self, region: HostRegion, config: Config, desk: BulkBroker, take_calls: Callable[[socket.socket, bytes], None]
+        self, region: HostRegion, config: Config, broker: BulkBroker, take_calls: Callable[[socket.socket, bytes], None]
     ) -> None:
-        """`take_calls` is given each connection that a client made to the child for calls, and what came first on it."""
-        self.arrivals = desk.arrivals
+        """`take_calls` gets connections opened to the child for calls, with their first bytes."""
+        self.received = broker.received
         self._region = region
         self._limits = config.limits
         self._settings = config.bulk
-        self._offers_plain = _offers_plain(config)
+        self._offers_tcp = _allows_tcp(config)
         self._hosts = tuple(endpoint.host for endpoint in config.endpoints if not endpoint.is_unix)
         self._paths = tuple(f"{endpoint.path}{SOCKET_SUFFIX}" for endpoint in config.endpoints if endpoint.is_unix)
         tls = config.tls
         self._tls = (str(tls.cert), str(tls.key), str(tls.client_ca or "")) if tls.cert is not None else None
-        self._desk = desk
+        self._broker = broker
         self._take_calls = take_calls
         self._task: asyncio.Task[None] | None = None
         self._child: Child | None = None
         self._listening = False
-        self._port = self._plain_port = 0
+        self._port = self._tcp_port = 0
 
-    def where(self) -> tuple[int, int, str]:
-        """Returns where streams are served, and starts the child: port for gRPC, for plain sockets, suffix of the Unix socket.
+    def endpoints(self) -> tuple[int, int, str]:
+        """Returns gRPC port, TCP port and Unix socket suffix of the child, and starts it if needed.
 
-        0 and nothing where they are not, or not yet.
+        All are 0 and "" until the child listens.
         """
         if self._task is None:
-            # Not in the context of the call that is the first to ask: what the child says later is not its caller's.
+            # In an empty context, not in that of the first call.
             self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
         suffix = SOCKET_SUFFIX if self._paths else ""
-        return (self._port, self._plain_port, suffix) if self._listening else (0, 0, "")
+        return (self._port, self._tcp_port, suffix) if self._listening else (0, 0, "")
 
-    async def quiet(self, store_id: int) -> None:
-        """Ends the streams that write to a store; a child that does not let them end within a second is killed."""
-        while events := self._desk.writing_to(store_id):
+    async def end_writers(self, store_id: int) -> None:
+        """Ends the streams that write to a store.
+
+        Kills the child if they do not end within a second.
+        """
+        while events := self._broker.end_streams_of_store(store_id):
             try:
-                await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), _QUIET_SECONDS)
+                await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), _END_SECONDS)
             except TimeoutError:
                 _log.error("the bulk process does not answer and is killed")
                 if self._child is not None:
                     self._child.kill()
-        await self._desk.writers.idle(store_id)
+        await self._broker.writers.idle(store_id)
 
     async def close(self) -> None:
-        """Ends the child and its sockets."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -93,15 +96,15 @@ class BulkProcess:
         while True:
             began = time.monotonic()
             try:
-                await self._live()
-            except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # RuntimeError: no thread to be had
+                await self._run_once()
+            except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # or no thread available
                 _log.warning("bulk process failed", error=str(error))
             backoff.ended(time.monotonic() - began)
             _log.warning("bulk process has ended; streams go through the server", retry_seconds=backoff.remaining())
             await asyncio.sleep(backoff.remaining())
 
-    async def _live(self) -> None:
-        """One life of the child."""
+    async def _run_once(self) -> None:
+        """Runs one child process until it ends."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         loop = asyncio.get_running_loop()
         with ours:
@@ -117,16 +120,16 @@ class BulkProcess:
 
     async def _serve(self, child: Child) -> None:
         try:
-            self._say(self._setup())
-            self._desk.connected(self._say)
+            self._send(self._setup())
+            self._broker.connected(self._send)
             await child.hung_up()
         finally:
             self._child = None
             self._listening = False
-            # First its death, then the news of it: from then on its slots are somebody else's.
+            # The child must be dead before the broker frees its slots for other stores.
             child.kill()
-            await asyncio.shield(child.close(_QUIET_SECONDS))
-            self._desk.disconnected()
+            await asyncio.shield(child.close(_END_SECONDS))
+            self._broker.disconnected()
             self._unlink()
 
     def _setup(self) -> Setup:
@@ -135,9 +138,9 @@ class BulkProcess:
             hosts=self._hosts,
             port=self._settings.grpc_port or self._port,
             any_port=not self._settings.grpc_port,
-            plain=self._offers_plain,
-            plain_port=self._settings.tcp_port or self._plain_port,
-            any_plain_port=not self._settings.tcp_port,
+            tcp=self._offers_tcp,
+            tcp_port=self._settings.tcp_port or self._tcp_port,
+            any_tcp_port=not self._settings.tcp_port,
             paths=self._paths,
             max_frame_bytes=self._limits.max_frame_bytes,
             max_message_bytes=self._limits.max_message_bytes,
@@ -150,10 +153,10 @@ class BulkProcess:
                 Path(path).unlink()
 
     def _take_over(self, handover: socket.socket) -> None:
-        """Takes a connection for calls from the child: its bytes need not pass through there."""
+        """Receives a connection for calls from the child."""
         try:
             request, descriptors, _, _ = socket.recv_fds(handover, REQUEST_BYTES, 1)
-        except OSError as error:  # out of descriptors, for one: the client goes by gRPC
+        except OSError as error:  # for example, out of descriptors: the client uses gRPC instead
             _log.warning("cannot take over a connection", error=str(error))
             return
         if not request:
@@ -164,11 +167,11 @@ class BulkProcess:
     def _take(self, _: dict[str, Any], payload: bytes) -> None:
         message = decode_from_child(payload)
         if isinstance(message, Listening):
-            self._port, self._plain_port, self._listening = message.port, message.plain_port, True
+            self._port, self._tcp_port, self._listening = message.port, message.tcp_port, True
             _log.info("bulk process serves", pid=self._child and self._child.pid, port=message.port)
         else:
-            self._desk.take(message)
+            self._broker.handle(message)
 
-    def _say(self, message: ToChild) -> None:
+    def _send(self, message: ToChild) -> None:
         if self._child is not None:
             self._child.send({}, encode(message))

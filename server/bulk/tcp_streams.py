@@ -1,7 +1,7 @@
-"""Push and Pull over plain TCP sockets: bytes go straight from the socket into slots, and from slots into the socket.
+"""Push and Pull over raw TCP sockets: bytes are copied directly between the socket and the slots.
 
-A thread for each connection, which serves one request after the other. While it waits for bytes of a slot the stream may
-have to end: then the socket is shut down, which ends whatever the thread waits for.
+Each connection has a thread, which serves one request after the other. To end a stream that waits
+for bytes, its socket is shut down, which unblocks the thread.
 """
 
 from __future__ import annotations
@@ -31,29 +31,32 @@ _log = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 128
 _IDLE_SECONDS = 120.0
-"""How long a connection may stand still, between two requests or within one."""
+"""Maximum time without progress on a connection, between two requests or within one."""
 _REQUEST_SECONDS = 10.0
-"""How long the rest of what begins a connection for calls may take to come."""
+"""Maximum time for the rest of the first message of a connection for calls."""
 _ROOM_SECONDS = 1.0
 _END = tcp_frames.pack_frame_head(0, 0, 0)
 
 
 class TcpStreamServer:
-    """Listens, and serves whoever connects."""
+    """Accepts connections, with one thread for each listener and each connection."""
 
-    def __init__(self, control: BrokerClient, region: HostRegion, frame_bytes: int, handover: socket.socket) -> None:
-        """Connections for calls are handed to the server over `handover`."""
-        self._control = control
+    def __init__(self, broker: BrokerClient, region: HostRegion, frame_bytes: int, handover: socket.socket) -> None:
+        """Connections for calls are passed to the server over `handover`."""
+        self._broker = broker
         self._region = region
         self._frame_bytes = frame_bytes
         self._handover = handover
         self._connections = threading.Semaphore(_MAX_CONNECTIONS)
         self._lock = threading.Lock()
         self._idle: dict[socket.socket, None] = {}
-        """Connections that nothing is asked for on, the one for the longest time first."""
+        """Idle connections; the one that is idle for the longest time comes first."""
 
     def listen(self, hosts: tuple[str, ...], wanted: int, *, other: bool = True) -> int:
-        """Listens on all hosts at one port, `wanted` if it is free, else any `other` if that will do; returns it, or 0 for none."""
+        """Listens on all hosts with one port: `wanted`, or any `other` if allowed.
+
+        Returns the port, or 0 for none.
+        """
         port = 0
         for host in hosts:
             for number in (port,) if port else (wanted, 0) if other else (wanted,):
@@ -72,7 +75,7 @@ class TcpStreamServer:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError as error:  # out of descriptors, for one
+            except OSError as error:  # for example, out of descriptors
                 _log.warning("cannot accept a connection: %s", error)
                 threading.Event().wait(0.1)
                 continue
@@ -80,14 +83,14 @@ class TcpStreamServer:
                 connection.close()
                 continue
             try:
-                threading.Thread(target=self._serve, args=(connection,), name="kvtier-plain", daemon=True).start()
-            except RuntimeError as error:  # no thread to be had
+                threading.Thread(target=self._serve, args=(connection,), name="kvtier-tcp", daemon=True).start()
+            except RuntimeError as error:  # no thread available
                 _log.warning("cannot serve a connection: %s", error)
                 connection.close()
                 self._connections.release()
 
     def _has_room(self) -> bool:
-        """Makes room for one more connection, if need be at the cost of the one that has asked for nothing for the longest time."""
+        """Reserves a connection slot; if all are in use, closes the longest idle connection."""
         if self._connections.acquire(blocking=False):
             return True
         with self._lock:
@@ -100,7 +103,7 @@ class TcpStreamServer:
 
     @contextlib.contextmanager
     def _idling(self, connection: socket.socket) -> Iterator[None]:
-        """While nothing is asked for, a connection may have to make room for another one."""
+        """Marks a connection as idle, so that it may be closed to make room for another."""
         with self._lock:
             self._idle[connection] = None
         try:
@@ -133,7 +136,7 @@ class TcpStreamServer:
             return False
         method, nbytes = tcp_frames.unpack_request(head)
         hang_up = partial(_hang_up, connection)
-        stream = self._control.open("tcp", hang_up, hang_up)
+        stream = self._broker.open("tcp", hang_up, hang_up)
         code = "CANCELLED"
         ended = False
         try:
@@ -144,7 +147,7 @@ class TcpStreamServer:
                 completes = self._pull(connection, stream, message)
             ended = True
             stream.end("OK", complete=completes)
-            completed = completes and stream.settled()
+            completed = completes and stream.wait_committed()
             self._answer(connection, stream, method, completed=completed)
         except Refused as error:
             code = STATUS_OF[error.reason].name
@@ -154,11 +157,11 @@ class TcpStreamServer:
         finally:
             if not ended:
                 stream.end(code)
-            self._control.close(stream)
+            self._broker.close(stream)
         return True
 
     def _hand_over(self, connection: socket.socket, head: bytes) -> None:
-        """Has the server itself answer the calls of a client: bytes need a thread here, calls would need a detour."""
+        """Passes a connection for calls to the server process."""
         request = head + bytes(_received(connection, attach.REQUEST_BYTES - len(head), _REQUEST_SECONDS))
         socket.send_fds(self._handover, [request], [connection.fileno()])
 

@@ -57,7 +57,7 @@ def _offline(config: Config, options: argparse.Namespace) -> int:
     unknown = [name for name in options.tier if name not in names]
     if unknown:
         return refuse([f"there is no tier {name!r}; there are {', '.join(names)}" for name in unknown], EXIT_USAGE)
-    others = offline_fsck.holds_others(config.data_dir, tiers)
+    others = offline_fsck.foreign_contents(config.data_dir, tiers)
     reports = []
     for tier in tiers:
         if options.tier and tier.name not in options.tier:

@@ -1,1 +1,1 @@
-"""Moving bytes to and from devices: the server's side decides, a process per device moves."""
+"""Device copies: the server decides, and one copy worker process per device copies."""

@@ -1,4 +1,4 @@
-"""How the blocks and slots of a copy travel to a mover: as arrays, beside the header."""
+"""Codec of a copy plan's blocks and slots: integer arrays, sent as payload beside the header."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Groups: TypeAlias = Mapping[int, tuple[Sequence[int], Sequence[int]]]
 
 
 def pack_plan(groups: Groups) -> tuple[list[tuple[int, int]], bytes]:
-    """Returns which groups there are and how many blocks of each; and all blocks, then all offsets, as 64-bit integers."""
+    """Returns (group, block count) pairs; and all blocks, then all offsets, as 64-bit integers."""
     blocks, offsets = array("Q"), array("Q")
     for of_group in groups.values():
         blocks.extend(of_group[0])
@@ -22,7 +22,7 @@ def pack_plan(groups: Groups) -> tuple[list[tuple[int, int]], bytes]:
 
 
 def unpack_plan(counts: Sequence[tuple[int, int]], payload: bytes) -> Iterator[tuple[int, array[int], array[int]]]:
-    """Yields group, blocks and offsets of what `pack_plan` made."""
+    """Yields group, blocks and offsets from the result of `pack_plan`."""
     numbers = array("Q", payload)
     start, half = 0, len(numbers) // 2
     for group, count in counts:

@@ -79,7 +79,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                     # gRPC answers UNKNOWN, without a reason, to a message that does not parse; and parses it before us.
                     parse = handler.request_deserializer
                     if self.tracing is not None:
-                        parse = self.tracing.noting(parse)
+                        parse = self.tracing.recording_request_id(parse)
                     behavior, handler = _parsing(behavior, parse), handler._replace(request_deserializer=None)
                 return handler._replace(**{kind: wrap(method, behavior)})
         return handler

@@ -1,1 +1,1 @@
-"""The gRPC services, one module each: they translate between the wire and the core, and decide nothing."""
+"""Handlers of the gRPC services: each checks its request and calls the core."""

@@ -1,4 +1,4 @@
-"""AdminService: what the server holds, for whom, and why something was not there; checks, evictions, drains."""
+"""AdminService: status, leases, hand-offs, explain, fsck, evictions, drains."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        overview: StatusBuilder,
-        drainage: Drain,
+        status: StatusBuilder,
+        drain: Drain,
     ) -> None:
         self._runtime = runtime
         self._sessions = sessions
-        self._overview = overview
-        self._drainage = drainage
+        self._status = status
+        self._drain = drain
         self._evictions = 0
         self._fsck = OnlineFsck(runtime, sessions)
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.GetStatusResponse:
-        return self._overview.status()
+        return self._status.status()
 
     async def ListLeases(
         self, request: admin_pb2.ListLeasesRequest, context: grpc.aio.ServicerContext
@@ -114,40 +114,40 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Evict(
         self, request: admin_pb2.EvictRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[admin_pb2.EvictResponse]:
-        if self._drainage.ending:
+        if self._drain.ending:
             raise Refused("DRAINING", "the server is shutting down")
         names = [tier.name for tier in self._runtime.stats().tiers]
-        wanted = _wanted(request, names, self._runtime.now())
+        eviction = _eviction_request(request, names, self._runtime.now())
         if self._evictions >= _MOST_EVICTIONS:
             raise Refused("LIMIT_EXCEEDED", f"{self._evictions} evictions are under way already")
         log = _log.bind(tiers=list(request.tiers) or names, dry_run=request.dry_run)
-        clearing = self._runtime.core.evict(wanted)
+        task = self._runtime.core.evict(eviction)
         self._runtime.pump()
         self._evictions += 1
         try:
-            while not clearing.done:
-                yield evict_step(clearing, names)
+            while not task.done:
+                yield evict_step(task, names)
                 await asyncio.sleep(_STEP_SECONDS)
-            if clearing.error is not None:
-                raise clearing.error
-            yield evict_step(clearing, names)
+            if task.error is not None:
+                raise task.error
+            yield evict_step(task, names)
         finally:
-            clearing.cancel()
+            task.cancel()
             self._evictions -= 1
-            log.info("evicted on demand", blocks=sum(tier.blocks for tier in clearing.tiers))
+            log.info("evicted on demand", blocks=sum(tier.blocks for tier in task.tiers))
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[admin_pb2.DrainResponse]:
         if request.mode == admin_pb2.DRAIN_MODE_UNDO:
-            self._drainage.undo()
+            self._drain.undo()
         elif request.mode == admin_pb2.DRAIN_MODE_STAY:
-            self._drainage.stay()
+            self._drain.stay()
         elif request.mode in (admin_pb2.DRAIN_MODE_UNSPECIFIED, admin_pb2.DRAIN_MODE_END):
-            self._drainage.end()
-        else:  # what a newer client means is not guessed: this server would be gone
+            self._drain.end()
+        else:  # an unknown mode of a newer client must not end the server
             raise Refused("INVALID_ARGUMENT", f"there is no mode {request.mode} of a drain")
-        while not self._drainage.done:
+        while not self._drain.done:
             yield self._drain_step()
             await asyncio.sleep(_STEP_SECONDS)
         yield self._drain_step()
@@ -159,13 +159,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             jobs=sum(tier.jobs for tier in stats.tiers),
             queued_bytes=sum(tier.queued_bytes for tier in stats.tiers),
             sessions=len(self._sessions.all()),
-            done=self._drainage.done,
-            complete=self._drainage.complete,
+            done=self._drain.done,
+            complete=self._drain.complete,
         )
 
 
-def _wanted(request: admin_pb2.EvictRequest, tiers: list[str], now: float) -> EvictionRequest:
-    """Returns what a request wants gone. Raises `Refused`."""
+def _eviction_request(request: admin_pb2.EvictRequest, tiers: list[str], now: float) -> EvictionRequest:
     unknown = [name for name in request.tiers if name not in tiers]
     if unknown:
         raise Refused("INVALID_ARGUMENT", f"there is no tier {unknown[0]!r}; there are {', '.join(tiers)}")

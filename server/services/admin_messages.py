@@ -1,4 +1,4 @@
-"""What AdminService says, made of what the core knows."""
+"""Builds AdminService messages from the core's records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ POLICIES = {
 
 
 def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
-    """Returns a tier's figures."""
     return admin_pb2.TierStatus(
         name=tier.name,
         type=tier.type,
@@ -76,7 +75,7 @@ def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
 
 
 def miss_counts(misses: Mapping[MissReason, int]) -> list[admin_pb2.MissCount]:
-    """Returns why keys were missed; the most frequent reason first."""
+    """Returns the number of missed keys by reason, the most frequent first."""
     return [
         admin_pb2.MissCount(reason=admin_pb2.MissReason.Name(reason.value), keys=keys)
         for reason, keys in sorted(misses.items(), key=lambda item: -item[1])
@@ -85,7 +84,7 @@ def miss_counts(misses: Mapping[MissReason, int]) -> list[admin_pb2.MissCount]:
 
 
 def session_status(session: OpenSession, held: Sequence[Lease | Store], now: float) -> admin_pb2.SessionStatus:
-    """Returns who a session is, and what it holds of these leases and stores."""
+    """`held` are the session's leases and stores."""
     leases = [each for each in held if isinstance(each, Lease)]
     stores = [each for each in held if isinstance(each, Store)]
     return admin_pb2.SessionStatus(
@@ -111,7 +110,6 @@ def session_status(session: OpenSession, held: Sequence[Lease | Store], now: flo
 
 
 def region_status(region: HostRegion) -> admin_pb2.RegionStatus:
-    """Returns where the CPU tier's memory is."""
     return admin_pb2.RegionStatus(
         size_bytes=region.size_bytes,
         backed_bytes=region.backed_bytes,
@@ -121,8 +119,8 @@ def region_status(region: HostRegion) -> admin_pb2.RegionStatus:
     )
 
 
-def evict_step(clearing: EvictionTask, tiers: Sequence[str]) -> admin_pb2.EvictResponse:
-    """Returns how far an eviction has come; `tiers` are the names of all tiers, in lookup order."""
+def evict_step(task: EvictionTask, tiers: Sequence[str]) -> admin_pb2.EvictResponse:
+    """Returns the progress of an eviction; `tiers` are the names of all tiers, in lookup order."""
     return admin_pb2.EvictResponse(
         tiers=[
             admin_pb2.TierEviction(
@@ -134,14 +132,13 @@ def evict_step(clearing: EvictionTask, tiers: Sequence[str]) -> admin_pb2.EvictR
                 looked_at=each.looked_at,
                 total=each.total,
             )
-            for each in clearing.tiers
+            for each in task.tiers
         ],
-        done=clearing.done,
+        done=task.done,
     )
 
 
 def lease_status(held: Lease | Store, session: OpenSession | None, now: float) -> admin_pb2.LeaseStatus:
-    """Returns a lease or a store, with its owner."""
     status = admin_pb2.LeaseStatus(
         lease_id=held.id,
         engine_id=held.owner.engine_id,
@@ -165,7 +162,6 @@ def lease_status(held: Lease | Store, session: OpenSession | None, now: float) -
 
 
 def handoff_status(hold: Hold, now: float) -> admin_pb2.HandoffStatus:
-    """Returns one hold."""
     return admin_pb2.HandoffStatus(
         engine_id=hold.engine[1],
         request_id=hold.name[2],
@@ -182,7 +178,6 @@ def handoff_status(hold: Hold, now: float) -> admin_pb2.HandoffStatus:
 
 
 def handoff_totals(direction: HandoffDirection, stats: HandoffStats) -> admin_pb2.HandoffTotals:
-    """Returns what has become of the holds of one direction."""
     return admin_pb2.HandoffTotals(
         direction=handoff_pb2.HandoffDirection.Name(direction.value),
         open=stats.open,
@@ -198,7 +193,7 @@ def handoff_totals(direction: HandoffDirection, stats: HandoffStats) -> admin_pb
 
 
 def explained(record: RequestRecord, tiers: list[str], now: float) -> admin_pb2.ExplainRequestResponse:
-    """Returns what is known of a request; `tiers` are the names of all tiers, in lookup order."""
+    """`tiers` are the names of all tiers, in lookup order."""
     answer = admin_pb2.ExplainRequestResponse(
         engine_id=record.engine_id,
         age=_duration(now - record.at),
@@ -257,7 +252,6 @@ def _duration(seconds: float) -> Duration:
 
 
 def fsck_step(progress: Progress) -> admin_pb2.FsckResponse:
-    """Returns one step of a check."""
     return admin_pb2.FsckResponse(
         tier=progress.tier.name,
         tier_type=progress.tier.type,

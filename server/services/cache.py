@@ -1,4 +1,4 @@
-"""CacheService: which blocks are there, who reads them, who writes them."""
+"""CacheService: lookups, loads, stores, flush and reset."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _RESET_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a lookup asks for, checked."""
+class _LookupOptions:
+    """Validated options of a lookup."""
 
     keys: Sequence[bytes]
     prefix: bool
@@ -41,7 +41,7 @@ class _Asked:
     retain_for: float
 
 
-async def _nobody_writes(_: int) -> None:
+async def _no_writers(_: int) -> None:
     return
 
 
@@ -52,15 +52,15 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        edge: RequestValidator,
-        quiet: Callable[[int], Awaitable[None]] | None = None,
+        validator: RequestValidator,
+        end_writers: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`quiet` ends the streams that still write to a store, and returns when they do not."""
+        """`end_writers` ends the streams that write to a store; it returns when they have ended."""
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
-        self._edge = edge
-        self._quiet = quiet or _nobody_writes
+        self._validator = validator
+        self._end_writers = end_writers or _no_writers
 
     async def BeginRequest(
         self, request: cache_pb2.BeginRequestRequest, context: grpc.aio.ServicerContext
@@ -70,17 +70,17 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if not request.request_id:
             raise Refused("INVALID_ARGUMENT", "request_id is missing")
         info = RequestInfo(
-            request_id=self._edge.request_id(request.request_id),
+            request_id=self._validator.request_id(request.request_id),
             namespace=session.namespace.id,
             prompt_tokens=request.prompt_tokens,
             tenant=session.tenant,
             priority=request.priority,
             kv_transfer_params=_params(request.kv_transfer_params_json),
-            retain_for=self._edge.retention(request.retain_for),
+            retain_for=self._validator.retention(request.retain_for),
         )
-        asked = self._asked(session, request)
+        options = self._lookup_options(session, request)
         negotiation = self._core.begin_request(session, info)
-        lookup = await self._look_up(session, asked)
+        lookup = await self._look_up(session, options)
         return cache_pb2.BeginRequestResponse(
             policy=POLICIES[negotiation.policy],
             votes=[
@@ -94,14 +94,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.LookupRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.LookupResponse:
         session = self._sessions.get(request.session)
-        return await self._look_up(session, self._asked(session, request), want_slots=request.want_slots)
+        return await self._look_up(session, self._lookup_options(session, request), want_slots=request.want_slots)
 
     async def PrepareLoad(
         self, request: cache_pb2.PrepareLoadRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.PrepareLoadResponse:
         session = self._sessions.get(request.session)
         lease = self._core.lease(session, LeaseId(request.lease_id))
-        items = self._edge.numbers(request.items, "items")
+        items = self._validator.numbers(request.items, "items")
         slots = lease.slots(items, session.own_rank())
         sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
         return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
@@ -121,7 +121,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.ReleaseLeaseRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.ReleaseLeaseResponse:
         session = self._sessions.get(request.session, gives_back=True)
-        for lease_id in self._edge.numbers(request.lease_ids, "lease_ids"):
+        for lease_id in self._validator.numbers(request.lease_ids, "lease_ids"):
             try:
                 self._core.release(session, LeaseId(lease_id))
             except LeaseNotFound:
@@ -132,9 +132,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.TouchRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.TouchResponse:
         session = self._sessions.get(request.session)
-        expires_at = self._runtime.now() + self._edge.lease(request.lease_duration)
+        expires_at = self._runtime.now() + self._validator.lease(request.lease_duration)
         missing = []
-        for lease_id in self._edge.numbers(request.lease_ids, "lease_ids"):
+        for lease_id in self._validator.numbers(request.lease_ids, "lease_ids"):
             try:
                 self._core.renew(session, LeaseId(lease_id), expires_at)
             except LeaseNotFound:
@@ -146,14 +146,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrepareStoreResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        keys = self._edge.keys_of(request, session.namespace)
-        retain_for = self._edge.retention(request.retain_for)
+        keys = self._validator.keys_of(request, session.namespace)
+        retain_for = self._validator.retention(request.retain_for)
         self._runtime.get_finished_jobs()
         answer = self._core.prepare_store(
             session,
             keys,
-            request_id=self._edge.request_id(request.request_id),
-            expires_at=self._runtime.now() + self._edge.leases.default,
+            request_id=self._validator.request_id(request.request_id),
+            expires_at=self._runtime.now() + self._validator.leases.default,
             retain_until=self._retain_until(session, request.request_id, retain_for),
         )
         self._runtime.pump()
@@ -171,7 +171,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         store_id = StoreId(request.store_id)
         await self._end_streams(session, store_id)
         try:
-            failed = self._edge.numbers(request.failed_items, "failed_items")
+            failed = self._validator.numbers(request.failed_items, "failed_items")
             if request.abort:
                 failed = range(len(self._core.store(session, store_id).blocks))
             self._core.complete_store(session, store_id, failed)
@@ -185,18 +185,19 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return cache_pb2.CompleteStoreResponse()
 
     async def _end_streams(self, session: Session, store_id: StoreId) -> None:
-        """Sees to it that no stream of the bulk process writes to a store that is about to end, or has ended."""
+        """Ends the bulk streams that still write to a store."""
         with contextlib.suppress(StoreNotFound):
-            self._core.store(session, store_id)  # of another engine's store nothing is ended
-        await self._quiet(store_id)
+            # raises for another engine's store: its streams go on
+            self._core.store(session, store_id)
+        await self._end_writers(store_id)
         self._sessions.check(session)
 
     async def Flush(
         self, request: cache_pb2.FlushRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.FlushResponse:
         session = self._sessions.get(request.session)
-        keys = self._edge.keys(request.keys, session.namespace)
-        deadline = self._runtime.now() + self._edge.wait(request.wait)
+        keys = self._validator.keys(request.keys, session.namespace)
+        deadline = self._runtime.now() + self._validator.wait(request.wait)
         statuses = bytearray(self._core.durability(session, keys))
         self._runtime.pump()
         pending = [number for number, status in enumerate(statuses) if status == DurableStatus.PENDING]
@@ -211,10 +212,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.FinishRequestRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.FinishRequestResponse:
         session = self._sessions.get(request.session, gives_back=True)
-        deadline = self._runtime.now() + self._edge.wait(request.wait)
+        deadline = self._runtime.now() + self._validator.wait(request.wait)
         if not request.request_id:
             raise Refused("INVALID_ARGUMENT", "request_id is missing")
-        finished = self._core.finish_request(session, self._edge.request_id(request.request_id))
+        finished = self._core.finish_request(session, self._validator.request_id(request.request_id))
         self._runtime.pump()
         while not finished.settled and (remaining := deadline - self._runtime.now()) > 0:
             await self._runtime.changed(remaining)
@@ -224,50 +225,55 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.ResetRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.ResetResponse:
         session = self._sessions.get(request.session)
-        deadline = self._runtime.now() + self._edge.wait(request.wait)
+        deadline = self._runtime.now() + self._validator.wait(request.wait)
         self._runtime.get_finished_jobs()
         pending = self._core.reset(session)
         self._runtime.pump()
         while pending and (remaining := deadline - self._runtime.now()) > 0:
-            await self._runtime.changed(min(remaining, _RESET_POLL_SECONDS))  # releases and completions wake nobody
+            # Nothing wakes this call when a block is released or completed.
+            await self._runtime.changed(min(remaining, _RESET_POLL_SECONDS))
             pending = self._core.resetting(session)
         return cache_pb2.ResetResponse(pending_blocks=pending)
 
-    def _asked(self, session: Session, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest) -> _Asked:
-        """Returns what a call asks for, checked; raises `Refused` or a `CoreError`."""
-        tiers = self._edge.tiers(request.exclude)
+    def _lookup_options(
+        self, session: Session, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest
+    ) -> _LookupOptions:
+        """Raises `Refused` or a `CoreError`."""
+        tiers = self._validator.tiers(request.exclude)
         self._core.check_filter(tiers)
-        return _Asked(
-            keys=self._edge.keys_of(request, session.namespace),
+        return _LookupOptions(
+            keys=self._validator.keys_of(request, session.namespace),
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
-            request_id=self._edge.request_id(request.request_id),
+            request_id=self._validator.request_id(request.request_id),
             tiers=tiers,
             min_hits=request.min_hits,
-            lease_seconds=self._edge.lease(request.lease_duration),
-            deadline=self._runtime.now() + self._edge.wait(request.wait),
-            retain_for=self._edge.retention(request.retain_for),
+            lease_seconds=self._validator.lease(request.lease_duration),
+            deadline=self._runtime.now() + self._validator.wait(request.wait),
+            retain_for=self._validator.retention(request.retain_for),
         )
 
-    async def _look_up(self, session: Session, asked: _Asked, *, want_slots: bool = False) -> cache_pb2.LookupResponse:
-        rank = session.own_rank() if want_slots else 0  # refused before a lease is granted that nobody would know of
-        await self._ask_tiers(session, asked)
+    async def _look_up(
+        self, session: Session, options: _LookupOptions, *, want_slots: bool = False
+    ) -> cache_pb2.LookupResponse:
+        rank = session.own_rank() if want_slots else 0  # may refuse: before a lease is granted
+        await self._ask_tiers(session, options)
         found = self._core.lookup(
             session,
-            asked.keys,
-            prefix=asked.prefix,
-            request_id=asked.request_id,
-            expires_at=self._runtime.now() + asked.lease_seconds,
-            tiers=asked.tiers,
-            min_hits=asked.min_hits,
-            retain_until=self._retain_until(session, asked.request_id, asked.retain_for),
+            options.keys,
+            prefix=options.prefix,
+            request_id=options.request_id,
+            expires_at=self._runtime.now() + options.lease_seconds,
+            tiers=options.tiers,
+            min_hits=options.min_hits,
+            retain_until=self._retain_until(session, options.request_id, options.retain_for),
         )
         self._runtime.pump()
-        remaining = asked.deadline - self._runtime.now()
+        remaining = options.deadline - self._runtime.now()
         if found.lease is not None and found.lease.pending and remaining > 0:
-            found = replace(found, lease=await self._arrived(session, found.lease, remaining))
+            found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
         statuses, lease = found.statuses(), found.lease
         if lease is None:
-            return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(asked.keys)))
+            return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(options.keys)))
         hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
         answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=lease.sources, lease_id=lease.id)
         answer.not_retained_blocks = found.not_retained
@@ -276,32 +282,35 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return answer
 
     def _retain_until(self, session: Session, request_id: str, retain_for: float) -> float:
-        """Returns until when a call wants its blocks to stay, in the core's time; 0 where neither it nor its request says."""
+        """Returns until when the blocks are retained, in the core's time; 0 for no retention."""
         seconds = retain_for or self._core.retention_of(session, request_id)
         return self._runtime.now() + seconds if seconds else 0.0
 
-    async def _ask_tiers(self, session: Session, asked: _Asked) -> None:
-        """Waits until shared tiers have said what they have, or the time is over."""
-        while self._core.ask(session, asked.keys, prefix=asked.prefix, tiers=asked.tiers):
+    async def _ask_tiers(self, session: Session, options: _LookupOptions) -> None:
+        """Waits until shared tiers have answered, or the time is over."""
+        while self._core.ask(session, options.keys, prefix=options.prefix, tiers=options.tiers):
             self._runtime.pump()
-            remaining = asked.deadline - self._runtime.now()
+            remaining = options.deadline - self._runtime.now()
             if remaining <= 0:
                 return
             await self._runtime.changed(remaining)
             self._sessions.check(session)
 
-    async def _arrived(self, session: Session, lease: Lease, seconds: float) -> Lease | None:
-        """Waits until what a lookup found is in the CPU tier, or the time is over; returns what is left of its lease."""
+    async def _wait_ready(self, session: Session, lease: Lease, seconds: float) -> Lease | None:
+        """Waits until all blocks of a lease are in the CPU tier, or the time is over.
+
+        Returns None if nothing of the lease is left.
+        """
         try:
             await self._runtime.settled(lease.id, seconds)
-        except asyncio.CancelledError:  # the caller has hung up, and will never know of the lease
+        except asyncio.CancelledError:  # the client is gone and will not learn of the lease
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)
             raise
         return self._still_held(session, lease)
 
     def _still_held(self, session: Session, lease: Lease) -> Lease | None:
-        """Returns the lease after a wait, or None if it ended meanwhile or nothing of it is left."""
+        """Returns the lease, or None if it has ended or has no block left."""
         try:
             self._core.lease(session, lease.id)
         except CoreError:

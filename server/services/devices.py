@@ -1,4 +1,4 @@
-"""The calls of TransferService that are about devices: what is registered, and copies between that and slots."""
+"""Device calls of TransferService: registration, and copies between device blocks and slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...cuda.device.device_errors import DeviceError
 from ...protos.v1 import devices_pb2, transfer_pb2
 from ...tiers.core.block import Block
 from ...tiers.types import GROUP_INDEX_BYTES, LeaseId, StoreId
-from ..devices.mover_client import CopyPlan
+from ..devices.copy_worker_client import CopyPlan
 from ..devices.registry import DeviceRegistry, Registration, export_of
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
@@ -28,20 +28,20 @@ _LONGEST_NANOSECONDS = 60 * 10**9
 
 
 class DeviceCopyCalls:
-    """Serves part of `kvtier.v1.TransferService`, beside `transfer.TransferService`."""
+    """Serves the device calls of `kvtier.v1.TransferService`, beside `TransferService`."""
 
     def __init__(
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        edge: RequestValidator,
+        validator: RequestValidator,
         metrics: Metrics,
         devices: DeviceRegistry,
     ) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
-        self._edge = edge
+        self._validator = validator
         self._devices = devices
         self._moved = {
             out: metrics.transfer("cuda_ipc", "in" if out else "out") for out in (True, False)
@@ -50,7 +50,6 @@ class DeviceCopyCalls:
     async def RegisterDeviceBuffers(
         self, request: transfer_pb2.RegisterDeviceBuffersRequest, context: grpc.aio.ServicerContext
     ) -> transfer_pb2.RegisterDeviceBuffersResponse:
-        """Opens blocks of the caller."""
         session = self._sessions.get(request.session)
         try:
             export = export_of(request)
@@ -64,7 +63,6 @@ class DeviceCopyCalls:
     async def UnregisterDeviceBuffers(
         self, request: transfer_pb2.UnregisterDeviceBuffersRequest, context: grpc.aio.ServicerContext
     ) -> transfer_pb2.UnregisterDeviceBuffersResponse:
-        """Closes them."""
         session = self._sessions.get(request.session, gives_back=True)
         await self._devices.unregister(self._devices.get(session, request.buffers_id))
         return transfer_pb2.UnregisterDeviceBuffersResponse()
@@ -72,13 +70,12 @@ class DeviceCopyCalls:
     async def StoreFromDevice(
         self, request: transfer_pb2.StoreFromDeviceRequest, context: grpc.aio.ServicerContext
     ) -> transfer_pb2.StoreFromDeviceResponse:
-        """Fills slots of a store."""
         session = self._sessions.get(request.session)
         registration = self._devices.get(session, request.buffers_id)
         self._sessions.set_transport(session, "cuda_ipc")
         store_id = StoreId(request.store_id)
-        store = self._core.renew_store(session, store_id, self._runtime.now() + self._edge.leases.default)
-        items = _distinct(self._edge.numbers(request.items, "items"), "item") or range(len(store.blocks))
+        store = self._core.renew_store(session, store_id, self._runtime.now() + self._validator.leases.default)
+        items = _distinct(self._validator.numbers(request.items, "items"), "item") or range(len(store.blocks))
         if max(items, default=0) >= len(store.blocks):
             raise Refused("INVALID_ARGUMENT", f"store {store_id} has {len(store.blocks)} granted parts")
         slots = store.slots()
@@ -90,24 +87,23 @@ class DeviceCopyCalls:
             out=True,
         )
         await self._devices.copy(registration, plan, store)
-        # Had it ended meanwhile, what was copied is nobody's.
-        self._core.renew_store(session, store_id, self._runtime.now() + self._edge.leases.default)
+        # Raises if the store ended meanwhile: then the copied bytes are lost.
+        self._core.renew_store(session, store_id, self._runtime.now() + self._validator.leases.default)
         return transfer_pb2.StoreFromDeviceResponse(moved_bytes=self._count(plan))
 
     async def LoadToDevice(
         self, request: transfer_pb2.LoadToDeviceRequest, context: grpc.aio.ServicerContext
     ) -> transfer_pb2.LoadToDeviceResponse:
-        """Fills blocks from items of a lease."""
         session = self._sessions.get(request.session)
         registration = self._devices.get(session, request.buffers_id)
         self._sessions.set_transport(session, "cuda_ipc")
         lease = self._core.lease(session, LeaseId(request.lease_id))
-        items = _distinct(self._edge.numbers(request.items, "items"), "item")
+        items = _distinct(self._validator.numbers(request.items, "items"), "item")
         slots = lease.slots(items, session.own_rank())
         blocks = [block for item in items if (block := lease.items[item]) is not None]
         plan = self._plan(registration, request, blocks, slots, out=False)
         await self._devices.copy(registration, plan, None)
-        self._core.lease(session, lease.id)  # raises if it ended meanwhile: what was read may have been somebody else's
+        self._core.lease(session, lease.id)  # raises if it ended: the slots may have been reused
         return transfer_pb2.LoadToDeviceResponse(moved_bytes=self._count(plan))
 
     def _count(self, plan: CopyPlan) -> int:
@@ -137,7 +133,7 @@ class DeviceCopyCalls:
 
 
 def add_device_calls(calls: DeviceCopyCalls, server: Any) -> None:
-    """Registers the calls with a server of gRPC, or with what takes the same, beside the rest of the service."""
+    """Registers the calls with a gRPC server or a socket call server."""
     service = transfer_pb2.DESCRIPTOR.services_by_name["TransferService"]
     handlers = {
         method.name: grpc.unary_unary_rpc_method_handler(
@@ -161,7 +157,7 @@ def _check_blocks(ids: Sequence[int], group: int, num_blocks: int) -> None:
 
 
 def _distinct(numbers: Sequence[int], what: str) -> Sequence[int]:
-    """Returns them. Raises Refused where one is named twice: two copies to one place come in no order."""
+    """Raises Refused if a number is repeated: two copies to one place have no order."""
     if len(set(numbers)) != len(numbers):
         raise Refused("INVALID_ARGUMENT", f"a {what} is named twice")
     return numbers
@@ -179,6 +175,6 @@ def _event_of(
 
 
 def _give_up_at(request: transfer_pb2.StoreFromDeviceRequest | transfer_pb2.LoadToDeviceRequest) -> int:
-    """Returns until when copies may be begun; where that has passed the mover begins none."""
+    """Returns the time until which copies may begin, in nanoseconds of the monotonic clock."""
     latest = time.monotonic_ns() + _LONGEST_NANOSECONDS
     return min(request.give_up_at_nanoseconds or latest, latest)

@@ -1,4 +1,4 @@
-"""HandoffService: requests that one engine holds for another."""
+"""HandoffService: requests whose blocks one engine holds for another."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ __all__ = ["HandoffService"]
 class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
     """Serves `kvtier.v1.HandoffService`."""
 
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, edge: RequestValidator) -> None:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, validator: RequestValidator) -> None:
         self._runtime = runtime
         self._handoffs = runtime.core.handoffs
         self._sessions = sessions
-        self._edge = edge
+        self._validator = validator
 
     async def PublishHold(
         self, request: handoff_pb2.PublishHoldRequest, context: grpc.aio.ServicerContext
     ) -> handoff_pb2.PublishHoldResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        request_id = self._named(request.request_id, "request_id")
+        request_id = self._required(request.request_id, "request_id")
         self._runtime.get_finished_jobs()
         held = self._handoffs.publish(
             session,
             request_id,
-            list(self._edge.keys(request.keys, session.namespace)),
+            list(self._validator.keys(request.keys, session.namespace)),
             list(request.positions),
             num_tokens=request.num_tokens,
             direction=_direction(request.direction),
-            duration=self._edge.hold(request.duration),
+            duration=self._validator.hold(request.duration),
             now=self._runtime.now(),
         )
         self._runtime.pump()
@@ -57,11 +57,11 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self, request: handoff_pb2.ClaimHoldRequest, context: grpc.aio.ServicerContext
     ) -> handoff_pb2.ClaimHoldResponse:
         session = self._sessions.get(request.session)
-        name, request_id = self._name(session, request.hold), self._edge.request_id(request.request_id)
-        first_positions = self._edge.numbers(request.first_positions, "first_positions")
-        lease_seconds = self._edge.lease(request.lease_duration)
-        with contextlib.suppress(HoldExpired):  # the claim says so too, and takes note of it
-            await self._arrived(session, name, self._edge.wait(request.wait))
+        name, request_id = self._name(session, request.hold), self._validator.request_id(request.request_id)
+        first_positions = self._validator.numbers(request.first_positions, "first_positions")
+        lease_seconds = self._validator.lease(request.lease_duration)
+        with contextlib.suppress(HoldExpired):  # the claim below raises it too, and records it
+            await self._wait_ready(session, name, self._validator.wait(request.wait))
         now = self._runtime.now()
         claim = self._handoffs.claim(
             session,
@@ -86,7 +86,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self, request: handoff_pb2.RenewHoldsRequest, context: grpc.aio.ServicerContext
     ) -> handoff_pb2.RenewHoldsResponse:
         session, now = self._sessions.get(request.session), self._runtime.now()
-        extension = self._edge.extension(request.extension)
+        extension = self._validator.extension(request.extension)
         names = self._names(session, request.holds)
         missing = [number for number, name in enumerate(names) if not self._handoffs.renew(name, now, extension)]
         return handoff_pb2.RenewHoldsResponse(missing_holds=missing)
@@ -100,8 +100,8 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self._runtime.pump()
         return handoff_pb2.ReleaseHoldsResponse()
 
-    async def _arrived(self, session: Session, name: HoldName, seconds: float) -> None:
-        """Waits until a hold has been published and all of it is there, or the time is over; raises `HoldExpired`."""
+    async def _wait_ready(self, session: Session, name: HoldName, seconds: float) -> None:
+        """Waits until a hold is published and complete, or time is over; raises `HoldExpired`."""
         deadline = self._runtime.now() + seconds
         while (remaining := deadline - self._runtime.now()) > 0:
             hold = self._handoffs.find(name, self._runtime.now())
@@ -116,17 +116,17 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         return duration
 
     def _name(self, session: Session, hold: handoff_pb2.HoldRef) -> HoldName:
-        engine_id = self._named(hold.engine_id, "hold.engine_id")
-        return (session.namespace.id, engine_id, self._named(hold.request_id, "hold.request_id"))
+        engine_id = self._required(hold.engine_id, "hold.engine_id")
+        return (session.namespace.id, engine_id, self._required(hold.request_id, "hold.request_id"))
 
     def _names(self, session: Session, holds: Sequence[handoff_pb2.HoldRef]) -> list[HoldName]:
-        self._edge.numbers(range(len(holds)), "holds")
+        self._validator.numbers(range(len(holds)), "holds")
         return [self._name(session, hold) for hold in holds]
 
-    def _named(self, text: str, field: str) -> str:
+    def _required(self, text: str, field: str) -> str:
         if not text:
             raise Refused("INVALID_ARGUMENT", f"{field} is missing")
-        return self._edge.request_id(text)
+        return self._validator.request_id(text)
 
 
 def _direction(direction: int) -> HandoffDirection:

@@ -1,4 +1,4 @@
-"""Checks the tiers of a server that is at work, slice by slice, beside its jobs."""
+"""Checks the tiers of a running server in slices, beside their jobs."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True)
 class Progress:
-    """How far the check of one tier has come."""
+    """Progress of the check of one tier."""
 
     tier: CheckedTier
     total: int = 0
     blocks: int = 0
     nbytes: int = 0
     findings: tuple[Finding, ...] = ()
-    """What the last step has found."""
+    """Findings of the last step."""
     done: bool = False
     note: str = ""
     """Why there is nothing to check."""
     error: str = ""
-    """Why it could not be checked to its end."""
+    """Why the check stopped early."""
 
 
 class OnlineFsck:
-    """The one check that may run at a time. Lives on the event loop."""
+    """Runs at most one check at a time. Lives on the event loop."""
 
     def __init__(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
         self._runtime = runtime
@@ -48,13 +48,13 @@ class OnlineFsck:
         self._running = False
 
     async def run(self, names: Sequence[str], *, repair: bool, rate: int) -> AsyncGenerator[Progress, None]:
-        """Yields step after step of each tier, of all of them where none is named; `rate` bounds the bytes in a second.
+        """Yields the progress of each tier after each step; no names means all tiers.
 
-        With `repair`, damaged blocks are out of the tier and out of the catalog when the step is yielded that found them.
-        Whoever wants no more of it closes the generator.
+        `rate` limits the bytes per second. With `repair`, damaged blocks are already removed from
+        the tier and the catalog when their step is yielded. Close the generator to stop the check.
 
         Raises:
-            Refused: there is no such tier, another check runs, or the server ends.
+            Refused: unknown tier, another check is running, or the server is ending.
         """
         numbers = list(self._numbers(names))
         self._sessions.refuse_if_draining()
@@ -88,7 +88,7 @@ class OnlineFsck:
                     yield progress
         except Refused:
             raise
-        except Exception as error:  # noqa: BLE001 - a tier's own; the other tiers are checked all the same
+        except Exception as error:  # noqa: BLE001 - from the tier's code; the other tiers are still checked
             _log.error("tier cannot be checked", tier=progress.tier.name, exc_info=error)
             progress.error = f"{type(error).__name__}: {error}"
         progress.findings, progress.done = (), True
@@ -101,7 +101,7 @@ class OnlineFsck:
             return
         progress.total = await asyncio.shield(self._runtime.check(number, tier.blocks_to_check))
         steps = check(tier, repair=repair)
-        yield  # whoever asked knows now that it runs
+        yield  # reports that the check has begun
         while True:
             began = time.monotonic()
             step = await self._step(number, steps)
@@ -112,39 +112,34 @@ class OnlineFsck:
             progress.total = max(progress.total, progress.blocks)
             progress.findings = step.findings
             yield
-            await self._rest(step.nbytes / rate - (time.monotonic() - began) if rate else 0.0)
+            await self._pause(step.nbytes / rate - (time.monotonic() - began) if rate else 0.0)
 
     async def _step(self, number: int, steps: Iterator[Slice]) -> Slice | None:
-        """Takes a step. It goes on to its end, and what it finds is heeded, also where nobody waits for it any more."""
+        """Runs a step.
 
-        def heed(step: asyncio.Future[Slice | None]) -> None:
+        If the caller is cancelled, the step still completes and its repairs are applied.
+        """
+
+        def apply_repairs(step: asyncio.Future[Slice | None]) -> None:
             found = None if step.exception() else step.result()
             names = [finding.name for finding in found.findings if finding.repaired] if found else []
             if names:
                 named = [(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:]) for name in names]
                 self._runtime.entries_lost(number, named)
 
-        step = self._runtime.check(number, lambda: _sound(next(steps, None)))
-        step.add_done_callback(heed)
+        step = self._runtime.check(number, lambda: _checked_slice(next(steps, None)))
+        step.add_done_callback(apply_repairs)
         return await asyncio.shield(step)
 
-    async def _rest(self, seconds: float) -> None:
-        """Waits, unless the server ends.
-
-        Raises:
-            Refused: it does.
-        """
+    async def _pause(self, seconds: float) -> None:
+        """Waits; raises Refused if the server is ending."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._sessions.drain_began.wait(), max(0.0, seconds))
         self._sessions.refuse_if_draining()
 
 
-def _sound(step: Any) -> Slice | None:
-    """Returns a step of a check, which may be anybody's.
-
-    Raises:
-        TierError: it is none.
-    """
+def _checked_slice(step: Any) -> Slice | None:
+    """Raises TierError if the tier's check returned an invalid step."""
     if step is None or (isinstance(step, Slice) and all(isinstance(found, Finding) for found in step.findings)):
         return step
-    raise TierError(f"its check returns what is none: {step!r:.100}")
+    raise TierError(f"its check returned an invalid slice: {step!r:.100}")

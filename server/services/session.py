@@ -1,4 +1,4 @@
-"""SessionService: what the server can do, and who is there."""
+"""SessionService: capabilities of the server, and the stream that keeps a session open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status of a server, for whoever asks: `AdminService.GetStatus`, and the status page."""
+"""Builds the status of a server for `AdminService.GetStatus` and the status page."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["StatusBuilder"]
 
 
 class StatusBuilder:
-    """What a server holds, and for whom."""
+    """Reads the figures from the runtime and the session registry."""
 
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, ready_at: float, lateness: LoopLag) -> None:
-        """`ready_at` is on the runtime's clock, in seconds."""
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, ready_at: float, loop_lag: LoopLag) -> None:
+        """`ready_at` is in seconds on the runtime's clock."""
         self._runtime = runtime
         self._sessions = sessions
         self._ready_at = ready_at
-        self._lateness = lateness
+        self._loop_lag = loop_lag
 
     def status(self) -> admin_pb2.GetStatusResponse:
-        """Returns the status of this moment. Called on the event loop."""
+        """Called on the event loop."""
         runtime, sessions = self._runtime, self._sessions
         stats, now = runtime.stats(), runtime.now()
         held: dict[bytes, list[Lease | Store]] = defaultdict(list)
@@ -57,5 +57,5 @@ class StatusBuilder:
             misses=miss_counts(stats.misses_by_reason),
         )
         answer.uptime.FromNanoseconds(int((now - self._ready_at) * 1e9))
-        answer.loop_lag.FromNanoseconds(int(self._lateness.worst * 1e9))
+        answer.loop_lag.FromNanoseconds(int(self._loop_lag.worst * 1e9))
         return answer

@@ -1,10 +1,11 @@
-"""TransferService: bytes of blocks over gRPC, for clients that cannot map the region.
+"""TransferService: Push and Pull of block bytes over gRPC, for clients that cannot map the region.
 
-The bulk process (`bulk`) serves the same streams, and is where clients go once they know of it. What is here is for those that
-cannot reach it, and for the moments in which it is not there.
+Clients prefer the bulk process (`bulk`), which serves the same streams. They use this service if
+the bulk process is unreachable or not running.
 
-Frames are copied on the event loop, between two decisions of the core: so a frame is written only while its store is in
-flight, and a slot cannot be given to somebody else in mid-copy. That costs the loop 0.1 ms per 2 MiB frame.
+Frames are copied on the event loop, between two decisions of the core. A frame is therefore written
+only while its store is in flight, and its slot cannot be reused during the copy. This costs the
+loop 0.1 ms per 2 MiB frame.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ __all__ = ["TransferService"]
 
 
 class TransferService:
-    """Serves `kvtier.v1.TransferService` with handlers that take and give raw bytes."""
+    """Serves `kvtier.v1.TransferService` with handlers for raw bytes."""
 
     def __init__(
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        edge: RequestValidator,
+        validator: RequestValidator,
         metrics: Metrics,
         bulk: BulkProcess,
     ) -> None:
@@ -44,9 +45,9 @@ class TransferService:
         self._core = runtime.core
         self._memory = runtime.region.memory
         self._sessions = sessions
-        self._edge = edge
+        self._validator = validator
         self._bulk = bulk
-        self._arrivals = bulk.arrivals
+        self._received = bulk.received
         self._pushed = metrics.transfer("grpc", "in")
         self._pulled = metrics.transfer("grpc", "out")
         self._damaged = metrics.mismatches("grpc")
@@ -58,7 +59,6 @@ class TransferService:
         )
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Returns what a server registers."""
         return grpc.method_handlers_generic_handler(
             "kvtier.v1.TransferService",
             {
@@ -71,11 +71,10 @@ class TransferService:
         )
 
     def add_calls(self, calls: SocketCallServer) -> None:
-        """Registers what clients call over sockets that are not gRPC's."""
+        """Registers the unary calls with the socket call server."""
         calls.add_registered_method_handlers("kvtier.v1.TransferService", {"Locate": self._locate})
 
     async def Push(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> transfer_pb2.PushResponse:
-        """Fills granted slots frame by frame."""
         session: Session | None = None
         ref = common_pb2.SessionRef()
         store_id = StoreId(0)
@@ -100,9 +99,9 @@ class TransferService:
             if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
                 self._damaged.inc()
                 raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {fields.offset_bytes} arrived damaged")
-            # Asked anew for every frame: the store may have ended meanwhile, and its slots be somebody else's, or the token gone.
+            # Checked for each frame: the store may have ended, or the token may have been revoked.
             self._sessions.find(ref)
-            expires_at = self._runtime.now() + self._edge.leases.default
+            expires_at = self._runtime.now() + self._validator.leases.default
             self._core.renew_store(session, store_id, expires_at)
             taken = 0
             try:
@@ -115,17 +114,16 @@ class TransferService:
             self._pushed.inc(taken)
             if meter is not None:
                 meter.moved(taken)
-            self._arrivals.add(store_id, fields.offset_bytes, fields.offset_bytes + taken)
+            self._received.add(store_id, fields.offset_bytes, fields.offset_bytes + taken)
         if session is None:
             raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
         return transfer_pb2.PushResponse(received_bytes=received)
 
     async def Pull(self, request: transfer_pb2.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """Sends items of a lease frame by frame."""
         session = self._sessions.get(request.session)
         lease_id = LeaseId(request.lease_id)
         lease = self._core.lease(session, lease_id)
-        items = self._edge.numbers(request.items, "items")
+        items = self._validator.numbers(request.items, "items")
         slots = lease.slots(items, session.own_rank())
         sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
         parts = PartSequence(slots, sizes)
@@ -137,7 +135,7 @@ class TransferService:
         while offset < parts.total_bytes:
             self._sessions.find(request.session)  # as above
             self._core.lease(session, lease_id)
-            nbytes = min(self._edge.limits.max_frame_bytes, parts.total_bytes - offset)
+            nbytes = min(self._validator.limits.max_frame_bytes, parts.total_bytes - offset)
             pieces = [self._memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
             yield encode_pull_frame(offset, _checksum(pieces), pieces)
             offset += nbytes
@@ -148,14 +146,14 @@ class TransferService:
     async def Locate(
         self, request: transfer_pb2.LocateRequest, context: grpc.aio.ServicerContext
     ) -> transfer_pb2.LocateResponse:
-        """Says where the bulk process is, and how much of a store has arrived."""
+        """Returns where the bulk process listens, and how many bytes of a store have arrived."""
         session = self._sessions.get(request.session)
         if request.store_id:
             self._core.store(session, StoreId(request.store_id))
-        port, plain_port, suffix = self._bulk.where()
-        received = self._arrivals.of(request.store_id)
+        port, tcp_port, suffix = self._bulk.endpoints()
+        received = self._received.of(request.store_id)
         return transfer_pb2.LocateResponse(
-            port=port, socket_suffix=suffix, received_bytes=received, plain_port=plain_port
+            port=port, socket_suffix=suffix, received_bytes=received, plain_port=tcp_port
         )
 
 

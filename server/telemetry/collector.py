@@ -1,4 +1,4 @@
-"""The figures that are read from a snapshot when Prometheus asks."""
+"""Prometheus collector: converts a snapshot of the server to metrics at scrape time."""
 
 from __future__ import annotations
 
@@ -19,55 +19,53 @@ from .definitions import METRICS, TRANSPORTS
 
 __all__ = ["ServerStats", "Snapshot", "SnapshotCollector", "curve_families"]
 
-
 _OTHER = "other"
-"""Stands for what is not told apart: transports that are not known, namespaces beyond the bound."""
+"""Label value for unknown transports, and for namespaces beyond the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """A server at one moment, as far as metrics show it."""
+    """Snapshot of a server for metrics."""
 
     manager: ManagerStats
     epoch: int
     uptime_seconds: float
     region_bytes: int
     region_backed_bytes: int
-    """How much of the region has memory behind it; it is backed in the background after start."""
+    """Bytes backed by memory; the rest of the region is backed in the background after
+    the start."""
     sessions_by_transport: Mapping[str, int] = field(default_factory=dict)
     draining: bool = False
     sessions_attached: int = 0
-    """Sessions whose process has the region mapped."""
+    """Sessions whose process has mapped the region."""
     sessions_limit: int = 0
     sessions_opened: int = 0
     sessions_closed: int = 0
     namespaces: Sequence[NamespaceStats] = ()
     models: Mapping[NamespaceId, str] = field(default_factory=dict)
-    """What the engines of a namespace say that their model is."""
+    """Model names reported by the engines of each namespace."""
 
 
 Snapshot = Callable[[], ServerStats]
 
-
 Sample = tuple[Sequence[str], float]
-"""Values of the labels, in their order, and the figure."""
+"""Label values in order, and the value."""
 
 
 class SnapshotCollector(Collector):
-    """Turns a snapshot into metrics when Prometheus asks."""
+    """Converts a snapshot to metrics."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
     def describe(self) -> Iterator[Metric]:
-        """Names nothing, so that registering does not ask for a snapshot; all names start with `kvtier_`."""
+        """Returns no names, so that registration takes no snapshot; all start with `kvtier_`."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics of this moment."""
         try:
             stats = self._snapshot()
-        except Exception:  # noqa: BLE001 - the other metrics are worth having all the more
+        except Exception:  # noqa: BLE001 - the other metrics are still exposed
             yield _family("snapshot_ok", [((), 0)])
             return
         yield _family("snapshot_ok", [((), 1)])
@@ -83,11 +81,7 @@ _TIER_FIGURES = (
     *("capacity_bytes", "available_bytes", "used_bytes", "queued_bytes", "blocks", "jobs", "healthy"),
     *("hits", "misses", "evictions", "damaged", "dropped", "declined", "expired", "not_retained"),
 )
-
-
 _SHARE_FIGURES = ("used_bytes", "quota_bytes", "limit_bytes", "retained_bytes")
-
-
 _MANAGER_FIGURES = {
     "leases": "leases",
     "oldest_lease_seconds": "oldest_lease_seconds",
@@ -99,22 +93,17 @@ _MANAGER_FIGURES = {
     "held_bytes": "held_bytes",
     "lookup_keys": "lookup_keys",
 }
-"""Metrics, and the attributes of `ManagerStats` that they show."""
-
-
+"""Metric names, and the attributes of `ManagerStats` that they show."""
 _SERVER_FIGURES = (
     *("uptime_seconds", "draining", "region_bytes", "region_backed_bytes"),
     *("sessions_attached", "sessions_limit", "sessions_opened", "sessions_closed"),
 )
-
-
 _HANDOFF_FIGURES = (
     *("published", "declined", "claimed", "released", "expired", "dropped", "claimed_bytes", "held_seconds"),
 )
 
 
 def _family(name: str, samples: Iterable[Sample]) -> Metric:
-    """Returns the family of a row of the table that is a gauge or a counter."""
     row = METRICS[f"kvtier_{name}"]
     make = GaugeMetricFamily if row.kind == "gauge" else CounterMetricFamily
     family = make(row.name, row.text, labels=row.labels)
@@ -124,7 +113,7 @@ def _family(name: str, samples: Iterable[Sample]) -> Metric:
 
 
 def _info(name: str, values: Iterable[Mapping[str, str]]) -> Metric:
-    """Returns the family of a row that is an info; of each sample all labels are given."""
+    """Returns an info family; each sample must have all labels of its row."""
     row = METRICS[f"kvtier_{name}"]
     family = InfoMetricFamily(row.name, row.text, labels=())
     for value in values:
@@ -201,7 +190,7 @@ def _namespace_families(stats: ServerStats) -> Iterator[Metric]:
 
 
 def curve_families(stats: ManagerStats) -> Iterator[Metric]:
-    """Yields the estimated hit ratios, one series per tier and size; none of a tier of which too little is known."""
+    """Yields the estimated hit ratios by tier and size; none for a tier without enough data."""
     row = METRICS["kvtier_estimated_hit_ratio"]
     family = GaugeMetricFamily(row.name, row.text, labels=row.labels)
     for tier in stats.tiers:

@@ -1,7 +1,7 @@
-"""The one table of all metrics: what each is called, counts and means.
+"""Table of all metrics: name, type, labels, unit and help text.
 
-Everything that a server exposes is made from a row of it, and `docs/metrics.md` is written from it (`tools/metrics_page.py`).
-A counter's name gets `_total` at its end when it is exposed.
+All exposed metrics are built from it, and `tools/metrics_page.py` writes `docs/metrics.md` from it.
+Exposed counters get the suffix `_total`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["METRICS", "ROOMS", "TRANSPORTS", "Kind", "Row"]
+__all__ = ["METRICS", "SECTIONS", "TRANSPORTS", "Kind", "Row"]
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
 
 TRANSPORTS = ("shm", "tcp", "grpc", "cuda_ipc")
-"""How bytes of a session may move; whatever else a client claims counts as `other`."""
+"""Transports of sessions; other names that clients send count as `other`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class Row:
     name: str
     kind: Kind
     text: str
-    """What it means: a sentence."""
+    """Help text: one sentence."""
     labels: tuple[str, ...] = ()
     unit: str = ""
-    """What it counts or measures in."""
+    """Unit of the value."""
 
     @property
     def exposed(self) -> str:
-        """Its name in queries."""
+        """Name in queries."""
         return self.name + {"counter": "_total", "info": "_info"}.get(self.kind, "")
 
 
@@ -40,71 +40,72 @@ def _rows(unit: str, kind: Kind, labels: Sequence[str], **texts: str) -> tuple[R
     return tuple(Row(f"kvtier_{name}", kind, text, tuple(labels), unit) for name, text in texts.items())
 
 
-ROOMS: dict[str, tuple[Row, ...]] = {
+SECTIONS: dict[str, tuple[Row, ...]] = {
     "The server": (
-        *_rows("", "info", ("version", "python", "epoch"), build="Version, and the random id of this server's life."),
-        *_rows("0 or 1", "gauge", (), snapshot_ok="Whether the figures of the tiers could be read."),
+        *_rows("", "info", ("version", "python", "epoch"), build="Version, and random id of the server process."),
+        *_rows("0 or 1", "gauge", (), snapshot_ok="Whether the statistics of the tiers could be read."),
         *_rows("seconds", "gauge", (), uptime_seconds="Time since the server was ready."),
         *_rows("0 or 1", "gauge", (), draining="Whether the server is shutting down."),
         *_rows(
             "seconds",
             "histogram",
             (),
-            loop_lag_seconds="How much later than asked for the event loop wakes up: what every call waits at least.",
+            loop_lag_seconds="Delay of the event loop's timer: the minimum wait of every call.",
         ),
         *_rows(
             "failures",
             "counter",
             ("work",),
-            loop_failures="Failures of what the server does besides calls: a `tick` (what expires), a `slice` (of resets and"
-            " evictions), a `watch` (over its health).",
+            loop_failures="Failures of background work: `tick` (expiry), `slice` (resets and evictions) or `watch` (health).",
         ),
         *_rows(
             "bytes",
             "gauge",
             (),
             region_bytes="Size of the host region.",
-            region_backed_bytes="What of the region has memory behind it.",
+            region_backed_bytes="Bytes of the region that are backed by memory.",
         ),
     ),
     "Calls and sessions": (
-        *_rows("seconds", "histogram", ("method", "code"), rpc_duration_seconds="Duration of calls, streams included."),
+        *_rows(
+            "seconds", "histogram", ("method", "code"), rpc_duration_seconds="Duration of calls, including streams."
+        ),
         *_rows(
             "calls",
             "counter",
             ("service", "reason"),
-            refusals="Calls that were refused or failed, by the reason that the client is told.",
+            refusals="Calls that were refused or failed, by the reason that the client gets.",
         ),
         *_rows("sessions", "gauge", ("transport",), sessions="Open sessions."),
         *_rows(
             "sessions",
             "gauge",
             (),
-            sessions_attached="Open sessions whose process has the region mapped.",
-            sessions_limit="The most that may be open (`limits.max_sessions`).",
+            sessions_attached="Open sessions whose process has mapped the region.",
+            sessions_limit="Maximum number of open sessions (`limits.max_sessions`).",
         ),
         *_rows(
             "sessions",
             "counter",
             (),
-            sessions_opened="Sessions that were opened.",
-            sessions_closed="Sessions that have ended, whatever the reason.",
+            sessions_opened="Sessions opened.",
+            sessions_closed="Sessions ended, for any reason.",
         ),
     ),
-    "What is looked up": (
+    "Lookups": (
         *_rows(
             "keys",
             "counter",
             (),
-            lookup_keys="Looked-up keys that were answered for: each is a hit of a tier, or a miss.",
+            lookup_keys="Looked-up keys: each is a hit in a tier, or a miss.",
         ),
         *_rows("keys", "counter", ("reason",), lookup_misses="Looked-up keys that were misses, by reason."),
         *_rows(
             "ratio",
             "gauge",
             ("tier", "scale"),
-            estimated_hit_ratio="Part of the keys looked up of late that the tier, or one above it, would answer if it had this"
-            " many times its size.",
+            estimated_hit_ratio="Estimated share of recently looked-up keys that the tier and those above it would have, if the"
+            " tier had this multiple of its size.",
         ),
     ),
     "Tiers": (
@@ -113,50 +114,50 @@ ROOMS: dict[str, tuple[Row, ...]] = {
             "bytes",
             "gauge",
             ("tier",),
-            tier_capacity_bytes="What the tier may hold at most.",
-            tier_available_bytes="What the tier can hold now.",
-            tier_used_bytes="What the tier holds.",
-            tier_queued_bytes="What waits to be stored in the tier, or is being stored.",
+            tier_capacity_bytes="Maximum size of the tier.",
+            tier_available_bytes="Bytes that the tier can hold now.",
+            tier_used_bytes="Bytes that the tier holds.",
+            tier_queued_bytes="Bytes that wait to be stored in the tier or are being stored.",
         ),
         *_rows("blocks", "gauge", ("tier",), tier_blocks="Blocks that the tier holds."),
         *_rows("jobs", "gauge", ("tier",), tier_jobs="Jobs of the tier that wait or run."),
-        *_rows("0 or 1", "gauge", ("tier",), tier_healthy="Whether all is well with the tier."),
+        *_rows("0 or 1", "gauge", ("tier",), tier_healthy="Whether the tier has no error."),
         *_rows(
             "keys",
             "counter",
             ("tier",),
             tier_hits="Keys found in the tier.",
-            tier_misses="Keys asked of the tier and not found in it.",
+            tier_misses="Keys looked up in the tier and not found.",
         ),
         *_rows(
             "blocks",
             "counter",
             ("tier",),
             tier_evictions="Blocks evicted from the tier.",
-            tier_damaged="Blocks that were found damaged, by a load or by a check, and put out of use; none of them is served.",
-            tier_dropped="Blocks not stored in the tier because its queue or the tier itself was full.",
-            tier_declined="Uses of blocks that the tier's `admission` did not take in.",
-            tier_expired="Blocks dropped from the tier because they were not used for as long as its ttl.",
-            tier_not_retained="Blocks that requests wanted to retain in the tier, beyond what may be retained.",
+            tier_damaged="Blocks that a load or a check found damaged; they are removed and never served.",
+            tier_dropped="Blocks not stored in the tier because its queue or the tier was full.",
+            tier_declined="Blocks not admitted to the tier by its `admission` setting.",
+            tier_expired="Blocks removed from the tier because they were not used within its ttl.",
+            tier_not_retained="Blocks that could not be retained in the tier because its limit was reached.",
         ),
         *_rows(
             "seconds",
             "histogram",
             ("tier", "operation"),
-            tier_job_duration_seconds="Duration of jobs on tiers, the wait before not included.",
+            tier_job_duration_seconds="Duration of jobs on tiers, without the time in the queue.",
         ),
         *_rows("bytes", "counter", ("tier", "operation"), tier_job_bytes="Bytes that jobs on tiers moved."),
         *_rows(
             "blocks",
             "counter",
             ("tier", "operation", "outcome"),
-            tier_job_blocks="Blocks of jobs on tiers, by what became of them.",
+            tier_job_blocks="Blocks of jobs on tiers, by outcome.",
         ),
         *_rows(
             "frames or blocks",
             "counter",
             ("where",),
-            checksum_mismatches="Bytes that were not what had been written, by where it showed: a tier, or `grpc` for streams.",
+            checksum_mismatches="Blocks or frames with a wrong checksum, by place: a tier, or `grpc` for streams.",
         ),
     ),
     "Tenants and namespaces": (
@@ -164,99 +165,106 @@ ROOMS: dict[str, tuple[Row, ...]] = {
             "bytes",
             "gauge",
             ("tier", "tenant"),
-            tenant_used_bytes="What a tenant holds of the tier; the empty name is all who have no share of their own.",
-            tenant_quota_bytes="What a tenant is guaranteed of the tier.",
-            tenant_limit_bytes="The most that a tenant may hold of the tier; absent where there is no limit.",
-            tenant_retained_bytes="What a tenant holds of the tier that may not be evicted for a while.",
+            tenant_used_bytes="Bytes that the tenant holds in the tier; the empty name stands for all tenants without a share.",
+            tenant_quota_bytes="Bytes of the tier that the tenant is guaranteed.",
+            tenant_limit_bytes="Maximum bytes of the tenant in the tier; absent if there is no limit.",
+            tenant_retained_bytes="Bytes of the tenant in the tier that may not be evicted yet.",
         ),
         *_rows("namespaces", "gauge", (), namespaces="Namespaces seen since start."),
         *_rows(
             "",
             "info",
             ("namespace", "tenant", "model"),
-            namespace="The namespaces that are told apart, with the model of their engines.",
+            namespace="Namespaces with their tenant and model.",
         ),
         *_rows(
             "blocks",
             "gauge",
             ("tier", "namespace", "tenant"),
-            namespace_blocks="Blocks of a namespace that the tier holds.",
+            namespace_blocks="Blocks of the namespace that the tier holds.",
         ),
         *_rows(
-            "keys", "counter", ("tier", "namespace", "tenant"), namespace_hits="Keys of a namespace found in the tier."
+            "keys",
+            "counter",
+            ("tier", "namespace", "tenant"),
+            namespace_hits="Keys of the namespace found in the tier.",
         ),
         *_rows(
             "keys",
             "counter",
             ("namespace", "tenant", "reason"),
-            namespace_misses="Looked-up keys of a namespace that were misses, by reason; a reason that has not been met is absent.",
+            namespace_misses="Looked-up keys of the namespace that were misses, by reason; reasons with no miss are absent.",
         ),
     ),
     "Leases, stores, transfers": (
-        *_rows("leases", "gauge", (), leases="Leases that are held."),
+        *_rows("leases", "gauge", (), leases="Active leases."),
         *_rows(
             "seconds",
             "gauge",
             (),
-            oldest_lease_seconds="For how long the oldest lease has been held, renewals included.",
+            oldest_lease_seconds="Age of the oldest lease, including renewals.",
         ),
         *_rows(
             "leases",
             "counter",
             (),
-            leases_expired="Leases that ended because their time was over: whoever held them did not give them back.",
+            leases_expired="Leases that expired because the client neither released nor renewed them.",
         ),
-        *_rows("stores", "gauge", (), stores="Stores that are in flight."),
+        *_rows("stores", "gauge", (), stores="Stores in flight."),
         *_rows(
             "stores",
             "counter",
             (),
-            stores_expired="Stores that ended because their writer was silent for too long.",
+            stores_expired="Stores that expired because the client did not renew them.",
         ),
         *_rows(
             "bytes",
             "gauge",
             (),
-            quarantined_bytes="Bytes out of use: a process that lost its store, fallen or merely silent, may still write there.",
+            quarantined_bytes="Bytes in quarantine: a client whose store has ended may still write to them.",
         ),
         *_rows(
             "bytes",
             "counter",
             ("transport", "direction"),
-            transfer_bytes="Bytes between engines and the region that the server moves: those over networks. Copies of engines that"
-            " have the region mapped pass the server by and are not counted.",
+            transfer_bytes="Bytes that the server moved between engines and the region. Copies by clients that have mapped the"
+            " region are not counted.",
         ),
     ),
-    "Requests that are handed over": (
-        *_rows("requests", "gauge", ("direction",), holds="Requests that are held for another engine."),
-        *_rows("bytes", "gauge", (), held_bytes="Bytes of the CPU tier that holds pin; what several hold counts once."),
+    "Hand-offs": (
+        *_rows("requests", "gauge", ("direction",), holds="Requests held for another engine."),
+        *_rows(
+            "bytes",
+            "gauge",
+            (),
+            held_bytes="Bytes of the CPU tier that holds pin; a block of several holds counts once.",
+        ),
         *_rows(
             "requests",
             "counter",
             ("direction",),
-            handoffs_published="Requests that were held for another engine.",
-            handoffs_declined="Requests that were not held: more than may be, or too many.",
-            handoffs_claimed="Claims of held requests that were granted something.",
-            handoffs_released="Holds that were given back.",
-            handoffs_expired="Holds whose time was over before anybody gave them back.",
-            handoffs_dropped="Holds that ended with a reset, or were published anew.",
+            handoffs_published="Requests published for another engine.",
+            handoffs_declined="Requests that were not held because a limit was reached.",
+            handoffs_claimed="Claims that were granted at least one block.",
+            handoffs_released="Holds released by an engine.",
+            handoffs_expired="Holds that expired before they were released.",
+            handoffs_dropped="Holds that ended with a reset or were published again.",
         ),
         *_rows("bytes", "counter", ("direction",), handoffs_claimed_bytes="Bytes of blocks that claims were granted."),
         *_rows(
             "seconds",
             "counter",
             ("direction",),
-            handoffs_held_seconds="For how long the holds that have ended kept their blocks from eviction, added up.",
+            handoffs_held_seconds="Total time for which ended holds had pinned their blocks.",
         ),
         *_rows(
             "claims",
             "counter",
             ("outcome",),
-            handoffs_claims_missed="Claims that did not find their hold, by what they met.",
+            handoffs_claims_missed="Claims that found no hold, by outcome.",
         ),
     ),
 }
-"""The metrics, by what they are about."""
+"""Metrics by subject."""
 
-METRICS: dict[str, Row] = {row.name: row for rows in ROOMS.values() for row in rows}
-"""All metrics by name."""
+METRICS: dict[str, Row] = {row.name: row for rows in SECTIONS.values() for row in rows}

@@ -1,11 +1,11 @@
-"""What the gRPC health service (`grpc.health.v1`) says: about the server, its services and each of its tiers.
+"""gRPC health service (`grpc.health.v1`) of the server, its services and its tiers.
 
 | service | is SERVING |
 |---|---|
 | `""`, and each `kvtier.v1.…Service` | while calls are served and the CPU tier has memory |
-| `kvtier.tier.<name>`, `cpu` among them | while all is well with this tier |
+| `kvtier.tier.<name>`, also for `cpu` | while the tier has no error |
 
-A tier in trouble is no reason to restart a server that goes on without it, so it has a name of its own.
+The server works without a broken tier, so a tier does not affect the status of the server.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def tier_service(name: str) -> str:
-    """Returns the name under which health speaks of a tier."""
+    """Returns the name of a tier in the health service."""
     return f"kvtier.tier.{name}"
 
 
 class Health:
-    """Owns the health service of one server. Lives on the event loop.
+    """Health service of one server. Lives on the event loop.
 
     Nothing is SERVING before the first `update`, nor after `shut_down`.
     """
 
     def __init__(self, services: Sequence[str]) -> None:
-        """`services` are the full names of those that the server offers."""
+        """`services` are full gRPC names."""
         self._services = ("", *services)
         self._servicer = HealthServicer()
-        self._said: dict[str, int] = {}
+        self._sent: dict[str, int] = {}
 
     async def register(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a server that has not been started."""
+        """Adds the service to a server that is not started yet."""
         for service in self._services:
-            await self._say(service, _NOT_SERVING)
+            await self._set(service, _NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def update(self, stats: ManagerStats) -> None:
-        """Says how things are now. Called once the server serves, and then with every tick; wakes only watchers of a change."""
+        """Publishes the current status, and wakes watchers if it has changed."""
         for service, serving in self._statuses(stats):
-            await self._say(service, _SERVING if serving else _NOT_SERVING)
+            await self._set(service, _SERVING if serving else _NOT_SERVING)
 
     async def shut_down(self) -> None:
-        """Says NOT_SERVING for good: a later `update` changes nothing. Called before the server drains."""
+        """Reports NOT_SERVING permanently. Called before the server drains."""
         await self._servicer.enter_graceful_shutdown()
 
     def _statuses(self, stats: ManagerStats) -> Iterator[tuple[str, bool]]:
-        # A region that could be backed only in part serves with what there is.
+        # A region that is backed only in part still serves.
         works = stats.tiers[0].available_bytes > 0
         for service in self._services:
             yield service, works
         for tier in stats.tiers:
             yield tier_service(tier.name), tier.healthy
 
-    async def _say(self, service: str, status: int) -> None:
-        if self._said.get(service) != status:
+    async def _set(self, service: str, status: int) -> None:
+        if self._sent.get(service) != status:
             await self._servicer.set(service, status)
-            self._said[service] = status
+            self._sent[service] = status

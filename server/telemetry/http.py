@@ -1,4 +1,4 @@
-"""The HTTP endpoint: `/metrics` for Prometheus, `/healthz` for whoever restarts servers, and a page for people."""
+"""HTTP endpoint: `/metrics` for Prometheus, `/healthz` for supervisors, and the status page."""
 
 from __future__ import annotations
 
@@ -24,81 +24,73 @@ from .status_page import SECURITY_HEADERS, StatusPage
 
 __all__ = ["BoundedHTTPServer", "MetricsServer", "MetricsServerError", "on_loop"]
 
-
 _CONNECTION_SECONDS = 30.0
-"""A connection's whole life: a scrape takes less, and the next one connects again."""
-
-
+"""Maximum lifetime of a connection. A scrape takes less, and a client reconnects."""
 _MAX_CONNECTIONS = 64
 
 
 class BoundedHTTPServer(ThreadingHTTPServer):
-    """Ends each connection after 30 s, however busy or slow it is, and has 64 of them at the most.
+    """HTTP server with at most 64 connections, each for at most 30 s.
 
-    One more ends the oldest: idle ones would keep out a probe of the health otherwise, and with it the server.
+    A new connection beyond that closes the oldest, so that idle clients cannot block a health
+    probe.
     """
 
-    _lives: dict[socket.socket, float]
+    _deadlines: dict[socket.socket, float]
     _lock: threading.Lock
 
     def server_activate(self) -> None:
-        """Begins to listen."""
-        self._lives, self._lock = {}, threading.Lock()
+        self._deadlines, self._lock = {}, threading.Lock()
         super().server_activate()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection on a thread of its own."""
         oldest = None
         with self._lock:
-            if len(self._lives) >= _MAX_CONNECTIONS:
-                oldest = next(iter(self._lives))
-                del self._lives[oldest]
-            self._lives[request] = time.monotonic() + _CONNECTION_SECONDS
+            if len(self._deadlines) >= _MAX_CONNECTIONS:
+                oldest = next(iter(self._deadlines))
+                del self._deadlines[oldest]
+            self._deadlines[request] = time.monotonic() + _CONNECTION_SECONDS
         if oldest is not None:
-            _hang_up(oldest)
+            _shut_down(oldest)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection, and forgets it."""
         with self._lock:
-            self._lives.pop(request, None)
+            self._deadlines.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called between two requests, several times in a second: ends what has lasted too long."""
+        """Called several times per second: closes connections that are past their time."""
         now = time.monotonic()
         with self._lock:
-            late = [request for request, end in self._lives.items() if end <= now]
+            late = [request for request, end in self._deadlines.items() if end <= now]
         for request in late:
-            _hang_up(request)
+            _shut_down(request)
 
 
-def _hang_up(request: socket.socket) -> None:
-    """Has a connection's thread wake up from whatever it waits for, and close it."""
+def _shut_down(request: socket.socket) -> None:
+    """Wakes the connection's thread, which then closes it."""
     with contextlib.suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)
 
 
 T = TypeVar("T")
 
-
 Health = Callable[[], str | None]
 
-
 _REQUEST_SECONDS = 10.0
-
-
 _TEXT = "text/plain; charset=utf-8"
 
 
 class MetricsServerError(Exception):
-    """The endpoint cannot listen on its address; one line."""
+    """The endpoint cannot listen on its address; the message is one line."""
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], T], timeout: float = 2.0) -> Callable[[], T]:
-    """Wraps `read` so that other threads run it on the event loop, which alone touches the state it reads.
+    """Wraps `read` so that other threads run it on the event loop, which owns the state.
 
-    The wrapper raises `TimeoutError` when the loop does not get to it in time, `RuntimeError` when it is closed.
+    The wrapper raises `TimeoutError` if the loop does not run it in time, `RuntimeError` if the
+    loop is closed.
     """
 
     def read_on_loop() -> T:
@@ -123,10 +115,11 @@ def on_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], T], timeout: flo
 
 
 class MetricsServer:
-    """Serves metrics, health and, if there is one, the status page on a thread of its own, from construction to `close`.
+    """Serves metrics, health and the optional status page, on its own thread until `close`.
 
-    `health` returns None, or why this server should get no work; like the registry's collectors it is called on
-    threads of the endpoint. Raises `MetricsServerError` if the address cannot be had.
+    `health` returns None, or why this server should get no work. It and the registry's collectors
+    are called on threads of the endpoint. Raises `MetricsServerError` if the address is not
+    available.
     """
 
     def __init__(
@@ -138,7 +131,7 @@ class MetricsServer:
         *,
         page: StatusPage | None = None,
     ) -> None:
-        """`admits` says whether a request with this `Authorization` may see figures; health and an empty page are for everybody."""
+        """`admits` checks the `Authorization` of requests for figures; other pages are public."""
         endpoint = parse_endpoint(address)
         try:
             self._server = _Server((endpoint.host, endpoint.port), registry, health)
@@ -147,14 +140,17 @@ class MetricsServer:
         except OSError as error:
             raise MetricsServerError(f"metrics = {address}: cannot listen there: {error.strerror}") from None
         self.port: int = self._server.server_address[1]
-        """The port it listens on; of interest where the address said 0."""
+        """Port that it listens on; useful if the address has port 0."""
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="kvtier-metrics", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening; waits for the thread, not for requests that are under way. May be called again."""
+        """Stops listening and waits for the thread, but not for running requests.
+
+        May be called again.
+        """
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -180,7 +176,7 @@ class _Server(BoundedHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Notes what went wrong; a client that went away is none of it."""
+        """Logs an error of a request at debug level."""
         logging.getLogger(__name__).debug("a request failed: %s", sys.exc_info()[1])
 
 
@@ -199,14 +195,14 @@ class _Handler(BaseHTTPRequestHandler):
             body = b"a token with the role metrics is needed\n"
             self._answer(HTTPStatus.UNAUTHORIZED, _TEXT, body)
         elif path == "/status.json" and page:
-            self._figures(page)
+            self._send_status(page)
         elif path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             self._answer(HTTPStatus.OK, content_type, encode(self.server.registry))
         elif path == "/healthz":
-            trouble = self._trouble()
-            status = HTTPStatus.SERVICE_UNAVAILABLE if trouble else HTTPStatus.OK
-            self._answer(status, _TEXT, f"{trouble or 'ok'}\n".encode())
+            unhealthy = self._unhealthy()
+            status = HTTPStatus.SERVICE_UNAVAILABLE if unhealthy else HTTPStatus.OK
+            self._answer(status, _TEXT, f"{unhealthy or 'ok'}\n".encode())
         else:
             paths = "/, /status.json, /metrics, /healthz" if page else "/metrics, /healthz"
             self._answer(HTTPStatus.NOT_FOUND, _TEXT, f"{paths}\n".encode())
@@ -215,34 +211,35 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answers what the base class refuses, as everything else is answered; and ends the connection, whose rest nobody reads."""
+        """Answers errors of the base class in plain text, and closes the connection."""
         status = HTTPStatus(code)
         if status is HTTPStatus.NOT_IMPLEMENTED:  # a method that has no do_
             status = HTTPStatus.METHOD_NOT_ALLOWED
-        self.request_version = self.protocol_version  # or an answer to what is no HTTP would have no headers
+        # otherwise an answer to invalid HTTP would have no headers
+        self.request_version = self.protocol_version
         self.close_connection = True
-        said = "only GET and HEAD" if status is HTTPStatus.METHOD_NOT_ALLOWED else status.phrase.lower()
-        self._answer(status, _TEXT, f"{said}\n".encode())
+        text = "only GET and HEAD" if status is HTTPStatus.METHOD_NOT_ALLOWED else status.phrase.lower()
+        self._answer(status, _TEXT, f"{text}\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Says nothing: a scrape every few seconds is no news."""
+        """Logs nothing: scrapes are frequent."""
 
-    def _figures(self, page: StatusPage) -> None:
+    def _send_status(self, page: StatusPage) -> None:
         try:
             status, body = HTTPStatus.OK, page.figures()
-        except Exception as error:  # noqa: BLE001 - a loop that does not answer is what the page has to say then
+        except Exception as error:  # noqa: BLE001 - the page reports a loop that does not answer
             status = HTTPStatus.SERVICE_UNAVAILABLE
             body = json.dumps({"error": f"no answer from the server: {type(error).__name__}"}).encode()
         self._answer(status, "application/json", body)
 
     def version_string(self) -> str:
-        """Names nothing but the program."""
+        """Hides the versions of Python and the server."""
         return "kvtier"
 
-    def _trouble(self) -> str | None:
+    def _unhealthy(self) -> str | None:
         try:
             return self.server.health()
-        except Exception as error:  # noqa: BLE001 - a loop that does not answer is what health is about
+        except Exception as error:  # noqa: BLE001 - a loop that does not answer is unhealthy
             return f"no answer from the server: {type(error).__name__}"
 
     def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:

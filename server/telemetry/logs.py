@@ -1,8 +1,8 @@
-"""Structured logs on standard error, which never hold up whoever writes them.
+"""Structured logs on standard error that never block the caller.
 
-Everything goes one way: structlog and the standard library's `logging` (grpc's included) meet in one queue; a thread
-renders and writes. A reader of our standard error that stalls costs lines, not latency: when the queue is full, lines
-are dropped and counted.
+structlog and the standard library's `logging` (including grpc) share one queue; a thread renders
+and writes. If the reader of standard error stalls, the queue fills up and further lines are dropped
+and counted.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ Logger = structlog.typing.FilteringBoundLogger
 
 
 def get_logger(name: str) -> Logger:
-    """Makes the logger of a module, to be used like `log.info("what happened", tier="lmdb")`.
+    """Returns the logger of a module, used as `log.info("what happened", tier="lmdb")`.
 
-    May be called before `configure`, at import for one; every thread may use it.
+    May be called before `configure`, and from any thread.
     """
     return cast("Logger", structlog.get_logger(name))
 
 
 def configure(config: LogConfig, stream: TextIO | None = None) -> None:
-    """Sets up logging for the process; a second call replaces the first. Call it before grpc is imported.
+    """Sets up logging for the process; a second call replaces the first.
 
-    `stream` is for tests. Also sends warnings and uncaught exceptions of all threads to the log.
+    Call it before grpc is imported.
+
+    `stream` is for tests. Also logs warnings, and uncaught exceptions of all threads.
     """
     target: TextIO = sys.stderr if stream is None else stream
     _silence_grpc_core(config)
@@ -75,14 +77,14 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
 
 
 def flush() -> None:
-    """Writes what is queued, for at most two seconds. Lines logged later go out as well, until the process ends."""
+    """Writes the queued lines, for at most two seconds. Logging continues afterwards."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _QueueHandler):
             handler.drain()
 
 
 class _QueueHandler(logging.Handler):
-    """Hands records to a thread of its own, and drops them when that cannot keep up."""
+    """Passes records to a writer thread, and drops them if the queue is full."""
 
     def __init__(self, formatter: logging.Formatter, write: Callable[[str], object]) -> None:
         super().__init__()
@@ -90,19 +92,18 @@ class _QueueHandler(logging.Handler):
         self._write = write
         self._queue: queue.Queue[logging.LogRecord | threading.Event] = queue.Queue(_QUEUE_LINES)
         self._dropped = 0
-        # A daemon: a stalled reader must not keep the process from ending.
+        # A daemon: a stalled reader must not keep the process alive.
         threading.Thread(target=self._run, name="kvtier-log", daemon=True).start()
         atexit.register(self.drain)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queues a record; never blocks."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
             self._dropped += 1
 
     def drain(self) -> None:
-        """Waits until what was queued so far is written, or two seconds."""
+        """Waits until the lines queued so far are written, for at most two seconds."""
         written = threading.Event()
         deadline = time.monotonic() + _FLUSH_SECONDS
         try:
@@ -119,7 +120,7 @@ class _QueueHandler(logging.Handler):
                 continue
             try:
                 self._write(f"{self.format(item)}\n")
-            except Exception:  # noqa: BLE001 - there is nowhere left to say it
+            except Exception:  # noqa: BLE001 - an error of logging cannot be logged
                 self._dropped += 1
                 continue
             if self._dropped:
@@ -128,7 +129,7 @@ class _QueueHandler(logging.Handler):
 
 
 def _dropped_record(lines: int) -> logging.LogRecord:
-    """Makes what structlog would make of it; through the queue it might be dropped itself."""
+    """Makes the record directly: if it went through the queue, it could be dropped too."""
     event = {"event": "log lines dropped", "lines": lines}
     record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, event, None, None)
     record.__dict__.update(_logger=None, _name="warning")
@@ -136,9 +137,10 @@ def _dropped_record(lines: int) -> logging.LogRecord:
 
 
 def _writer_to(stream: TextIO) -> Callable[[str], object]:
-    """Returns what writes text to a stream; past its buffer where it is a file.
+    """Returns a function that writes text to a stream; to its descriptor if it has one.
 
-    A thread that is stuck within the buffer holds its lock, and Python would wait for that at the end of the process.
+    A thread stuck in the stream's buffer would hold its lock, and Python would wait for the lock at
+    exit.
     """
     try:
         descriptor = stream.fileno()
@@ -167,21 +169,22 @@ def _formatter(config: LogConfig, stream: TextIO) -> logging.Formatter:
 
 
 def _catch_exception(_logger: Any, _method: str, event: EventDict) -> EventDict:
-    """Takes hold of the current exception: the thread that renders has another."""
+    """Replaces `exc_info=True` by the current exception: the rendering thread has another."""
     if event.get("exc_info") is True:
         event["exc_info"] = sys.exc_info()
     return event
 
 
 def _from_record(_logger: Any, _method: str, event: EventDict) -> EventDict:
-    """Adds when, how severe and where from; in this order, before what."""
+    """Adds timestamp, level and logger before the event."""
     record: logging.LogRecord = event["_record"]
     when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     return {"timestamp": when, "level": record.levelname.lower(), "logger": record.name, "event": "", **event}
 
 
 def _silence_grpc_core(config: LogConfig) -> None:
-    # The C core writes straight to standard error, in a format of its own; what matters comes as an exception too.
+    # The C core writes directly to standard error in its own format; its errors are also raised as
+    # exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "INFO" if config.level == "debug" else "NONE")
 
 

@@ -1,4 +1,4 @@
-"""How late the event loop is: what a call waits before anything is done for it."""
+"""Event-loop lag: how long a call waits before the loop runs it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from collections.abc import Callable
 __all__ = ["LoopLag", "watch_loop"]
 
 _SECONDS = 0.1
-"""Ten times a second costs some ten microseconds each, and meets what holds the loop up for a tenth of a second for certain."""
+"""Interval of the measurement. Each costs about 10 us; every block of at least 0.1 s is
+detected."""
 _RECENT_SECONDS = 5.0
 
 
 async def watch_loop(*observers: Callable[[float], object]) -> None:
-    """Tells all observers, until it is cancelled, how many seconds later than asked for each of its sleeps ends."""
+    """Passes each sleep's delay in seconds to all observers, until it is cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + _SECONDS
@@ -26,15 +27,15 @@ async def watch_loop(*observers: Callable[[float], object]) -> None:
 
 
 class LoopLag:
-    """The latest wake-up of the last seconds, for people who look now."""
+    """Maximum lag of the last seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._seen: deque[tuple[float, float]] = deque()
-        """When, and how late, in seconds; those that no later one outdoes."""
+        """Time and lag of samples that no later sample exceeds."""
 
     def observe(self, seconds: float) -> None:
-        """Takes note of a wake-up."""
+        """Records a sample."""
         while self._seen and self._seen[-1][1] <= seconds:
             self._seen.pop()
         self._seen.append((self._now(), seconds))
@@ -42,7 +43,7 @@ class LoopLag:
 
     @property
     def worst(self) -> float:
-        """How late it was, in seconds; 0 where nothing was seen lately."""
+        """Maximum lag of the last seconds, in seconds; 0 if there is no sample."""
         self._forget()
         return self._seen[0][1] if self._seen else 0.0
 

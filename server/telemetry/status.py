@@ -1,6 +1,7 @@
-"""The status of a server as values: the one source of what `kvtier status --json` prints and of whatever else shows it.
+"""Status of a server as plain values, for `kvtier status --json` and the status page.
 
-Field names are those of `kvtier/v1/admin.proto`, durations are in seconds and end in `_seconds`, ids are in hex.
+Field names are those of `kvtier/v1/admin.proto`. Durations are in seconds and end in `_seconds`;
+ids are in hex.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ __all__ = ["hit_rate", "session_values", "tier_values", "to_json", "values"]
 
 
 def to_json(answer: GetStatusResponse) -> str:
-    """Returns the status as JSON: fields as in `kvtier/v1/admin.proto`, durations in seconds, the epoch in hex."""
     return json.dumps(values(answer), indent=2)
 
 
 def values(answer: GetStatusResponse) -> dict[str, Any]:
-    """Returns the status as numbers, texts, lists and tables of these."""
+    """Returns the status as numbers, strings, lists and dictionaries."""
     return {
         "server_version": answer.server_version,
         "epoch": f"{answer.epoch:016x}",
@@ -56,13 +56,12 @@ def values(answer: GetStatusResponse) -> dict[str, Any]:
 
 
 def hit_rate(tier: TierStatus) -> float | None:
-    """Returns which part of the keys that a tier was asked for it had; None where it was never asked."""
+    """Returns the share of looked-up keys that the tier had; None if there was no lookup."""
     asked = tier.hits + tier.misses
     return tier.hits / asked if asked else None
 
 
 def tier_values(tier: TierStatus) -> dict[str, Any]:
-    """Returns a tier's figures."""
     values = {field.name: getattr(tier, field.name) for field in tier.DESCRIPTOR.fields}
     return values | {
         "shares": [_share_values(share) for share in tier.shares],
@@ -73,7 +72,6 @@ def tier_values(tier: TierStatus) -> dict[str, Any]:
 
 
 def session_values(session: SessionStatus) -> dict[str, Any]:
-    """Returns who a session is, and what it holds."""
     shown = [field.name for field in session.DESCRIPTOR.fields if field.name not in ("age", "idle", "groups")]
     return {name: getattr(session, name) for name in shown} | {
         "groups": [{"block_tokens": group.block_tokens, "part_bytes": group.part_bytes} for group in session.groups],
@@ -107,6 +105,6 @@ def _handoff_values(totals: HandoffTotals) -> dict[str, Any]:
 
 
 def _words(enum: Any, prefix: str, number: int) -> str:
-    """Returns an enum's value as in metrics; its number where a newer server knows more of them."""
+    """Returns the value's name as in metrics, or the number of an unknown value."""
     names: dict[int, str] = {value.number: value.name for value in enum.DESCRIPTOR.values}
     return names.get(number, f"{number}").removeprefix(prefix).lower()

@@ -1,7 +1,7 @@
-"""The status page: what is served beside the metrics for people with a browser, and how far the browser may trust it.
+"""Status page: static files served beside the metrics, and their security headers.
 
-The page is static and knows nothing: it asks for `status.json` every few seconds. It needs nothing from elsewhere, and its policy
-lets it load nothing from elsewhere: no script but its own files, none of them inline.
+The page polls `status.json`. Its content security policy allows only its own files, and no inline
+scripts.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SECURITY_HEADERS = {
 
 
 class StatusPage:
-    """The files of the page, by path, and its figures.
+    """Files of the page by path, and the status as JSON.
 
-    `status` is called on threads of the endpoint, as collectors are: it sees to it that what it reads is not being changed.
+    `status` is called on threads of the endpoint, so it must read its state safely.
     """
 
     def __init__(self, status: Callable[[], GetStatusResponse]) -> None:
@@ -48,9 +48,9 @@ class StatusPage:
         self._files["/"] = self._files.pop("/index.html")
 
     def file(self, path: str) -> tuple[str, bytes] | None:
-        """Returns type and bytes of a file of the page; None where there is none."""
+        """Returns content type and bytes of a file, or None."""
         return self._files.get(path)
 
     def figures(self) -> bytes:
-        """Returns the status as JSON, with the fields of `kvtier status --json`. Raises what `status` raises."""
+        """Returns the status as JSON, as `kvtier status --json`. Raises what `status` raises."""
         return to_json(self._status()).encode()

@@ -1,9 +1,9 @@
-"""Spans of calls and of jobs on tiers, sent to a collector of OpenTelemetry (OTLP over gRPC); off unless it is configured.
+"""OpenTelemetry spans of calls and tier jobs, sent over OTLP/gRPC; off unless it is configured.
 
-A call whose gRPC metadata has a `traceparent` (W3C Trace Context) continues that trace, and is recorded if that one is; all
-else begins traces of its own, of which `tracing.ratio` are recorded. Calls over the Unix socket of local clients carry no metadata.
-Spans are made when what they describe has ended, and sent by a thread: a collector that is slow or gone costs spans,
-never a call.
+A call whose gRPC metadata has a `traceparent` (W3C Trace Context) continues that trace, and is
+recorded if the trace is. Other calls, and all jobs, begin new traces, of which the share
+`tracing.ratio` is recorded. Calls over sockets carry no metadata. A thread sends the spans: a slow
+or missing collector costs spans, never a call.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _CLOSE_SECONDS = 3.0
 _COMPLAINT_SECONDS = 300.0
 
 _request_id: ContextVar[str] = ContextVar("kvtier_request_id", default="")
-"""The engine's id of the request that the call of this task is for."""
+"""The engine's request id of the call that this task serves."""
 
 
 class TracingError(Exception):
-    """Tracing is configured and cannot be had; one line."""
+    """Tracing is configured but OpenTelemetry is missing; the message is one line."""
 
 
 def open_tracing(config: TracingConfig, epoch: int) -> Tracing | None:
-    """Returns what makes spans, or None where nothing is configured. Loads OpenTelemetry only if something is.
+    """Returns the tracing, or None if it is not configured. Imports OpenTelemetry only if needed.
 
     Raises:
         TracingError: OpenTelemetry is not installed.
@@ -68,20 +68,21 @@ class Tracing:
         self._extract: Callable[[dict[str, str]], Context] = TraceContextTextMapPropagator().extract
         self._trace = trace
 
-    def noting(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        """Returns a parser of requests that takes note which engine's request each is for."""
+    def recording_request_id(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        """Wraps a parser so that it records the request id of each request."""
 
-        def noted(message: bytes) -> Any:
+        def parse_and_record(message: bytes) -> Any:
             request = parse(message)
             _request_id.set(getattr(request, "request_id", ""))
             return request
 
-        return noted
+        return parse_and_record
 
     def call_ended(self, method: str, code: str, seconds: float, context: Any) -> str | None:
-        """Makes the span of a call, in the task that served it; returns the id of its trace if that is recorded.
+        """Creates the span of an ended call, in the task that served it.
 
-        `method` as gRPC names it, `context` as the handler got it.
+        `method` is the gRPC name, `context` that of the handler. Returns the trace id if the trace
+        is recorded.
         """
         service, _, name = method.removeprefix("/").partition("/")
         span = self._tracer.start_span(
@@ -95,13 +96,13 @@ class Tracing:
             return None
         if request_id := _request_id.get():
             span.set_attribute("kvtier.request_id", request_id)
-        if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # what is refused is no error of the server's
+        if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # a refused call is no error of the server
             span.set_status(self._trace.StatusCode.ERROR)
         span.end()
         return self._trace.format_trace_id(span.get_span_context().trace_id)
 
-    def beside(self, observer: JobObserver) -> JobObserver:
-        """Returns an observer of jobs that tells this one, and makes a span."""
+    def with_spans(self, observer: JobObserver) -> JobObserver:
+        """Returns an observer of jobs that calls `observer` and creates a span."""
 
         def observe(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
             observer(tier, operation, seconds, nbytes, outcomes)
@@ -110,7 +111,7 @@ class Tracing:
         return observe
 
     def job_ended(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
-        """Makes the span of a job of a tier, "store" or "load". It has no parent: a job moves blocks of many requests."""
+        """Creates the span of a job. It has no parent: a job moves blocks of many requests."""
         span = self._tracer.start_span(
             f"{job} {tier}",
             kind=self._trace.SpanKind.INTERNAL,
@@ -127,7 +128,7 @@ class Tracing:
         span.end()
 
     def close(self) -> None:
-        """Sends what is left, for at most three seconds. Called once."""
+        """Sends the remaining spans, for at most three seconds. Called once."""
         closer = threading.Thread(target=self._provider.shutdown, name="kvtier-tracing-close", daemon=True)
         closer.start()
         closer.join(_CLOSE_SECONDS)
@@ -135,21 +136,21 @@ class Tracing:
     def _parent(self, context: Any) -> Context | None:
         metadata: Callable[[], Iterable[tuple[str, str]] | None] | None
         metadata = getattr(context, "invocation_metadata", None)
-        if metadata is None:  # a local call
+        if metadata is None:  # a call over a socket
             return None
         carrier = {key: value for key, value in metadata() or () if key in ("traceparent", "tracestate")}
         return self._extract(carrier) if carrier else None
 
 
-class _Seldom(logging.Filter):
-    """Lets a complaint through every few minutes: a collector that is gone is news once."""
+class _RateLimitFilter(logging.Filter):
+    """Passes one record every few minutes: errors of an unreachable collector repeat."""
 
     def __init__(self) -> None:
         super().__init__()
         self._next = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether this one is to be written."""
+        """Returns whether to write the record."""
         now = time.monotonic()
         if now < self._next:
             return False
@@ -165,7 +166,7 @@ def _provider(endpoint: str, ratio: float, epoch: int) -> TracerProvider:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-    logging.getLogger(exporter.__name__).addFilter(_Seldom())
+    logging.getLogger(exporter.__name__).addFilter(_RateLimitFilter())
     resource = Resource.create(
         {"service.name": "kvtier", "service.version": __version__, "service.instance.id": f"{epoch:016x}"}
     )

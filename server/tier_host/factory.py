@@ -1,4 +1,4 @@
-"""Makes the tiers that the configuration names."""
+"""Creates the configured tiers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from .guard import describe_error, safe_repr
 __all__ = ["open_tier", "open_tiers", "tier_class"]
 
 _ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "shared": bool}
-"""What a tier says of itself, beside its name and its capacity."""
+"""Attributes that a tier must have, besides name and capacity."""
 
 
 def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
-    """Opens the tiers, in order; all or none of them.
+    """Opens all tiers in order, or none.
 
-    A class of somebody else's is called with the keywords `name`, `directory`, `size_bytes` and `durability`, and its options.
+    A custom class is called with the keywords `name`, `directory`, `size_bytes`, `durability` and
+    its options.
 
     Raises:
-        TierError: one cannot be opened; the message names it.
+        TierError: a tier cannot be opened; the message names it.
     """
     tiers: list[SecondaryTier] = []
     try:
@@ -35,10 +36,12 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
 
 
 def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
-    """Opens a tier. With `mend` off, one that is part of kvtier leaves damage where it is and raises `TierDamagedError`.
+    """Opens a tier.
+
+    With `mend` off, a kvtier tier leaves damage in place and raises `TierDamagedError`.
 
     Raises:
-        TierError: it cannot be opened; the message names it.
+        TierError: the tier cannot be opened; the message names it.
     """
     leave: dict[str, Any] = {} if mend or config.is_custom else {"mend": False}
     try:
@@ -55,18 +58,18 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
         if config.rules is not None:
             tier.rules = tuple(rule.to_rule() for rule in config.rules)
     except TierError as error:
-        # Of its own kind: a tier that is in use is no damaged one.
+        # Keep the subclass: callers distinguish a tier in use from a damaged one.
         kind = type(error) if isinstance(error, TierOpenError) else TierOpenError
         raise kind(f"tier {config.name}: {error}") from error
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # somebody else's class may raise anything
+    except BaseException as error:  # a third-party class may raise anything
         raise TierOpenError(f"tier {config.name}: {describe_error(error)}") from error
     return tier
 
 
 def _check(tier: SecondaryTier, config: TierConfig) -> None:
-    """Refuses a tier that the server could not go by."""
+    """Raises TierOpenError if an attribute of the tier is invalid."""
     name, capacity = getattr(tier, "name", None), getattr(tier, "capacity_bytes", None)
     if name != config.name:
         raise TierOpenError(f"it calls itself {safe_repr(name)}; has it called SecondaryTier.__init__?")
@@ -79,7 +82,7 @@ def _check(tier: SecondaryTier, config: TierConfig) -> None:
 
 
 def tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
-    """Returns what makes a tier. Raises TierError, and whatever somebody else's module raises when it is imported."""
+    """Returns the class of a tier. Raises TierError, or an error of the third-party module."""
     if config.type == "lmdb":
         from ...tiers.lmdb.tier import LMDBTier
 

@@ -1,7 +1,7 @@
-"""A tier as the rest of the server sees it: whatever it does, its answers keep to the contract of tiers.
+"""Wrapper that checks that a tier keeps its contract, whichever class it is.
 
-A tier may be anybody's class. What it raises, how many outcomes it returns, what it claims to hold: all of it is looked at
-here, so that neither the core nor the runtime has to. What is wrong shows in `trouble`, and in the log once.
+It checks exceptions, numbers of outcomes and listed entries, so that the core and the runtime can
+rely on them. What is wrong is reported in `trouble`, and logged.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ __all__ = [
     "write_canary",
 ]
 
-
 CANARY_BYTES = 8
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns what an error says, or only its kind where it cannot say it."""
+    """Returns the error's type and text, or only its type if its `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error!s:.200}"
     except BaseException:  # noqa: BLE001 - `__str__` may raise anything
@@ -44,7 +43,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def safe_repr(thing: object) -> str:
-    """Returns what a thing looks like, shortened; likewise."""
+    """Returns a shortened `repr`, or only the type if `__repr__` raises."""
     try:
         return f"{thing!r:.100}"
     except BaseException:  # noqa: BLE001
@@ -52,106 +51,101 @@ def safe_repr(thing: object) -> str:
 
 
 def copy_views(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
-    """Returns the blocks with views of their own, which a tier may release (`with part as view:`) without harm to others."""
+    """Returns the blocks with new views, which a tier may release without harm to other users."""
     return [BlockBytes(block.namespace, block.key, tuple(part[:] for part in block.parts)) for block in blocks]
 
 
 def write_canary(part: memoryview, canary: bytes) -> None:
-    """Marks a part where a load that stops half-way, or does nothing, would leave the mark. Tiny parts are let be."""
-    for at in _places(part):
+    """Marks start, middle and end of a part, to detect a load that leaves it unfilled.
+
+    Skips tiny parts.
+    """
+    for at in _canary_offsets(part):
         part[at : at + CANARY_BYTES] = canary
 
 
 def canary_intact(part: memoryview, canary: bytes) -> bool:
-    """Returns whether a mark is still there."""
-    return any(part[at : at + CANARY_BYTES] == canary for at in _places(part))
+    return any(part[at : at + CANARY_BYTES] == canary for at in _canary_offsets(part))
 
 
-def _places(part: memoryview) -> tuple[int, ...]:
+def _canary_offsets(part: memoryview) -> tuple[int, ...]:
     tiny = part.nbytes < 3 * CANARY_BYTES
     return () if tiny else (0, part.nbytes // 2, part.nbytes - CANARY_BYTES)
 
 
 VOTE_SECONDS = 0.05
-"""How long the event loop waits for the vote of a tier that is not part of kvtier; not at all, if its last came later."""
-
-
+"""How long the event loop waits for the vote of a third-party tier; 0 if its last vote
+came late."""
 _MAX_KEY_BYTES = 1024
-
-
 _OWN = f"{SecondaryTier.__module__.partition('.')[0]}."
-
-
 _ATTRIBUTES = ("type", "durable", "medium", "local", "shared")
-"""What a tier says of itself, once: it was looked at when the tier was opened."""
-
-
+"""Attributes copied from the tier; `open_tier` has checked them."""
 _FAILED = object()
 
 
 class CheckedTier(SecondaryTier):
-    """Passes everything on to a tier, and sees to it that what comes back is what it should be."""
+    """Calls a tier and checks what it returns."""
 
     def __init__(self, tier: SecondaryTier, threads: TierThreads) -> None:
-        """Tiers of kvtier's own are known not to block and to verify what they load; of others neither is taken on trust."""
+        """Tiers of kvtier are trusted not to block and to verify loads; others are not."""
         self._tier = tier
-        self._noted: str | None = None
-        self._troubles = TierHealth(self)
+        self._last_error: str | None = None
+        self._health = TierHealth(self)
         super().__init__(tier.name, tier.capacity_bytes)
         for attribute in _ATTRIBUTES:
             setattr(self, attribute, getattr(tier, attribute))
         self.unwanted: list[Name] = []
-        """What the tier says it holds in sizes that cannot be; it had better be removed."""
+        """Listed entries with an impossible size; the runtime removes them."""
         self._foreign = not type(tier).__module__.startswith(_OWN)
         self._threads = threads
         self._voting: Future[Vote] | None = None
-        self._late = False
-        """Whether the last vote was not there in time."""
-        self._unheard: Counter[str] = Counter()
-        """Requests that the tier was not told of, because it was still busy with another."""
+        self._last_vote_late = False
+        """Whether the last vote came after `VOTE_SECONDS`."""
+        self._not_asked: Counter[str] = Counter()
+        """Requests that the tier was not asked about because it was busy with another one."""
 
     @property
     def trouble(self) -> str | None:
-        """What the tier says is wrong, and what is found wrong with it."""
+        """What the tier reports, and what this wrapper has found."""
         own = self._try("trouble", lambda: f"{self._tier.trouble or ''}")
         if own is _FAILED:
-            return self._noted
+            return self._last_error
         self.note("trouble", None)
-        return "; ".join(trouble for trouble in (own, self._noted) if trouble) or None
+        return "; ".join(error for error in (own, self._last_error) if error) or None
 
     @trouble.setter
     def trouble(self, trouble: str | None) -> None:
-        self._noted = trouble
+        self._last_error = trouble
 
     @property
     def checkable(self) -> Checkable | None:
         """The tier, if its blocks can be verified."""
         return cast("Checkable", self._tier) if isinstance(self._tier, Checkable) else None
 
-    def note(self, work: str, trouble: str | None) -> None:
-        """Takes down what is wrong with one kind of work, or that it went well. May be called on any thread."""
-        self._troubles.note(work, trouble)
+    def note(self, work: str, error: str | None) -> None:
+        """Records the error of one kind of work, or None if it succeeded. Thread-safe."""
+        self._health.note(work, error)
 
     def on_new_request(self, request: RequestInfo) -> Vote:
-        """Asks for a vote; BLOCK_LEVEL where none comes.
+        """Asks for a vote; BLOCK_LEVEL if the tier does not vote.
 
-        A tier of somebody else's is asked on a thread, and not waited for longer than `VOTE_SECONDS`; after a vote that came
-        late not at all, until one has come in time again, for each wait holds up everybody. As long as it has not come back
-        from a request it is asked about no other: then it hears nothing of those.
+        A third-party tier is asked on a thread, for at most `VOTE_SECONDS`. After a late vote the
+        event loop does not wait at all until a vote has come in time again. While the tier is busy
+        with one request, it is not asked about others, and not told of their end.
         """
         if not self._foreign:
             return self._vote(request)
         if self._voting is not None and not self._voting.done():
-            self._unheard[request.request_id] += 1
+            self._not_asked[request.request_id] += 1
             return _abstain("it is still busy with another request")
         future: Future[Vote] = Future()
         self._voting = future
-        wait, deadline = 0 if self._late else VOTE_SECONDS, time.monotonic() + VOTE_SECONDS
+        wait, deadline = 0 if self._last_vote_late else VOTE_SECONDS, time.monotonic() + VOTE_SECONDS
         try:
             self._threads.submit(WorkQueue.VOTE, "on_new_request", lambda: self._answer(future, request, deadline))
-        except RuntimeError:  # no thread to be had
+        except RuntimeError:  # no thread available
             future.cancel()
-            self._unheard[request.request_id] += 1
+            self._not_asked[request.request_id] += 1
             return _abstain("it could not be asked")
         try:
             return future.result(wait)
@@ -161,26 +155,26 @@ class CheckedTier(SecondaryTier):
             return _abstain("it did not answer in time")
 
     def on_request_finished(self, request_id: str) -> None:
-        """Passes it on, behind the request's vote; unless the tier never heard of the request."""
+        """Tells the tier, after the request's vote, unless it was not asked about the request."""
 
         def finish() -> None:
             if self._try("on_request_finished", lambda: self._tier.on_request_finished(request_id)) is not _FAILED:
                 self.note("on_request_finished", None)
 
-        if request_id in self._unheard:
-            self._unheard -= Counter([request_id])
+        if request_id in self._not_asked:
+            self._not_asked -= Counter([request_id])
         elif self._foreign:
-            with contextlib.suppress(RuntimeError):  # no thread to be had
+            with contextlib.suppress(RuntimeError):  # no thread available
                 self._threads.submit(WorkQueue.VOTE, "on_request_finished", finish)
         else:
             finish()
 
     def entries(self) -> Iterator[Entry]:
-        """Returns what can be an entry of what the tier lists, the first of each name."""
-        return iter(self._sound_entries())
+        """Returns the valid entries that the tier lists, the first of each name."""
+        return iter(self._valid_entries())
 
     def lookup(self, keys: Sequence[Name]) -> list[bool]:
-        """Asks what is there; nothing, where that goes wrong."""
+        """Returns which blocks the tier has; none if the lookup fails."""
         answers: Any = self._try("lookup", lambda: list(self._tier.lookup(keys)))
         if answers is _FAILED or not self._counts("lookup", answers, keys):
             return [False] * len(keys)
@@ -188,11 +182,11 @@ class CheckedTier(SecondaryTier):
         return [answer is True for answer in answers]
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Stores; a job that raises or whose outcomes cannot be told apart has failed."""
+        """Stores blocks. A job that raises, or returns a wrong number of outcomes, has failed."""
         return self._outcomes("store", self._tier.store, blocks)
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Loads, likewise. Of a tier of somebody else's, a part that was not written to has not been loaded."""
+        """Loads blocks. A part that a third-party tier left unfilled counts as corrupt."""
         if not self._foreign:
             return self._outcomes("load", self._tier.load, blocks)
         canary = os.urandom(CANARY_BYTES)
@@ -207,20 +201,21 @@ class CheckedTier(SecondaryTier):
         return outcomes
 
     def remove(self, keys: Sequence[Name]) -> None:
-        """Removes; what goes wrong is noted."""
         if self._try("remove", lambda: self._tier.remove(keys)) is not _FAILED:
             self.note("remove", None)
 
     def close(self) -> None:
-        """Closes the tier."""
         self._tier.close()
 
     def _note_late(self, *, late: bool) -> None:
-        self._late = late
+        self._last_vote_late = late
         self.note("vote", f"on_new_request: no vote within {VOTE_SECONDS:g} s" if late else None)
 
     def _answer(self, future: Future[Vote], request: RequestInfo, deadline: float) -> None:
-        """Runs on the thread of votes. Whatever happens the future is set: else the tier would be asked nothing any more."""
+        """Runs on the vote thread.
+
+        Always sets the future: otherwise the tier would not be asked again.
+        """
         vote = _abstain("it failed")
         try:
             vote = self._vote(request)
@@ -240,30 +235,30 @@ class CheckedTier(SecondaryTier):
         if vote is _FAILED:
             return _abstain("it failed")
         if vote is None:
-            return _abstain("its vote is none")
+            return _abstain("its vote is invalid")
         self.note("on_new_request", None)
         return cast("Vote", vote)
 
-    def _sound_entries(self) -> list[Entry]:
-        sound: dict[Name, Entry] = {}
+    def _valid_entries(self) -> list[Entry]:
+        valid: dict[Name, Entry] = {}
         bad: list[str] = []
         try:
             for entry in self._tier.entries():
                 problem = self._problem_of(entry) or (
-                    "is listed twice" if (entry.namespace, entry.key) in sound else ""
+                    "is listed twice" if (entry.namespace, entry.key) in valid else ""
                 )
                 if problem:
                     bad.append(f"{safe_repr(entry)} {problem}")
                 else:
-                    sound[entry.namespace, entry.key] = entry
-        except BaseException as error:  # noqa: BLE001 - the server starts with what it has heard of
+                    valid[entry.namespace, entry.key] = entry
+        except BaseException as error:  # noqa: BLE001 - the server starts with the entries so far
             bad.append(f"the list broke off: {describe_error(error)}")
         if bad:
             self.note("entries", f"{len(bad)} of the blocks that it lists were left out; the first: {bad[0]}")
-        return list(sound.values())
+        return list(valid.values())
 
     def _problem_of(self, entry: Any) -> str:
-        """Returns what is wrong with an entry, if anything."""
+        """Returns what is wrong with an entry, or ""."""
         if not isinstance(entry, Entry):
             return "is no entry"
         namespace, key, nbytes = cast("tuple[Any, Any, Any]", (entry.namespace, entry.key, entry.nbytes))
@@ -289,17 +284,17 @@ class CheckedTier(SecondaryTier):
         return list(outcomes)
 
     def _counts(self, work: str, answers: Sequence[object], asked: Sequence[object]) -> bool:
-        """Returns whether there is an answer for each: else it is not known which belongs to which."""
+        """Returns whether there is one answer per block."""
         if len(answers) == len(asked):
             return True
         self.note(work, f"{work} returns {len(answers)} outcomes for {len(asked)} blocks")
         return False
 
     def _try(self, work: str, call: Callable[[], Any]) -> Any:
-        """Returns what a call of the tier returns, or `_FAILED` if it raises: anything, for the tier is anybody's."""
+        """Returns the result of a call, or `_FAILED` if it raises."""
         try:
             return call()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the server goes on
+        except BaseException as error:  # noqa: BLE001 - a third-party tier may raise anything
             self.note(work, f"{work} failed: {describe_error(error)}")
             return _FAILED
 

@@ -1,4 +1,4 @@
-"""`kvtier fsck`: checks what the tiers keep while no server runs; and what is said of any check."""
+"""Offline check of the tiers (`kvtier fsck`), and the report of online and offline checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "check_offline",
     "exit_code",
     "finding_lines",
-    "holds_others",
+    "foreign_contents",
     "lines",
     "summary_lines",
     "to_json",
@@ -32,35 +32,35 @@ __all__ = [
 
 EXIT_CLEAN = 0
 EXIT_DAMAGED = 1
-"""There is damage, and it is still there."""
+"""There is damage that was not repaired."""
 EXIT_REPAIRED = 3
-"""There was damage; all of it was put out of the way."""
+"""There was damage; all of it was repaired."""
 EXIT_UNCHECKED = 4
-"""A tier could not be checked: a server has it, say, or its directory is somewhere else."""
+"""A tier could not be checked, for example because a server uses it."""
 
-_OF_THE_DISK = frozenset({"lost+found"})
+_IGNORED = frozenset({"lost+found"})
 _MOST_NAMED = 3
 
 Progress = Callable[[int, int], None]
-"""Is told how many blocks have been checked, and of how many."""
+"""Called with the number of checked blocks and the total."""
 
 
 @dataclass(slots=True)
 class TierReport:
-    """What was found in one tier."""
+    """Result of the check of one tier."""
 
     name: str
     type: str
     path: Path | None = None
-    """Its directory; None for a tier of a running server."""
+    """Directory; None for a tier of a running server."""
     blocks: int = 0
     nbytes: int = 0
     findings: list[Finding] = field(default_factory=list)
     damage: str | None = None
-    """What is wrong with the store as a whole; its blocks are lost then."""
+    """Damage of the store as a whole, which loses all its blocks."""
     damage_repaired: bool = False
     note: str | None = None
-    """Why there was nothing to check."""
+    """Why there is nothing to check."""
     error: str | None = None
     """Why it could not be checked."""
 
@@ -72,14 +72,14 @@ class TierReport:
 
 
 def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None = None) -> TierReport:
-    """Checks the tier of a server that does not run. Without `repair` no block changes, and no damage is moved."""
+    """Checks a tier that no server uses. Without `repair`, no file changes."""
     report = TierReport(config.name, config.type, config.path)
     try:
         if not config.path.is_dir() or not any(config.path.iterdir()):
-            _see_the_place(config)
+            _check_directory(config)
             report.note = "no files"
             return report
-        with _opened(config, report, repair=repair) as tier:
+        with _open_or_repair(config, report, repair=repair) as tier:
             if tier is None:
                 return report
             if not isinstance(tier, Checkable):
@@ -96,33 +96,30 @@ def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None
         report.error = f"{error}; stop it, or let it check itself: kvtier fsck --online"
     except TierError as error:
         report.error = f"{error}"
-    except Exception as error:  # noqa: BLE001 - a tier's own; the other tiers are checked all the same
+    except Exception as error:  # noqa: BLE001 - from the tier's code; the other tiers are still checked
         report.error = f"tier {config.name}: {type(error).__name__}: {error}"
     return report
 
 
-def holds_others(data_dir: Path, tiers: Sequence[TierConfig]) -> str | None:
-    """Returns why a data directory cannot be that of these tiers: it has none of theirs, and something else."""
+def foreign_contents(data_dir: Path, tiers: Sequence[TierConfig]) -> str | None:
+    """Returns why `data_dir` cannot belong to these tiers: it has only other files."""
     homes = [tier.path for tier in tiers if tier.path.parent == data_dir]
     try:
         if not data_dir.is_dir() or any(os.path.lexists(home) for home in homes):
             return None
-        others = sorted(entry.name for entry in data_dir.iterdir() if entry.name not in _OF_THE_DISK)
+        others = sorted(entry.name for entry in data_dir.iterdir() if entry.name not in _IGNORED)
     except OSError:
-        return None  # each tier says so itself
+        return None  # each tier reports the error itself
     if not others:
         return None
     named = ", ".join(others[:_MOST_NAMED]) + (", …" if len(others) > _MOST_NAMED else "")
     return f"nothing in {data_dir} is of these tiers; there is {named}"
 
 
-def _see_the_place(config: TierConfig) -> None:
-    """Sees whether a tier without files has a place for them at least. Raises TierError.
-
-    Who has nothing to check where nothing can be has been told a wrong name, or has a disk that is not mounted.
-    """
+def _check_directory(config: TierConfig) -> None:
+    """Raises TierError if a tier without files has a wrong path, or its disk is not mounted."""
     if config.is_custom:
-        return  # it may have files elsewhere, or none
+        return  # it may keep its files elsewhere
     if os.path.lexists(config.path):
         if not config.path.is_dir():
             raise TierError(f"{config.path} is not a directory")
@@ -131,8 +128,8 @@ def _see_the_place(config: TierConfig) -> None:
 
 
 @contextlib.contextmanager
-def _opened(config: TierConfig, report: TierReport, *, repair: bool) -> Iterator[SecondaryTier | None]:
-    """Opens a tier; None if it is damaged as a whole and was left so."""
+def _open_or_repair(config: TierConfig, report: TierReport, *, repair: bool) -> Iterator[SecondaryTier | None]:
+    """Opens a tier; yields None if it is damaged as a whole and is not repaired."""
     tier = None
     try:
         tier = open_tier(config, mend=False)
@@ -149,7 +146,7 @@ def _opened(config: TierConfig, report: TierReport, *, repair: bool) -> Iterator
 
 
 def exit_code(reports: Sequence[TierReport]) -> int:
-    """Returns what `kvtier fsck` ends with."""
+    """Returns the exit code of `kvtier fsck`."""
     if any(report.damaged for report in reports):
         return EXIT_DAMAGED
     if any(report.error for report in reports):
@@ -158,19 +155,18 @@ def exit_code(reports: Sequence[TierReport]) -> int:
 
 
 def lines(report: TierReport) -> Iterator[str]:
-    """Yields the report for people: each damaged block, then the counts."""
+    """Yields the report as text: each damaged block, then the totals."""
     yield from finding_lines(report.name, report.findings)
     yield from summary_lines(report)
 
 
 def finding_lines(name: str, findings: Iterable[Finding]) -> Iterator[str]:
-    """Yields a line for each damaged block of a tier."""
     for finding in findings:
         yield f"{name}: {finding}{', quarantined' if finding.repaired else ''}"
 
 
 def summary_lines(report: TierReport) -> Iterator[str]:
-    """Yields what there is to say of the tier as a whole."""
+    """Yields the result of the tier as a whole."""
     name, where = report.name, f" ({report.path})" if report.path else ""
     if report.damage:
         yield f"{name}: {report.damage}{', moved aside' if report.damage_repaired else ''}"
@@ -184,7 +180,6 @@ def summary_lines(report: TierReport) -> Iterator[str]:
 
 
 def to_json(reports: Sequence[TierReport]) -> str:
-    """Returns the reports as JSON."""
     tiers = [
         {
             "name": report.name,

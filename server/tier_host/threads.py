@@ -1,7 +1,7 @@
-"""The threads on which a tier works.
+"""Worker threads of one tier.
 
-A call that hangs in somebody's storage cannot be ended from outside. So these threads are daemons, which the end of the
-process does not wait for, and each says what it is doing and since when.
+A call that hangs in a storage library cannot be stopped. The threads are therefore daemons, so that
+the process can exit, and each records its current call and start time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _log = get_logger(__name__)
 
 
 class WorkQueue(enum.Enum):
-    """Calls of one line wait for one another; those of two lines run side by side."""
+    """Calls of one queue run in order; calls of different queues run in parallel."""
 
     STORE = "store"
-    """Stores and removals, in the order of the commands: one thread."""
+    """Stores and removals, in submission order: one thread."""
     LOAD = "load"
     CHECK = "check"
     VOTE = "vote"
-    """What the event loop would ask of the tier itself, if the tier could be relied on not to block."""
+    """Votes of third-party tiers, which might block the event loop."""
 
 
 _THREADS = {WorkQueue.STORE: 1, WorkQueue.LOAD: 2, WorkQueue.CHECK: 1, WorkQueue.VOTE: 1}
@@ -36,9 +36,7 @@ _THREADS = {WorkQueue.STORE: 1, WorkQueue.LOAD: 2, WorkQueue.CHECK: 1, WorkQueue
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """Something that a tier is asked to do."""
-
-    line: WorkQueue
+    kind: WorkQueue
     operation: str
     run: Callable[[], object]
     abandoned: Callable[[], object]
@@ -46,34 +44,37 @@ class _Call:
 
 
 class TierThreads:
-    """The threads of one tier. `submit` and `abandon` belong to one thread, the event loop's; the rest may be called on any."""
+    """Threads of one tier.
+
+    Only the event loop calls `submit` and `abandon`; the rest is thread-safe.
+    """
 
     def __init__(self, name: str) -> None:
-        """Starts no thread: they come as they are needed."""
+        """Starts no thread; each is started when it is needed."""
         self._name = name
-        self._queues: dict[WorkQueue, SimpleQueue[_Call | None]] = {line: SimpleQueue() for line in WorkQueue}
-        self._threads: dict[WorkQueue, list[threading.Thread]] = {line: [] for line in WorkQueue}
+        self._queues: dict[WorkQueue, SimpleQueue[_Call | None]] = {kind: SimpleQueue() for kind in WorkQueue}
+        self._threads: dict[WorkQueue, list[threading.Thread]] = {kind: [] for kind in WorkQueue}
         self._running: set[_Call] = set()
         self._changing = threading.Lock()
 
     def submit(
         self,
-        line: WorkQueue,
+        kind: WorkQueue,
         operation: str,
         run: Callable[[], object],
         abandoned: Callable[[], object] = lambda: None,
     ) -> None:
-        """Has something done behind what its line has to do already. `run` sees to its own errors.
+        """Queues a call.
 
-        `abandoned` is called instead where it is taken back by `abandon`.
+        `run` must handle its own errors; `abandoned` is called if `abandon` removes it.
 
         Raises:
-            RuntimeError: there is no thread to be had; nothing will be done.
+            RuntimeError: no thread is available; the call is not queued.
         """
-        threads = self._threads[line]
-        if len(threads) < _THREADS[line]:
+        threads = self._threads[kind]
+        if len(threads) < _THREADS[kind]:
             thread = threading.Thread(
-                target=self._work, args=(self._queues[line],), name=f"kvtier-{self._name}-{line.value}", daemon=True
+                target=self._work, args=(self._queues[kind],), name=f"kvtier-{self._name}-{kind.value}", daemon=True
             )
             try:
                 thread.start()
@@ -82,34 +83,34 @@ class TierThreads:
                     raise
             else:
                 threads.append(thread)
-        self._queues[line].put(_Call(line, operation, run, abandoned))
+        self._queues[kind].put(_Call(kind, operation, run, abandoned))
 
-    def abandon(self, line: WorkQueue) -> None:
-        """Takes back what a line has not begun yet."""
-        for call in self._take_all(line):
+    def abandon(self, kind: WorkQueue) -> None:
+        """Removes the calls that have not begun."""
+        for call in self._take_all(kind):
             call.abandoned()
 
     def overdue(self, seconds: float) -> dict[WorkQueue, str]:
-        """Returns, per line, a call that has been running for so long."""
+        """Returns, per queue, a call that has been running for `seconds`."""
         since = time.monotonic() - seconds
         with self._changing:
-            return {call.line: call.operation for call in self._running if call.started <= since}
+            return {call.kind: call.operation for call in self._running if call.started <= since}
 
     def close(self, seconds: float) -> bool:
-        """Begins nothing more, and waits for what runs; returns whether all of it has ended in time."""
+        """Drops waiting calls, waits for running ones; returns whether all threads have ended."""
         deadline = time.monotonic() + seconds
-        for line, threads in self._threads.items():
-            if line is not WorkQueue.VOTE:  # these take no time, and there is nothing to make up for them
-                self._take_all(line)
+        for kind, threads in self._threads.items():
+            if kind is not WorkQueue.VOTE:  # votes are short, and must still be delivered
+                self._take_all(kind)
             for _ in threads:
-                self._queues[line].put(None)
+                self._queues[kind].put(None)
         for threads in self._threads.values():
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for threads in self._threads.values() for thread in threads)
 
-    def _take_all(self, line: WorkQueue) -> list[_Call]:
-        queue = self._queues[line]
+    def _take_all(self, kind: WorkQueue) -> list[_Call]:
+        queue = self._queues[kind]
         calls: list[_Call] = []
         while True:
             try:
@@ -126,8 +127,8 @@ class TierThreads:
                 self._running.add(call)
             try:
                 call.run()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the thread goes on
+            except BaseException as error:  # noqa: BLE001 - keep the thread
                 _log.error("tier failed", tier=self._name, operation=call.operation, exc_info=error)
             with self._changing:
                 self._running.discard(call)
-            del call  # and with it the views into the region, while the next may be long in coming
+            del call  # releases the views of the region before the wait for the next call

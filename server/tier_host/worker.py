@@ -1,4 +1,4 @@
-"""What one tier is asked to do: on its threads, with the result brought back to the event loop."""
+"""Runs the jobs of one tier on its threads and reports the results."""
 
 from __future__ import annotations
 
@@ -18,51 +18,45 @@ from .threads import TierThreads, WorkQueue
 
 __all__ = ["TierWorker", "close_all"]
 
-
 _log = get_logger(__name__)
 
-
 _CALLS_SECONDS = 3.0
-"""For what still runs at the end; the drain has waited for jobs before."""
-
-
+"""For calls that still run during `close`; the drain has waited for jobs before."""
 _CLOSE_SECONDS = 15.0
 
-
 Finished = Callable[[Sequence[Outcome]], None]
-
 
 T = TypeVar("T")
 
 
 def _ignore_job(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
-    """Stands in until somebody observes jobs."""
+    """Default observer."""
 
 
 class TierWorker:
-    """Keeps one tier at work. Belongs to the event loop, but for `close`."""
+    """Submits the calls of one tier to its threads. Used on the event loop, except `close`."""
 
     def __init__(self, tier: SecondaryTier) -> None:
         self._threads = TierThreads(tier.name)
         self.tier = CheckedTier(tier, self._threads)
         self.observe_job: JobObserver = _ignore_job
         self.jobs = 0
-        """Stores and loads that were begun and have not been taken note of; who hears of their end counts them down."""
+        """Stores and loads whose end the runtime has not processed; the runtime decrements it."""
         self.left_behind = ""
-        """What the tier was doing when `close` stopped waiting for it."""
+        """Calls that were still running when `close` stopped waiting."""
         self.stalled = False
-        """Whether the tier is known not to come back from a job."""
+        """Whether a store or load has been running for too long."""
 
     def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
-        """Writes blocks; `finished` hears what became of them, once and on the thread that did it."""
+        """Stores blocks; `finished` gets the outcomes, once, on the worker thread."""
         self._begin(WorkQueue.STORE, self.tier.store, blocks, finished)
 
     def load(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
-        """Fills blocks, likewise."""
+        """Loads blocks; `finished` as in `store`."""
         self._begin(WorkQueue.LOAD, self.tier.load, blocks, finished)
 
     def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
-        """Asks for blocks; `answered` hears on that thread, once, which of them are there: none where that went wrong."""
+        """Looks blocks up; `answered` gets the answers once, on the worker thread; [] on error."""
 
         def run() -> None:
             there: Sequence[bool] = []
@@ -75,23 +69,23 @@ class TierWorker:
 
         try:
             self._threads.submit(WorkQueue.LOAD, "lookup", run, lambda: answered([]))
-        except RuntimeError as error:  # no thread to be had
+        except RuntimeError as error:  # no thread available
             self._note_failure("lookup", error)
             answered([])
 
     def remove(self, keys: Sequence[Name]) -> None:
-        """Has the tier forget blocks, before any store that is asked for later.
+        """Removes blocks, before any store that is submitted later.
 
-        What goes wrong here is logged, and no more: what was not removed is removed when the tier is opened again.
+        Errors are only logged: the tier removes leftover blocks when it is opened again.
         """
         with contextlib.suppress(RuntimeError):
             self._threads.submit(WorkQueue.STORE, "remove", lambda: self.tier.remove(keys))
 
     def check(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Has the tier look at itself, beside its jobs; returns what comes of it.
+        """Runs a check of the tier beside its jobs; returns its result.
 
-        That goes on to its end also where nobody waits for it any more, and `close` waits for it. The future must not be
-        cancelled: shield it.
+        The check always runs to its end, and `close` waits for it. Shield the future: it must not
+        be cancelled.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -106,8 +100,9 @@ class TierWorker:
             result = error = None
             try:
                 result = work()
-            except BaseException as failure:  # noqa: BLE001 - whoever waits is told
-                # A future takes no StopIteration, and what is no Exception would end who waits for it.
+            except BaseException as failure:  # noqa: BLE001 - passed to the future
+                # A future accepts no StopIteration; other BaseExceptions would end the task that
+                # awaits it.
                 proper = isinstance(failure, Exception) and not isinstance(failure, StopIteration)
                 error = failure if proper else TierError(describe_error(failure))
             with contextlib.suppress(RuntimeError):  # as in `_begin`
@@ -117,9 +112,9 @@ class TierWorker:
         return future
 
     def watch(self, seconds: float) -> bool:
-        """Looks whether calls have been running for so long, and says so of the tier; returns whether it moves no blocks then.
+        """Reports calls that take longer than `seconds`; returns whether jobs are stalled.
 
-        Loads that have not begun fail: whoever waits for them had better compute.
+        Loads that have not begun then fail: the engine recomputes instead of waiting.
         """
         overdue = self._threads.overdue(seconds)
         calls = ", ".join(sorted(overdue.values()))
@@ -130,10 +125,10 @@ class TierWorker:
         return self.stalled
 
     def close(self) -> bool:
-        """Waits for what runs and closes the tier; returns whether that came to an end in time. Called once, on any thread.
+        """Waits for running calls and closes the tier; returns whether that succeeded in time.
 
-        A tier that is still at work is not closed: it may be in the middle of anything. That is for it as if the
-        process had been killed.
+        Called once, on any thread. A tier that is still busy is not closed; for it, this is like a
+        kill.
         """
         ended = self._threads.close(_CALLS_SECONDS)
         if ended:
@@ -150,18 +145,18 @@ class TierWorker:
         return ended
 
     def _note_failure(self, operation: str, error: BaseException) -> None:
-        """Says it of the tier. Without a traceback: one that shows variables would look at what nobody has looked at yet."""
+        """Records an error, without a traceback, which would call third-party `__repr__`s."""
         self.tier.note(operation, f"{operation} failed: {describe_error(error)}")
 
     def _close_tier(self) -> None:
         try:
             self.tier.close()
-        except BaseException as error:  # noqa: BLE001 - the others are closed all the same
+        except BaseException as error:  # noqa: BLE001 - the other tiers are still closed
             _log.error("tier failed", tier=self.tier.name, operation="close", exc_info=error)
 
     def _begin(
         self,
-        line: WorkQueue,
+        kind: WorkQueue,
         move: Callable[[Sequence[BlockBytes]], list[Outcome]],
         blocks: Sequence[BlockBytes],
         finished: Finished,
@@ -174,34 +169,34 @@ class TierWorker:
         def run() -> None:
             outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(blocks)
             try:
-                outcomes = self._run(line.value, move, blocks)
-            except BaseException as error:  # noqa: BLE001 - a job without an end would keep its blocks pinned for good
-                self._note_failure(line.value, error)
+                outcomes = self._run(kind.value, move, blocks)
+            except BaseException as error:  # noqa: BLE001 - a job without an end would pin its blocks forever
+                self._note_failure(kind.value, error)
             finally:
                 finished(outcomes)
 
         try:
-            self._threads.submit(line, line.value, run, fail)
-        except RuntimeError as error:  # no thread to be had
-            self._note_failure(line.value, error)
+            self._threads.submit(kind, kind.value, run, fail)
+        except RuntimeError as error:  # no thread available
+            self._note_failure(kind.value, error)
             fail()
 
     def _run(
         self, operation: str, move: Callable[[Sequence[BlockBytes]], list[Outcome]], blocks: Sequence[BlockBytes]
     ) -> Sequence[Outcome]:
         """Runs on a worker thread."""
-        nbytes = sum(block.nbytes for block in blocks)  # a tier may release the views that it is given
+        nbytes = sum(block.nbytes for block in blocks)  # before the tier releases its views
         started = time.monotonic()
         outcomes = move(blocks)
         try:
             self.observe_job(self.tier.name, operation, time.monotonic() - started, nbytes, outcomes)
-        except Exception as error:  # noqa: BLE001 - a figure less, not a job that never ends
+        except Exception as error:  # noqa: BLE001 - losing a metric must not lose the outcomes
             _log.error("job not observed", exc_info=error)
         return outcomes
 
 
 def close_all(workers: Sequence[TierWorker]) -> None:
-    """Closes all tiers side by side, in bounded time; each says of itself whether it was left behind."""
+    """Closes all tiers in parallel and in bounded time; `left_behind` names those still busy."""
     closers = [threading.Thread(target=worker.close, daemon=True) for worker in workers]
     for closer in closers:
         closer.start()

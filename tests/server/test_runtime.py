@@ -190,7 +190,7 @@ def test_a_tier_is_back_however_late_the_server_is(monkeypatch: pytest.MonkeyPat
         await store_two_jobs(runtime, tier)
         while not runtime.tiers[0].trouble:
             await runtime.changed(1)
-        runtime._watch_from = runtime.now() + 3600
+        runtime._stall_watch_from = runtime.now() + 3600
         await asyncio.sleep(0.1)
         assert runtime.tiers[0].trouble
         tier.gate.set()
@@ -206,7 +206,7 @@ def test_a_tier_is_back_however_late_the_server_is(monkeypatch: pytest.MonkeyPat
 
 def test_a_slice_that_fails_is_no_end_of_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is logged and counted, the rest is done later, and what happens meanwhile does not have it tried at once."""
-    monkeypatch.setattr("kvtier.server.runtime._AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("kvtier.server.runtime._RETRY_SECONDS", 0.01)
     monkeypatch.setattr("kvtier.tiers.core.cpu_tier.SLICE", 4)
     logged: list[str] = []
     counted: list[str] = []

@@ -219,13 +219,13 @@ def test_a_session_is_shown_with_the_way_that_its_bytes_took_last(service: Servi
 def test_what_a_session_had_open_is_closed_with_it(service: Service) -> None:
     """An engine's memory is mapped once however often it is registered, and not any more when its session is gone."""
     with Engine(service.server.endpoint).register() as engine:
-        [mover] = service.movers
+        [mover] = service.copy_workers
         wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)  # three tensors, four events
         engine.register()
         assert service.open_allocations(mover) == JOINED.count + 4
         assert {session.transport for session in service.server.status().sessions} == {"cuda_ipc"}
     wait_until(lambda: service.open_allocations(mover) == 0)
-    assert service.movers == [mover]
+    assert service.copy_workers == [mover]
 
 
 def test_a_device_that_is_not_there(service: Service) -> None:

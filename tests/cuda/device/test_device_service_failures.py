@@ -56,7 +56,7 @@ def test_an_engine_killed_in_mid_copy(service: Service) -> None:
     """Its store is lost at once, its slots wait for the copy, others go on meanwhile; then its memory is closed, its slots used."""
     endpoint = service.server.endpoint
     with Engine(endpoint).register() as other:
-        [mover] = service.movers
+        [mover] = service.copy_workers
         service.gate.close()
         with KilledEngine(endpoint, "store_from_device") as engine:
             service.gate.wait_reached()
@@ -73,7 +73,7 @@ def test_an_engine_killed_in_mid_copy(service: Service) -> None:
         wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
         assert set(other.client.lookup(KEYS, prefix=False).statuses) == {KeyStatus.MISS}
         assert other.contents() == other.expected(0)
-        assert service.movers == [mover]
+        assert service.copy_workers == [mover]
         assert_all_memory_is_there(service, other.client)
 
 
@@ -81,7 +81,7 @@ def test_an_engine_killed_in_mid_load(service: Service) -> None:
     """Nothing of it stays pinned or open."""
     endpoint = service.server.endpoint
     with Engine(endpoint).register() as other:
-        [mover] = service.movers
+        [mover] = service.copy_workers
         other.client.store_from_device(KEYS, range(BLOCKS))
         service.gate.close()
         with KilledEngine(endpoint, "load_to_device") as engine:
@@ -99,7 +99,7 @@ def test_an_engine_killed_in_mid_load(service: Service) -> None:
 def test_a_mover_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecutor, number: signal.Signals) -> None:
     """The call fails as a miss, the slots come back, the server lives; the next call has another mover, registered by itself."""
     with Engine(service.server.endpoint).register() as engine:
-        [mover] = service.movers
+        [mover] = service.copy_workers
         service.gate.close()
         storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
@@ -112,12 +112,12 @@ def test_a_mover_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecut
         assert (status.quarantined_bytes, len(status.sessions)) == (0, 1)
         assert set(engine.client.lookup(KEYS, prefix=False).statuses) == {KeyStatus.MISS}
         assert engine.client.store_from_device(KEYS, range(BLOCKS)) == GRANTED
-        [another] = service.movers
+        [another] = service.copy_workers
         assert another != mover
         engine.clear()
         assert engine.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
         assert engine.contents() == engine.expected(0)
-        wait_until(lambda: "a device's mover has ended" in service.server.log)
+        wait_until(lambda: "device copy worker has ended" in service.server.log)
         assert_all_memory_is_there(service, engine.client)
 
 
@@ -125,7 +125,7 @@ def test_a_mover_that_is_killed_again_and_again(service: Service) -> None:
     """Calls fail, faster than the mover is started again, and nothing else does; in the end it serves."""
     with Engine(service.server.endpoint).register() as engine:
         for number in range(3):
-            for pid in service.movers:
+            for pid in service.copy_workers:
                 os.kill(pid, signal.SIGKILL)
             keys = keys_of(BLOCKS, f"ordinary {number}")
             assert engine.client.store(keys, JOINED.parts(0)) == GRANTED
@@ -143,7 +143,7 @@ def test_a_mover_that_is_killed_again_and_again(service: Service) -> None:
 def test_a_server_that_is_killed(service: Service) -> None:
     """Its movers die with it; in its next life engines are registered again by themselves, and what was lost is a miss."""
     with Engine(service.server.endpoint).register() as engine:
-        [mover] = service.movers
+        [mover] = service.copy_workers
         engine.client.store_from_device(KEYS, range(BLOCKS))
         service.server.restart()
         wait_until(lambda: not Path(f"/proc/{mover}").exists())
@@ -156,7 +156,7 @@ def test_a_server_that_is_killed(service: Service) -> None:
                 return False
 
         wait_until(stored)
-        assert len(service.movers) == 1
+        assert len(service.copy_workers) == 1
         engine.clear()
         assert engine.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
         assert engine.contents() == engine.expected(0)
@@ -203,7 +203,7 @@ def test_a_client_that_gives_up(service: Service, call: str) -> None:
             engine.fill(1)
         release = engine.backend.hold(engine.stream)
         with engine.buffers.mark(engine.stream) as mark:
-            with pytest.raises(DeviceUnavailable, match="called_off"):
+            with pytest.raises(DeviceUnavailable, match="cancelled"):
                 getattr(engine.client, call)(KEYS, range(BLOCKS), after=mark)
             release()
             status = service.server.wait_for(lambda status: not status.stores and not status.leases)
@@ -288,7 +288,7 @@ def test_a_server_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecu
         service.gate.close()
         storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
-        [mover] = service.movers
+        [mover] = service.copy_workers
         opening = threading.Timer(1.0, service.gate.open)
         opening.start()
         assert service.server.terminate() == 0
@@ -309,7 +309,7 @@ def test_engines_killed_at_any_moment(tmp_path: Path) -> None:
     """While they register, copy and end: the server lives, nothing stays open, pinned or in quarantine."""
     with Service(tmp_path, region=8 * MIB) as service, Engine(service.server.endpoint).register() as other:
         kill_at_random(service, random.Random(4).random, 8)
-        [mover] = service.movers
+        [mover] = service.copy_workers
         service.server.wait_for(lambda status: len(status.sessions) == 1 and not status.stores and not status.leases)
         wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
         assert_all_memory_is_there(service, other.client)

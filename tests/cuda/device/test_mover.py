@@ -15,7 +15,7 @@ from devices.kv import BLOCKS, JOINED, STEP, slots
 
 from kvtier.cuda.device.exports import export_blocks
 from kvtier.cuda.host.region import HostRegion
-from kvtier.server.devices.mover import EXIT_BROKEN
+from kvtier.server.devices.copy_worker import EXIT_BROKEN
 from kvtier.server.devices.plan_codec import pack_plan
 from kvtier.server.process.child import Child
 
@@ -26,7 +26,7 @@ FAR = 1 << 62
 async def mover(region: HostRegion, driver: str = "kvtier.cuda.testing.host_driver:HostDriver") -> AsyncIterator[Child]:
     """A running mover."""
     arguments = [str(region.fd), str(region.size_bytes), driver, "host"]
-    child = await Child.start("kvtier.server.devices.mover", arguments, [region.fd])
+    child = await Child.start("kvtier.server.devices.copy_worker", arguments, [region.fd])
     yield child
     await child.close(10)
 
@@ -66,7 +66,7 @@ def test_what_is_told_in_the_wrong_order(region: HostRegion) -> None:
 
         assert await answer() == {"op": "ready"}
         child.send({"op": "close", "buffers": 1})
-        child.send({"op": "call_off", "buffers": 1, "copy": 1})
+        child.send({"op": "cancel", "buffers": 1, "copy": 1})
         child.send(*copy_of(1, {0: ([0], [0])}))
         assert (await answer())["cause"] == "closed"
         child.send({"op": "open", "buffers": 1}, export)
@@ -78,7 +78,7 @@ def test_what_is_told_in_the_wrong_order(region: HostRegion) -> None:
         child.send(*copy_of(4, {1: ([0], [0])}))
         assert (await answer())["cause"] == "bad_export"
         child.send(*copy_of(5, {0: ([0], [2 * STEP])}, give_up_at=1))
-        assert (await answer())["cause"] == "called_off"
+        assert (await answer())["cause"] == "cancelled"
         child.send(*copy_of(6, {0: ([0], [2 * STEP])}, after=0))
         assert (await answer())["cause"] == "bad_export"
         child.send({"op": "open", "buffers": 2}, b"nonsense")

@@ -14,8 +14,8 @@ from devices.kv import JOINED
 
 from kvtier.cuda.device.exports import export_blocks
 from kvtier.cuda.host.region import HostRegion
-from kvtier.server.devices import mover_client
-from kvtier.server.devices.mover_client import DeviceMover
+from kvtier.server.devices import copy_worker_client
+from kvtier.server.devices.copy_worker_client import CopyWorkerClient
 from kvtier.server.refused import Refused
 
 _PROGRAM = """
@@ -32,9 +32,9 @@ class Stuck(HostDriver):
 
 
 @asynccontextmanager
-async def stuck_mover(region: HostRegion) -> AsyncIterator[DeviceMover]:
+async def stuck_mover(region: HostRegion) -> AsyncIterator[CopyWorkerClient]:
     """A mover whose driver has a call that hangs as long as a file is there."""
-    mover = DeviceMover("host", "stuck:Stuck", region, lambda: None)
+    mover = CopyWorkerClient("host", "stuck:Stuck", region, lambda: None)
     try:
         yield mover
     finally:
@@ -56,7 +56,7 @@ def test_a_call_that_hangs(region: HostRegion, tmp_path: Path, monkeypatch: pyte
             await mover.open(1, export)
             flag.touch()
             with monkeypatch.context() as impatient:
-                impatient.setattr(mover_client, "_HANDLES_SECONDS", 0.3)
+                impatient.setattr(copy_worker_client, "_HANDLES_SECONDS", 0.3)
                 await hang(mover, opening=call == "open_memory")
             flag.unlink()
             await mover.open(3, export)
@@ -66,7 +66,7 @@ def test_a_call_that_hangs(region: HostRegion, tmp_path: Path, monkeypatch: pyte
     backend.close()
 
 
-async def hang(mover: DeviceMover, *, opening: bool) -> None:
+async def hang(mover: CopyWorkerClient, *, opening: bool) -> None:
     """Makes the call that hangs, and sees that the mover's process is another one or none afterwards."""
     child = mover._child
     assert child is not None

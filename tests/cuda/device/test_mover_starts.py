@@ -50,7 +50,7 @@ def test_a_mover_that_takes_long_to_start(tmp_path: Path) -> None:
                 return False
 
         wait_until(stored)
-        assert len(service.movers) == 1
+        assert len(service.copy_workers) == 1
 
 
 def test_memory_of_another_host_starts_nothing(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_memory_of_another_host_starts_nothing(tmp_path: Path) -> None:
         request = caller.registration()
         request.origin.boot_id = "another"
         assert why(caller.calls.RegisterDeviceBuffers, request) == "DEVICE_UNAVAILABLE"
-        assert service.movers == []
+        assert service.copy_workers == []
 
 
 def registry_of(region: HostRegion) -> DeviceRegistry:

@@ -41,9 +41,9 @@ class Service:
         self.server._environment |= self.gate.environment | {"PYTHONPATH": os.pathsep.join(path)}
 
     @property
-    def movers(self) -> list[int]:
+    def copy_workers(self) -> list[int]:
         """The movers' processes."""
-        return [pid for pid in _children(self.server.pid) if "devices.mover" in _command(pid)]
+        return [pid for pid in _children(self.server.pid) if "devices.copy_worker" in _command(pid)]
 
     def open_allocations(self, pid: int) -> int:
         """How much of engines' memory a mover has mapped."""

@@ -420,7 +420,7 @@ def test_one_that_hangs_is_killed(server: ServerProcess, session: RawSession) ->
         pid = kill_bulk(server, signal.SIGSTOP)
         abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
         session.cache.CompleteStore(abort, timeout=TIMEOUT / 2)
-        assert Timeouts.__dataclass_fields__["call"].default / 2 >= supervisor._QUIET_SECONDS
+        assert Timeouts.__dataclass_fields__["call"].default / 2 >= supervisor._END_SECONDS
         assert bulk_pid(server.pid) != pid
     assert server.status().quarantined_bytes == 0
     prepare(session)
@@ -440,12 +440,12 @@ def test_it_is_started_when_there_are_threads_again(monkeypatch: pytest.MonkeyPa
             lived.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(BulkProcess, "_live", live)
+        monkeypatch.setattr(BulkProcess, "_run_once", live)
         anything: Any = SimpleNamespace(
-            arrivals=None, limits=None, endpoints=(), bulk=BulkConfig(), tls=SimpleNamespace(cert=None)
+            received=None, limits=None, endpoints=(), bulk=BulkConfig(), tls=SimpleNamespace(cert=None)
         )
         process = BulkProcess(anything, anything, anything, anything)
-        process.where()
+        process.endpoints()
         await asyncio.wait_for(lived.wait(), TIMEOUT)
         await process.close()
 

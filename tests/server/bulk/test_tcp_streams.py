@@ -353,7 +353,7 @@ def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     original = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
-        if thread.name.startswith("kvtier-plain"):
+        if thread.name.startswith("kvtier-tcp"):
             starts.append(thread)
             if len(starts) < 3:
                 raise RuntimeError("can't start new thread")

@@ -249,13 +249,13 @@ def test_which_streams_are_late() -> None:
     nobody: Any = _Nobody()
     stream = BrokerClient(nobody).open("tcp", lambda: None)
     began = stream._began_at
-    assert not stream.late(began + 9)
-    assert stream.late(began + 11)
+    assert not stream.is_too_slow(began + 9)
+    assert stream.is_too_slow(began + 11)
     stream.sizes = [100 << 20]
-    assert not stream.late(began + 29)
-    assert stream.late(began + 31)
+    assert not stream.is_too_slow(began + 29)
+    assert stream.is_too_slow(began + 31)
     stream.received = 50 << 20
-    assert not stream.late(began + 79)
-    assert stream.late(began + 81)
+    assert not stream.is_too_slow(began + 79)
+    assert stream.is_too_slow(began + 81)
     stream.received = 1 << 40
-    assert stream.late(began + 131)
+    assert stream.is_too_slow(began + 131)

@@ -38,8 +38,8 @@ class Desk:
             check=lambda session: runtime.core.session(session.id),
             refuse_if_draining=self._refuse_if_draining,
         )
-        edge = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
-        self._service: Any = HandoffService(runtime, registry, edge)
+        validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
+        self._service: Any = HandoffService(runtime, registry, validator)
 
     def _refuse_if_draining(self) -> None:
         if self.draining:

@@ -299,7 +299,7 @@ def test_checks_of_somebody_elses(
         assert capsys.readouterr().out.splitlines() == [
             "none_: nothing to check: bad has no check of its own",
             "raises: not checked: TierError: BaseException: odd",
-            "nonsense: not checked: TierError: its check returns what is none: 'all is well'",
+            "nonsense: not checked: TierError: its check returned an invalid slice: 'all is well'",
             "lmdb: 0 blocks, 0 B, all sound",
         ]
         assert server.end() == 0

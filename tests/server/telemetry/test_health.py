@@ -111,16 +111,18 @@ async def test_watchers(health: Fixture) -> None:
 
 
 async def test_the_watch_survives_what_it_trips_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures that cannot be had once are no reason to take no token away and to say nothing new of the health ever after."""
-    monkeypatch.setattr(app, "_HEALTH_SECONDS", 0.001)
+    """After an error, the watch task still revokes tokens and updates the health."""
+    monkeypatch.setattr(app, "_WATCH_SECONDS", 0.001)
     monkeypatch.setattr(app, "_log", Mock())
-    runtime, metrics, looked = Mock(), Mock(calls=0), asyncio.Event()
-    runtime.now.return_value = 0.0
-    runtime.stats.side_effect = [ZeroDivisionError("planted"), *[stats()] * 1000]
+    backend, looked = Mock(), asyncio.Event()
+    backend.metrics.calls = 0
+    backend.runtime.now.return_value = 0.0
+    backend.runtime.stats.side_effect = [ZeroDivisionError("planted"), *[stats()] * 1000]
+    backend.access.look_again = lambda _: looked.set()
     health = Health(SERVICES)
-    watch = asyncio.create_task(app._watch(runtime, health, metrics, looked.set))
+    watch = asyncio.create_task(app._watch(backend, health))
     await asyncio.wait_for(looked.wait(), 60)
-    while health._said.get("") != SERVING:
+    while health._sent.get("") != SERVING:
         assert not watch.done()
         await asyncio.sleep(0.001)
     watch.cancel()

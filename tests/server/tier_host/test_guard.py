@@ -192,7 +192,7 @@ def test_a_vote_that_cannot_be_looked_at(rig: Rig, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rig.tier, "on_new_request", lambda _: Vote(Shy(), ""))  # type: ignore[arg-type]
     assert "it failed" in rig.guard.on_new_request(REQUEST).why
     monkeypatch.setattr(rig.tier, "on_new_request", lambda _: [Shy()])
-    assert "its vote is none" in rig.guard.on_new_request(REQUEST).why
+    assert "its vote is invalid" in rig.guard.on_new_request(REQUEST).why
     monkeypatch.setattr(rig.tier, "on_new_request", lambda _: Vote(OffloadPolicy.REQUEST_LEVEL, Unspeakable()))  # type: ignore[arg-type]
     assert "it failed" in rig.guard.on_new_request(REQUEST).why
 

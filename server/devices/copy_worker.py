@@ -1,9 +1,11 @@
-"""The process that moves bytes between engines' blocks on one device and the region's slots. Run by `process`, never by people.
+"""Copy worker: child process that copies between the blocks of one device and the region.
 
-It decides nothing: which blocks go to which slots it is told, and where an engine's memory is. It knows neither keys nor sessions.
-Should the device's context break, it ends: then the kernel ends what the device still does, and a new process gets a new context.
+It is told which blocks go to which slots, and where an engine's memory is; it knows neither keys
+nor sessions. If the device's context breaks, it exits: the kernel then ends all work of the device,
+and a new process gets a new context.
 
-Messages, from the server: `open`, `copy`, `call_off`, `close`; to it: `ready` or `failed` first, then `opened`, `done`, `closed`.
+Messages from the server: `open`, `copy`, `cancel`, `close`. Messages to it: first `ready` or
+`failed`, then `opened`, `done`, `closed`.
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ __all__ = ["EXIT_BROKEN", "main"]
 _log = logging.getLogger(__name__)
 
 EXIT_BROKEN: Final = 70
-"""The device's context is lost."""
+"""Exit code after the device's context is lost."""
 
 
 class _Engine:
-    """One registration: its blocks once they are open, and a thread each way, so that a load waits for no store."""
+    """One registration: its blocks once they are open, and a thread per direction."""
 
     def __init__(self, number: int) -> None:
         self.blocks: EngineBlocks | None = None
-        self.called_off: set[int] = set()
+        self.cancelled: set[int] = set()
         names = {out: f"kvtier-{'out' if out else 'in'}-{number}" for out in (True, False)}
         self.threads = {out: ThreadPoolExecutor(1, thread_name_prefix=name) for out, name in names.items()}
 
 
-class Mover:
-    """Carries out what it is told, on threads, and answers."""
+class CopyWorker:
+    """Executes the server's messages on threads and answers them."""
 
     def __init__(self, channel: Channel, driver: Driver, region: HostRegion) -> None:
         self._channel = channel
@@ -60,22 +62,22 @@ class Mover:
         self._engines: dict[int, _Engine] = {}
 
     def serve(self) -> None:
-        """Returns when the server hangs up."""
+        """Returns when the server closes the channel."""
         for header, payload in self._channel:
             number = header["buffers"]
             match header["op"]:
                 case "open":
                     self._engines[number] = engine = _Engine(number)
                     self._on_thread(engine.threads[True], self._open, number, engine, payload)
-                case "copy" if number not in self._engines:  # its session fell a moment ago
+                case "copy" if number not in self._engines:  # its session has just ended
                     error = DeviceError(Cause.CLOSED)
                     answer = {"op": "done", "copy": header["copy"], "cause": error.cause, "message": str(error)}
                     self._channel.send(answer)
                 case "copy":
                     engine = self._engines[number]
                     self._on_thread(engine.threads[header["out"]], self._copy, engine, header, payload)
-                case "call_off" if number in self._engines:
-                    self._engines[number].called_off.add(header["copy"])
+                case "cancel" if number in self._engines:
+                    self._engines[number].cancelled.add(header["copy"])
                 case "close" if number in self._engines:
                     engine = self._engines.pop(number)
                     if engine.blocks is not None:
@@ -88,10 +90,10 @@ class Mover:
     def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
         try:
             work(*arguments)
-        except OSError:  # the server is gone, and this process is about to be
+        except OSError:  # the server has ended, and this process ends with it
             return
-        except BaseException:  # noqa: BLE001 - whatever it is, nobody would be answered
-            _log.exception("the mover has a defect")
+        except BaseException:  # noqa: BLE001 - the server would wait for an answer forever
+            _log.exception("the copy worker has a defect")
             os._exit(1)
 
     def _open(self, number: int, engine: _Engine, payload: bytes) -> None:
@@ -108,29 +110,29 @@ class Mover:
     def _copy(self, engine: _Engine, header: dict[str, Any], payload: bytes) -> None:
         answer = {"op": "done", "copy": header["copy"]}
 
-        def called_off() -> bool:
-            return header["copy"] in engine.called_off or time.monotonic_ns() >= header["give_up_at"]
+        def cancelled() -> bool:
+            return header["copy"] in engine.cancelled or time.monotonic_ns() >= header["give_up_at"]
 
         try:
-            self._move(engine.blocks, header, payload, called_off)
+            self._move(engine.blocks, header, payload, cancelled)
         except (DeviceError, LayoutError, CopyCancelled, RegionError) as error:
             if isinstance(error, DeviceError):
                 self._end_if_broken(error)
             answer |= {"cause": _cause_of(error), "message": str(error)}
-        engine.called_off.discard(header["copy"])
+        engine.cancelled.discard(header["copy"])
         self._channel.send(answer)
 
     @staticmethod
     def _move(
-        blocks: EngineBlocks | None, header: dict[str, Any], payload: bytes, called_off: Callable[[], bool]
+        blocks: EngineBlocks | None, header: dict[str, Any], payload: bytes, cancelled: Callable[[], bool]
     ) -> None:
         if blocks is None:
             raise DeviceError(Cause.CLOSED)
         after = None if header["after"] is None else blocks.after_event(header["after"])
         move = blocks.copy_out if header["out"] else blocks.copy_in
         for group, ids, offsets in unpack_plan(header["groups"], payload):
-            move(group, ids, offsets, after, called_off)
-            after = None  # it has been reached
+            move(group, ids, offsets, after, cancelled)
+            after = None  # the device has reached the event
 
     def _close(self, number: int, engine: _Engine) -> None:
         if engine.blocks is not None:
@@ -154,11 +156,11 @@ class Mover:
 def _cause_of(error: Exception) -> str:
     if isinstance(error, DeviceError):
         return error.cause
-    return "called_off" if isinstance(error, CopyCancelled) else "bad_plan"
+    return "cancelled" if isinstance(error, CopyCancelled) else "bad_plan"
 
 
 def make_driver(setting: str, device: str) -> Driver:
-    """The driver of a device: CUDA's, or what "module:callable" makes. Raises DeviceError."""
+    """Returns CUDA's driver, or what the setting's "module:callable" makes. Raises DeviceError."""
     if ":" not in setting:
         return CudaDriver(device)
     module, _, name = setting.partition(":")
@@ -167,7 +169,7 @@ def make_driver(setting: str, device: str) -> Driver:
 
 
 def main(arguments: list[str]) -> int:
-    """Serves until the server hangs up."""
+    """Serves until the server closes the channel."""
     fd, region_fd, region_bytes, setting, device = arguments
     sys.setswitchinterval(1e-4)  # see `app.serve`
     channel = connect(int(fd))
@@ -181,11 +183,11 @@ def main(arguments: list[str]) -> int:
     pinning = Pinning(region, driver, allowed=lambda: True)
     threading.Thread(target=warm_up, args=(region, pinning, lambda: False), name="kvtier-warmup", daemon=True).start()
     try:
-        Mover(channel, driver, region).serve()
+        CopyWorker(channel, driver, region).serve()
     except BaseException:  # noqa: BLE001 - threads that still run would keep the process, and its server would wait
-        _log.exception("the mover has a defect")
+        _log.exception("the copy worker has a defect")
         os._exit(1)
-    os._exit(0)  # what still runs ends here, and the server frees no slot before it has seen that
+    os._exit(0)  # ends running copies; the server frees their slots only after the exit
 
 
 if __name__ == "__main__":

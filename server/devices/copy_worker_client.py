@@ -1,4 +1,4 @@
-"""One device's mover, as the server sees it: started when it is needed, and again after its end; asked, and waited for."""
+"""Client of one device's copy worker: starts the process on demand and sends it copies."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from ..refused import Refused
 from ..telemetry.logs import get_logger
 from .plan_codec import Groups, pack_plan
 
-__all__ = ["CopyPlan", "DeviceMover"]
+__all__ = ["CopyPlan", "CopyWorkerClient"]
 
 _log = get_logger(__name__)
 
 _START_SECONDS = 60.0
 _PATIENCE_SECONDS = 1.0
-"""How long a registration waits for a mover that is about to be started again."""
+"""How long a registration waits for a copy worker that is about to be restarted."""
 _OVERDUE_SECONDS = 30.0
-"""How much longer than it may a copy takes before its mover is taken to hang, and killed."""
+"""A copy that takes this much longer than its deadline means that the worker hangs; it is
+killed."""
 _HANDLES_SECONDS = 60.0
-"""The same for opening an engine's memory and for closing it: one that hangs holds up everybody's on that device."""
+"""The same for opening and closing an engine's memory: one that hangs blocks all engines of the
+device."""
 _CLOSE_SECONDS = 5.0
 
 
 @dataclass(slots=True)
 class CopyPlan:
-    """What is to be copied: per group blocks, and the slots' offsets in the region; ``out`` of the device, or into it.
+    """Blocks per group, and their slots' offsets in the region; ``out`` copies from the device.
 
-    At ``give_up_at`` (nanoseconds of the host's monotonic clock) the last of it is begun.
+    No copy begins after ``give_up_at`` (nanoseconds of the host's monotonic clock).
     """
 
     out: bool
@@ -44,10 +46,10 @@ class CopyPlan:
     give_up_at: int
 
 
-class DeviceMover:
-    """See the module. Lives on the event loop.
+class CopyWorkerClient:
+    """Lives on the event loop.
 
-    ``ended`` is called when the process has ended: whatever was open there is not any more.
+    ``ended`` is called when the process has ended: all registrations are lost.
     """
 
     def __init__(self, device: str, driver: str, region: HostRegion, ended: Callable[[], None]) -> None:
@@ -58,30 +60,33 @@ class DeviceMover:
         self._backoff = RestartBackoff()
         self._starting = asyncio.Lock()
         self._process: Child | None = None
-        self._child: Child | None = None  # once it is ready
+        self._child: Child | None = None  # set when it is ready
         self._ready: asyncio.Future[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
-        self._trouble = "DEVICE_LOST"
+        self._last_error = "DEVICE_LOST"
         self._asked_to_run = 0
 
     @property
     def idle(self) -> bool:
-        """Whether there is no process, not any more, and nobody waits for one."""
+        """Whether there is no process, and no caller waits for one."""
         return self._child is None and not self._asked_to_run and (self._watch is None or self._watch.done())
 
     async def open(self, number: int, export: DeviceExport) -> bool:
-        """Opens an engine's blocks; returns whether its events can be waited for. Raises Refused."""
+        """Opens an engine's blocks; returns whether its events can be awaited. Raises Refused."""
         child = await self._running()
         asking = self._ask(child, ("opened", number), {"op": "open", "buffers": number}, export.to_bytes())
         answer = await self._answered(child, asking, _HANDLES_SECONDS, "opening an engine's memory")
         if "cause" in answer:
-            child.send({"op": "close", "buffers": number})  # nobody waits for that
+            child.send({"op": "close", "buffers": number})  # without waiting for the answer
             raise Refused("DEVICE_UNAVAILABLE", f"{answer['cause']}: {answer['message']}")
         return bool(answer["events"])
 
     async def copy(self, buffers: int, number: int, plan: CopyPlan) -> None:
-        """Returns when everything is copied. When it returns or raises, nothing is going on any more. Raises Refused."""
+        """Copies the plan; no access to its memory continues after it returns or raises.
+
+        Raises Refused.
+        """
         child = self._alive()
         groups, payload = pack_plan(plan.groups)
         header = {
@@ -98,21 +103,21 @@ class DeviceMover:
         if "cause" in answer:
             raise Refused("DEVICE_LOST", f"{answer['cause']}: {answer['message']}")
 
-    def call_off(self, buffers: int, number: int) -> None:
-        """Has a copy begin nothing more."""
+    def cancel(self, buffers: int, number: int) -> None:
+        """Prevents further steps of a copy from beginning."""
         if self._child is not None:
-            self._child.send({"op": "call_off", "buffers": buffers, "copy": number})
+            self._child.send({"op": "cancel", "buffers": buffers, "copy": number})
 
     async def close(self, number: int) -> None:
-        """Closes an engine's blocks; returns when nothing is copied from or to them and they are closed."""
+        """Closes an engine's blocks; returns when no copy uses them any more."""
         child = self._child
         if child is not None:
             asking = self._ask(child, ("closed", number), {"op": "close", "buffers": number})
-            with contextlib.suppress(Refused):  # the process has ended: so they are
+            with contextlib.suppress(Refused):  # the process has ended, which closes them
                 await self._answered(child, asking, _HANDLES_SECONDS, "closing an engine's memory")
 
     async def stop(self) -> None:
-        """Ends the process, at once if nothing is under way."""
+        """Ends the process; immediately if it is idle."""
         self._child = None
         if self._process is not None:
             await self._process.close(_CLOSE_SECONDS)
@@ -121,7 +126,7 @@ class DeviceMover:
 
     def _alive(self) -> Child:
         if self._child is None:
-            raise Refused("DEVICE_LOST", "the process that moves the device's bytes has ended: register again")
+            raise Refused("DEVICE_LOST", "the device copy worker has ended: register again")
         return self._child
 
     async def _running(self) -> Child:
@@ -138,57 +143,57 @@ class DeviceMover:
         pause = self._backoff.remaining()
         if pause > _PATIENCE_SECONDS:
             raise Refused(
-                "DEVICE_UNAVAILABLE", f"the device's mover is started again in {pause:.0f} s: {self._trouble}"
+                "DEVICE_UNAVAILABLE", f"the device copy worker is restarted in {pause:.0f} s: {self._last_error}"
             )
         await asyncio.sleep(pause)
         arguments = [str(self._region.fd), str(self._region.size_bytes), self._driver, self.device]
         try:
-            child = self._process = await Child.start("kvtier.server.devices.mover", arguments, [self._region.fd])
+            child = self._process = await Child.start("kvtier.server.devices.copy_worker", arguments, [self._region.fd])
         except OSError as error:
-            raise Refused("DEVICE_UNAVAILABLE", f"the device's mover cannot be started: {error}") from error
+            raise Refused("DEVICE_UNAVAILABLE", f"the device copy worker cannot be started: {error}") from error
         self._ready = asyncio.get_running_loop().create_future()
-        self._watch = asyncio.create_task(self._attend(child))
+        self._watch = asyncio.create_task(self._read_messages(child))
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), _START_SECONDS)
         except (Refused, TimeoutError) as error:
             child.kill()
-            await self._watch  # until it is gone: the next one has nothing to do with it
+            await self._watch  # until the process is gone
             raise (
                 error
                 if isinstance(error, Refused)
-                else Refused("DEVICE_UNAVAILABLE", "the device's mover does not come up")
+                else Refused("DEVICE_UNAVAILABLE", "the device copy worker does not start in time")
             ) from error
 
-    async def _attend(self, child: Child) -> None:
-        """Takes what a child sends, until it has ended."""
+    async def _read_messages(self, child: Child) -> None:
+        """Reads a child's messages until it has ended."""
         started = time.monotonic()
         async for header, _ in child.messages():
             try:
-                self._take(header)
+                self._handle(header)
             except (KeyError, asyncio.InvalidStateError) as error:
-                _log.error("a device's mover says what makes no sense", device=self.device, exc_info=error)
+                _log.error("invalid message of a device copy worker", device=self.device, exc_info=error)
                 child.kill()
         await child.close(_CLOSE_SECONDS)
         code = await child.ended()
         if self._child is child:
             self._child = None
-            _log.error("a device's mover has ended", device=self.device, pid=child.pid, exit_code=code)
+            _log.error("device copy worker has ended", device=self.device, pid=child.pid, exit_code=code)
         self._backoff.ended(time.monotonic() - started)
         self._tell_end()
-        lost = Refused("DEVICE_LOST", "the process that moves the device's bytes has ended: register again")
+        lost = Refused("DEVICE_LOST", "the device copy worker has ended: register again")
         for future in (*self._answers.values(), *([self._ready] if self._ready is not None else ())):
             if not future.done():
                 future.set_exception(Refused(lost.reason, str(lost)))
         self._answers.clear()
 
-    def _take(self, header: dict[str, Any]) -> None:
+    def _handle(self, header: dict[str, Any]) -> None:
         match header["op"]:
             case "ready" if self._ready is not None:
                 self._child = self._process
                 self._ready.set_result(None)
             case "failed" if self._ready is not None:
-                self._trouble = f"{header['cause']}: {header['message']}"
-                self._ready.set_exception(Refused("DEVICE_UNAVAILABLE", self._trouble))
+                self._last_error = f"{header['cause']}: {header['message']}"
+                self._ready.set_exception(Refused("DEVICE_UNAVAILABLE", self._last_error))
             case "done":
                 self._answer(("done", header["copy"]), header)
             case other:
@@ -202,9 +207,10 @@ class DeviceMover:
     def _ask(
         self, child: Child, key: tuple[str, int], header: dict[str, Any], payload: bytes = b""
     ) -> asyncio.Future[dict[str, Any]]:
-        """Sends a message; returns what its answer will be, or Refused if the process ends before.
+        """Sends a message; the future gets the answer, or Refused if the process ends before.
 
-        No coroutine: between the moment that somebody sees a child alive and this one nothing else may happen on the loop.
+        It must not be a coroutine: between the check that the child is alive and this call the loop
+        must not run.
         """
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[key] = future
@@ -214,14 +220,14 @@ class DeviceMover:
     async def _answered(
         self, child: Child, asking: asyncio.Future[dict[str, Any]], seconds: float, work: str
     ) -> dict[str, Any]:
-        """Returns the answer. A mover that has none after ``seconds`` is killed, and when it is gone this raises Refused."""
+        """Returns the answer. After ``seconds`` the worker is killed; then raises Refused."""
         done, _ = await asyncio.wait([asking], timeout=seconds)
         if not done:
-            _log.error("a device's mover does not come back and is killed", device=self.device, work=work)
+            _log.error("device copy worker hangs and is killed", device=self.device, work=work)
             child.kill()
         return await asking
 
 
 def _overdue(plan: CopyPlan) -> float:
-    """In how many seconds a copy is overdue."""
+    """Returns the seconds until a copy is overdue."""
     return max(0.0, (plan.give_up_at - time.monotonic_ns()) / 1e9) + _OVERDUE_SECONDS
