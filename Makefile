@@ -26,7 +26,7 @@ PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
+.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -116,7 +116,7 @@ fuzz: $(FUZZ)/.stamp  ## Fuzz the network entry points and the files on disk wit
 	PYTHONPATH=tests $(FUZZ)/bin/python -m fuzz --seconds $(SECONDS) $(ARGS)
 
 verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes no file
-	$(MAKE) --no-print-directory --keep-going verify-style verify-types verify-protos
+	$(MAKE) --no-print-directory --keep-going verify-style verify-generated verify-types verify-protos
 
 verify-style: $(VENV)/.stamp
 	$(VENV)/bin/ruff format --check .
@@ -127,6 +127,9 @@ verify-language: $(VENV)/.stamp
 
 verify-tree: $(VENV)/.stamp
 	$(VENV)/bin/python tools/import_graph.py --check
+
+verify-generated: $(VENV)/.stamp
+	$(VENV)/bin/python tools/generate_sync.py --check
 
 verify-types: $(VENV)/.stamp
 	$(VENV)/bin/mypy
@@ -140,6 +143,7 @@ verify-protos: $(PROTOC)/.stamp
 fix: $(VENV)/.stamp protos  ## Format the code, apply automatic fixes and regenerate the stubs
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/python tools/generate_sync.py
 
 protos: $(PROTOC)/.stamp  ## Regenerate the gRPC stubs from protos/kvtier/v1
 	$(PROTOC)/bin/python tools/generate_protos.py

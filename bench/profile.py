@@ -18,8 +18,7 @@ import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.client import Client, StoreStatus
-from kvtier.client.effects import Call, Connect, Copy, Effect, Pull, Push
-from kvtier.client.transport.sync_wire import SyncTransport
+from kvtier.client.effects import Call, Connect, Copy, Effect, Pull, Push, Transport
 
 from .measure import timed
 from .peers.base import free_port
@@ -53,20 +52,20 @@ class Timings:
 
 
 class Watched:
-    """A transport with a clock."""
+    """Transport that measures the duration of each effect."""
 
-    def __init__(self, wire: SyncTransport) -> None:
-        self._wire = wire
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self.timings = Timings()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._wire, name)
+        return getattr(self._transport, name)
 
     def perform(self, effect: Effect) -> Any:
         """Performs an effect and records its duration."""
         began = time.perf_counter()
         try:
-            return self._wire.perform(effect)
+            return self._transport.perform(effect)
         finally:
             self._note(effect, time.perf_counter() - began)
 
@@ -98,8 +97,8 @@ def measure_profile(report: Report, directory: Path) -> None:
 def _profile(
     report: Report, metrics: str, client: Client, source: Pool, target: Pool, transport: Literal["shm", "grpc"]
 ) -> None:
-    watched = Watched(client._wire)
-    client._wire = watched
+    watched = Watched(client._transport)
+    client._transport = watched
     keys, stored = Keys(f"profile {transport} {source.block_bytes}"), []
     checksum = _checksum_seconds(source) if transport == "grpc" else 0.0
     for action in ("store", "load"):

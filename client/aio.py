@@ -1,4 +1,4 @@
-"""The asyncio client: the same operations, performed without blocking the event loop."""
+"""Client for asyncio: `AsyncClient`, and the source from which `Client` is generated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
 
 from ..cuda.host.copy import HostBuffer
+from ..cuda.host.pinning import Pin
 from ..protos.credentials import Credentials
 from ..protos.v1 import admin_pb2
-from .device_calls import AsyncDeviceCalls
-from .effects import Connect, Operation
+from .device import KvBuffers, Mark
+from .effects import Connect, Operation, Transport
 from .errors import KVTierError
 from .namespace import Namespace
 from .operations import Operations
@@ -27,9 +28,9 @@ from .results import (
     TierFilter,
     WriteBatch,
 )
-from .session.connection import ClientIdentity, Transport
+from .session.connection import ClientIdentity, TransportName
 from .timeouts import Timeouts
-from .transport.aio_wire import AsyncTransport
+from .transport.aio_transport import AsyncGrpcTransport
 
 __all__ = ["AsyncClient", "AsyncLease"]
 
@@ -38,12 +39,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncLease(LookupResult):
-    """What a lookup found; an asynchronous context manager that releases it at its end."""
+    """Result of a lookup, and an asynchronous context manager that releases its lease on exit."""
 
     client: AsyncClient
 
     async def release(self) -> None:
-        """Gives the lease back; never raises: what cannot be released now falls by itself."""
+        """Releases the lease. Never raises: a lease that cannot be released now expires later."""
         if self.id:
             with contextlib.suppress(KVTierError):
                 await self.client.release(self.id)
@@ -55,10 +56,14 @@ class AsyncLease(LookupResult):
         await self.release()
 
 
-class AsyncClient(AsyncDeviceCalls):
-    """A client for one event loop; construct it there. Each method is that of `Client`, awaited.
+class AsyncClient:
+    """Client of one kvtier server, local or remote, for asyncio. Bound to one event loop.
 
-    The session is kept by a thread, so that a loop which is busy for long does not lose it.
+    Construct it on the event loop that uses it. A thread of its own keeps the session open, so a
+    busy event loop does not lose it.
+
+    The client connects in the background. After a restart of the server it opens a new session.
+    While there is no session, calls raise `Unavailable` at once. Calls raise only `KVTierError`.
     """
 
     def __init__(
@@ -69,38 +74,65 @@ class AsyncClient(AsyncDeviceCalls):
         name: str = "python-asyncio",
         engine_id: str | None = None,
         rank: int | None = None,
-        transport: Transport = "auto",
+        transport: TransportName = "auto",
         timeouts: Timeouts | None = None,
+        pin: Pin | None = None,
         credentials: Credentials | None = None,
+        backend: Transport | None = None,
     ) -> None:
-        """See `Client`."""
+        """Starts to connect. Does not block, and does not raise if the server is down.
+
+        Args:
+            endpoint: `unix:PATH` or `HOST:PORT`; default: `KVTIER_ENDPOINT`, or the user's socket.
+            namespace: identity of the blocks; clients with equal namespaces share blocks.
+            name: client name for logs and `kvtier sessions`.
+            engine_id: id of the engine; default: random. Clients of one engine share leases.
+            rank: rank whose parts are read and written; None for a scheduler or a world of one.
+            transport: "shm"; "tcp" (raw sockets); "grpc" (gRPC streams); "auto": "shm" if client
+                and server share a host, else "tcp"; "cuda_ipc": like "auto", for a client that
+                calls `register_kv_buffers`.
+            timeouts: deadlines of the calls.
+            pin: pins the server's region and the staging buffers; see `kvtier.cuda.host.pinning`.
+            credentials: certificates and token; default: `KVTIER_CA`, `KVTIER_CERT`,
+                `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE`.
+            backend: for tests: replaces the connection to a server; see `kvtier.client.testing`.
+
+        Raises:
+            InvalidRequest: the endpoint cannot be parsed, or does not fit the credentials.
+        """
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
-        identity = ClientIdentity(namespace, name, self.engine_id, rank, transport)
-        self._wire = AsyncTransport(endpoint, identity, self.timeouts, credentials)
-        self._operations = Operations(namespace, self.timeouts, self._wire.lost)
+        identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin)
+        self._transport = backend or AsyncGrpcTransport(endpoint, identity, self.timeouts, credentials)
+        self._operations = Operations(namespace, self.timeouts, self._transport.invalidate, pin)
 
     @property
     def connected(self) -> bool:
         """Whether there is a session now."""
-        return self._wire.link is not None
+        return self._transport.session is not None
+
+    @property
+    def max_keys(self) -> int | None:
+        """Maximum number of keys per call; None while there is no session."""
+        session = self._transport.session
+        return session.limits.max_keys if session is not None else None
 
     @property
     def epoch(self) -> int | None:
-        """Which life of which server answers, a random number; None while there is no session."""
-        link = self._wire.link
-        return link.ref.epoch if link is not None else None
+        """Random number of the server's current run; None while there is no session."""
+        session = self._transport.session
+        return session.ref.epoch if session is not None else None
 
     @property
     def transport(self) -> str | None:
-        """How bytes move now: "shm", "tcp" over plain sockets, or "grpc"; None while there is no session."""
-        link = self._wire.link
-        return link.transport if link is not None else None
+        """Current transport of bytes: "shm", "tcp" or "grpc"; None while there is no session."""
+        session = self._transport.session
+        return session.transport if session is not None else None
 
     async def wait_until_connected(self, timeout: float | None = None) -> None:
-        """See `Client.wait_until_connected`."""
-        await self._wire.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
+        """Waits for a session, over repeated attempts; raises `KVTierError` after `timeout` s."""
+        await self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     async def begin_request(
         self,
@@ -117,7 +149,11 @@ class AsyncClient(AsyncDeviceCalls):
         min_hits: int = 0,
         retain_for: float | None = None,
     ) -> AsyncLease:
-        """See `Client.begin_request`."""
+        """Registers a request, negotiates its offload policy and looks up its keys.
+
+        Pair it with `finish_request`. The result also has `policy` and `votes`. `retain_for`
+        applies to each block that the request uses or stores. For the other arguments see `lookup`.
+        """
         return await self._lease(
             self._operations.begin_request(
                 request_id,
@@ -146,7 +182,18 @@ class AsyncClient(AsyncDeviceCalls):
         min_hits: int = 0,
         retain_for: float | None = None,
     ) -> AsyncLease:
-        """See `Client.lookup`."""
+        """Looks up keys and pins the hits with a lease.
+
+        Args:
+            keys: keys made by `make_key`, in token order.
+            request_id: owner of the lease; `finish_request` releases it.
+            wait: seconds to wait for blocks that are being written or promoted.
+            prefix: whether all keys after the first miss are misses.
+            lease: duration of the lease in seconds; None: the server's default.
+            exclude: tiers to leave out.
+            min_hits: with `prefix`: if there are fewer leading hits, all keys are misses.
+            retain_for: seconds to protect hits from eviction (bounded); None: as for the request.
+        """
         return await self._lease(
             self._operations.lookup(
                 keys,
@@ -162,7 +209,11 @@ class AsyncClient(AsyncDeviceCalls):
 
     @contextlib.asynccontextmanager
     async def read(self, lease: LookupResult | int, items: Sequence[int]) -> AsyncIterator[ReadBatch]:
-        """See `Client.read`."""
+        """Gives access to the bytes of looked-up blocks; `items` are positions in the lookup.
+
+        On exit the server confirms that the lease was valid throughout. If the exit raises, bytes
+        that were copied out are invalid. The lease may belong to another client of the same engine.
+        """
         with ExitStack() as held:
             reading = await self._run(self._operations.begin_read(held, lease, items))
             yield reading.batch
@@ -171,15 +222,21 @@ class AsyncClient(AsyncDeviceCalls):
     async def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0
     ) -> int:
-        """See `Client.load`."""
-        with ExitStack() as held:
-            return await self._run(self._operations.load(held, keys, buffers, request_id=request_id, wait=wait))
+        """Copies the leading hits into the first buffers and returns their number.
+
+        The other buffers are unchanged. If it raises, the content of all buffers is undefined.
+        """
+        return await self._run(self._operations.load(keys, buffers, request_id=request_id, wait=wait))
 
     @contextlib.asynccontextmanager
     async def write(
         self, keys: Sequence[bytes], *, request_id: str = "", retain_for: float | None = None
     ) -> AsyncIterator[WriteBatch]:
-        """See `Client.write`."""
+        """Gives memory to write blocks to. The exit stores them; an exception inside aborts.
+
+        Write only the keys in `batch.wanted`: the others are stored already, are being written, or
+        found no room. `retain_for` as for `lookup`.
+        """
         with ExitStack() as held:
             writing = await self._run(
                 self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for)
@@ -200,22 +257,85 @@ class AsyncClient(AsyncDeviceCalls):
         request_id: str = "",
         retain_for: float | None = None,
     ) -> bytes:
-        """See `Client.store`."""
-        with ExitStack() as held:
-            return await self._run(
-                self._operations.store(held, keys, buffers, request_id=request_id, retain_for=retain_for)
-            )
+        """Stores one buffer per key; returns one `StoreStatus` per key.
+
+        Blocks that are stored already are not written again. `retain_for` as for `lookup`.
+        """
+        return await self._run(self._operations.store(keys, buffers, request_id=request_id, retain_for=retain_for))
+
+    async def register_kv_buffers(self, buffers: KvBuffers) -> None:
+        """Registers device memory with the server, and with each later server or session.
+
+        May take seconds, because the server starts a process for the device.
+
+        Raises:
+            DeviceUnavailable: the server cannot copy to this device; the message begins with the
+                cause. The other calls of this client still work.
+        """
+        await self._run(self._operations.register_kv_buffers(buffers))
+
+    async def store_from_device(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[int],
+        *,
+        after: Mark | None = None,
+        request_id: str = "",
+        retain_for: float | None = None,
+    ) -> bytes:
+        """Stores device block `blocks[i]` under `keys[i]`; the group in the key names its tensors.
+
+        A block may occur once per group. `after` is the compute that writes the blocks; None if it
+        has ended. For the other arguments see `store`.
+
+        Returns:
+            One `StoreStatus` per key. After it returns or raises, the server no longer reads the
+            blocks, unless the server was lost.
+
+        Raises:
+            DeviceUnavailable: the server cannot copy from this device now; other calls may work.
+        """
+        return await self._run(
+            self._operations.store_from_device(keys, blocks, request_id=request_id, retain_for=retain_for, after=after)
+        )
+
+    async def load_to_device(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[int],
+        *,
+        after: Mark | None = None,
+        request_id: str = "",
+        wait: float = 0.0,
+    ) -> int:
+        """Copies the leading hits of `keys` into device blocks and returns their number.
+
+        The other blocks are unchanged. `after` is the last compute that uses the old content. When
+        this returns or raises, the server has stopped writing; an error leaves undefined content.
+
+        Raises:
+            DeviceUnavailable: the server cannot copy to this device now; other calls may work.
+        """
+        return await self._run(
+            self._operations.load_to_device(keys, blocks, request_id=request_id, wait=wait, after=after)
+        )
+
+    async def read_to_device(
+        self, lease: LookupResult | int, items: Sequence[int], blocks: Sequence[int], *, after: Mark | None = None
+    ) -> None:
+        """Copies items of a lease into device blocks; see `read` and `load_to_device`."""
+        await self._run(self._operations.read_to_device(lease, items, blocks, after=after))
 
     async def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
-        """See `Client.flush`."""
+        """Waits until blocks survive a server restart; returns one `DurableStatus` per key."""
         return await self._run(self._operations.flush(keys, wait=wait))
 
     async def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
-        """See `Client.touch`."""
+        """Extends leases; returns the ids of those that no longer exist."""
         return await self._run(self._operations.touch(lease_ids, lease=lease))
 
     async def release(self, *lease_ids: int) -> None:
-        """See `Client.release`."""
+        """Releases leases; unknown ids are ignored."""
         await self._run(self._operations.release(lease_ids))
 
     async def publish(
@@ -228,7 +348,17 @@ class AsyncClient(AsyncDeviceCalls):
         direction: HandoffDirection = HandoffDirection.PREFILL_TO_DECODE,
         hold_for: float | None = None,
     ) -> Publication:
-        """See `Client.publish`."""
+        """Holds the blocks of a request for another engine; the hold outlives this client.
+
+        Args:
+            request_id: this engine's id of the request; with `engine_id` it names the hold.
+            keys: keys of the blocks of all groups, also of blocks that are not stored yet; see
+                `make_hold_key` for a partial block.
+            positions: position of each block within its group, in token order.
+            num_tokens: number of the request's tokens that the blocks back.
+            direction: direction of the hand-off.
+            hold_for: duration in seconds, up to the server's limit; None: the server's default.
+        """
         return await self._run(
             self._operations.publish(
                 request_id, keys, positions, num_tokens=num_tokens, direction=direction, hold_for=hold_for
@@ -244,35 +374,53 @@ class AsyncClient(AsyncDeviceCalls):
         wait: float = 0.0,
         lease: float | None = None,
     ) -> AsyncLease:
-        """See `Client.claim`."""
+        """Leases the blocks of a hold, which continues. `hold` of the result describes it.
+
+        Args:
+            hold: name of the hold.
+            request_id: this engine's request; `finish_request` releases the lease.
+            first_positions: per group, the first position that is wanted; empty: all.
+            wait: seconds to wait for the publication, and for blocks that are not stored yet.
+            lease: duration of the lease in seconds; None: the server's default.
+
+        Raises:
+            HoldGone: not published in time, released, expired, or expiring within five seconds.
+        """
         return await self._lease(
             self._operations.claim(hold, request_id=request_id, first_positions=first_positions, wait=wait, lease=lease)
         )
 
     async def renew_holds(self, *holds: HoldName, extension: float | None = None) -> list[HoldName]:
-        """See `Client.renew_holds`."""
+        """Extends holds to `extension` seconds from now; returns those that no longer exist.
+
+        None extends each hold by two thirds of the duration that it was published for.
+        """
         return await self._run(self._operations.renew_holds(holds, extension=extension))
 
     async def release_holds(self, *holds: HoldName) -> None:
-        """See `Client.release_holds`."""
+        """Ends holds; unknown ones are ignored."""
         await self._run(self._operations.release_holds(holds))
 
     async def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
-        """See `Client.finish_request`."""
+        """Ends a request: releases its leases, and waits up to `wait` seconds for its last store."""
         return await self._run(self._operations.finish_request(request_id, wait=wait))
 
     async def reset(self, *, wait: float = 0.0) -> int:
-        """See `Client.reset`."""
+        """Empties the CPU tier of the namespace, for all engines; secondary tiers keep their blocks.
+
+        Blocks in use are removed when their last use ends; until then all lookups miss. Waits up to
+        `wait` seconds for that and returns the number of blocks still in use. Call again until 0.
+        """
         return await self._run(self._operations.reset(wait=wait))
 
     async def status(self) -> admin_pb2.GetStatusResponse:
-        """See `Client.status`."""
+        """Returns the server's status: tiers, sessions, leases and stores."""
         return await self._run(self._operations.status())
 
     async def close(self) -> None:
-        """Ends the session; what it has pinned falls. Runs to its end even if cancelled, a second or two at the most."""
+        """Ends the session, which releases its leases. Takes up to two seconds, even if cancelled."""
         try:
-            await self._wire.close()
+            await self._transport.close()
         finally:
             self._operations.close()
 
@@ -291,8 +439,8 @@ class AsyncClient(AsyncDeviceCalls):
             effect = next(operation)
             while True:
                 try:
-                    result = await self._wire.perform(effect)
-                except BaseException as error:  # noqa: BLE001 - the operation tidies up, and raises it again
+                    result = await self._transport.perform(effect)
+                except BaseException as error:  # noqa: BLE001 - the operation cleans up and raises it again
                     effect = operation.throw(error)
                 else:
                     effect = operation.send(result)

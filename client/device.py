@@ -1,7 +1,7 @@
-"""Blocks of this process on a device, as a server is told of them, and how it is told when compute is over.
+"""Device memory of this process that a server may copy to and from, and marks of its streams.
 
-An engine describes its KV tensors once (`KvBuffers`); the client registers them with each server, and each life of a server, by
-itself. The server's mover then copies between blocks and slots: this process only says which.
+An engine describes its KV tensors once (`KvBuffers`). The client registers them with each server
+and after each server restart. The server's copy worker copies between blocks and slots.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from ..cuda.device.device_errors import DeviceError
@@ -22,22 +21,24 @@ from .errors import DeviceUnavailable
 __all__ = ["KvBuffers", "Mark", "registration_of"]
 
 _EVENTS = 64
-"""Marks that can be under way at once, a handful per step; with more the client waits in place of the server."""
+"""Marks that can be in use at once, a few per step. Beyond it the client waits, not the server."""
 
 
 class KvBuffers:
-    """The KV tensors of this process on one device. Any thread may use it; `mark` belongs to whoever launches the compute.
+    """The KV tensors of this process on one device. Any thread may use it.
 
-    To be made when the tensors are there, and not while a graph is captured.
+    Construct it after the tensors are allocated, and not during graph capture. Call `mark` from
+    the thread that launches the compute.
     """
 
     def __init__(
         self, driver: Driver, groups: Mapping[int, tuple[BlockLayout, Sequence[int]]], *, events: int = _EVENTS
     ) -> None:
-        """``groups`` has, per KV cache group, where blocks lie and the addresses of the layout's buffers (tensors).
+        """`groups` has per KV cache group the block layout and the addresses of its buffers (tensors).
 
         Raises:
-            DeviceUnavailable: the memory cannot be shared; `reason` is the cause (`kvtier.cuda.device.device_errors.Cause`).
+            DeviceUnavailable: the memory cannot be shared; `reason` is a
+                `kvtier.cuda.device.device_errors.Cause`.
         """
         self._driver = driver
         self._lock = threading.Lock()
@@ -51,7 +52,7 @@ class KvBuffers:
         self._free = deque(range(events))
 
     def mark(self, stream: StreamId) -> Mark:
-        """Marks what the stream has been given so far: copies that are given the mark come after it.
+        """Marks the work submitted to `stream` so far; copies with this mark start after it.
 
         Raises:
             DeviceUnavailable: the stream is being captured, or the driver refuses.
@@ -67,7 +68,7 @@ class KvBuffers:
         return Mark(self, event, index)
 
     def close(self) -> None:
-        """Gives up the events. No mark may be in use."""
+        """Destroys the events. No mark may be in use."""
         for event in self._events:
             self._driver.destroy_event(event)
         self._events.clear()
@@ -90,24 +91,24 @@ class KvBuffers:
 
 
 class Mark:
-    """A moment of a stream, by an event that the server may look at. A context manager, which releases it.
+    """Position in a stream: an event that the server can query. A context manager that releases it.
 
-    To be released when no call that was given it is under way.
+    Release it after all calls that use it have returned.
     """
 
     def __init__(self, buffers: KvBuffers, event: EventId, index: int | None) -> None:
         self.index = index
-        """The event, as the server knows it; None: it does not."""
+        """Index of the event on the server; None if the server does not know it."""
         self._buffers = buffers
         self._event = event
         self._released = False
 
     def wait(self) -> None:
-        """Returns when the compute is over; without the GIL. Raises DeviceUnavailable."""
-        self._buffers._wait(self._event)  # noqa: SLF001 - the two are one
+        """Waits, without the GIL, until the marked work has ended. Raises `DeviceUnavailable`."""
+        self._buffers._wait(self._event)  # noqa: SLF001 - part of KvBuffers
 
     def release(self) -> None:
-        """Gives the event back; may be repeated."""
+        """Returns the event to the pool. Idempotent."""
         if not self._released:
             self._released = True
             self._buffers._release(self._event, self.index)  # noqa: SLF001
@@ -115,22 +116,17 @@ class Mark:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
 def registration_of(export: DeviceExport) -> transfer_pb2.RegisterDeviceBuffersRequest:
-    """Returns what a server is told, but for the session."""
+    """Returns the registration of the buffers, without the session."""
     origin = export.origin
     return transfer_pb2.RegisterDeviceBuffersRequest(
         device_uuid=export.device,
         origin=devices_pb2.ProcessOrigin(
-            boot_id=origin.boot,
-            pid=origin.pid,
-            pid_namespace=origin.pid_namespace,
-            shm_device=origin.shm_device,
+            boot_id=origin.boot, pid=origin.pid, pid_namespace=origin.pid_namespace, shm_device=origin.shm_device
         ),
         allocations=[
             devices_pb2.DeviceAllocation(handle=one.handle, size_bytes=one.nbytes) for one in export.allocations

@@ -1,30 +1,30 @@
-"""What an operation asks of its wire: the one source of the sync and the asyncio client.
+"""Effects that client operations request from a transport.
 
-An operation is a generator: it yields effects, is sent their results, and returns its answer. `sync` and `aio` perform the
-same effects in their own way, and so does the fake server of `testing`.
+An operation is a generator: it yields effects, is sent their results and returns its own result.
+Synchronous client, asyncio client and fake server each perform the same effects in their own way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from .part_streams import PartReceiver, PartSender
 from .session.session import Session
 
-__all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Pull", "Push"]
+__all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Pull", "Push", "Transport"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Give me the link to the server; wait so many seconds for the first one. Result: `Session`."""
+    """Get the session; wait up to `timeout` seconds for the first attempt. Result: `Session`."""
 
     timeout: float
     patient: bool = False
-    """Whether to go on waiting when an attempt to connect has failed."""
+    """Whether to wait on after a failed attempt to connect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,36 +39,54 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Send frames, as long as the link stands. Result: `PushResponse`."""
+    """Send frames; cancelled when the session ends. Result: `PushResponse`."""
 
-    link: Session
+    session: Session
     frames: Callable[[], Iterator[bytes]]
     timeout: float
     source: PartSender
-    """Where the frames come from: from byte `start` on, of `step` bytes each; `complete` is the request's."""
+    """Source of the frames: from byte `start` on, `step` bytes each."""
     start: int
     step: int
     complete: bool
+    """Whether the stream also completes the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Ask for frames, as long as the link stands, and give each to `take`. Result: None."""
+    """Receive frames and pass each to `take`; cancelled when the session ends. Result: None."""
 
-    link: Session
+    session: Session
     request: Any
     take: Callable[[bytes], None]
     timeout: float
     sink: PartReceiver
-    """What `take` belongs to."""
+    """Owner of `take`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Run a copy, off the event loop if there is one, and to its end whatever happens. Result: None."""
+    """Run a copy to its end, off the event loop if there is one. Result: None."""
 
     run: Callable[[], None]
 
 
 Effect: TypeAlias = Connect | Call | Push | Pull | Copy
 Operation: TypeAlias = Generator[Effect, Any, T]
+
+
+class Transport(Protocol):
+    """Performs effects and owns the session. With asyncio, `perform` and `close` are coroutines."""
+
+    @property
+    def session(self) -> Session | None:
+        """The current session, if any."""
+
+    def perform(self, effect: Effect) -> Any:
+        """Returns the result of an effect. Raises `KVTierError`."""
+
+    def invalidate(self, session: Session) -> None:
+        """Ends a session that the server no longer knows."""
+
+    def close(self) -> Any:
+        """Ends the session."""

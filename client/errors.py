@@ -1,22 +1,23 @@
-"""Everything that a client call raises.
+"""Exceptions of client calls.
 
     KVTierError
-    ├── Unavailable            nobody to talk to now; the client goes on trying by itself
-    │   ├── NotConnected       no server yet, or no server any more
-    │   ├── DeadlineExceeded   no answer in time
-    │   ├── SessionLost        the session fell: server restarted, or silence; a new one is on its way
+    ├── Unavailable            no session now; the client reconnects by itself
+    │   ├── NotConnected       no connection to a server
+    │   ├── DeadlineExceeded   no response in time
+    │   ├── SessionLost        the session ended (server restart, or no heartbeat)
     │   └── Draining           the server is shutting down
     ├── InvalidRequest         the call cannot succeed as it is
-    ├── LeaseLost              a lease or store ended early: treat what was read as garbage, what was written as lost
-    ├── HoldGone               a request that should be handed over is not held (any more)
-    ├── AccessDenied           the server does not know these credentials, or they are not for this call or tenant
+    ├── LeaseLost              a lease or store ended early: read bytes are invalid, stores are lost
+    ├── HoldGone               the request that was to be handed over is not held
+    ├── AccessDenied           the credentials are unknown, or not for this call or tenant
     ├── NotOwner               the lease or store belongs to another engine
     ├── LimitExceeded          too much at once; try again later
-    ├── DeviceUnavailable      the server does not move bytes of this device, or not any more: use another way
+    ├── DeviceUnavailable      the server does not copy to or from this device now
     ├── ChecksumMismatch       bytes arrived damaged
-    └── ServerError            a defect of the server, or something that is not kvtier answered
+    └── ServerError            a defect of the server, or the peer is not a kvtier server
 
-For an engine each of them means one thing: a miss. `reason` is stable (`kvtier.v1.ErrorReason`), the text is for people.
+An engine treats each of them as a cache miss. `reason` is stable (`kvtier.v1.ErrorReason`); the
+text is for logs.
 """
 
 from __future__ import annotations
@@ -54,28 +55,28 @@ __all__ = [
 
 
 class KVTierError(Exception):
-    """Something went wrong between this client and its server."""
+    """Base class of all exceptions of client calls."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
-        """Name of a `kvtier.v1.ErrorReason` without its prefix; empty where the server did not say."""
+        """Name of a `kvtier.v1.ErrorReason` without its prefix; empty if the server gave none."""
 
 
 class Unavailable(KVTierError):
-    """There is nobody to talk to now; the client goes on trying by itself."""
+    """There is no session now; the client reconnects by itself."""
 
 
 class NotConnected(Unavailable):
-    """There is no server yet, or none any more."""
+    """There is no connection to a server."""
 
 
 class DeadlineExceeded(Unavailable):
-    """The server did not answer in time."""
+    """The server did not respond in time."""
 
 
 class SessionLost(Unavailable):
-    """The session fell; a new one is opened in the background."""
+    """The session ended; the client opens a new one in the background."""
 
 
 class Draining(Unavailable):
@@ -87,15 +88,15 @@ class InvalidRequest(KVTierError):
 
 
 class LeaseLost(KVTierError):
-    """A lease or a store ended before its use did, or an item of it is not ready."""
+    """A lease or store ended during its use, or one of its items is not ready."""
 
 
 class HoldGone(KVTierError):
-    """A request that should be handed over is not held: never published, released, expired, or about to."""
+    """The request is not held: never published, released, expired, or about to expire."""
 
 
 class AccessDenied(KVTierError):
-    """The server does not know the client's credentials, or they are not for this call or this tenant."""
+    """The credentials are unknown to the server, or not for this call or tenant."""
 
 
 class NotOwner(KVTierError):
@@ -103,7 +104,7 @@ class NotOwner(KVTierError):
 
 
 class LimitExceeded(KVTierError):
-    """The server has too much to do for this one."""
+    """The server refused the call because of a limit; try again later."""
 
 
 class ChecksumMismatch(KVTierError):
@@ -111,11 +112,11 @@ class ChecksumMismatch(KVTierError):
 
 
 class DeviceUnavailable(KVTierError):
-    """The server does not move bytes to and from this device, or not any more; the message begins with the cause."""
+    """The server does not copy to or from this device now; the message begins with the cause."""
 
 
 class ServerError(KVTierError):
-    """The server has a defect, or is not a kvtier server."""
+    """The server has a defect, or the peer is not a kvtier server."""
 
 
 ERROR_OF = MappingProxyType(
@@ -148,8 +149,7 @@ ERROR_OF = MappingProxyType(
         "RATE_LIMITED": LimitExceeded,
     }
 )
-"""The exception of each reason; complete, by test."""
-
+"""Exception for each reason; a test checks that it is complete."""
 
 _ERROR_OF_STATUS = MappingProxyType(
     {
@@ -162,7 +162,7 @@ _ERROR_OF_STATUS = MappingProxyType(
 
 
 def error_for(reason: str, message: str) -> KVTierError:
-    """Returns the exception for a reason that the server gave."""
+    """Returns the exception for a reason given by the server."""
     return ERROR_OF.get(reason, ServerError)(message, reason)
 
 
@@ -174,15 +174,15 @@ def error_from_status(
 
 
 def error_from(code: grpc.StatusCode, details: str | None, reason: str | None) -> KVTierError:
-    """Returns the exception for a call that failed with this status, and with this reason if the server gave one."""
+    """Returns the exception for a failed call; `reason` is None if the server gave none."""
     if reason is not None:
         return error_for(reason, details or reason)
     return _ERROR_OF_STATUS.get(code, ServerError)(f"{code.name}: {details or 'no details'}")
 
 
 class BreakEvenError(Exception):
-    """It cannot be measured; one line that says why, and what to do about it."""
+    """The measurement is impossible; the one-line message gives the cause and a remedy."""
 
 
 class NobodyAnswers(BreakEvenError):
-    """The server or the engine does not answer."""
+    """The server or the engine does not respond."""

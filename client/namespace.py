@@ -1,4 +1,4 @@
-"""What may share blocks, and how blocks are named."""
+"""Namespaces, which decide what clients share, and keys of blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOLD_PREFIX = b"kvtier.hold."
 
 
 class GroupKind(enum.Enum):
-    """Kinds of KV cache groups, as far as their reuse differs."""
+    """Kind of a KV cache group; kinds differ in how their blocks can be reused."""
 
     FULL_ATTENTION = common_pb2.GROUP_KIND_FULL_ATTENTION
     SLIDING_WINDOW = common_pb2.GROUP_KIND_SLIDING_WINDOW
@@ -25,11 +25,11 @@ class GroupKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers whose blocks are keyed and sized alike.
+    """KV cache group: layers whose blocks have the same keys and sizes.
 
     Attributes:
-        part_bytes: one rank's bytes of one block.
-        block_tokens: tokens that one block covers.
+        part_bytes: bytes of one rank's part of a block.
+        block_tokens: number of tokens per block.
     """
 
     part_bytes: int
@@ -40,16 +40,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that changes the meaning of a block's bytes; equal namespaces share blocks, others never.
+    """All properties that define the meaning of a block's bytes. Only equal namespaces share blocks.
 
     Attributes:
-        model: name of the model as the engine knows it.
+        model: name of the model in the engine.
         dtype: element type of the cache.
         groups: the KV cache groups; a key ends in an index into them.
         layout: order of the dimensions in one part.
-        hash_scheme: how block hashes are made; clients that hash differently must not meet.
-        world_size: ranks that each hold one part of every block.
-        attributes: whatever else belongs to the fingerprint.
+        hash_scheme: scheme of the block hashes.
+        world_size: number of ranks; each holds one part of every block.
+        attributes: other properties of the fingerprint.
     """
 
     model: str
@@ -66,7 +66,7 @@ class Namespace:
         """Returns the size of one rank's part of the block with this key.
 
         Raises:
-            ValueError: the key names a group that there is not.
+            ValueError: the key's group does not exist.
         """
         index = int.from_bytes(key[-4:], "big")
         if len(key) < 5 or index >= len(self.groups):
@@ -74,7 +74,7 @@ class Namespace:
         return self.groups[index].part_bytes
 
     def to_proto(self) -> common_pb2.Namespace:
-        """Returns the wire form."""
+        """Returns the protobuf message."""
         return common_pb2.Namespace(
             model=self.model,
             revision=self.revision,
@@ -94,7 +94,7 @@ class Namespace:
 
 
 def make_key(block_hash: bytes, group: int = 0) -> bytes:
-    """Returns the key of a block: its content hash and its KV cache group's index, 4 bytes big-endian."""
+    """Returns the key of a block: content hash and group index (4 bytes, big-endian)."""
     return block_hash + group.to_bytes(4, "big")
 
 
@@ -104,12 +104,12 @@ def is_hold_key(key: bytes) -> bool:
 
 
 def make_hold_key(engine_id: str, request_id: str, group: int, position: int, content: bytes = b"") -> bytes:
-    """Returns the key of a block that has no content hash, the last one of a request that is handed over.
+    """Returns the key of a block without content hash: the last, partial block of a handed-over request.
 
-    Only who claims the request finds it; it goes to no tier below, and disappears with the hold (`kvtier/v1/handoff.proto`).
-    With `content`, of which both sides make it (the hash of the block before and the tokens of this one), who claims it can
-    tell from the key that it is about its own tokens. Without, engine and request must never come again: a block that is there
-    under such a name, from another life of the engine say, is taken for this one.
+    Only a claim of the hold finds the block. It is not written to secondary tiers and is removed
+    with the hold (`kvtier/v1/handoff.proto`). Pass as `content` the hash of the previous block and
+    the tokens of this one, if both engines know them: then the key proves that the tokens are
+    equal. Without `content`, an engine must never reuse a pair of `engine_id` and `request_id`.
     """
     digest = hashlib.sha256()
     for part in (engine_id.encode(), request_id.encode(), position.to_bytes(8, "big"), content):

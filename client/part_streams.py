@@ -1,6 +1,6 @@
-"""The two ends of a stream of bytes: where its frames come from, and where they go.
+"""Sender and receiver of block parts in frames of a Push or Pull stream.
 
-Frames are made of, and taken apart into, the buffers themselves: one copy, without the GIL.
+Frames are copied directly from and to the buffers of the caller: one copy, without the GIL.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from .session.session import Session
 __all__ = ["ATTEMPTS", "PartReceiver", "PartSender", "is_retryable"]
 
 ATTEMPTS = 3
-"""How often a stream is begun in all, each time for what has not arrived."""
+"""Maximum number of streams per transfer; each retry transfers the missing bytes only."""
 
 
-def is_retryable(error: KVTierError, link: Session) -> bool:
-    """Returns whether a stream that ended like this may be continued: it broke, and its session stands.
+def is_retryable(error: KVTierError, session: Session) -> bool:
+    """Whether a stream that failed with `error` may be retried: it broke while its session is open.
 
-    Not where its tenant has had its share: trying again at once would only take more of the calls that it has left.
+    A rate-limited stream is not retried, because each attempt counts against the limit.
     """
     broke = isinstance(error, NotConnected | ChecksumMismatch | LimitExceeded) or (
         isinstance(error, SessionLost) and not error.reason
     )
-    return broke and not link.fallen and error.reason != "RATE_LIMITED"
+    return broke and not session.ended and error.reason != "RATE_LIMITED"
 
 
 class PartSender:
-    """Parts in memory, as frames of a Push.
+    """Source of the frames of a Push.
 
-    gRPC asks for frames on a thread of its own, at times after the call has ended. Once `close` has returned, the memory is
-    not touched any more.
+    gRPC requests frames on its own thread, sometimes after the call has ended. After `close` has
+    returned, the memory is not accessed any more.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PartSender:
         self.total_bytes = self._parts.total_bytes
 
     def frames(self, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
-        """Yields the frames from byte `start` on, of at most `step` bytes each."""
+        """Yields the frames from byte `start` on, at most `step` bytes each."""
         fields = transfer_pb2.PushRequest(session=self._ref, store_id=self._store_id, complete=complete)
         for offset in range(start, self.total_bytes, step):
             fields.offset_bytes = offset
@@ -72,24 +72,24 @@ class PartSender:
             fields = transfer_pb2.PushRequest()
 
     def request(self, *, complete: bool) -> transfer_pb2.PushRequest:
-        """Returns what a stream says first, where that is not part of a frame."""
+        """Returns the header message of a TCP stream."""
         return transfer_pb2.PushRequest(session=self._ref, store_id=self._store_id, complete=complete)
 
     def pieces(self, start: int, step: int) -> Iterator[tuple[int, int, list[memoryview]]]:
-        """Yields offset, xxh3-64 and memory of each frame: for the thread that made this, as it keeps the memory."""
+        """Yields offset, xxh3-64 and memory of each frame. Only for the thread that owns the memory."""
         for offset in range(start, self.total_bytes, step):
             pieces = list(self._parts.locate(offset, min(step, self.total_bytes - offset)))
             views = views_of([place for place, _ in pieces], [size for _, size in pieces])
             yield offset, checksum(views), views
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Ends all access to the memory."""
         with self._touching:
             self._closed = True
 
 
 class PartReceiver:
-    """Parts in memory, to be filled by frames of a Pull; knows which are not there yet."""
+    """Destination of the frames of a Pull; tracks which parts are missing."""
 
     def __init__(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
         self.completed = False
@@ -101,15 +101,15 @@ class PartReceiver:
 
     @property
     def missing(self) -> list[int]:
-        """The parts that are still to come, and are to be asked for next."""
+        """Indices of the parts that have not arrived."""
         return self._missing
 
     def take(self, message: bytes) -> None:
-        """Puts a frame where it belongs.
+        """Copies a frame to its destination.
 
         Raises:
-            ChecksumMismatch: it arrived damaged.
-            ServerError: it is none, or has no place here.
+            ChecksumMismatch: the frame arrived damaged.
+            ServerError: it is not a valid frame, or is outside the requested range.
         """
         try:
             fields, payload = decode_pull_frame(message)
@@ -128,21 +128,21 @@ class PartReceiver:
         self._arrived.append((fields.offset_bytes, fields.offset_bytes + payload.nbytes))
 
     def views(self, offset: int, nbytes: int) -> list[memoryview]:
-        """Returns the memory that a frame is for; `took` must follow. Raises ServerError."""
+        """Returns the destination of a frame; `verify` must follow. Raises `ServerError`."""
         try:
             pieces = list(self._parts.locate(offset, nbytes))
         except ValueError as error:
             raise ServerError(f"the server sends what was not asked for: {error}") from error
         return views_of([place for place, _ in pieces], [size for _, size in pieces])
 
-    def took(self, head: FrameHead, views: Sequence[memoryview]) -> None:
-        """Takes note that a frame is where it belongs. Raises ChecksumMismatch."""
+    def verify(self, head: FrameHead, views: Sequence[memoryview]) -> None:
+        """Verifies and records a frame that was received into `views`. Raises `ChecksumMismatch`."""
         if checksum(views) != head.xxh3_64:
             raise ChecksumMismatch(f"the frame at byte {head.offset} arrived damaged")
         self._arrived.append((head.offset, head.offset + head.nbytes))
 
-    def settle(self) -> None:
-        """Takes note that a stream has ended: from now on a frame is one of a stream that asks for what is missing."""
+    def end_stream(self) -> None:
+        """Updates `missing` after a stream has ended; later frames belong to a retry of those parts."""
         gaps, end = [], 0
         for start, stop in [*sorted(self._arrived), (self._parts.total_bytes, self._parts.total_bytes)]:
             if start > end:

@@ -1,4 +1,4 @@
-"""What client calls return."""
+"""Results of client calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class KeyStatus(enum.IntEnum):
-    """What a lookup says of one key."""
+    """Status of one key of a lookup."""
 
     HIT = common_pb2.KEY_STATUS_HIT
     MISS = common_pb2.KEY_STATUS_MISS
@@ -39,7 +39,7 @@ class KeyStatus(enum.IntEnum):
 
 
 class StoreStatus(enum.IntEnum):
-    """What became of one key of a store."""
+    """Status of one key of a store."""
 
     GRANTED = common_pb2.STORE_STATUS_GRANTED
     PRESENT = common_pb2.STORE_STATUS_PRESENT
@@ -48,7 +48,7 @@ class StoreStatus(enum.IntEnum):
 
 
 class DurableStatus(enum.IntEnum):
-    """Whether a block survives a restart of the server."""
+    """Whether a block survives a server restart."""
 
     DURABLE = common_pb2.DURABLE_STATUS_DURABLE
     PENDING = common_pb2.DURABLE_STATUS_PENDING
@@ -56,14 +56,14 @@ class DurableStatus(enum.IntEnum):
 
 
 class HandoffDirection(enum.IntEnum):
-    """Which way a request is handed over."""
+    """Direction in which a request is handed over."""
 
     PREFILL_TO_DECODE = handoff_pb2.HANDOFF_DIRECTION_PREFILL_TO_DECODE
     DECODE_TO_PREFILL = handoff_pb2.HANDOFF_DIRECTION_DECODE_TO_PREFILL
 
 
 class PublishStatus(enum.IntEnum):
-    """What became of a publication."""
+    """Status of a publication."""
 
     PUBLISHED = handoff_pb2.PUBLISH_STATUS_PUBLISHED
     NO_ROOM = handoff_pb2.PUBLISH_STATUS_NO_ROOM
@@ -71,14 +71,14 @@ class PublishStatus(enum.IntEnum):
 
 
 class OffloadPolicy(enum.Enum):
-    """How a request is offloaded."""
+    """Offload policy of a request."""
 
     BLOCK_LEVEL = cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL
     REQUEST_LEVEL = cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL
 
 
 class Medium(enum.IntEnum):
-    """What the bytes of a tier lie on."""
+    """Storage medium of a tier."""
 
     MEMORY = cache_pb2.TIER_MEDIUM_MEMORY
     DISK = cache_pb2.TIER_MEDIUM_DISK
@@ -87,12 +87,12 @@ class Medium(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierFilter:
-    """Tiers that a lookup leaves out: those that match any of these. The CPU tier cannot be left out.
+    """Tiers that a lookup leaves out: those that match any attribute. The CPU tier always takes part.
 
     Attributes:
-        names: tiers, by name; one that the server lacks is an `InvalidRequest`.
-        media: tiers whose bytes lie on one of these.
-        remote: whether tiers are left out whose bytes are not on the server's host.
+        names: names of tiers; an unknown name raises `InvalidRequest`.
+        media: storage media of tiers.
+        remote: whether to leave out tiers whose bytes are on another host than the server.
     """
 
     names: Collection[str] = ()
@@ -102,7 +102,7 @@ class TierFilter:
 
 @dataclass(frozen=True, slots=True)
 class TierVote:
-    """One tier's vote on how a request is offloaded, and why (for people)."""
+    """Vote of one tier on the offload policy of a request, with its reason (for logs)."""
 
     tier: str
     policy: OffloadPolicy
@@ -111,11 +111,11 @@ class TierVote:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """What became of a request.
+    """Outcome of a finished request.
 
     Attributes:
-        settled: whether nothing more is going to be stored for it.
-        incomplete_blocks: blocks that a REQUEST_LEVEL tier asked for and did not get, as far as is known.
+        settled: whether all its stores have ended.
+        incomplete_blocks: known number of blocks that a REQUEST_LEVEL tier did not get.
     """
 
     settled: bool
@@ -124,7 +124,7 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class HoldName:
-    """Names a request that is held, within a namespace: the engine that published it, and that engine's id of it."""
+    """Name of a hold within a namespace: the publishing engine and its id of the request."""
 
     engine_id: str
     request_id: str
@@ -132,12 +132,12 @@ class HoldName:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What became of a publication.
+    """Result of a publication.
 
     Attributes:
-        status: whether the request is held, or why not.
-        remaining: seconds for which it is held, if nobody extends that.
-        pending_blocks: blocks that are still on their way to the server.
+        status: whether the request is held, or the reason why not.
+        remaining: seconds until the hold expires.
+        pending_blocks: number of blocks that are not stored yet.
     """
 
     status: PublishStatus
@@ -147,13 +147,13 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class HoldInfo:
-    """What a claim learns of a hold.
+    """Description of a claimed hold.
 
     Attributes:
-        positions: of each key's block, within its group.
-        num_tokens: tokens of the request that all blocks together back.
-        direction: which way the request is handed over.
-        remaining: seconds until the hold ends, if nobody extends it.
+        positions: position of each key's block within its group.
+        num_tokens: number of the request's tokens that all blocks together back.
+        direction: direction of the hand-off.
+        remaining: seconds until the hold expires.
     """
 
     positions: Sequence[int]
@@ -164,20 +164,21 @@ class HoldInfo:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """What a lookup found, pinned by a lease until it is released, expires, or its session falls.
+    """Result of a lookup or claim. A lease pins the hits until release, expiry or session end.
 
     Attributes:
-        id: the lease; 0 where nothing was found.
+        id: id of the lease; 0 if there is no hit.
         statuses: one `KeyStatus` per key.
-        prefix_hits: leading keys that are hits: the usable prefix.
-        request_id: the request it was granted for.
+        prefix_hits: number of leading hits, the usable prefix.
+        request_id: request that owns the lease.
         keys: the keys that were looked up.
-        link: the session that holds the lease.
-        slots: where this session's parts of the leading hits are in the region, if asked for.
-        policy: how the request is offloaded; None unless it was begun with this lookup.
-        votes: each tier's vote; empty likewise.
-        not_retained: hits that were to be retained and are not: that is bounded.
-        hold: of a claim, what is held; its `statuses` are 0 where a block was not wanted. None for a lookup.
+        session: session that holds the lease.
+        source_indices: per key the index in `session.tiers` of the tier that held it.
+        slots: region offsets of this session's parts of the leading hits, if requested.
+        policy: offload policy of the request; None unless the lookup was part of `begin_request`.
+        votes: votes of the tiers; empty unless the lookup was part of `begin_request`.
+        not_retained: number of hits that were not retained because of the server's limit.
+        hold: for a claim, the description of the hold; unwanted blocks have status 0. Else None.
     """
 
     id: int
@@ -185,7 +186,7 @@ class LookupResult:
     prefix_hits: int
     request_id: str
     keys: Sequence[bytes]
-    link: Session
+    session: Session
     source_indices: bytes
     slots: Sequence[int] = ()
     policy: OffloadPolicy | None = None
@@ -195,16 +196,16 @@ class LookupResult:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Per key the tier where it was found; meaningless for misses."""
-        return tuple(map(self.link.tiers.__getitem__, self.source_indices))
+        """Per key the tier that held it; undefined for misses."""
+        return tuple(map(self.session.tiers.__getitem__, self.source_indices))
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
-    """Bytes to be copied out: part i is `memory[offsets[i] : offsets[i] + sizes[i]]`.
+    """Memory to read from: part i is `memory[offsets[i] : offsets[i] + sizes[i]]`.
 
-    `memory` is the mapped region or a staging buffer, `address` where it starts; both are valid only within the `with`
-    block.
+    `memory` is the mapped region or a staging buffer and starts at `address`. Both are valid only
+    within the `with` block.
     """
 
     memory: memoryview
@@ -219,15 +220,16 @@ class ReadBatch:
 
 @dataclass(slots=True)
 class WriteBatch:
-    """Where to copy bytes to: the part of key `wanted[i]` goes to `memory[offsets[i] : offsets[i] + sizes[i]]`.
+    """Memory to write to: key `wanted[i]` goes to `memory[offsets[i] : offsets[i] + sizes[i]]`.
 
-    `memory` is the mapped region or a staging buffer, `address` where it starts; both are valid only within the `with`
-    block.
+    `memory` is the mapped region or a staging buffer and starts at `address`. Both are valid only
+    within the `with` block.
 
     Attributes:
-        statuses: one `StoreStatus` per key; only GRANTED ones are wanted.
-        not_retained: blocks that were to be retained and are not: that is bounded.
-        failed: positions in `wanted` that the user could not fill; they are not stored.
+        statuses: one `StoreStatus` per key.
+        wanted: positions of the keys that are GRANTED.
+        not_retained: number of blocks that were not retained because of the server's limit.
+        failed: positions in `wanted` that the caller could not write; they are not stored.
     """
 
     statuses: bytes

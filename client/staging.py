@@ -1,6 +1,6 @@
-"""Staging buffers: where bytes wait on their way to or from a server that shares no memory with us.
+"""Pool of staging buffers for blocks sent to or received from a server on another host.
 
-In a process that has a GPU they are pinned, so that its copies to and from them are DMA.
+In a process with a GPU the buffers are pinned, so that copies between GPU and buffer use DMA.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SMALLEST_BYTES = 4 << 20
 
 
 class StagingPool:
-    """Lends page-aligned buffers and keeps the largest few for the next time. Any thread may use it."""
+    """Pool of page-aligned buffers that keeps the largest `keep`. Any thread may use it."""
 
     def __init__(self, pin: Pin | None = None, keep: int = 4) -> None:
-        """`pin` makes what pins a buffer: before it is lent for the first time, or as soon after as that is allowed."""
+        """`pin` pins each buffer before its first use, or as soon afterwards as pinning is allowed."""
         self._pin = pin
         self._keep = keep
         self._lock = threading.Lock()
@@ -35,24 +35,21 @@ class StagingPool:
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[memoryview]:
-        """Lends a buffer of at least `nbytes`; its first bytes are whatever was there before.
-
-        When it is given back no copy may be under way: it is another's then, or not pinned any more.
-        """
+        """Lends a buffer of at least `nbytes` with undefined content. All copies must end before exit."""
         buffer = self._take(nbytes)
         try:
             if buffer is None:
-                # A power of two, for the next batch to fit as well.
+                # Rounded up to a power of two, so that batches of similar size can reuse it.
                 buffer = _Buffer(1 << (max(nbytes, _SMALLEST_BYTES) - 1).bit_length(), self._pin)
             if self._pin is not None and not buffer.pin():
-                self._pin = None  # what the driver refused once, it will refuse again
+                self._pin = None  # the driver refused, and would refuse the next buffers too
             yield buffer.view()
         finally:
             if buffer is not None:
                 self._give_back(buffer)
 
     def close(self) -> None:
-        """Lets go of all buffers; of those that are lent, when they are given back."""
+        """Frees all buffers; those in use are freed when they are returned."""
         with self._lock:
             self._keep = 0
             gone, self._free = self._free, []
@@ -78,45 +75,45 @@ class StagingPool:
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """Where a buffer is, for what pins it: that must not keep the buffer itself."""
+    """Address range of a buffer. The pinning refers to it instead of the buffer, to avoid a cycle."""
 
     address: int
     size_bytes: int
 
 
 class _Buffer:
-    """Memory of the pool's. It is unmapped with the last view of it, and unpinned before."""
+    """Anonymous mapping, unpinned and unmapped when its last view is released."""
 
     def __init__(self, size_bytes: int, pin: Pin | None) -> None:
         self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages = _Pages(*address_of(self._memory))
         self.size_bytes = pages.size_bytes
         self._pinning = pin(pages) if pin is not None else None
-        self._loose = list(range(0, size_bytes, PIN_CHUNK_BYTES)) if pin is not None else []
-        """Where the chunks begin that are not pinned yet."""
+        self._unpinned = list(range(0, size_bytes, PIN_CHUNK_BYTES)) if pin is not None else []
+        """Offsets of chunks that are not pinned yet."""
         if self._pinning is not None:
-            # Also where a client is dropped without being closed: the next mapping at this address would not be what is registered.
+            # Also unpins if the client was never closed. Otherwise the next mapping at this address
+            # would fail to register.
             weakref.finalize(self, self._pinning.close).atexit = False
 
     def view(self) -> memoryview:
-        """Returns all of it; whoever has the view may release it."""
         return memoryview(self._memory)
 
     def pin(self) -> bool:
-        """Pins what may be pinned now and is not; returns False where the driver refuses, once."""
+        """Pins the chunks that may be pinned now; returns False if the driver refuses."""
         try:
-            while self._pinning is not None and self._loose:
-                start = self._loose[-1]
+            while self._pinning is not None and self._unpinned:
+                start = self._unpinned[-1]
                 if not self._pinning.pin(start, min(PIN_CHUNK_BYTES, self.size_bytes - start)):
                     break
-                self._loose.pop()
+                self._unpinned.pop()
         except PinError as error:
-            self._loose.clear()
+            self._unpinned.clear()
             _log.warning("kvtier: staging buffers are not pinned, copies of the GPU will be slower: %s", error)
             return False
         return True
 
     def close(self) -> None:
-        """Unpins it, while it is still mapped."""
+        """Unpins the buffer while it is still mapped."""
         if self._pinning is not None:
             self._pinning.close()

@@ -1,4 +1,4 @@
-"""The synchronous client."""
+"""Synchronous client. Generated from aio.py by tools/generate_sync.py; do not edit."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ..cuda.host.copy import HostBuffer
 from ..cuda.host.pinning import Pin
 from ..protos.credentials import Credentials
 from ..protos.v1 import admin_pb2
-from .device_calls import DeviceCalls
-from .effects import Connect, Operation
+from .device import KvBuffers, Mark
+from .effects import Connect, Operation, Transport
 from .errors import KVTierError
 from .namespace import Namespace
 from .operations import Operations
@@ -29,9 +28,9 @@ from .results import (
     TierFilter,
     WriteBatch,
 )
-from .session.connection import ClientIdentity, Transport
+from .session.connection import ClientIdentity, TransportName
 from .timeouts import Timeouts
-from .transport.sync_wire import GrpcTransport, SyncTransport
+from .transport.sync_transport import GrpcTransport
 
 __all__ = ["Client", "Lease"]
 
@@ -40,12 +39,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease(LookupResult):
-    """What a lookup found; a context manager that releases it at its end."""
+    """Result of a lookup, and a context manager that releases its lease on exit."""
 
     client: Client
 
     def release(self) -> None:
-        """Gives the lease back; never raises: what cannot be released now falls by itself."""
+        """Releases the lease. Never raises: a lease that cannot be released now expires later."""
         if self.id:
             with contextlib.suppress(KVTierError):
                 self.client.release(self.id)
@@ -57,11 +56,11 @@ class Lease(LookupResult):
         self.release()
 
 
-class Client(DeviceCalls):
-    """A client of the kvtier server on this host, or of one elsewhere. Safe to use from any thread.
+class Client:
+    """Client of one kvtier server, local or remote. Any thread may use it.
 
-    It connects in the background and reconnects by itself, with a new session, when the server was restarted. While
-    there is no session, calls raise `Unavailable` at once. Every call raises a `KVTierError` or nothing.
+    The client connects in the background. After a restart of the server it opens a new session.
+    While there is no session, calls raise `Unavailable` at once. Calls raise only `KVTierError`.
     """
 
     def __init__(
@@ -72,65 +71,65 @@ class Client(DeviceCalls):
         name: str = "python",
         engine_id: str | None = None,
         rank: int | None = None,
-        transport: Transport = "auto",
+        transport: TransportName = "auto",
         timeouts: Timeouts | None = None,
         pin: Pin | None = None,
         credentials: Credentials | None = None,
-        wire: SyncTransport | None = None,
+        backend: Transport | None = None,
     ) -> None:
-        """Does not block, and does not raise for a server that is not there.
+        """Starts to connect. Does not block, and does not raise if the server is down.
 
         Args:
-            endpoint: `unix:PATH` or `HOST:PORT`; by default `KVTIER_ENDPOINT`, else this user's socket.
-            namespace: what this client's blocks share with others.
-            name: name of the client for people.
-            engine_id: the engine that this process is part of; clients of one engine share leases. Random by default.
-            rank: the rank whose parts are read and written; None for a scheduler, or a world of one.
-            transport: "shm"; "tcp" for plain sockets, or "grpc" for streams of gRPC; "auto" for shm where server and client
-                share a host, else "tcp"; "cuda_ipc" is like "auto", for a
-                client that registers its device (`register_kv_buffers`).
-            timeouts: deadlines.
-            pin: makes the object that pins the server's region and the staging buffers; see `kvtier.cuda.host.pinning`.
-            credentials: what it shows the server, and how it knows the server: certificates, a token. By default what `KVTIER_CA`,
-                `KVTIER_CERT`, `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE` say.
-            wire: for tests, what stands in for a server; see `kvtier.client.testing.fake_server`.
+            endpoint: `unix:PATH` or `HOST:PORT`; default: `KVTIER_ENDPOINT`, or the user's socket.
+            namespace: identity of the blocks; clients with equal namespaces share blocks.
+            name: client name for logs and `kvtier sessions`.
+            engine_id: id of the engine; default: random. Clients of one engine share leases.
+            rank: rank whose parts are read and written; None for a scheduler or a world of one.
+            transport: "shm"; "tcp" (raw sockets); "grpc" (gRPC streams); "auto": "shm" if client
+                and server share a host, else "tcp"; "cuda_ipc": like "auto", for a client that
+                calls `register_kv_buffers`.
+            timeouts: deadlines of the calls.
+            pin: pins the server's region and the staging buffers; see `kvtier.cuda.host.pinning`.
+            credentials: certificates and token; default: `KVTIER_CA`, `KVTIER_CERT`,
+                `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE`.
+            backend: for tests: replaces the connection to a server; see `kvtier.client.testing`.
 
         Raises:
-            InvalidRequest: the endpoint cannot be parsed, or the credentials cannot be used with it.
+            InvalidRequest: the endpoint cannot be parsed, or does not fit the credentials.
         """
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
         identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin)
-        self._wire = wire or GrpcTransport(endpoint, identity, self.timeouts, credentials)
-        self._operations = Operations(namespace, self.timeouts, self._wire.lost, pin)
+        self._transport = backend or GrpcTransport(endpoint, identity, self.timeouts, credentials)
+        self._operations = Operations(namespace, self.timeouts, self._transport.invalidate, pin)
 
     @property
     def connected(self) -> bool:
         """Whether there is a session now."""
-        return self._wire.link is not None
+        return self._transport.session is not None
 
     @property
     def max_keys(self) -> int | None:
-        """Most keys that one call may name; None while there is no session."""
-        link = self._wire.link
-        return link.limits.max_keys if link is not None else None
+        """Maximum number of keys per call; None while there is no session."""
+        session = self._transport.session
+        return session.limits.max_keys if session is not None else None
 
     @property
     def epoch(self) -> int | None:
-        """Which life of which server answers, a random number; None while there is no session."""
-        link = self._wire.link
-        return link.ref.epoch if link is not None else None
+        """Random number of the server's current run; None while there is no session."""
+        session = self._transport.session
+        return session.ref.epoch if session is not None else None
 
     @property
     def transport(self) -> str | None:
-        """How bytes move now: "shm", "tcp" over plain sockets, or "grpc"; None while there is no session."""
-        link = self._wire.link
-        return link.transport if link is not None else None
+        """Current transport of bytes: "shm", "tcp" or "grpc"; None while there is no session."""
+        session = self._transport.session
+        return session.transport if session is not None else None
 
     def wait_until_connected(self, timeout: float | None = None) -> None:
-        """Waits for a session, however many attempts it takes. Raises a `KVTierError` when the time is over."""
-        self._wire.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
+        """Waits for a session, over repeated attempts; raises `KVTierError` after `timeout` s."""
+        self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     def begin_request(
         self,
@@ -147,10 +146,10 @@ class Client(DeviceCalls):
         min_hits: int = 0,
         retain_for: float | None = None,
     ) -> Lease:
-        """Announces a request, negotiates how it is offloaded, and looks up its keys. Pair it with `finish_request`.
+        """Registers a request, negotiates its offload policy and looks up its keys.
 
-        Arguments as for `lookup`; the answer has `policy` and `votes` besides. `retain_for` holds for each block that the
-        request uses or stores, from then on.
+        Pair it with `finish_request`. The result also has `policy` and `votes`. `retain_for`
+        applies to each block that the request uses or stores. For the other arguments see `lookup`.
         """
         return self._lease(
             self._operations.begin_request(
@@ -180,18 +179,17 @@ class Client(DeviceCalls):
         min_hits: int = 0,
         retain_for: float | None = None,
     ) -> Lease:
-        """Looks up keys and pins what was found.
+        """Looks up keys and pins the hits with a lease.
 
         Args:
-            keys: see `make_key`; first tokens first.
-            request_id: whose lease it is; `finish_request` releases it.
-            wait: seconds to wait for blocks that are being written, or brought up from a lower tier.
-            prefix: whether everything after the first miss is a miss.
-            lease: seconds for which the lease holds; the server's default if None.
+            keys: keys made by `make_key`, in token order.
+            request_id: owner of the lease; `finish_request` releases it.
+            wait: seconds to wait for blocks that are being written or promoted.
+            prefix: whether all keys after the first miss are misses.
+            lease: duration of the lease in seconds; None: the server's default.
             exclude: tiers to leave out.
-            min_hits: with `prefix`, how many leading hits are worth having; fewer are misses.
-            retain_for: seconds for which the hits are not evicted, as far as the server lets that be; None means what
-                the request said when it was begun.
+            min_hits: with `prefix`: if there are fewer leading hits, all keys are misses.
+            retain_for: seconds to protect hits from eviction (bounded); None: as for the request.
         """
         return self._lease(
             self._operations.lookup(
@@ -208,10 +206,10 @@ class Client(DeviceCalls):
 
     @contextlib.contextmanager
     def read(self, lease: LookupResult | int, items: Sequence[int]) -> Iterator[ReadBatch]:
-        """Gives access to the bytes of looked-up blocks, by their positions in the lookup.
+        """Gives access to the bytes of looked-up blocks; `items` are positions in the lookup.
 
-        Leaving the block confirms that the lease held all the while. If that raises, what was copied out is garbage.
-        The lease may be one that another client of the same engine was granted.
+        On exit the server confirms that the lease was valid throughout. If the exit raises, bytes
+        that were copied out are invalid. The lease may belong to another client of the same engine.
         """
         with ExitStack() as held:
             reading = self._run(self._operations.begin_read(held, lease, items))
@@ -221,21 +219,20 @@ class Client(DeviceCalls):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0
     ) -> int:
-        """Fills the first buffers with the leading hits and returns how many; the other buffers are left alone.
+        """Copies the leading hits into the first buffers and returns their number.
 
-        If it raises, the buffers may hold anything.
+        The other buffers are unchanged. If it raises, the content of all buffers is undefined.
         """
-        with ExitStack() as held:
-            return self._run(self._operations.load(held, keys, buffers, request_id=request_id, wait=wait))
+        return self._run(self._operations.load(keys, buffers, request_id=request_id, wait=wait))
 
     @contextlib.contextmanager
     def write(
         self, keys: Sequence[bytes], *, request_id: str = "", retain_for: float | None = None
     ) -> Iterator[WriteBatch]:
-        """Gives memory to write blocks to. Leaving the block stores them, an exception inside of it aborts.
+        """Gives memory to write blocks to. The exit stores them; an exception inside aborts.
 
-        Only `batch.wanted` needs to be written: the others are there already, are being written, or found no room.
-        `retain_for` as for `lookup`.
+        Write only the keys in `batch.wanted`: the others are stored already, are being written, or
+        found no room. `retain_for` as for `lookup`.
         """
         with ExitStack() as held:
             writing = self._run(self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for))
@@ -255,23 +252,83 @@ class Client(DeviceCalls):
         request_id: str = "",
         retain_for: float | None = None,
     ) -> bytes:
-        """Stores one buffer per key; returns a `StoreStatus` per key. What is there already is not written again.
+        """Stores one buffer per key; returns one `StoreStatus` per key.
 
-        `retain_for` as for `lookup`.
+        Blocks that are stored already are not written again. `retain_for` as for `lookup`.
         """
-        with ExitStack() as held:
-            return self._run(self._operations.store(held, keys, buffers, request_id=request_id, retain_for=retain_for))
+        return self._run(self._operations.store(keys, buffers, request_id=request_id, retain_for=retain_for))
+
+    def register_kv_buffers(self, buffers: KvBuffers) -> None:
+        """Registers device memory with the server, and with each later server or session.
+
+        May take seconds, because the server starts a process for the device.
+
+        Raises:
+            DeviceUnavailable: the server cannot copy to this device; the message begins with the
+                cause. The other calls of this client still work.
+        """
+        self._run(self._operations.register_kv_buffers(buffers))
+
+    def store_from_device(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[int],
+        *,
+        after: Mark | None = None,
+        request_id: str = "",
+        retain_for: float | None = None,
+    ) -> bytes:
+        """Stores device block `blocks[i]` under `keys[i]`; the group in the key names its tensors.
+
+        A block may occur once per group. `after` is the compute that writes the blocks; None if it
+        has ended. For the other arguments see `store`.
+
+        Returns:
+            One `StoreStatus` per key. After it returns or raises, the server no longer reads the
+            blocks, unless the server was lost.
+
+        Raises:
+            DeviceUnavailable: the server cannot copy from this device now; other calls may work.
+        """
+        return self._run(
+            self._operations.store_from_device(keys, blocks, request_id=request_id, retain_for=retain_for, after=after)
+        )
+
+    def load_to_device(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[int],
+        *,
+        after: Mark | None = None,
+        request_id: str = "",
+        wait: float = 0.0,
+    ) -> int:
+        """Copies the leading hits of `keys` into device blocks and returns their number.
+
+        The other blocks are unchanged. `after` is the last compute that uses the old content. When
+        this returns or raises, the server has stopped writing; an error leaves undefined content.
+
+        Raises:
+            DeviceUnavailable: the server cannot copy to this device now; other calls may work.
+        """
+        return self._run(self._operations.load_to_device(keys, blocks, request_id=request_id, wait=wait, after=after))
+
+    def read_to_device(
+        self, lease: LookupResult | int, items: Sequence[int], blocks: Sequence[int], *, after: Mark | None = None
+    ) -> None:
+        """Copies items of a lease into device blocks; see `read` and `load_to_device`."""
+        self._run(self._operations.read_to_device(lease, items, blocks, after=after))
 
     def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
-        """Waits until blocks are in a tier that survives restarts; returns a `DurableStatus` per key."""
+        """Waits until blocks survive a server restart; returns one `DurableStatus` per key."""
         return self._run(self._operations.flush(keys, wait=wait))
 
     def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
-        """Extends leases; returns those that are gone."""
+        """Extends leases; returns the ids of those that no longer exist."""
         return self._run(self._operations.touch(lease_ids, lease=lease))
 
     def release(self, *lease_ids: int) -> None:
-        """Gives leases back; unknown ones are ignored."""
+        """Releases leases; unknown ids are ignored."""
         self._run(self._operations.release(lease_ids))
 
     def publish(
@@ -284,15 +341,16 @@ class Client(DeviceCalls):
         direction: HandoffDirection = HandoffDirection.PREFILL_TO_DECODE,
         hold_for: float | None = None,
     ) -> Publication:
-        """Has a request of this engine held for another one: its blocks stay until the time is over, whatever becomes of us.
+        """Holds the blocks of a request for another engine; the hold outlives this client.
 
         Args:
-            request_id: this engine's id of the request; with its `engine_id` it names the hold.
-            keys: of the blocks, of all groups, those that are still on their way included. See `make_hold_key` for the last one.
-            positions: of each block within its group, first tokens first.
-            num_tokens: tokens of the request that the blocks back.
-            direction: which way the request goes.
-            hold_for: seconds; the server's default if None. The server has an upper bound.
+            request_id: this engine's id of the request; with `engine_id` it names the hold.
+            keys: keys of the blocks of all groups, also of blocks that are not stored yet; see
+                `make_hold_key` for a partial block.
+            positions: position of each block within its group, in token order.
+            num_tokens: number of the request's tokens that the blocks back.
+            direction: direction of the hand-off.
+            hold_for: duration in seconds, up to the server's limit; None: the server's default.
         """
         return self._run(
             self._operations.publish(
@@ -309,27 +367,26 @@ class Client(DeviceCalls):
         wait: float = 0.0,
         lease: float | None = None,
     ) -> Lease:
-        """Leases what an engine of this namespace has published; `hold` of the answer says what that is. The hold goes on.
+        """Leases the blocks of a hold, which continues. `hold` of the result describes it.
 
         Args:
-            hold: names it.
-            request_id: our own request that it is for; `finish_request` releases the lease.
-            first_positions: per group, from where on blocks are wanted; all of them if empty.
-            wait: seconds to wait for the publication, and for blocks on their way.
-            lease: seconds for which the lease holds; the server's default if None.
+            hold: name of the hold.
+            request_id: this engine's request; `finish_request` releases the lease.
+            first_positions: per group, the first position that is wanted; empty: all.
+            wait: seconds to wait for the publication, and for blocks that are not stored yet.
+            lease: duration of the lease in seconds; None: the server's default.
 
         Raises:
-            HoldGone: it was not published in time, or released, or its time is over, or will be within five seconds.
+            HoldGone: not published in time, released, expired, or expiring within five seconds.
         """
         return self._lease(
             self._operations.claim(hold, request_id=request_id, first_positions=first_positions, wait=wait, lease=lease)
         )
 
     def renew_holds(self, *holds: HoldName, extension: float | None = None) -> list[HoldName]:
-        """Extends holds, to `extension` seconds from now or by two thirds of what each was published for.
+        """Extends holds to `extension` seconds from now; returns those that no longer exist.
 
-        Returns:
-            Those that are gone.
+        None extends each hold by two thirds of the duration that it was published for.
         """
         return self._run(self._operations.renew_holds(holds, extension=extension))
 
@@ -338,44 +395,32 @@ class Client(DeviceCalls):
         self._run(self._operations.release_holds(holds))
 
     def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
-        """Ends a request: its leases are released, and its tiers told once it has settled.
-
-        Args:
-            request_id: as announced with `begin_request`; one that was not is fine.
-            wait: seconds to wait until nothing more is going to be stored for it.
-        """
+        """Ends a request: releases its leases, and waits up to `wait` seconds for its last store."""
         return self._run(self._operations.finish_request(request_id, wait=wait))
 
     def reset(self, *, wait: float = 0.0) -> int:
-        """Empties the CPU tier of this client's namespace, for all its engines; the tiers below keep what they have.
+        """Empties the CPU tier of the namespace, for all engines; secondary tiers keep their blocks.
 
-        What is being written, read or moved goes when that has ended; until then all lookups of the namespace miss.
-
-        Args:
-            wait: seconds to wait until all of it has gone.
-
-        Returns:
-            How many blocks are waited for; 0 means that it is done. Call it again until then.
+        Blocks in use are removed when their last use ends; until then all lookups miss. Waits up to
+        `wait` seconds for that and returns the number of blocks still in use. Call again until 0.
         """
         return self._run(self._operations.reset(wait=wait))
 
     def status(self) -> admin_pb2.GetStatusResponse:
-        """Asks the server for its tiers and sessions."""
+        """Returns the server's status: tiers, sessions, leases and stores."""
         return self._run(self._operations.status())
 
     def close(self) -> None:
-        """Ends the session; what it has pinned falls."""
+        """Ends the session, which releases its leases."""
         try:
-            self._wire.close()
+            self._transport.close()
         finally:
             self._operations.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _lease(self, operation: Operation[LookupResult]) -> Lease:
@@ -387,8 +432,8 @@ class Client(DeviceCalls):
             effect = next(operation)
             while True:
                 try:
-                    result = self._wire.perform(effect)
-                except BaseException as error:  # noqa: BLE001 - the operation tidies up, and raises it again
+                    result = self._transport.perform(effect)
+                except BaseException as error:  # noqa: BLE001 - the operation cleans up and raises it again
                     effect = operation.throw(error)
                 else:
                     effect = operation.send(result)

@@ -9,13 +9,13 @@ __all__ = ["Timeouts"]
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long, in seconds, a client waits at most. Nothing waits without a deadline.
+    """Maximum waiting times of a client, in seconds.
 
     Attributes:
-        connect: for the first session; later calls fail at once while there is none.
-        call: for an answer, on top of what the call itself asks the server to wait.
-        device: for the copies of one call whose bytes the server moves to or from a device.
-        transfer: for one stream of bytes over the grpc transport.
+        connect: wait for the first session; later calls fail at once while there is none.
+        call: wait for a response, in addition to the `wait` of the call itself.
+        transfer: duration of one stream of bytes (transports tcp and grpc).
+        device: duration of the copies of one call to or from a device.
     """
 
     connect: float = 2.0

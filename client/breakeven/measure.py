@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...protos.v1 import admin_pb2
 from ..errors import BreakEvenError, KVTierError, NobodyAnswers, Unavailable
-from ..session.connection import Transport
+from ..session.connection import TransportName
 from ..sync import Client
 from ..timeouts import Timeouts
 from .compute import PrefillEngine
@@ -44,7 +44,7 @@ class MeasurementPlan:
     endpoint: str
     status: admin_pb2.GetStatusResponse
     compute: PrefillEngine | float
-    transport: Transport = "auto"
+    transport: TransportName = "auto"
     timeout: float = 5.0
     geometry: Geometry | None = None
     model: str | None = None

@@ -1,4 +1,4 @@
-"""What a client can do, written once: each operation yields effects (`effects`) and returns its result."""
+"""Operations of both clients: generators that yield effects (`client.effects`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ __all__ = ["Operations", "Reading", "Writing"]
 
 
 class Operations(LoadOperations, StoreOperations, HandoffOperations, DeviceOperations):
-    """All operations of one client."""
+    """All operations of one client. The docstrings are those of `AsyncClient`."""
 
     def status(self) -> Operation[admin_pb2.GetStatusResponse]:
-        """Asks for the server's status."""
         answer: admin_pb2.GetStatusResponse = yield Call(
             "AdminService/GetStatus", admin_pb2.GetStatusRequest(), self._timeouts.call
         )

@@ -1,4 +1,4 @@
-"""What all operations have in common: a link, calls with deadlines, and how a request is made of what the user gave us."""
+"""Base class of operations, and construction of requests from the caller's arguments."""
 
 from __future__ import annotations
 
@@ -21,70 +21,69 @@ from ..session.session import Session
 from ..staging import StagingPool
 from ..timeouts import Timeouts
 
-__all__ = ["Base", "as_json", "consecutive", "duration", "keys_for", "message"]
+__all__ = ["Base", "as_json", "consecutive", "duration", "key_fields", "message"]
 
 
 _group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
 
 
 class Base:
-    """Operations of one client; stateless but for the staging buffers."""
+    """Namespace, deadlines and staging buffers of one client."""
 
     def __init__(
-        self, namespace: Namespace, timeouts: Timeouts, lost: Callable[[Session], None], pin: Pin | None = None
+        self, namespace: Namespace, timeouts: Timeouts, invalidate: Callable[[Session], None], pin: Pin | None = None
     ) -> None:
-        """`lost` is told of a link whose session the server does not know any more; `pin` pins staging buffers."""
+        """`invalidate` ends a session that the server no longer knows; `pin` pins staging buffers."""
         self._namespace = namespace
         self._timeouts = timeouts
-        self._lost = lost
+        self._invalidate = invalidate
         self._staging = StagingPool(pin)
         self._sizes_by_group = {
             number.to_bytes(4, "big"): group.part_bytes for number, group in enumerate(namespace.groups)
         }
 
     def close(self) -> None:
-        """Gives up the staging buffers; those in use when they are given back."""
         self._staging.close()
 
-    def _call(self, link: Session, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
+    def _call(self, session: Session, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
         try:
             return (yield Call(method, request, self._timeouts.call + wait))
         except SessionLost:
-            self._lost(link)
+            self._invalidate(session)
             raise
 
-    def _call_for_sure(self, link: Session, method: str, request: Any) -> Operation[Any]:
-        """Calls what grants slots or gives them back.
+    def _call_or_end_session(self, session: Session, method: str, request: Any) -> Operation[Any]:
+        """Performs a call that grants or returns slots.
 
-        Where nobody knows whether it was carried out (no answer in time, or the caller was cancelled), slots could stay with
-        a session that does not know of them: so that session ends, and with it whatever it holds.
+        If its outcome is unknown (no response in time, or a cancelled caller), the session could own
+        slots without knowing them. So the session is ended, which returns all its slots.
         """
         try:
-            return (yield from self._call(link, method, request))
+            return (yield from self._call(session, method, request))
         except BaseException as error:
             if isinstance(error, DeadlineExceeded) or not isinstance(error, KVTierError):
-                self._lost(link)
+                self._invalidate(session)
             raise
 
-    def _quietly(self, operation: Operation[None]) -> Operation[None]:
-        """Runs an operation that tidies up after a failure, whose own failure is of no interest."""
+    def _ignore_errors(self, operation: Operation[None]) -> Operation[None]:
+        """Runs an operation that cleans up after a failure."""
         try:
             yield from operation
         except KVTierError:
             return
 
     def _sizes(self, keys: Iterable[bytes]) -> list[int]:
-        """Returns the size of each key's part."""
+        """Returns the part size in bytes of each key."""
         by_group = self._sizes_by_group
         try:
             return list(map(by_group.__getitem__, map(_group_of, keys)))
         except (KeyError, TypeError) as error:
             raise InvalidRequest(f"{error} ends no key of this namespace; see make_key") from None
 
-    def _places(
+    def _addresses_and_sizes(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, writable: bool
     ) -> tuple[list[int], list[int]]:
-        """Returns addresses and sizes of buffers, which are those of the keys' parts."""
+        """Returns addresses and sizes of buffers; raises `InvalidRequest` if they do not fit the keys."""
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys, but {len(buffers)} buffers")
         try:
@@ -102,17 +101,17 @@ M = TypeVar("M", bound=Message)
 
 
 def message(make: type[M], **fields: Any) -> M:
-    """Makes a request of what the user gave us."""
+    """Returns a protobuf message; raises `InvalidRequest` for a value of the wrong type."""
     try:
         return make(**fields)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(str(error)) from error
 
 
-def keys_for(link: Session, keys: Sequence[bytes]) -> dict[str, Any]:
-    """Returns the fields of a request that carry keys: packed if the server takes that, and they are of one length."""
+def key_fields(session: Session, keys: Sequence[bytes]) -> dict[str, Any]:
+    """Returns the key fields of a request: packed if the server accepts it and lengths are equal."""
     try:
-        lengths = set(map(len, keys)) if link.takes_packed_keys else set()
+        lengths = set(map(len, keys)) if session.packs_keys else set()
         if len(lengths) == 1 and (length := lengths.pop()):
             packed = b"".join(keys)
             if len(packed) != length * len(keys):
@@ -124,7 +123,6 @@ def keys_for(link: Session, keys: Sequence[bytes]) -> dict[str, Any]:
 
 
 def as_json(params: Mapping[str, Any] | None) -> str:
-    """Returns parameters as text; nothing for none."""
     try:
         return json.dumps(params) if params else ""
     except (TypeError, ValueError) as error:
@@ -132,7 +130,6 @@ def as_json(params: Mapping[str, Any] | None) -> str:
 
 
 def duration(seconds: float | None) -> Duration | None:
-    """Returns a time span as it travels."""
     if seconds is None:
         return None
     duration = Duration()
@@ -141,5 +138,5 @@ def duration(seconds: float | None) -> Duration | None:
 
 
 def consecutive(sizes: Sequence[int]) -> list[int]:
-    """Returns where pieces of these sizes begin that lie one behind the other."""
+    """Returns the offsets of adjacent pieces of these sizes."""
     return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""Handing requests over: publishing, claiming, and how long they are held."""
+"""Operations on holds: requests that one engine hands over to another."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ __all__ = ["HandoffOperations"]
 
 
 class HandoffOperations(Base):
-    """Requests that one engine holds for another."""
-
     def publish(
         self,
         request_id: str,
@@ -26,11 +24,10 @@ class HandoffOperations(Base):
         direction: HandoffDirection,
         hold_for: float | None,
     ) -> Operation[Publication]:
-        """Publishes a request of this engine."""
-        link: Session = yield Connect(self._timeouts.connect)
+        session: Session = yield Connect(self._timeouts.connect)
         request = message(
             handoff_pb2.PublishHoldRequest,
-            session=link.ref,
+            session=session.ref,
             request_id=request_id,
             direction=int(direction),
             keys=keys,
@@ -38,7 +35,7 @@ class HandoffOperations(Base):
             num_tokens=num_tokens,
             duration=duration(hold_for),
         )
-        answer = yield from self._call(link, "HandoffService/PublishHold", request)
+        answer = yield from self._call(session, "HandoffService/PublishHold", request)
         remaining = answer.remaining.ToNanoseconds() / 1e9
         return Publication(PublishStatus(answer.status), remaining, answer.pending_blocks)
 
@@ -51,18 +48,17 @@ class HandoffOperations(Base):
         wait: float,
         lease: float | None,
     ) -> Operation[LookupResult]:
-        """Leases the blocks of a hold."""
-        link: Session = yield Connect(self._timeouts.connect)
+        session: Session = yield Connect(self._timeouts.connect)
         request = message(
             handoff_pb2.ClaimHoldRequest,
-            session=link.ref,
+            session=session.ref,
             hold=_ref(hold),
             request_id=request_id,
             first_positions=first_positions,
             lease_duration=duration(lease),
             wait=duration(wait),
         )
-        answer = yield from self._call(link, "HandoffService/ClaimHold", request, wait)
+        answer = yield from self._call(session, "HandoffService/ClaimHold", request, wait)
         statuses: bytes = answer.statuses
         return LookupResult(
             id=answer.lease_id,
@@ -70,7 +66,7 @@ class HandoffOperations(Base):
             prefix_hits=len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT]))),
             request_id=request_id,
             keys=answer.keys,
-            link=link,
+            session=session,
             source_indices=bytes(len(statuses)),
             hold=HoldInfo(
                 positions=answer.positions,
@@ -81,22 +77,20 @@ class HandoffOperations(Base):
         )
 
     def renew_holds(self, holds: Sequence[HoldName], *, extension: float | None) -> Operation[list[HoldName]]:
-        """Extends holds; returns those that are gone."""
-        link: Session = yield Connect(self._timeouts.connect)
+        session: Session = yield Connect(self._timeouts.connect)
         request = message(
             handoff_pb2.RenewHoldsRequest,
-            session=link.ref,
+            session=session.ref,
             holds=map(_ref, holds),
             extension=duration(extension),
         )
-        answer = yield from self._call(link, "HandoffService/RenewHolds", request)
+        answer = yield from self._call(session, "HandoffService/RenewHolds", request)
         return [holds[number] for number in answer.missing_holds]
 
     def release_holds(self, holds: Iterable[HoldName]) -> Operation[None]:
-        """Ends holds."""
-        link: Session = yield Connect(self._timeouts.connect)
-        request = message(handoff_pb2.ReleaseHoldsRequest, session=link.ref, holds=map(_ref, holds))
-        yield from self._call(link, "HandoffService/ReleaseHolds", request)
+        session: Session = yield Connect(self._timeouts.connect)
+        request = message(handoff_pb2.ReleaseHoldsRequest, session=session.ref, holds=map(_ref, holds))
+        yield from self._call(session, "HandoffService/ReleaseHolds", request)
 
 
 def _ref(hold: HoldName) -> handoff_pb2.HoldRef:

@@ -1,4 +1,4 @@
-"""Looking up, and the leases that lookups grant."""
+"""Operations on requests, lookups and leases."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Operation
 from ..results import LookupResult, OffloadPolicy, RequestOutcome, TierFilter, TierVote
 from ..session.session import Session
-from .base import Base, as_json, duration, keys_for, message
+from .base import Base, as_json, duration, key_fields, message
 
 __all__ = ["LookupOperations"]
 
 
 class LookupOperations(Base):
-    """Which blocks are there; and requests, from their beginning to their end."""
-
     def begin_request(
         self,
         request_id: str,
@@ -33,13 +31,12 @@ class LookupOperations(Base):
         min_hits: int = 0,
         retain_for: float | None = None,
     ) -> Operation[LookupResult]:
-        """Announces a request and looks up its keys."""
-        link: Session = yield Connect(self._timeouts.connect)
+        session: Session = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.BeginRequestRequest,
-            session=link.ref,
+            session=session.ref,
             request_id=request_id,
-            **keys_for(link, keys),
+            **key_fields(session, keys),
             mode=lookup_mode(prefix),
             prompt_tokens=prompt_tokens,
             priority=priority,
@@ -50,9 +47,9 @@ class LookupOperations(Base):
             min_hits=min_hits,
             retain_for=duration(retain_for),
         )
-        answer = yield from self._call(link, "CacheService/BeginRequest", request, wait)
+        answer = yield from self._call(session, "CacheService/BeginRequest", request, wait)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
-        return lookup_result(answer.lookup, request_id, keys, link, OffloadPolicy(answer.policy), votes)
+        return lookup_result(answer.lookup, request_id, keys, session, OffloadPolicy(answer.policy), votes)
 
     def lookup(
         self,
@@ -67,42 +64,43 @@ class LookupOperations(Base):
         retain_for: float | None = None,
         want_slots: bool = False,
     ) -> Operation[LookupResult]:
-        """Looks up keys and leases the hits."""
-        link: Session = yield Connect(self._timeouts.connect)
+        """`want_slots`: if the region is mapped, the result also has the hits' offsets in it."""
+        session: Session = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.LookupRequest,
-            session=link.ref,
+            session=session.ref,
             request_id=request_id,
-            **keys_for(link, keys),
+            **key_fields(session, keys),
             mode=lookup_mode(prefix),
             wait=duration(wait),
             lease_duration=duration(lease),
-            want_slots=want_slots and link.region is not None,
+            want_slots=want_slots and session.region is not None,
             exclude=tier_filter(exclude),
             min_hits=min_hits,
             retain_for=duration(retain_for),
         )
-        answer = yield from self._call(link, "CacheService/Lookup", request, wait)
-        return lookup_result(answer, request_id, keys, link)
+        answer = yield from self._call(session, "CacheService/Lookup", request, wait)
+        return lookup_result(answer, request_id, keys, session)
 
     def release(self, lease_ids: Iterable[int]) -> Operation[None]:
-        """Gives leases back."""
-        link: Session = yield Connect(self._timeouts.connect)
-        request = message(cache_pb2.ReleaseLeaseRequest, session=link.ref, lease_ids=lease_ids)
-        yield from self._call(link, "CacheService/ReleaseLease", request)
+        session: Session = yield Connect(self._timeouts.connect)
+        request = message(cache_pb2.ReleaseLeaseRequest, session=session.ref, lease_ids=lease_ids)
+        yield from self._call(session, "CacheService/ReleaseLease", request)
 
     def touch(self, lease_ids: Iterable[int], *, lease: float | None) -> Operation[list[int]]:
-        """Extends leases; returns those that are gone."""
-        link: Session = yield Connect(self._timeouts.connect)
-        request = message(cache_pb2.TouchRequest, session=link.ref, lease_ids=lease_ids, lease_duration=duration(lease))
-        answer = yield from self._call(link, "CacheService/Touch", request)
+        session: Session = yield Connect(self._timeouts.connect)
+        request = message(
+            cache_pb2.TouchRequest, session=session.ref, lease_ids=lease_ids, lease_duration=duration(lease)
+        )
+        answer = yield from self._call(session, "CacheService/Touch", request)
         return list(answer.missing_lease_ids)
 
     def finish_request(self, request_id: str, *, wait: float) -> Operation[RequestOutcome]:
-        """Ends a request."""
-        link: Session = yield Connect(self._timeouts.connect)
-        request = message(cache_pb2.FinishRequestRequest, session=link.ref, request_id=request_id, wait=duration(wait))
-        answer = yield from self._call(link, "CacheService/FinishRequest", request, wait)
+        session: Session = yield Connect(self._timeouts.connect)
+        request = message(
+            cache_pb2.FinishRequestRequest, session=session.ref, request_id=request_id, wait=duration(wait)
+        )
+        answer = yield from self._call(session, "CacheService/FinishRequest", request, wait)
         return RequestOutcome(answer.settled, answer.incomplete_blocks)
 
 
@@ -110,7 +108,7 @@ def lookup_result(
     answer: cache_pb2.LookupResponse,
     request_id: str,
     keys: Sequence[bytes],
-    link: Session,
+    session: Session,
     policy: OffloadPolicy | None = None,
     votes: tuple[TierVote, ...] = (),
 ) -> LookupResult:
@@ -120,7 +118,7 @@ def lookup_result(
         prefix_hits=answer.prefix_hits,
         request_id=request_id,
         keys=keys,
-        link=link,
+        session=session,
         source_indices=answer.sources,
         slots=unpack_offsets(answer.slot_offsets),
         policy=policy,

@@ -1,4 +1,4 @@
-"""Writing blocks, and emptying what holds them."""
+"""Operations that store, flush and remove blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..part_streams import ATTEMPTS, PartSender, is_retryable
 from ..results import StoreStatus, WriteBatch
 from ..session.session import Session
 from ..transport.grpc_methods import LOCATE
-from .base import Base, consecutive, duration, keys_for, message
+from .base import Base, consecutive, duration, key_fields, message
 
 __all__ = ["StoreOperations", "Writing"]
 
@@ -25,16 +25,14 @@ _GRANTED = bytes([StoreStatus.GRANTED])
 
 @dataclass(slots=True)
 class Writing:
-    """A store between its two halves."""
+    """A store between `begin_write` and `end_write`."""
 
-    link: Session
+    session: Session
     store_id: int
     batch: WriteBatch
 
 
 class StoreOperations(Base):
-    """Bytes into the server."""
-
     def begin_write(
         self,
         held: ExitStack,
@@ -45,130 +43,133 @@ class StoreOperations(Base):
         staged: bool = True,
         sizes: Sequence[int] | None = None,
     ) -> Operation[Writing]:
-        """Makes slots, or staging if it is wanted, writable until `held` is closed; `end_write` must follow.
+        """Makes slots or staging memory writable until `held` is closed; `end_write` must follow.
 
-        `sizes` are those of the keys' parts, where they are known already.
+        Without `staged` there is no staging memory. `sizes` are the part sizes of the keys, if known.
         """
-        link: Session = yield Connect(self._timeouts.connect)
+        session: Session = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.PrepareStoreRequest,
-            session=link.ref,
+            session=session.ref,
             request_id=request_id,
-            **keys_for(link, keys),
+            **key_fields(session, keys),
             retain_for=duration(retain_for),
         )
-        held.enter_context(link.using())
-        answer = yield from self._call_for_sure(link, "CacheService/PrepareStore", request)
+        held.enter_context(session.using())
+        answer = yield from self._call_or_end_session(session, "CacheService/PrepareStore", request)
         statuses: bytes = answer.statuses
-        if statuses == _GRANTED * len(keys):  # as for what an engine has just computed
+        if statuses == _GRANTED * len(keys):  # fast path for new blocks
             wanted = list(range(len(keys)))
             sizes = self._sizes(keys) if sizes is None else sizes
         else:
             wanted = [number for number, status in enumerate(statuses) if status == StoreStatus.GRANTED]
             sizes = self._sizes(keys[number] for number in wanted)
-        if link.region is not None:
-            memory, address, offsets = link.region.memory[:], link.region.address, unpack_offsets(answer.slot_offsets)
+        if session.region is not None:
+            memory, address, offsets = (
+                session.region.memory[:],
+                session.region.address,
+                unpack_offsets(answer.slot_offsets),
+            )
         else:
             memory = held.enter_context(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
             address, offsets = address_of(memory)[0], consecutive(sizes)
         batch = WriteBatch(statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
-        return Writing(link, answer.store_id, batch)
+        return Writing(session, answer.store_id, batch)
 
     def end_write(
         self, writing: Writing, *, abort: bool = False, sources: Sequence[int] | None = None
     ) -> Operation[None]:
-        """Ends a store: sends what was staged, or lies at these addresses, and completes or aborts it."""
-        link, batch = writing.link, writing.batch
+        """Sends the staged parts, or the parts at `sources`, and completes or aborts the store."""
+        session, batch = writing.session, writing.batch
         if not writing.store_id:
             return
         request = message(
             cache_pb2.CompleteStoreRequest,
-            session=link.ref,
+            session=session.ref,
             store_id=writing.store_id,
             failed_items=sorted(batch.failed),
             abort=abort,
         )
-        if link.region is None and not abort:
+        if session.region is None and not abort:
             try:
                 if (yield from self._push(writing, sources)):
                     return
-            except BaseException:  # a cancellation, too: nobody else would end the store before its lease
+            except BaseException:  # also a cancellation; otherwise the store stays open until it expires
                 request.abort = True
-                yield from self._quietly(self._call_for_sure(link, "CacheService/CompleteStore", request))
+                yield from self._ignore_errors(
+                    self._call_or_end_session(session, "CacheService/CompleteStore", request)
+                )
                 raise
-        yield from self._call_for_sure(link, "CacheService/CompleteStore", request)
+        yield from self._call_or_end_session(session, "CacheService/CompleteStore", request)
 
     def store(
         self,
-        held: ExitStack,
         keys: Sequence[bytes],
         buffers: Sequence[HostBuffer],
         *,
         request_id: str,
         retain_for: float | None = None,
     ) -> Operation[bytes]:
-        """Stores buffers; returns a `StoreStatus` per key."""
-        sources, sizes = self._places(keys, buffers, writable=False)
-        writing = yield from self.begin_write(
-            held, keys, request_id=request_id, retain_for=retain_for, staged=False, sizes=sizes
-        )
-        batch = writing.batch
-        wanted = sources if len(batch.wanted) == len(sources) else [sources[number] for number in batch.wanted]
-        if writing.link.region is None:
-            yield from self.end_write(writing, sources=wanted)
+        sources, sizes = self._addresses_and_sizes(keys, buffers, writable=False)
+        with ExitStack() as held:
+            writing = yield from self.begin_write(
+                held, keys, request_id=request_id, retain_for=retain_for, staged=False, sizes=sizes
+            )
+            batch = writing.batch
+            wanted = sources if len(batch.wanted) == len(sources) else [sources[number] for number in batch.wanted]
+            if writing.session.region is None:
+                yield from self.end_write(writing, sources=wanted)
+                return batch.statuses
+            destinations = [batch.address + offset for offset in batch.offsets]
+            try:
+                yield Copy(lambda: copy_batch(destinations, wanted, batch.sizes))
+            except BaseException:
+                yield from self._ignore_errors(self.end_write(writing, abort=True))
+                raise
+            yield from self.end_write(writing)
             return batch.statuses
-        destinations = [batch.address + offset for offset in batch.offsets]
-        try:
-            yield Copy(lambda: copy_batch(destinations, wanted, batch.sizes))
-        except BaseException:
-            yield from self._quietly(self.end_write(writing, abort=True))
-            raise
-        yield from self.end_write(writing)
-        return batch.statuses
 
     def flush(self, keys: Sequence[bytes], *, wait: float) -> Operation[bytes]:
-        """Waits until blocks are durable; returns a `DurableStatus` per key."""
-        link: Session = yield Connect(self._timeouts.connect)
-        request = message(cache_pb2.FlushRequest, session=link.ref, keys=keys, wait=duration(wait))
-        answer = yield from self._call(link, "CacheService/Flush", request, wait)
+        session: Session = yield Connect(self._timeouts.connect)
+        request = message(cache_pb2.FlushRequest, session=session.ref, keys=keys, wait=duration(wait))
+        answer = yield from self._call(session, "CacheService/Flush", request, wait)
         statuses: bytes = answer.statuses
         return statuses
 
     def reset(self, *, wait: float) -> Operation[int]:
-        """Empties the CPU tier of the namespace; returns how many blocks are waited for."""
-        link: Session = yield Connect(self._timeouts.connect)
-        request = message(cache_pb2.ResetRequest, session=link.ref, wait=duration(wait))
-        answer = yield from self._call(link, "CacheService/Reset", request, wait)
+        session: Session = yield Connect(self._timeouts.connect)
+        request = message(cache_pb2.ResetRequest, session=session.ref, wait=duration(wait))
+        answer = yield from self._call(session, "CacheService/Reset", request, wait)
         pending: int = answer.pending_blocks
         return pending
 
     def _push(self, writing: Writing, sources: Sequence[int] | None) -> Operation[bool]:
-        """Sends the parts of a store, all at once or piece after piece; returns whether that has completed it."""
-        link, batch = writing.link, writing.batch
+        """Sends parts, with retries; returns whether the stream also completed the store."""
+        session, batch = writing.session, writing.batch
         if sources is None:
             sources = [batch.address + offset for offset in batch.offsets]
-        source = PartSender(link.ref, writing.store_id, sources, batch.sizes)
+        source = PartSender(session.ref, writing.store_id, sources, batch.sizes)
         start, attempt = 0, 1
         try:
             while True:
                 try:
-                    return (yield from self._push_from(link, source, start, complete=not batch.failed))
+                    return (yield from self._push_from(session, source, start, complete=not batch.failed))
                 except KVTierError as error:
-                    if attempt == ATTEMPTS or not is_retryable(error, link):
+                    if attempt == ATTEMPTS or not is_retryable(error, session):
                         raise
-                request = transfer_pb2.LocateRequest(session=link.ref, store_id=writing.store_id)
-                answer = yield from self._call(link, LOCATE, request)
+                request = transfer_pb2.LocateRequest(session=session.ref, store_id=writing.store_id)
+                answer = yield from self._call(session, LOCATE, request)
                 start, attempt = answer.received_bytes, attempt + 1
         finally:
             source.close()
 
-    def _push_from(self, link: Session, source: PartSender, start: int, *, complete: bool) -> Operation[bool]:
-        step = min(link.limits.max_frame_bytes, FRAME_BYTES)
+    def _push_from(self, session: Session, source: PartSender, start: int, *, complete: bool) -> Operation[bool]:
+        step = min(session.limits.max_frame_bytes, FRAME_BYTES)
         if start >= source.total_bytes:
             return False
         complete = complete and not start
         answer = yield Push(
-            link,
+            session,
             lambda: source.frames(start, step, complete=complete),
             self._timeouts.transfer,
             source,

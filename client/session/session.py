@@ -1,4 +1,4 @@
-"""A session that is open, and the memory through which its bytes go."""
+"""Open session of a client, with the mapped shared-memory region if there is one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ATTACH_SECONDS = 2.0
 
 
 class AttachError(Exception):
-    """The region cannot be mapped from here; the message says why. The grpc transport still works."""
+    """The region cannot be mapped; the message gives the reason. Transport grpc still works."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server lets a call ask for."""
+    """Limits of the server on one call."""
 
     max_keys: int
     max_frame_bytes: int
@@ -34,9 +34,9 @@ class Limits:
 
 
 class Attachment:
-    """The region, mapped, and the connection that tells the server so.
+    """The mapped region and its connection to the server.
 
-    The connection is closed when nobody copies any more: its end lets the server reuse our slots.
+    The connection is closed after the last copy. The server then reuses the session's slots.
     """
 
     def __init__(self, region: HostRegion, connection: socket.socket, pinning: Pinning | None) -> None:
@@ -46,10 +46,10 @@ class Attachment:
 
     @classmethod
     def connect(cls, path: str, session: common_pb2.SessionRef, pin: Pin | None = None) -> Attachment:
-        """Fetches the region's descriptor over the Unix socket at `path` and maps it; `pin` makes what pins it, later.
+        """Receives the region's descriptor over the Unix socket at `path` and maps it.
 
         Raises:
-            AttachError: there is no such socket here, the server refused, or the kernel did.
+            AttachError: the socket does not exist, or the server or the kernel refused.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -75,7 +75,7 @@ class Attachment:
         return cls(region, connection, pin(region) if pin is not None else None)
 
     def close(self) -> None:
-        """Unpins and unmaps the region, and hangs up."""
+        """Unpins and unmaps the region, and closes the connection."""
         if self.pinning is not None:
             self.pinning.close()
         self.region.close()
@@ -83,16 +83,16 @@ class Attachment:
 
 
 class Session:
-    """One session of a client, from `Open` until it falls.
+    """Session of a client, from `Open` to its end.
 
     Attributes:
-        ref: how calls name the session.
-        transport: "shm" where the region is mapped; "tcp" as long as streams go over plain sockets; else "grpc".
-        why: why this transport, for people.
-        devices: whether the server moves bytes of devices.
-        tiers: names of the tiers, as `sources` indexes them.
-        takes_packed_keys: whether calls may carry their keys packed.
-        calls: what calls go over instead of gRPC; None where they go over gRPC.
+        ref: reference to the session in calls.
+        transport: "shm" if the region is mapped; "tcp" while streams use raw sockets; else "grpc".
+        transport_reason: reason for this transport, for logs.
+        devices: the server's support for copies to and from devices.
+        tiers: names of the tiers, in the order of `source_indices`.
+        packs_keys: whether the server accepts packed keys.
+        calls: sockets for unary calls; None if they use gRPC.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class Session:
         ref: common_pb2.SessionRef,
         capabilities: session_pb2.CapabilitiesResponse,
         attachment: Attachment | None,
-        why: str,
+        transport_reason: str,
         calls: SocketCalls | None = None,
     ) -> None:
         self.ref = ref
         self.transport = "grpc" if attachment is None else "shm"
-        self.why = why
+        self.transport_reason = transport_reason
         self.devices = capabilities.devices
         self.tiers = tuple(capabilities.tiers)
         self.limits = Limits(
@@ -113,42 +113,41 @@ class Session:
             max_frame_bytes=capabilities.limits.max_frame_bytes,
             max_wait=capabilities.limits.max_wait.ToNanoseconds() / 1e9,
         )
-        self.takes_packed_keys = capabilities.packed_keys
+        self.packs_keys = capabilities.packed_keys
         self.calls = calls
         self._attachment = attachment
         self._lock = threading.Lock()
         self._users = 0
-        self._fallen = False
+        self._ended = False
         self._cancels: set[Callable[[], object]] = set()
 
-    def call_over(self, calls: SocketCalls) -> None:
-        """Has calls go this way from now on, as long as the link stands; instead of an earlier way, which is given up."""
+    def use_calls(self, calls: SocketCalls) -> None:
+        """Uses `calls` for unary calls from now on and closes the previous ones."""
         with self._lock:
-            unused = calls if self._fallen else self.calls
-            if not self._fallen:
+            unused = calls if self._ended else self.calls
+            if not self._ended:
                 self.calls = calls
         if unused is not None:
             unused.close()
 
     @property
-    def fallen(self) -> bool:
-        """Whether the session is over."""
-        return self._fallen
+    def ended(self) -> bool:
+        return self._ended
 
     @property
     def region(self) -> HostRegion | None:
-        """The mapped region; use it within `using` only."""
+        """The mapped region; use it only within `using`."""
         return self._attachment.region if self._attachment else None
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """Keeps the region mapped, and our slots ours, while bytes are copied.
+        """Keeps the region mapped and the session's slots reserved during a copy.
 
         Raises:
-            SessionLost: the session is over already.
+            SessionLost: the session has ended already.
         """
         with self._lock:
-            if self._fallen:
+            if self._ended:
                 raise SessionLost("the session has ended")
             self._users += 1
         try:
@@ -156,17 +155,17 @@ class Session:
         finally:
             with self._lock:
                 self._users -= 1
-                close = self._fallen and not self._users
+                close = self._ended and not self._users
             if close:
                 self._close()
 
     @contextlib.contextmanager
     def cancelling(self, cancel: Callable[[], object]) -> Iterator[None]:
-        """Calls `cancel`, on whichever thread notices, if the session falls meanwhile: a stream must not outlast it."""
+        """Calls `cancel`, on any thread, if the session ends within the block."""
         with self._lock:
-            fallen = self._fallen
+            ended = self._ended
             self._cancels.add(cancel)
-        if fallen:
+        if ended:
             cancel()
         try:
             yield
@@ -174,12 +173,12 @@ class Session:
             with self._lock:
                 self._cancels.discard(cancel)
 
-    def fall(self) -> None:
-        """Ends the link; what it holds is given up as soon as nobody uses it."""
+    def end(self) -> None:
+        """Ends the session. The region is unmapped after the last `using` block."""
         with self._lock:
-            if self._fallen:
+            if self._ended:
                 return
-            self._fallen = True
+            self._ended = True
             close = not self._users
             cancels = list(self._cancels)
         for cancel in cancels:

@@ -1,8 +1,6 @@
-"""Calls over a socket instead of gRPC, for the synchronous client (`protos/wire/call_frames.py`).
+"""Unary calls over a socket instead of gRPC (`protos/wire/call_frames.py`), for the synchronous client.
 
-To a server on this host that is its Unix socket, to one elsewhere the port for plain sockets of its bulk process.
-
-A connection carries one call at a time, from whichever thread; so there are as many as there were threads calling at once.
+The socket is the Unix socket of a local server, or the TCP port of the bulk process of a remote one.
 """
 
 from __future__ import annotations
@@ -23,50 +21,93 @@ from ...protos.wire.attach import REPLY_BYTES, Purpose, pack_request, unpack_rep
 from ...protos.wire.call_frames import LENGTH_BYTES, STATUS_OF_CODE, pack_call, unpack_answer, unpack_length
 from ..errors import DeadlineExceeded, ServerError, SessionLost, error_from
 
-__all__ = ["MAX_IDLE", "SocketCalls", "answer_of", "keep_alive"]
+__all__ = ["MAX_IDLE", "AnswerReader", "SocketCalls", "SocketPool", "enable_keepalive", "message_of"]
 
 _CONNECT_SECONDS = 2.0
 _CHUNK_BYTES = 64 << 10
 _LATE_SECONDS = 0.01
-"""What a call may be late by: a deadline is told to the kernel anew only where more has passed of it."""
+"""Tolerated lateness of a deadline: the socket's time-out is updated only if more time has passed."""
 MAX_IDLE = 8
-"""Connections that are kept for later calls; each is a descriptor of the server's."""
+"""Maximum number of idle connections; each uses a file descriptor of the server."""
 
 
-class SocketCalls:
-    """Connections for the calls of one session. Any thread may call."""
+class SocketPool:
+    """Connections of one session; each carries one call at a time. Any thread may use the pool."""
+
+    def __init__(self) -> None:
+        self._idle: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
+        """Connections with a call in progress, and connections being established."""
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Closes the connections; calls in progress end with `SessionLost`."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for connection in self._busy:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for connection in idle:
+            connection.close()
+
+    def _take(self) -> socket.socket | None:
+        with self._lock:
+            if not self._idle:
+                return None
+            connection = self._idle.pop()
+            self._busy.add(connection)
+            return connection
+
+    def _add(self, connection: socket.socket) -> None:
+        """Adds a busy connection. Raises `SessionLost` if the pool is closed."""
+        with self._lock:
+            self._busy.add(connection)
+            closed = self._closed
+        if closed:
+            raise SessionLost("the session has ended")
+
+    def _put(self, connection: socket.socket, *, intact: bool) -> None:
+        """Ends the use of a connection; keeps it if it is `intact`, so no response is outstanding."""
+        with self._lock:
+            self._busy.discard(connection)
+            if intact and not self._closed and len(self._idle) < MAX_IDLE:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+class SocketCalls(SocketPool):
+    """Blocking calls of one session. Any thread may call."""
 
     def __init__(
         self, address: str | tuple[Any, ...], session: common_pb2.SessionRef, family: int = socket.AF_UNIX
     ) -> None:
-        """Connects nothing: see `prepare`. `address` is one of `family`, as sockets have it."""
+        """Does not connect; see `prepare`."""
+        super().__init__()
         self.address = address
         self.family = family
         self.hello = pack_request(session.session_id, session.epoch, Purpose.CALLS)
-        self._idle: list[socket.socket] = []
-        self._busy: set[socket.socket] = set()
-        """Those of calls that run, from before they are connected."""
-        self._when_closed: list[Callable[[], object]] = []
-        self._lock = threading.Lock()
-        self._closed = False
+        self._close_callbacks: list[Callable[[], object]] = []
 
-    def when_closed(self, tell: Callable[[], object]) -> None:
-        """Has `tell` called when these are closed, on whichever thread that happens; at once if they are."""
+    def on_close(self, callback: Callable[[], object]) -> None:
+        """Runs `callback` on the thread that closes this; at once if it is closed already."""
         with self._lock:
             closed = self._closed
-            self._when_closed.append(tell)
+            self._close_callbacks.append(callback)
         if closed:
-            tell()
+            callback()
 
     def make_socket(self) -> socket.socket:
-        """Returns a socket that is to be connected."""
+        """Returns a socket that is not connected yet."""
         connection = socket.socket(self.family, socket.SOCK_STREAM)
         if self.family != socket.AF_UNIX:
-            keep_alive(connection)
+            enable_keepalive(connection)
         return connection
 
     def prepare(self) -> bool:
-        """Makes a connection for the first call; returns whether the server grants one."""
+        """Connects for the first call; returns whether the server accepts calls over this socket."""
         try:
             connection = self._connect(_CONNECT_SECONDS)
         except TimeoutError:
@@ -76,17 +117,17 @@ class SocketCalls:
         return connection is not None
 
     def call(self, name: str, message: bytes, timeout: float) -> bytes | None:
-        """Returns what a method answers; None where there is no connection to be had, and nothing was called.
+        """Returns the response of a method; None, without a call, if no connection is possible.
 
         Raises:
-            KVTierError: the call was refused or has failed, or there was no answer in time.
+            KVTierError: the call was refused or failed, or the response did not arrive in time.
         """
         began = time.monotonic()
         deadline = began + timeout
         try:
-            connection = self._idle_one() or self._connect(timeout)
+            connection = self._take() or self._connect(timeout)
             if connection is None:
-                if self._closed:  # it would go on over gRPC
+                if self._closed:  # None would make the caller use gRPC
                     raise SessionLost("the session has ended")
                 return None
             intact = False
@@ -95,68 +136,40 @@ class SocketCalls:
                 connection.sendall(pack_call(name.encode(), message))
                 if time.monotonic() - began > _LATE_SECONDS:
                     _set_deadline(connection, deadline)
-                body = _receive(connection, deadline)
+                answer = AnswerReader()
+                while not answer.feed(connection.recv(_CHUNK_BYTES)):
+                    _set_deadline(connection, deadline)
                 intact = True
-            finally:  # where a call has failed, its answer may still come
+            finally:
                 self._put(connection, intact=intact)
         except TimeoutError:
             raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
-        except OSError as error:  # the connection lives as long as the session
+        except OSError as error:  # the server closes the connection when the session ends
             raise SessionLost(f"{name}: {error}") from None
-        return answer_of(body)
+        return message_of(answer.body)
 
     def close(self) -> None:
-        """Hangs up; calls that are running end with `SessionLost`."""
+        super().close()
         with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            tells, self._when_closed = self._when_closed, []
-            for connection in self._busy:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-        for connection in idle:
-            connection.close()
-        for tell in tells:
-            tell()
-
-    def _idle_one(self) -> socket.socket | None:
-        with self._lock:
-            if not self._idle:
-                return None
-            connection = self._idle.pop()
-            self._busy.add(connection)
-            return connection
-
-    def _take(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._busy.add(connection)
-            closed = self._closed
-        if closed:
-            raise SessionLost("the session has ended")
-
-    def _put(self, connection: socket.socket, *, intact: bool) -> None:
-        with self._lock:
-            self._busy.discard(connection)
-            if intact and not self._closed and len(self._idle) < MAX_IDLE:
-                self._idle.append(connection)
-                return
-        connection.close()
+            callbacks, self._close_callbacks = self._close_callbacks, []
+        for callback in callbacks:
+            callback()
 
     def _connect(self, timeout: float) -> socket.socket | None:
-        """Returns a connection, a busy one; None where none can be had.
+        """Returns a busy connection; None if the server does not accept it.
 
         Raises:
-            TimeoutError: the server does not answer.
-            SessionLost: they are closed.
+            TimeoutError: the server does not respond.
+            SessionLost: the pool is closed.
         """
         connection = None
         granted = False
         try:
             connection = self.make_socket()
             connection.settimeout(timeout)
-            self._take(connection)
+            self._add(connection)
             connection.connect(self.address)
-            self._take(connection)  # a close before it was connected had nothing to shut down
+            self._add(connection)  # `close` cannot shut down a socket before it is connected
             connection.sendall(self.hello)
             granted = unpack_reply(connection.recv(REPLY_BYTES, socket.MSG_WAITALL)) is not None
         except TimeoutError:
@@ -169,10 +182,32 @@ class SocketCalls:
         return connection if granted else None
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Sets up a TCP socket: nothing waits for more to send, and a host that is gone is noticed within 15 s, as over gRPC.
+class AnswerReader:
+    """Assembles one response from the pieces that a socket delivers."""
 
-    What is idle is heard of as often as gRPC's channel is: no firewall forgets the one while it knows the other.
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._end = LENGTH_BYTES
+
+    def feed(self, piece: bytes) -> bool:
+        """Adds a piece; returns whether the response is complete."""
+        if not piece:
+            raise ConnectionError("the server hung up")
+        self._received += piece
+        if self._end == LENGTH_BYTES <= len(self._received):
+            self._end += unpack_length(self._received)
+        return len(self._received) >= self._end
+
+    @property
+    def body(self) -> bytes:
+        """The response without its length."""
+        return bytes(self._received[LENGTH_BYTES:])
+
+
+def enable_keepalive(connection: socket.socket) -> None:
+    """Disables Nagle's algorithm and detects a dead host within 15 s, like the gRPC channel.
+
+    The probe interval is that of the gRPC channel, so firewalls treat both connections alike.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -181,8 +216,8 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
 
 
-def answer_of(body: bytes) -> bytes:
-    """Returns the message of an answer. Raises the `KVTierError` that it carries instead."""
+def message_of(body: bytes) -> bytes:
+    """Returns the message of a response, or raises the `KVTierError` that the response carries."""
     try:
         code, message = unpack_answer(body)
         if not code:
@@ -191,22 +226,6 @@ def answer_of(body: bytes) -> bytes:
     except (ValueError, DecodeError) as error:
         raise ServerError(f"not an answer of kvtier: {error}") from None
     raise error_from(STATUS_OF_CODE[code], status.message, reason_within(status))
-
-
-def _receive(connection: socket.socket, deadline: float) -> bytes:
-    """Returns what follows the length of an answer. Raises `OSError`, of which `TimeoutError` is one."""
-    received = bytearray()
-    end = LENGTH_BYTES
-    while len(received) < end:
-        if received:
-            _set_deadline(connection, deadline)
-        piece = connection.recv(_CHUNK_BYTES)
-        if not piece:
-            raise ConnectionError("the server hung up")
-        received += piece
-        if end == LENGTH_BYTES <= len(received):
-            end += unpack_length(received)
-    return bytes(received[LENGTH_BYTES:])
 
 
 def _set_deadline(connection: socket.socket, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""Fake server for tests of code that uses a `Client`: no process, no socket, no thread."""
+"""Fake server in memory for tests of code that uses a `Client`."""
 
 from .fake_server import FakeServer
 

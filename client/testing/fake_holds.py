@@ -1,4 +1,4 @@
-"""The holds of `testing.FakeServer`: they end when somebody says so, for a fake has no clock."""
+"""Holds of the fake server. They never expire by time: the fake has no clock."""
 
 from __future__ import annotations
 
@@ -16,23 +16,19 @@ __all__ = ["BlockName", "FakeHold", "FakeHolds"]
 BlockName = tuple[bytes, bytes]
 _Name = tuple[bytes, str, str]
 
-_PRIVATE = b"kvtier.hold."
+_HOLD_PREFIX = b"kvtier.hold."
 _SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class FakeHold:
-    """A request that is held."""
-
     request: handoff_pb2.PublishHoldRequest
     names: Sequence[BlockName]
 
 
 class FakeHolds:
-    """Holds in a dict."""
-
     def __init__(self, is_ready: Callable[[BlockName], bool], drop: Callable[[BlockName], None]) -> None:
-        """`drop` is told of blocks that only an ended hold named."""
+        """`drop` removes a block without content hash after the end of its hold."""
         self.declining = False
         self._is_ready = is_ready
         self._drop = drop
@@ -40,11 +36,11 @@ class FakeHolds:
         self._expired: set[_Name] = set()
 
     def pinned(self) -> set[BlockName]:
-        """Returns what is held."""
+        """Returns the names of all held blocks."""
         return {name for hold in self._open.values() for name in hold.names}
 
     def end_all(self, *, expired: bool = False, prefix: bytes | None = None) -> None:
-        """Ends all holds, or those of one namespace."""
+        """Ends all holds, or those of the namespace `prefix`."""
         for name in [name for name in self._open if prefix in (None, name[0])]:
             self._end(name)
             if expired:
@@ -53,7 +49,6 @@ class FakeHolds:
     def publish(
         self, prefix: bytes, engine_id: str, names: Sequence[BlockName], request: handoff_pb2.PublishHoldRequest
     ) -> handoff_pb2.PublishHoldResponse:
-        """Holds blocks."""
         name = (prefix, engine_id, _named(request.request_id))
         if len(names) != len(request.positions):
             raise error_for("INVALID_ARGUMENT", f"{len(names)} keys and {len(request.positions)} positions")
@@ -61,7 +56,7 @@ class FakeHolds:
         if not self.declining:
             self._expired.discard(name)
             self._open[name] = FakeHold(request, names)
-        self._drop_private([*(replaced.names if replaced is not None else ()), *names])
+        self._drop_hold_only([*(replaced.names if replaced is not None else ()), *names])
         if self.declining:
             return handoff_pb2.PublishHoldResponse(status=handoff_pb2.PUBLISH_STATUS_NO_ROOM)
         return handoff_pb2.PublishHoldResponse(
@@ -71,16 +66,15 @@ class FakeHolds:
         )
 
     def find(self, prefix: bytes, request: handoff_pb2.ClaimHoldRequest) -> FakeHold:
-        """Returns what is claimed."""
         name = _name(prefix, request.hold)
         hold = self._open.get(name)
         if hold is None:
             reason = "HOLD_EXPIRED" if name in self._expired else "HOLD_NOT_FOUND"
-            raise error_for(reason, f"nobody holds request {name[2]!r} of engine {name[1]!r}")
+            raise error_for(reason, f"request {name[2]!r} of engine {name[1]!r} is not held")
         return hold
 
     def statuses(self, hold: FakeHold, first_positions: Sequence[int], *, publisher_lives: bool) -> bytes:
-        """Returns what there is to say of each block of a hold."""
+        """Returns one `KeyStatus` per block of a hold; 0 for unwanted blocks."""
         missing = KeyStatus.HIT_PENDING if publisher_lives else KeyStatus.MISS
         statuses = bytearray()
         for name, position in zip(hold.names, hold.request.positions, strict=True):
@@ -91,29 +85,27 @@ class FakeHolds:
         return bytes(statuses)
 
     def remaining(self, hold: FakeHold) -> Duration:
-        """Returns how long a hold lasts: time stands still."""
+        """Returns the full duration of a hold, because no time passes."""
         return hold.request.duration if hold.request.HasField("duration") else Duration(seconds=_SECONDS)
 
     def renew(self, prefix: bytes, request: handoff_pb2.RenewHoldsRequest) -> handoff_pb2.RenewHoldsResponse:
-        """Says which are gone."""
         names = [_name(prefix, hold) for hold in request.holds]
         missing = [number for number, name in enumerate(names) if name not in self._open]
         return handoff_pb2.RenewHoldsResponse(missing_holds=missing)
 
     def release(self, prefix: bytes, request: handoff_pb2.ReleaseHoldsRequest) -> handoff_pb2.ReleaseHoldsResponse:
-        """Ends holds."""
         for name in [_name(prefix, hold) for hold in request.holds]:
             if name in self._open:
                 self._end(name)
         return handoff_pb2.ReleaseHoldsResponse()
 
     def _end(self, name: _Name) -> None:
-        self._drop_private(self._open.pop(name).names)
+        self._drop_hold_only(self._open.pop(name).names)
 
-    def _drop_private(self, names: Sequence[BlockName]) -> None:
+    def _drop_hold_only(self, names: Sequence[BlockName]) -> None:
         still = self.pinned()
         for block in names:
-            if block[1].startswith(_PRIVATE) and block not in still:
+            if block[1].startswith(_HOLD_PREFIX) and block not in still:
                 self._drop(block)
 
 

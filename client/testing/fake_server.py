@@ -1,11 +1,12 @@
-"""A fake server for tests of code that uses a `Client`: no process, no socket, no thread.
+"""Fake server in memory for tests of code that uses a `Client`.
 
     server = FakeServer()
     with server.client(namespace) as client:
         client.store([key], [data])
 
-The client is the real one; only its wire is not. The fake passes the same contract tests as the real server
-(`tests/contracts/cache_client.py`), keeps every block for ever, and can be told to go down, to hang or to restart.
+The client is real; its transport calls the fake directly. The fake passes the contract tests of the
+real server (`tests/contracts/cache_client.py`). It evicts only on request (`forget`), and can
+simulate a server that is down, hangs or restarts.
 """
 
 from __future__ import annotations
@@ -34,23 +35,21 @@ __all__ = ["FakeServer"]
 _MAX_KEYS = 65536
 _MAX_FRAME_BYTES = 1 << 20
 
-_BlockName = BlockName
-
 
 @dataclass(slots=True)
 class _Lease:
     engine_id: str
     request_id: str
-    names: list[_BlockName | None]
-    blocks: dict[_BlockName, dict[int, bytes]]
-    """What it pins: it stays readable when the last hold that names it has ended."""
+    names: list[BlockName | None]
+    blocks: dict[BlockName, dict[int, bytes]]
+    """The pinned blocks; they stay readable after the end of the last hold that names them."""
 
 
 @dataclass(slots=True)
 class _Store:
     engine_id: str
     rank: int
-    names: list[_BlockName]
+    names: list[BlockName]
     sizes: list[int]
     staged: bytearray
 
@@ -66,42 +65,42 @@ class _Session:
 
 
 class FakeServer:
-    """Blocks in a dict. For one thread at a time.
+    """Fake server that keeps its blocks in a dict. For one thread at a time.
 
     Attributes:
         down: while set, clients cannot reach the server.
         hanging: while set, calls end in `DeadlineExceeded`.
-        calls: the methods that were called, in order.
+        calls: names of the called methods, in order.
     """
 
     def __init__(self) -> None:
         self.down = False
         self.hanging = False
         self.calls: list[str] = []
-        self._blocks: dict[_BlockName, dict[int, bytes]] = {}
-        self._world: dict[_BlockName, int] = {}
+        self._blocks: dict[BlockName, dict[int, bytes]] = {}
+        self._world: dict[BlockName, int] = {}
         self._ids = itertools.count(1)
         self._start()
 
     def client(self, namespace: Namespace, *, engine_id: str | None = None, rank: int | None = None) -> Client:
         """Returns a client of this server."""
-        wire = _FakeWire(self, namespace, engine_id or secrets.token_hex(8), rank or 0)
-        return Client(namespace=namespace, engine_id=wire.engine_id, rank=rank, wire=wire)
+        backend = _FakeTransport(self, namespace, engine_id or secrets.token_hex(8), rank or 0)
+        return Client(namespace=namespace, engine_id=backend.engine_id, rank=rank, backend=backend)
 
     def restart(self) -> None:
-        """Ends this life of the server: sessions, leases and stores fall; blocks stay, as in a durable tier."""
+        """Restarts the server: sessions, leases, stores and holds end; blocks stay, as in a durable tier."""
         self._start()
 
     def expire_holds(self) -> None:
-        """Lets the time of all holds be over."""
+        """Ends all holds as expired."""
         self._holds.end_all(expired=True)
 
-    def decline_holds(self, decline: bool = True) -> None:  # noqa: FBT001, FBT002 - said like this in a test
-        """Holds nothing that is published from now on."""
+    def decline_holds(self, decline: bool = True) -> None:  # noqa: FBT001, FBT002 - reads well in a test
+        """Makes later publications fail with NO_ROOM."""
         self._holds.declining = decline
 
     def forget(self) -> None:
-        """Evicts every block that no lease and no hold pins."""
+        """Evicts all blocks that are not pinned by a lease or hold."""
         pinned = {name for lease in self._leases.values() for name in lease.names} | self._holds.pinned()
         self._blocks = {name: parts for name, parts in self._blocks.items() if name in pinned}
 
@@ -112,14 +111,14 @@ class FakeServer:
         self._stores: dict[int, _Store] = {}
         self._holds = FakeHolds(self._ready, self._drop)
 
-    def _drop(self, name: _BlockName) -> None:
+    def _drop(self, name: BlockName) -> None:
         self._blocks.pop(name, None)
         self._world.pop(name, None)
 
-    def _open(self, wire: _FakeWire) -> Session:
+    def _open(self, transport: _FakeTransport) -> Session:
         session_id = secrets.token_bytes(16)
-        prefix = wire.namespace.to_proto().SerializeToString(deterministic=True)
-        self._sessions[session_id] = _Session(wire.engine_id, wire.rank, wire.namespace, prefix)
+        prefix = transport.namespace.to_proto().SerializeToString(deterministic=True)
+        self._sessions[session_id] = _Session(transport.engine_id, transport.rank, transport.namespace, prefix)
         capabilities = session_pb2.CapabilitiesResponse(
             epoch=self.epoch,
             tiers=["cpu"],
@@ -128,8 +127,8 @@ class FakeServer:
         ref = common_pb2.SessionRef(session_id=session_id, epoch=self.epoch)
         return Session(ref, capabilities, None, "a fake")
 
-    def _close(self, link: Session) -> None:
-        session = self._sessions.pop(link.ref.session_id, None)
+    def _close(self, ref: common_pb2.SessionRef) -> None:
+        session = self._sessions.pop(ref.session_id, None)
         if session is not None:
             self._leases = {number: lease for number, lease in self._leases.items() if number not in session.leases}
             self._stores = {number: store for number, store in self._stores.items() if number not in session.stores}
@@ -163,20 +162,20 @@ class FakeServer:
 
     def _session(self, ref: common_pb2.SessionRef) -> _Session:
         if ref.epoch != self.epoch:
-            raise error_for("STALE_EPOCH", "the session is of another life of this server")
+            raise error_for("STALE_EPOCH", "the session is of an earlier run of this server")
         session = self._sessions.get(ref.session_id)
         if session is None:
             raise error_for("UNKNOWN_SESSION", "there is no such session")
         return session
 
-    def _names(self, session: _Session, keys: Sequence[bytes]) -> list[_BlockName]:
+    def _names(self, session: _Session, keys: Sequence[bytes]) -> list[BlockName]:
         if len(keys) > _MAX_KEYS:
             raise error_for("TOO_MANY_KEYS", f"{len(keys)} keys in one call")
         if any(len(key) < 5 for key in keys):
             raise error_for("INVALID_KEY", "a key is too short")
         return [(session.prefix, key) for key in keys]
 
-    def _ready(self, name: _BlockName) -> bool:
+    def _ready(self, name: BlockName) -> bool:
         return name in self._blocks and len(self._blocks[name]) == self._world[name]
 
     def _begin_request(self, request: cache_pb2.BeginRequestRequest) -> cache_pb2.BeginRequestResponse:
@@ -185,7 +184,7 @@ class FakeServer:
 
     def _lookup(self, request: cache_pb2.LookupRequest | cache_pb2.BeginRequestRequest) -> cache_pb2.LookupResponse:
         session = self._session(request.session)
-        found: list[_BlockName | None] = []
+        found: list[BlockName | None] = []
         for name in self._names(session, request.keys):
             broken = request.mode != cache_pb2.LOOKUP_MODE_EACH and None in found[-1:]
             found.append(name if self._ready(name) and not broken else None)
@@ -202,7 +201,7 @@ class FakeServer:
             statuses=statuses, prefix_hits=hits, sources=bytes(len(found)), lease_id=lease_id
         )
 
-    def _grant(self, session: _Session, request_id: str, names: list[_BlockName | None]) -> int:
+    def _grant(self, session: _Session, request_id: str, names: list[BlockName | None]) -> int:
         lease_id = next(self._ids)
         blocks = {name: self._blocks[name] for name in names if name is not None}
         self._leases[lease_id] = _Lease(session.engine_id, request_id, names, blocks)
@@ -257,7 +256,7 @@ class FakeServer:
 
     def _prepare_store(self, request: cache_pb2.PrepareStoreRequest) -> cache_pb2.PrepareStoreResponse:
         session = self._session(request.session)
-        granted: list[_BlockName] = []
+        granted: list[BlockName] = []
         sizes: list[int] = []
         statuses = bytearray()
         writing = {name for store in self._stores.values() for name in store.names if store.rank == session.rank}
@@ -318,7 +317,7 @@ class FakeServer:
         return cache_pb2.FinishRequestResponse(settled=True)
 
     def _reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetResponse:
-        """Empties the namespace at once: leases and stores that are in the way are lost."""
+        """Empties the namespace at once; its leases, stores and holds are lost."""
         prefix = self._session(request.session).prefix
         self._holds.end_all(prefix=prefix)
         for name in [name for name in self._blocks if name[0] == prefix]:
@@ -391,19 +390,19 @@ class FakeServer:
             take(encode_pull_frame(start, xxhash.xxh3_64_intdigest(payload), [payload]))
 
 
-class _FakeWire:
-    """Performs a client's effects on a fake server."""
+class _FakeTransport:
+    """Performs the effects of one client on a fake server."""
 
     def __init__(self, server: FakeServer, namespace: Namespace, engine_id: str, rank: int) -> None:
         self.namespace = namespace
         self.engine_id = engine_id
         self.rank = rank
         self._server = server
-        self._link: Session | None = None
+        self._session: Session | None = None
         self._closed = False
 
     @property
-    def link(self) -> Session | None:
+    def session(self) -> Session | None:
         try:
             return self._connect()
         except KVTierError:
@@ -414,7 +413,7 @@ class _FakeWire:
             case Connect():
                 return self._connect()
             case Call(method, request, _):
-                return self._server._handle(method, request)  # noqa: SLF001 - two halves of one fake
+                return self._server._handle(method, request)  # noqa: SLF001 - part of FakeServer
             case Push(_, frames, _):
                 return self._server._push(list(frames()))  # noqa: SLF001
             case Pull(_, request, take, _):
@@ -423,20 +422,20 @@ class _FakeWire:
                 run()
         return None
 
-    def lost(self, link: Session) -> None:
-        link.fall()
+    def invalidate(self, session: Session) -> None:
+        session.end()
 
     def close(self) -> None:
         self._closed = True
-        if self._link is not None:
-            self._link.fall()
-            self._server._close(self._link)  # noqa: SLF001
+        if self._session is not None:
+            self._session.end()
+            self._server._close(self._session.ref)  # noqa: SLF001
 
     def _connect(self) -> Session:
         if self._closed:
             raise NotConnected("the client is closed")
         if self._server.down:
             raise NotConnected("the fake server is down")
-        if self._link is None or self._link.fallen or self._link.ref.epoch != self._server.epoch:
-            self._link = self._server._open(self)  # noqa: SLF001
-        return self._link
+        if self._session is None or self._session.ended or self._session.ref.epoch != self._server.epoch:
+            self._session = self._server._open(self)  # noqa: SLF001
+        return self._session

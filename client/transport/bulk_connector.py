@@ -1,7 +1,7 @@
-"""The way to the server's bulk process, for streams; beside the channel that calls take.
+"""Connector to the server's bulk process, which serves streams.
 
-It is looked for in the background, when a client first needs to move bytes over gRPC and again after it was lost. Until it is
-found, and wherever it cannot be reached (one port is open in a firewall), streams go where the calls go.
+A background thread finds and connects it before the first stream, and again after it was lost.
+Until then, and if it is unreachable (firewall), streams use the channel of the calls.
 """
 
 from __future__ import annotations
@@ -25,65 +25,64 @@ from ..session.session import Session
 from .grpc_methods import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
 from .tcp_streams import TcpStreamClient
 
-__all__ = ["AnyStreams", "BulkConnector", "Streams"]
+__all__ = ["BulkConnector", "BulkStreams", "GrpcStreams"]
 
 _log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
-"""As long as `CHANNEL_OPTIONS` give a handshake."""
+"""Equal to the handshake time-out in `CHANNEL_OPTIONS`."""
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 5.0
 _FULL_SECONDS = 1.0
-"""How long a bulk process that has refused a stream too many is left alone."""
+"""Pause after the bulk process refused a stream because it has too many."""
 
 
-class Streams:
-    """Push and Pull over one channel."""
+class GrpcStreams:
+    """Push and Pull streams over one gRPC channel."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
         self._push = channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
         self._pull = channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
 
-    def push(self, effect: Push, calls: Callable[[Any], object] = lambda _: None) -> Any:
-        """Sends frames; returns the response. `calls` is given the call, to be cancelled. Raises what gRPC does."""
+    def push(self, effect: Push, on_start: Callable[[Any], object] = lambda _: None) -> Any:
+        """Sends frames; returns the response. `on_start` gets the call and may cancel it later."""
         call = self._push.future(effect.frames(), timeout=effect.timeout)
-        calls(call)
-        with effect.link.cancelling(call.cancel):
+        on_start(call)
+        with effect.session.cancelling(call.cancel):
             return call.result()
 
-    def pull(self, effect: Pull, calls: Callable[[Any], object] = lambda _: None) -> None:
-        """Gives `take` each frame that comes. Raises what gRPC does."""
+    def pull(self, effect: Pull, on_start: Callable[[Any], object] = lambda _: None) -> None:
+        """Passes each received frame to `effect.take`. Otherwise like `push`."""
         call = self._pull(effect.request, timeout=effect.timeout)
-        calls(call)
-        with effect.link.cancelling(call.cancel):
+        on_start(call)
+        with effect.session.cancelling(call.cancel):
             try:
                 for message in call:
                     effect.take(message)
             finally:
-                call.cancel()  # where `take` has raised, the rest is not wanted
+                call.cancel()  # ends the stream if `take` raised
 
     def close(self) -> None:
-        """Closes the channel."""
         self._channel.close()
 
 
-AnyStreams: TypeAlias = Streams | TcpStreamClient
+BulkStreams: TypeAlias = GrpcStreams | TcpStreamClient
 
 
 class BulkConnector:
-    """Finds the bulk process of a server, and keeps a channel to it. Any thread may call."""
+    """Finds the bulk process of a server and stays connected to it. Any thread may call."""
 
-    def __init__(self, control: grpc.Channel, endpoint: Endpoint, credentials: Credentials, *, plain: bool) -> None:
-        """`control` is a channel to the server at `endpoint`; it must not be closed before this. `plain` prefers plain sockets."""
+    def __init__(self, control: grpc.Channel, endpoint: Endpoint, credentials: Credentials, *, tcp: bool) -> None:
+        """`control` is a channel to the server; close it after this. `tcp` prefers raw sockets."""
         self._endpoint = endpoint
         self._credentials = credentials
-        # Plain sockets are in the clear: not beside TLS, whatever the other side offers.
-        self._plain = plain and not credentials.is_tls(endpoint)
+        # Raw sockets are not encrypted, so they are not used beside TLS.
+        self._tcp = tcp and not credentials.is_tls(endpoint)
         self._locate = control.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
         self._lock = threading.Lock()
-        self._streams: AnyStreams | None = None
-        self._link: Session | None = None
+        self._streams: BulkStreams | None = None
+        self._session: Session | None = None
         self._search: threading.Thread | None = None
         self._call: Any = None
         self._full_until = 0.0
@@ -91,52 +90,51 @@ class BulkConnector:
 
     @property
     def found(self) -> bool:
-        """Whether streams go to the bulk process now."""
+        """Whether streams use the bulk process now."""
         return self._streams is not None
 
-    def streams(self, link: Session) -> AnyStreams | None:
-        """Returns the way to the bulk process; None, and begins to look for it, where it is not known."""
-        if link.region is not None:
+    def streams(self, session: Session) -> BulkStreams | None:
+        """Returns the connection to the bulk process; if there is none, starts a search."""
+        if session.region is not None:
             return None
         streams = self._streams
-        if streams is not None and self._link is link:
+        if streams is not None and self._session is session:
             return streams if time.monotonic() >= self._full_until else None
-        self._look(link)
+        self._start_search(session)
         return None
 
     @contextlib.contextmanager
-    def watching(self, streams: AnyStreams) -> Iterator[None]:
-        """Notices when a stream breaks because its other end is gone or full."""
+    def monitored(self, streams: BulkStreams) -> Iterator[None]:
+        """Detects that a stream broke because the bulk process is gone or full."""
         try:
             yield
         except NotConnected:
-            self._lost(streams)
+            self._disconnect(streams)
             raise
         except ValueError as error:
             if self._streams is streams:
                 raise
-            # gRPC's way to say that the channel was closed: by another thread, whose stream has broken.
+            # gRPC raises it for a closed channel: another thread's stream broke and closed it.
             raise NotConnected("the bulk process is gone") from error
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._lost(streams)
+                self._disconnect(streams)
             elif error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason_of(error.trailing_metadata()) is None:
-                # It has as many streams as it serves at once; what it refuses for another reason, the server would as well.
+                # Its limit of concurrent streams. With a reason, the server would refuse as well.
                 self._full_until = time.monotonic() + _FULL_SECONDS
             raise
 
-    def _lost(self, streams: AnyStreams) -> None:
-        """Takes note that a stream broke: the process may be gone, and the next one elsewhere."""
+    def _disconnect(self, streams: BulkStreams) -> None:
         with self._lock:
             if self._streams is not streams:
                 return
             self._streams = None
-            if self._link is not None:
-                self._link.transport = "grpc"
+            if self._session is not None:
+                self._session.transport = "grpc"
         streams.close()
 
     def close(self) -> None:
-        """Closes the channel, and waits for a search to end."""
+        """Closes the connection and waits for the end of a search."""
         self._closing.set()
         with self._lock:
             call = self._call
@@ -150,26 +148,26 @@ class BulkConnector:
         if streams is not None:
             streams.close()
 
-    def _look(self, link: Session) -> None:
+    def _start_search(self, session: Session) -> None:
         with self._lock:
             if self._closing.is_set() or (self._search is not None and self._search.is_alive()):
                 return
             old, self._streams = self._streams, None
-            thread = threading.Thread(target=self._find, args=(link,), name="kvtier-bulk", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no thread to be had: streams go where they have gone until now
+            thread = threading.Thread(target=self._run_search, args=(session,), name="kvtier-bulk", daemon=True)
+            with contextlib.suppress(RuntimeError):  # out of threads: streams use the channel of the calls
                 thread.start()
                 self._search = thread
         if old is not None:
             old.close()
 
-    def _find(self, link: Session) -> None:
-        """Looks until it is found, or there is nothing to be found."""
+    def _run_search(self, session: Session) -> None:
+        """Retries until the bulk process is connected or the session has ended."""
         delay = _FIRST_RETRY_SECONDS
-        while not link.fallen:
-            answer, error = self._outcome(self._locate, transfer_pb2.LocateRequest(session=link.ref))
+        while not session.ended:
+            answer, error = self._outcome(self._locate, transfer_pb2.LocateRequest(session=session.ref))
             if error is not None and error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older server
                 delay = _LAST_RETRY_SECONDS
-            if answer is not None and (self._connect_plainly(link, answer) or self._connect(link, answer)):
+            if answer is not None and (self._connect_tcp(session, answer) or self._connect_grpc(session, answer)):
                 return
             if self._closing.wait(delay):
                 return
@@ -180,48 +178,48 @@ class BulkConnector:
             return Endpoint(path=self._endpoint.path + answer.socket_suffix) if answer.socket_suffix else None
         return Endpoint(host=self._endpoint.host, port=answer.port) if answer.port else None
 
-    def _connect_plainly(self, link: Session, answer: transfer_pb2.LocateResponse) -> bool:
-        if not self._plain or self._endpoint.path is not None or not answer.plain_port:
+    def _connect_tcp(self, session: Session, answer: transfer_pb2.LocateResponse) -> bool:
+        if not self._tcp or self._endpoint.path is not None or not answer.plain_port:
             return False
         try:
             streams = TcpStreamClient(self._endpoint.host, answer.plain_port)
         except OSError as error:
-            _log.info("kvtier: plain sockets do not reach the bulk process: %s", error)
+            _log.info("kvtier: TCP streams do not reach the bulk process: %s", error)
             return False
-        streams.take_calls(link)
-        return self._found(link, streams, f"plain port {answer.plain_port}")
+        streams.offer_calls(session)
+        return self._use(session, streams, f"TCP port {answer.plain_port}")
 
-    def _found(self, link: Session, streams: AnyStreams, where: str) -> bool:
-        with self._lock:
-            if not self._closing.is_set():
-                self._streams, self._link = streams, link
-                link.transport = "tcp" if isinstance(streams, TcpStreamClient) else "grpc"
-                _log.info("kvtier: streams go to the bulk process at %s", where)
-                return True
-        streams.close()
-        return True
-
-    def _connect(self, link: Session, answer: transfer_pb2.LocateResponse) -> bool:
+    def _connect_grpc(self, session: Session, answer: transfer_pb2.LocateResponse) -> bool:
         endpoint = self._endpoint_of(answer)
         if endpoint is None:
             return False
         try:
             channel = self._credentials.channel(endpoint, CHANNEL_OPTIONS)
-        except CredentialsError as error:  # a file that was there when the client was made is not there now
-            _log.warning("kvtier: streams do not go to the bulk process: %s", error)
+        except CredentialsError as error:  # a certificate file was removed after the client was constructed
+            _log.warning("kvtier: streams do not use the bulk process: %s", error)
             return False
-        if not self._is_reached(channel):
+        if not self._is_reachable(channel):
             channel.close()
             return False
-        return self._found(link, Streams(channel), str(endpoint))
+        return self._use(session, GrpcStreams(channel), str(endpoint))
 
-    def _is_reached(self, channel: grpc.Channel) -> bool:
-        """Waits for a connection. The bulk process serves streams only: that it says so is an answer."""
+    def _use(self, session: Session, streams: BulkStreams, where: str) -> bool:
+        with self._lock:
+            if not self._closing.is_set():
+                self._streams, self._session = streams, session
+                session.transport = "tcp" if isinstance(streams, TcpStreamClient) else "grpc"
+                _log.info("kvtier: streams use the bulk process at %s", where)
+                return True
+        streams.close()
+        return True
+
+    def _is_reachable(self, channel: grpc.Channel) -> bool:
+        """Waits for a connection. The bulk process serves streams only, so it replies UNIMPLEMENTED."""
         error = self._outcome(channel.unary_unary(path_of(LOCATE)), b"", wait_for_ready=True)[1]
         return error is None or error.code() is grpc.StatusCode.UNIMPLEMENTED
 
     def _outcome(self, method: Any, request: Any, **options: Any) -> tuple[Any, Any]:
-        """Makes a call that ends when this is closed; returns its answer, or its error."""
+        """Performs a call that `close` cancels; returns its response, or its error."""
         call = method.future(request, timeout=_CONNECT_SECONDS, **options)
         with self._lock:
             self._call = call
@@ -231,4 +229,4 @@ class BulkConnector:
             error = call.exception()
             return (None, error) if error is not None else (call.result(), None)
         except grpc.FutureCancelledError:
-            return None, call  # it knows its status as well as an error does
+            return None, call  # has `code()`, like an error

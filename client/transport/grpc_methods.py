@@ -1,4 +1,4 @@
-"""What the sync and the asyncio client share about their gRPC channels."""
+"""gRPC channel options, method paths and response types of both clients."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ __all__ = ["CHANNEL_OPTIONS", "LOCATE", "PULL", "PUSH", "RESPONSES", "path_of", 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A proxy for the web is none for us.
+    # HTTP proxies of the environment are not meant for this traffic.
     ("grpc.enable_http_proxy", 0),
-    # A server that comes back is to be found within a second.
+    # Reconnect within a second after a server restart.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # Not a pause, whatever its name: how long an attempt may take at least. A busy host, or a far one, is slow to shake hands.
+    # Despite its name, the minimum time-out of one attempt: a busy or distant host is slow to
+    # complete the handshake.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Channels of one process would share a connection, and a bulk stream would hold up another client's calls.
+    # Otherwise channels of one process share a connection, and a stream delays other clients' calls.
     ("grpc.use_local_subchannel_pool", 1),
-    # A server whose host is gone is noticed; one that hangs is noticed by its heartbeats.
+    # Detects a dead host. A server that hangs is detected by its heartbeats.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
@@ -43,15 +44,14 @@ RESPONSES: MappingProxyType[str, type[Message]] = MappingProxyType(
     }
     | {LOCATE: transfer_pb2.LocateResponse}
 )
-"""The unary methods that operations call, and what they answer with."""
+"""Unary method -> type of its response."""
 
 
 serialize: Callable[[Message], bytes] = operator.methodcaller("SerializeToString")
-"""Turns any request into its bytes."""
 
 
 def response_of(method: str, message: bytes) -> Message:
-    """Returns what a method has answered. Raises `ServerError` for what is no answer of it."""
+    """Parses a response of `method`. Raises `ServerError` if it is invalid."""
     try:
         return RESPONSES[method].FromString(message)
     except DecodeError as error:
@@ -59,7 +59,7 @@ def response_of(method: str, message: bytes) -> Message:
 
 
 def path_of(method: str) -> str:
-    """Returns how gRPC names a method."""
+    """Returns the gRPC path of a method."""
     return f"/kvtier.v1.{method}"
 
 

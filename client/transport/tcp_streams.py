@@ -1,4 +1,4 @@
-"""Streams over plain TCP sockets to the bulk process: from the buffers into the socket, and out of it into the buffers."""
+"""Push and Pull over raw TCP sockets to the bulk process, directly between buffers and socket."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ...protos.wire import tcp_frames
 from ..effects import Pull, Push
 from ..errors import DeadlineExceeded, NotConnected, SessionLost, error_for
 from ..session.session import Session
-from ..session.socket_calls import SocketCalls, keep_alive
+from ..session.socket_calls import SocketCalls, enable_keepalive
 
 __all__ = ["TcpStreamClient"]
 
 _CONNECT_SECONDS = 2.0
-_KEEP = 8
-"""Idle connections that are kept."""
+_MAX_IDLE = 8
+"""Maximum number of idle connections."""
 _END = tcp_frames.pack_frame_head(0, 0, 0)
 
 
 class TcpStreamClient:
-    """Push and Pull over connections of its own. Any thread may call."""
+    """Push and Pull over a pool of connections. Any thread may call."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Connects. Raises OSError."""
+        """Connects. Raises `OSError`."""
         self._address = (host, port)
         self._lock = threading.Lock()
         first = self._connect()
@@ -38,10 +38,10 @@ class TcpStreamClient:
         self._idle: list[socket.socket] = [first]
         self._closed = False
 
-    def push(self, effect: Push, calls: Callable[[Any], object] = lambda _: None) -> transfer_pb2.PushResponse:
-        """Sends parts of a store. `calls` is given what `cancel`s it. Raises KVTierError."""
+    def push(self, effect: Push, on_start: Callable[[Any], object] = lambda _: None) -> transfer_pb2.PushResponse:
+        """Sends frames; returns the response. `on_start` gets the call and may cancel it later."""
         source = effect.source
-        with self._connection(effect, calls) as connection:
+        with self._connection(effect, on_start) as connection:
             request = source.request(complete=effect.complete)
             connection.send([tcp_frames.pack_request(tcp_frames.Method.PUSH, request.SerializeToString())])
             try:
@@ -50,14 +50,14 @@ class TcpStreamClient:
                     connection.send([tcp_frames.pack_frame_head(offset, nbytes, checksum), *views])
                 connection.send([_END])
             except ConnectionError:
-                connection.answer()  # a refusal, perhaps
+                connection.answer()  # raises if the server refused the stream
                 raise
             return transfer_pb2.PushResponse.FromString(connection.answer())
 
-    def pull(self, effect: Pull, calls: Callable[[Any], object] = lambda _: None) -> None:
-        """Fills parts of a load. Otherwise like `push`."""
+    def pull(self, effect: Pull, on_start: Callable[[Any], object] = lambda _: None) -> None:
+        """Receives frames into `effect.sink`. Otherwise like `push`."""
         sink = effect.sink
-        with self._connection(effect, calls) as connection:
+        with self._connection(effect, on_start) as connection:
             connection.send([tcp_frames.pack_request(tcp_frames.Method.PULL, effect.request.SerializeToString())])
             while True:
                 head = tcp_frames.unpack_frame_head(connection.received(tcp_frames.FRAME_HEAD_BYTES))
@@ -65,22 +65,22 @@ class TcpStreamClient:
                     break
                 views = sink.views(head.offset, head.nbytes)
                 connection.receive(views)
-                sink.took(head, views)
+                sink.verify(head, views)
             answer = transfer_pb2.PullResponse.FromString(connection.answer())
             sink.completed = sink.completed or answer.completed
 
-    def take_calls(self, link: Session) -> None:
-        """Has the calls of a link go to the same port as well, if the server takes them there."""
+    def offer_calls(self, session: Session) -> None:
+        """Moves the unary calls of a session to the same port, if the server accepts them there."""
         family, address = self._peer
-        if link.calls is not None:  # connections that stand go on, wherever they were made
-            link.calls.address, link.calls.family = address, family
+        if session.calls is not None:  # applies to new connections; existing ones stay open
+            session.calls.address, session.calls.family = address, family
             return
-        calls = SocketCalls(address, link.ref, family)
+        calls = SocketCalls(address, session.ref, family)
         if calls.prepare():
-            link.call_over(calls)
+            session.use_calls(calls)
 
     def close(self) -> None:
-        """Closes the idle connections; those in use are closed when they are not any more."""
+        """Closes the idle connections; those in use are closed after their stream."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -88,23 +88,23 @@ class TcpStreamClient:
             connection.close()
 
     @contextlib.contextmanager
-    def _connection(self, effect: Push | Pull, calls: Callable[[Any], object]) -> Iterator[_Timed]:
-        """Lends a connection, which ends with the link, or when it is cancelled, or after the time that is there."""
+    def _connection(self, effect: Push | Pull, on_start: Callable[[Any], object]) -> Iterator[_TimedConnection]:
+        """Lends a connection that is shut down on session end, cancellation or time-out."""
         deadline = time.monotonic() + effect.timeout
         call = None
         try:
             connection = self._take()
-            call = _Call(connection)
-            calls(call)
+            call = _StreamCall(connection)
+            on_start(call)
             try:
-                with effect.link.cancelling(call.cancel):
-                    yield _Timed(connection, deadline - time.monotonic())
+                with effect.session.cancelling(call.cancel):
+                    yield _TimedConnection(connection, deadline - time.monotonic())
             except BaseException:
                 connection.close()
                 raise
-            self._give_back(connection)
+            self._put(connection)
         except (OSError, ValueError) as error:
-            if effect.link.fallen or (call is not None and call.cancelled and time.monotonic() < deadline):
+            if effect.session.ended or (call is not None and call.cancelled and time.monotonic() < deadline):
                 raise SessionLost("the session has ended") from None
             if time.monotonic() >= deadline or isinstance(error, BlockingIOError):
                 raise DeadlineExceeded("the stream did not end in time") from None
@@ -113,7 +113,7 @@ class TcpStreamClient:
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._address, _CONNECT_SECONDS)
         connection.settimeout(None)
-        keep_alive(connection)
+        enable_keepalive(connection)
         return connection
 
     def _take(self) -> socket.socket:
@@ -122,21 +122,21 @@ class TcpStreamClient:
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
                 return self._connect()
-            # One that can be read is one that the server has closed.
-            if not _can_be_read(connection):
+            # An idle connection is readable only if the server has closed it.
+            if not _is_readable(connection):
                 return connection
             connection.close()
 
-    def _give_back(self, connection: socket.socket) -> None:
+    def _put(self, connection: socket.socket) -> None:
         with self._lock:
-            if not self._closed and len(self._idle) < _KEEP:
+            if not self._closed and len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)
                 return
         connection.close()
 
 
-class _Timed:
-    """A connection, as long as there is time. Raises OSError, `BlockingIOError` when it is up."""
+class _TimedConnection:
+    """Connection with a deadline. Raises `OSError`; `BlockingIOError` after the deadline."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
@@ -155,7 +155,7 @@ class _Timed:
         return data
 
     def answer(self) -> bytes:
-        """Returns the message of an answer. Raises KVTierError for a refusal."""
+        """Returns the message of a response. Raises `KVTierError` for a refusal."""
         granted, nbytes = tcp_frames.unpack_answer(self.received(tcp_frames.ANSWER_BYTES))
         message = bytes(self.received(nbytes))
         if not granted:
@@ -163,22 +163,21 @@ class _Timed:
         return message
 
 
-def _can_be_read(connection: socket.socket) -> bool:
-    """Returns whether there is something to read, or the end. Not by `select`: engines have more descriptors than it takes."""
-    look = select.poll()
-    look.register(connection, select.POLLIN)
-    return bool(look.poll(0))
+def _is_readable(connection: socket.socket) -> bool:
+    """Uses `poll`, because `select` fails for descriptors above 1023, which engines reach."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
-class _Call:
-    """What cancels a stream."""
+class _StreamCall:
+    """Handle that cancels a stream."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Ends whatever waits for the connection."""
         self.cancelled = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)

@@ -11,8 +11,8 @@ from harness.payloads import assert_serves, filled, key_of, namespace_of, payloa
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, KVTierError, NotConnected, SessionLost, Timeouts
-from kvtier.client.session.connection import Transport
-from kvtier.client.transport import aio_wire
+from kvtier.client.session.connection import TransportName
+from kvtier.client.transport import aio_transport
 
 NAMESPACE = namespace_of(MIB)
 
@@ -22,7 +22,7 @@ async def test_a_store_that_is_cancelled_while_it_copies_is_aborted(
 ) -> None:
     """The copy runs to its end before the memory is let go; then its slots are given back."""
     copying, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    real = aio_wire._to_its_end
+    real = aio_transport._run_to_end
 
     async def slow(work: object) -> None:
         async def with_pause() -> None:
@@ -33,7 +33,7 @@ async def test_a_store_that_is_cancelled_while_it_copies_is_aborted(
 
         await real(with_pause())
 
-    monkeypatch.setattr(aio_wire, "_to_its_end", slow)
+    monkeypatch.setattr(aio_transport, "_run_to_end", slow)
     keys = [key_of(number) for number in range(4)]
     with ServerProcess(tmp_path).start() as server:
         async with AsyncClient(server.endpoint, namespace=NAMESPACE) as client:
@@ -84,7 +84,7 @@ def test_a_stream_does_not_outlast_its_session(tmp_path: Path) -> None:
         client.wait_until_connected(60)
         client.store(keys, [payload(key, MIB) for key in keys])
         lease = client.lookup(keys)
-        link = lease.link
+        session = lease.session
         stopper = threading.Timer(0.0, server.suspend)
         started = time.monotonic()
         stopper.start()
@@ -92,7 +92,7 @@ def test_a_stream_does_not_outlast_its_session(tmp_path: Path) -> None:
             _read_again_and_again(client, lease.id)
         assert time.monotonic() - started < timeouts.transfer / 2
         server.resume()
-        assert link.transport == "grpc"
+        assert session.transport == "grpc"
 
 
 def _write_to_the_end_of_a_server(client: Client, server: ServerProcess, keys: list[bytes]) -> None:
@@ -116,10 +116,10 @@ def test_a_push_ends_with_its_link(tmp_path: Path) -> None:
     ):
         client.wait_until_connected(60)
         keys = [key_of(number) for number in range(8)]
-        link = client._wire.link
-        assert link is not None
+        session = client._transport.session
+        assert session is not None
         with pytest.raises(SessionLost), client.write(keys):
-            client._wire.lost(link)
+            client._transport.invalidate(session)
         client.wait_until_connected(60)
 
 
@@ -136,7 +136,7 @@ def test_a_closed_client_raises_nothing_else(tmp_path: Path) -> None:
         lease.release()
 
 
-TRANSPORTS: tuple[Transport, ...] = ("shm", "tcp", "grpc")
+TRANSPORTS: tuple[TransportName, ...] = ("shm", "tcp", "grpc")
 PATIENT = Timeouts(connect=60.0, call=600.0, transfer=600.0)
 """A call that ends for another reason than its client's end is none that ends."""
 

@@ -59,7 +59,7 @@ class _OnRealServer(CacheClientContract):
     @staticmethod
     def stay_away(client: Any) -> None:
         """Keeps the streams of a client on the endpoint that its calls go to."""
-        route = client._wire._bulk
+        route = client._transport._bulk
         route.close()
 
 

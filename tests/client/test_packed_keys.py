@@ -12,7 +12,7 @@ from contracts.cache_client import NAMESPACE, SMALL, new_keys
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, InvalidRequest, KeyStatus, make_key
-from kvtier.client.operations.base import keys_for
+from kvtier.client.operations.base import key_fields
 from kvtier.protos.v1 import common_pb2
 
 KEYS = new_keys(3)
@@ -20,7 +20,7 @@ KEYS = new_keys(3)
 
 def fields_for(keys: Sequence[Any], *, taken: bool = True) -> dict[str, Any]:
     """What a request to a server that takes packed keys, or does not, has."""
-    return keys_for(SimpleNamespace(takes_packed_keys=taken), keys)  # type: ignore[arg-type]
+    return key_fields(SimpleNamespace(packs_keys=taken), keys)  # type: ignore[arg-type]
 
 
 def test_keys_of_one_length_are_packed() -> None:
@@ -53,10 +53,10 @@ def test_they_name_the_same_blocks(tmp_path: Path, *, taken: bool) -> None:
     ):
         for client, packs in ((one, taken), (other, not taken)):
             client.wait_until_connected(60)
-            link = client._wire.link
-            assert link is not None
-            assert link.takes_packed_keys
-            link.takes_packed_keys = packs
+            session = client._transport.session
+            assert session is not None
+            assert session.packs_keys
+            session.packs_keys = packs
         one.store(KEYS, [bytes([number]) * SMALL for number in range(3)])
         with other.begin_request("r", KEYS) as lease:
             assert set(lease.statuses) == {KeyStatus.HIT}

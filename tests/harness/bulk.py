@@ -22,13 +22,13 @@ __all__ = ["bulk_pid", "bulk_streams", "locate", "wait_for_bulk", "wait_until_re
 
 def wait_for_bulk(client: Any) -> None:
     """Waits until a client's streams go to the bulk process."""
-    route = client._wire._bulk
+    route = client._transport._bulk
 
     def found() -> bool:
         with contextlib.suppress(AttributeError):
-            link = client._wire.link
-            if link is not None:
-                route.streams(link)
+            session = client._transport.session
+            if session is not None:
+                route.streams(session)
         return bool(route.found)
 
     wait_until(found)
@@ -56,7 +56,7 @@ def locate(session: RawSession, store_id: int = 0) -> transfer_pb2.LocateRespons
 
 def wait_until_received(client: Client, source: PartSender, nbytes: int) -> None:
     """Waits until the server has heard of so many bytes of the store that a client is sending."""
-    channel = client._wire._channel  # type: ignore[attr-defined]
+    channel = client._transport._channel  # type: ignore[attr-defined]
     call = channel.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
     request = transfer_pb2.LocateRequest(session=source._ref, store_id=source._store_id)
     wait_until(lambda: call(request, timeout=60).received_bytes >= nbytes)

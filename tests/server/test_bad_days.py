@@ -181,7 +181,7 @@ def test_descriptors_run_out(tmp_path: Path) -> None:
             with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as fresh:
                 wait_until(lambda: fresh.connected)
                 assert_serves(fresh, keys)
-        assert attach_reply(path, client._wire.link.ref) == 64 * MIB  # type: ignore[union-attr]
+        assert attach_reply(path, client._transport.session.ref) == 64 * MIB  # type: ignore[union-attr]
 
 
 def test_terminate_under_load(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class Load:
                 if life != self.life:
                     life, budget = self.life, self.fresh_per_life
                 if client.connected:
-                    epochs.add(client._wire.link.ref.epoch) if client._wire.link else None
+                    epochs.add(client._transport.session.ref.epoch) if client._transport.session else None
                 try:
                     if budget > 0 and rng.random() < 0.5:
                         size = rng.randint(1, 12)

@@ -183,7 +183,7 @@ class Acts:
         outcome = await seat.api.finish_request(name, wait=2.0)
         durable = await seat.api.flush(keys, wait=2.0)
         seen = await seat.api.lookup(keys[:1], lease=0.1)
-        if seen.link is begun.link and outcome.settled and not outcome.incomplete_blocks:
+        if seen.session is begun.session and outcome.settled and not outcome.incomplete_blocks:
             done = [
                 number
                 for number, status, stored in zip(numbers, durable, granted, strict=True)
@@ -239,10 +239,10 @@ class Acts:
 
     def _answered_by(self, seat: Seat) -> str:
         """Takes note of the life of the server that has served us, and returns it; empty if its session is over already."""
-        link = seat.link
-        if link is None:
+        session = seat.session
+        if session is None:
             return ""
-        epoch = f"{link.ref.epoch:016x}"
+        epoch = f"{session.ref.epoch:016x}"
         self._tally.count(f"epoch {epoch}")
         return epoch
 

@@ -54,9 +54,9 @@ class Seat:
     client: Client | AsyncClient
 
     @property
-    def link(self) -> Session | None:
-        """The session's link, if there is one now."""
-        return self.client._wire.link
+    def session(self) -> Session | None:
+        """The session, if there is one now."""
+        return self.client._transport.session
 
 
 class ClientSlots:

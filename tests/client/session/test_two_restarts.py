@@ -140,7 +140,7 @@ def test_a_restart_in_the_middle_of_opening_a_session(tmp_path: Path) -> None:
     server.start()
     with Client(endpoint, namespace=NAMESPACE) as client:
         client.wait_until_connected(60)
-        link = client._wire.link
-        assert link is not None
-        assert (client.epoch, link.tiers) == (2, ("tier of life 2",))
+        session = client._transport.session
+        assert session is not None
+        assert (client.epoch, session.tiers) == (2, ("tier of life 2",))
     server.stop(None).wait()

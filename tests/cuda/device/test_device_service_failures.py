@@ -184,7 +184,7 @@ def test_a_session_lost_in_mid_load(service: Service, aside: ThreadPoolExecutor)
         service.gate.close()
         loading = aside.submit(engine.client.load_to_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
-        engine.client._wire.lost(engine.client._wire.link)  # type: ignore[arg-type]
+        engine.client._transport.invalidate(engine.client._transport.session)  # type: ignore[arg-type]
         opening = threading.Timer(0.3, service.gate.open)
         opening.start()
         assert isinstance(loading.exception(30), KVTierError)
@@ -236,7 +236,7 @@ def test_a_session_that_falls_in_mid_copy(service: Service, aside: ThreadPoolExe
         service.gate.close()
         storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
-        engine.client._wire.lost(engine.client._wire.link)  # type: ignore[arg-type]
+        engine.client._transport.invalidate(engine.client._transport.session)  # type: ignore[arg-type]
         service.server.wait_for(lambda status: len(status.sessions) <= 2 and status.stores == 0)
         assert service.server.status().quarantined_bytes == BLOCKS * PART
         service.gate.open()

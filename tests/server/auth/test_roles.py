@@ -184,15 +184,15 @@ class TestTenants:
         """It carries no calls of another tenant's session."""
         with site.client("zeta-engine", unix=True, transport="shm") as zeta, raw(site, "acme-engine") as acme:
             zeta.wait_until_connected(60)
-            link = zeta._wire.link
-            assert link is not None
-            assert link.calls is not None
+            session = zeta._transport.session
+            assert session is not None
+            assert session.calls is not None
             request = cache_pb2.LookupRequest(session=acme.ref, keys=KEYS)
             with pytest.raises(AccessDenied) as error:
-                link.calls.call("CacheService/Lookup", request.SerializeToString(), 60.0)
+                session.calls.call("CacheService/Lookup", request.SerializeToString(), 60.0)
             assert error.value.reason == "WRONG_TENANT"
             with pytest.raises(AccessDenied) as error:
-                link.calls.call("AdminService/GetStatus", b"", 60.0)
+                session.calls.call("AdminService/GetStatus", b"", 60.0)
             assert error.value.reason == "PERMISSION_DENIED"
 
 
@@ -262,9 +262,9 @@ class TestSharedMemory:
             assert_serves(near, KEYS)
             path = f"{site.server.path}.shm"
             for client, granted in ((near, True), (far, False)):
-                link = client._wire.link
-                assert link is not None
-                assert (attach_reply(path, link.ref) is not None) == granted
+                session = client._transport.session
+                assert session is not None
+                assert (attach_reply(path, session.ref) is not None) == granted
 
     def test_explicit_shared_memory_without_permission_is_an_error(self, site: Site) -> None:
         """With "auto" the client uses streams, and the link reports why."""
@@ -274,9 +274,9 @@ class TestSharedMemory:
             assert "shared_memory" in str(error)
         with site.client("acme-far", unix=True) as client:
             client.wait_until_connected(60)
-            link = client._wire.link
-            assert link is not None
-            assert "shared_memory" in link.why
+            session = client._transport.session
+            assert session is not None
+            assert "shared_memory" in session.transport_reason
 
     def test_clients_of_the_unix_socket_need_no_token(self, site: Site) -> None:
         """Permission to open the Unix socket is enough by default."""

@@ -45,7 +45,7 @@ def test_blocks_travel_over_tls_through_the_bulk_process(site: Site) -> None:
         wait_for_bulk(client)
         client.store(KEYS, [payload(key, PART) for key in KEYS])
         assert_serves(client, KEYS)
-        streams = client._wire._bulk._streams  # type: ignore[attr-defined]
+        streams = client._transport._bulk._streams  # type: ignore[attr-defined]
         assert type(streams).__name__ == "Streams"
 
 
@@ -136,7 +136,7 @@ def test_a_new_certificate_is_in_use_without_a_restart(tmp_path: Path) -> None:
     with site.server.start(), site.client("acme-far") as early:
         early.wait_until_connected(60)
         wait_for_bulk(early)
-        bulk = early._wire._bulk._streams  # type: ignore[attr-defined]
+        bulk = early._transport._bulk._streams  # type: ignore[attr-defined]
         assert bulk is not None
         first = peer_serial(site.server.tcp, site.authority.ca)
         key = (tmp_path / "server.key").read_bytes()
@@ -169,7 +169,7 @@ def test_a_client_continues_if_its_files_are_removed(
         wait_until(lambda: client.connected)
         ca.unlink()
         client.store(KEYS, [payload(key, PART) for key in KEYS])
-        wait_until(lambda: "streams do not go to the bulk process" in caplog.text)
+        wait_until(lambda: "streams do not use the bulk process" in caplog.text)
         assert_serves(client, KEYS)
 
 
@@ -298,5 +298,5 @@ def test_tokens_identify_the_tenant_over_insecure_tcp(tmp_path: Path) -> None:
         with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials) as client:
             client.wait_until_connected(60)
             client.store(KEYS, [payload(key, PART) for key in KEYS])
-            wait_until(lambda: client._wire._bulk.streams(client._wire.link))  # type: ignore[attr-defined]
+            wait_until(lambda: client._transport._bulk.streams(client._transport.session))  # type: ignore[attr-defined]
             assert_serves(client, KEYS)

@@ -27,7 +27,7 @@ from harness.signals import stop
 
 from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, Timeouts, part_streams
 from kvtier.client.transport import bulk_connector
-from kvtier.client.transport.bulk_connector import AnyStreams, BulkConnector, Streams
+from kvtier.client.transport.bulk_connector import BulkConnector, BulkStreams, GrpcStreams
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.protos.wire.grpc_frames import decode_pull_frame, encode_push_frame
@@ -135,13 +135,13 @@ BREAKS: dict[str, Callable[[ServerProcess], object]] = {"process": kill_bulk, "c
 def count_asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Returns the list that the items of every Pull are added to, whichever way it goes."""
     asked: list[list[int]] = []
-    original = Streams.pull
+    original = GrpcStreams.pull
 
-    def pull(self: Streams, effect: Any, *rest: Any) -> None:
+    def pull(self: GrpcStreams, effect: Any, *rest: Any) -> None:
         asked.append(list(effect.request.items))
         original(self, effect, *rest)
 
-    monkeypatch.setattr(Streams, "pull", pull)
+    monkeypatch.setattr(GrpcStreams, "pull", pull)
     return asked
 
 
@@ -254,10 +254,10 @@ def test_a_channel_that_another_stream_has_given_up(
     server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool
 ) -> None:
     """A stream that begins on it goes the other way, and no error of gRPC's own comes out."""
-    original = BulkConnector.watching
+    original = BulkConnector.monitored
 
     @contextlib.contextmanager
-    def watching(route: BulkConnector, streams: AnyStreams) -> Iterator[None]:
+    def monitored(route: BulkConnector, streams: BulkStreams) -> Iterator[None]:
         route._lost(streams)
         with original(route, streams):
             yield
@@ -266,14 +266,14 @@ def test_a_channel_that_another_stream_has_given_up(
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as other:
             await other.wait_until_connected(60)
             await asyncio.to_thread(wait_for_bulk, other)
-            monkeypatch.setattr(BulkConnector, "watching", watching)
+            monkeypatch.setattr(BulkConnector, "monitored", monitored)
             assert await other.load(KEYS[:4], filled(4, PART)) == 4
 
     store_all(client)
     if asynchronous:
         asyncio.run(run())
         return
-    monkeypatch.setattr(BulkConnector, "watching", watching)
+    monkeypatch.setattr(BulkConnector, "monitored", monitored)
     keys = [key_of(number, salt="given up") for number in range(4)]
     store_all(client, keys)
     assert_serves(client, keys)
@@ -519,10 +519,10 @@ def test_where_one_port_is_open_streams_go_there(tmp_path: Path) -> None:
             near.wait_until_connected(60)
             wait_for_bulk(near)
             store_all(far)
-            assert not far._wire._bulk.found  # type: ignore[attr-defined]
+            assert not far._transport._bulk.found  # type: ignore[attr-defined]
             assert_serves(far, KEYS)
             assert_serves(near, KEYS)
-            assert not far._wire._bulk.found  # type: ignore[attr-defined]
+            assert not far._transport._bulk.found  # type: ignore[attr-defined]
         listening = listeners(bulk_pid(server.pid))
         assert listening
         assert listening <= {"0100007F", "0000000000000000FFFF00000100007F"}, "127.0.0.1, plain or mapped to IPv6"

@@ -144,10 +144,10 @@ def test_descriptors_beyond_what_select_knows(server: ServerProcess) -> None:
     with Client(server.tcp, namespace=NAMESPACE, transport="tcp") as client:
         client.wait_until_connected(60)
         wait_for_bulk(client)
-        way = client._wire._bulk._streams  # type: ignore[attr-defined]
+        way = client._transport._bulk._streams  # type: ignore[attr-defined]
         client.store(keys, [payload(key, PART) for key in keys])
         assert_serves(client, keys)
-        assert client._wire._bulk._streams is way  # type: ignore[attr-defined]
+        assert client._transport._bulk._streams is way  # type: ignore[attr-defined]
 
 
 BREAKS: dict[str, Callable[[ServerProcess, list[Any]], object]] = {
@@ -276,7 +276,7 @@ def test_a_client_comes_back(server: ServerProcess, client: Client) -> None:
     assert_serves(client, keys)
     wait_until(lambda: bulk_pid(server.pid) not in (None, before))
     wait_for_bulk(client)
-    assert isinstance(client._wire._bulk._streams, TcpStreamClient)  # type: ignore[attr-defined]
+    assert isinstance(client._transport._bulk._streams, TcpStreamClient)  # type: ignore[attr-defined]
     assert_serves(client, keys)
 
 
@@ -427,8 +427,8 @@ def test_a_server_that_trickles_does_not_move_the_deadline() -> None:
         streams_over = TcpStreamClient("127.0.0.1", listener.getsockname()[1])
         memory = bytearray(PART)
         sink = part_streams.PartReceiver([address_of(memory)[0]], [PART])
-        link = Session(common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "")
-        pull = Pull(link, transfer_pb2.PullRequest(), sink.take, 1.0, sink)
+        session = Session(common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "")
+        pull = Pull(session, transfer_pb2.PullRequest(), sink.take, 1.0, sink)
         started = time.monotonic()
         timer = threading.Timer(TIMEOUT, ended.set)
         timer.start()

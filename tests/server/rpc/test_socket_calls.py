@@ -345,7 +345,7 @@ def test_calls_to_a_server_that_hangs_end_at_their_deadline(tmp_path: Path) -> N
         timeouts = Timeouts(call=1.0)
         with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
             client.wait_until_connected(60)
-            client._wire._calls.clear()  # type: ignore[attr-defined]  # a call over gRPC raises a KeyError
+            client._transport._calls.clear()  # type: ignore[attr-defined]  # a call over gRPC raises a KeyError
             server.suspend()
             for _ in range(3):
                 began = time.monotonic()
@@ -383,10 +383,10 @@ async def test_no_descriptor_for_a_connection(tmp_path: Path, monkeypatch: pytes
         Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client,
     ):
         client.wait_until_connected(60)
-        link = client._wire.link
-        assert link is not None
-        assert link.calls is not None
-        link.calls._idle.pop().close()
+        session = client._transport.session
+        assert session is not None
+        assert session.calls is not None
+        session.calls._idle.pop().close()
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="shm") as other:
             await other.wait_until_connected(60)
             monkeypatch.setattr(socket, "socket", none_left)
@@ -418,13 +418,13 @@ def test_calls_are_made_over_the_socket_and_counted(tmp_path: Path) -> None:
     with ServerProcess(tmp_path).start() as server:
         with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
             client.wait_until_connected(60)
-            client._wire._calls.clear()  # type: ignore[attr-defined]
+            client._transport._calls.clear()  # type: ignore[attr-defined]
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(client, KEYS)
             assert client.status().tiers
         with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
             client.wait_until_connected(60)
-            client._wire._calls.clear()  # type: ignore[attr-defined]
+            client._transport._calls.clear()  # type: ignore[attr-defined]
             with pytest.raises(KeyError):
                 client.lookup(KEYS)
 

@@ -79,17 +79,17 @@ def test_calls_go_the_way_of_the_bytes(server: ServerProcess, monkeypatch: pytes
         client.wait_until_connected(60)
         wait_for_bulk(client)
         assert client.transport == "tcp"
-        monkeypatch.setattr(client._wire, "_calls", {})
+        monkeypatch.setattr(client._transport, "_calls", {})
         assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
         buffers = filled(len(keys), PART)
         assert client.load(keys, buffers) == len(keys)
         assert all(is_payload(key, found) for key, found in zip(keys, buffers, strict=True))
-        link = client._wire.link
-        assert link is not None
-        assert link.calls is not None
-        assert link.why == "asked for"
-        request = transfer_pb2.LocateRequest(session=link.ref)
-        answer = link.calls.call("TransferService/Locate", request.SerializeToString(), TIMEOUT)
+        session = client._transport.session
+        assert session is not None
+        assert session.calls is not None
+        assert session.transport_reason == "asked for"
+        request = transfer_pb2.LocateRequest(session=session.ref)
+        answer = session.calls.call("TransferService/Locate", request.SerializeToString(), TIMEOUT)
         assert answer is not None
         assert transfer_pb2.LocateResponse.FromString(answer).plain_port
         # The session of the test before may still be on its way out.
@@ -105,13 +105,13 @@ def test_calls_of_asyncio(server: ServerProcess) -> None:
         async with AsyncClient(server.tcp, namespace=NAMESPACE, transport="tcp") as client:
             await client.wait_until_connected(60)
             await asyncio.to_thread(wait_for_bulk, client)
-            link = client._wire.link
-            while link is None or link.calls is None:
+            session = client._transport.session
+            while session is None or session.calls is None:
                 await client.lookup(keys)
                 await asyncio.sleep(0.01)
-                link = client._wire.link
+                session = client._transport.session
             assert client.transport == "tcp"
-            client._wire._calls = {}
+            client._transport._calls = {}
             await client.store(keys, [payload(key, PART) for key in keys])
             buffers = filled(len(keys), PART)
             assert await client.load(keys, buffers) == len(keys)

@@ -1,0 +1,230 @@
+"""Transport of the asyncio client. It never blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from ...cuda.host.memory import tune_malloc
+from ...protos.credentials import Credentials
+from ...protos.endpoint import client_endpoint
+from ...protos.v1 import transfer_pb2
+from ..effects import Call, Connect, Copy, Effect, Pull, Push
+from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
+from ..session.connection import ClientIdentity, SessionConnection
+from ..session.session import Session
+from ..timeouts import Timeouts
+from .bulk_connector import BulkConnector, BulkStreams
+from .grpc_methods import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, response_of, serialize
+from .socket_calls_aio import AsyncSocketCalls
+
+__all__ = ["AsyncGrpcTransport"]
+
+_MAX_STREAMS = 64
+"""Maximum number of concurrent streams to the bulk process; further streams wait."""
+
+
+class AsyncGrpcTransport:
+    """Performs effects over its own gRPC channels. See `effects.Transport`.
+
+    Construct it on the event loop that uses it. A thread keeps the session open, so a busy event
+    loop does not lose it.
+    """
+
+    def __init__(
+        self, endpoint: str | None, identity: ClientIdentity, timeouts: Timeouts, credentials: Credentials | None
+    ) -> None:
+        credentials = credentials or Credentials.from_environment()
+        try:
+            server = client_endpoint(endpoint)
+            self._session_channel = credentials.channel(server, CHANNEL_OPTIONS)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        tune_malloc()
+        # Not the loop's default executor: streams that hang would block work of the application.
+        self._stream_threads = ThreadPoolExecutor(_MAX_STREAMS, "kvtier-stream")
+        self._bulk = BulkConnector(self._session_channel, server, credentials, tcp=identity.transport != "grpc")
+        self._connection = SessionConnection(self._session_channel, identity, timeouts.call)
+        self._channel = credentials.aio_channel(server, CHANNEL_OPTIONS)
+        self._closed = False
+        self._socket_calls: AsyncSocketCalls | None = None
+        self._calls = {
+            method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
+            for method, response in RESPONSES.items()
+        }
+        self._push = self._channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
+        self._pull = self._channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+
+    @property
+    def session(self) -> Session | None:
+        return self._connection.session
+
+    def invalidate(self, session: Session) -> None:
+        self._connection.invalidate(session)
+
+    async def perform(self, effect: Effect) -> Any:
+        try:
+            return await self._perform(effect)
+        except SessionLost as error:
+            raise self._translated(error) from None
+        except grpc.RpcError as error:
+            raise self._translated(
+                error_from_status(error.code(), error.details(), error.trailing_metadata())
+            ) from None
+        except grpc.FutureCancelledError:
+            raise self._translated(SessionLost("the session has ended")) from None
+        except grpc.aio.UsageError:
+            raise NotConnected("the client is closed") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                raise
+            # Not a cancellation of the caller: a closed channel cancels its calls, and the end of a
+            # session its streams.
+            if self._closed:
+                raise NotConnected("the client is closed") from None
+            if isinstance(effect, Push | Pull) and effect.session.ended:
+                raise SessionLost("the session has ended") from None
+            raise
+
+    def _translated(self, error: KVTierError) -> KVTierError:
+        """Replaces `SessionLost` after `close`: the caller ended the session itself."""
+        return NotConnected("the client is closed") if self._closed and isinstance(error, SessionLost) else error
+
+    async def _perform(self, effect: Effect) -> Any:
+        match effect:
+            case Connect(timeout, patient):
+                return await self._connect(timeout, patient=patient)
+            case Push(session) if bulk := self._bulk.streams(session):
+                return await self._stream_on_thread(bulk, partial(bulk.push, effect))
+            case Pull(session) if bulk := self._bulk.streams(session):
+                return await self._stream_on_thread(bulk, partial(bulk.pull, effect))
+            case Call(method, request, timeout):
+                return await self._call(method, request, timeout)
+            case Push(session, frames, timeout):
+                push = self._push(frames(), timeout=timeout)
+                with session.cancelling(_from_any_thread(push.cancel)):
+                    return await push
+            case Pull(session, request, take, timeout):
+                pull = self._pull(request, timeout=timeout)
+                with session.cancelling(_from_any_thread(pull.cancel)):
+                    # In 1 of 100 cases a cancellation inside gRPC's own wait leaks the call and its
+                    # next message until the deadline. So cancel the stream and wait for its end.
+                    await _run_to_end(_receive_all(pull, take), pull.cancel)
+            case Copy(run):
+                await _run_to_end(asyncio.to_thread(run))
+        return None
+
+    async def _connect(self, timeout: float, *, patient: bool) -> Session:
+        session = self._connection.session
+        if session is None:
+            session = await asyncio.to_thread(self._connection.wait, timeout, patient=patient)
+        self._bulk.streams(session)  # starts the search, so that it has ended before the first stream
+        return session
+
+    async def _call(self, method: str, request: Message, timeout: float) -> Any:
+        calls = self._current_socket_calls()
+        if calls is not None:
+            answer = await calls.call(method, serialize(request), timeout)
+            if answer is not None:
+                return response_of(method, answer)
+        return await self._calls[method](request, timeout=timeout)
+
+    async def _stream_on_thread(self, bulk: BulkStreams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
+        calls: list[Any] = []
+        cancelled = threading.Event()
+
+        def on_start(call: Any) -> None:
+            calls.append(call)
+            if cancelled.is_set():
+                call.cancel()
+
+        def run() -> Any:
+            with self._bulk.monitored(bulk):
+                return move(on_start)
+
+        def on_cancel() -> None:
+            cancelled.set()
+            moved.cancel()  # if it has not started
+            for call in calls:
+                call.cancel()
+
+        moved = self._stream_threads.submit(run)
+        await _run_to_end(asyncio.wrap_future(moved), on_cancel)
+        return moved.result()
+
+    def _current_socket_calls(self) -> AsyncSocketCalls | None:
+        """Returns the socket calls of the current session; None if its calls use gRPC."""
+        session = self._connection.session
+        wanted = session.calls if session is not None else None
+        if self._socket_calls is not None and self._socket_calls.calls is not wanted:
+            self._socket_calls.close()
+            self._socket_calls = None
+        if self._socket_calls is None and wanted is not None:
+            self._socket_calls = AsyncSocketCalls(wanted)
+        return self._socket_calls
+
+    async def close(self) -> None:
+        """Ends the session. Takes up to two seconds, even if cancelled."""
+        self._closed = True
+        await _run_to_end(self._close())
+
+    async def _close(self) -> None:
+        with ThreadPoolExecutor(1, "kvtier-close") as closer:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(closer, self._connection.close)  # ends the session and its streams
+            await loop.run_in_executor(closer, self._bulk.close)
+            self._stream_threads.shutdown(wait=False)
+        if self._socket_calls is not None:
+            self._socket_calls.close()
+        self._session_channel.close()
+        await self._channel.close()
+
+
+def _from_any_thread(cancel: Callable[[], object]) -> Callable[[], object]:
+    """Wraps a callback of the running event loop so that any thread may call it."""
+    loop = asyncio.get_running_loop()
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the call with it
+            loop.call_soon_threadsafe(cancel)
+
+    return call
+
+
+async def _receive_all(pull: Any, take: Callable[[bytes], None]) -> None:
+    async for message in pull:
+        take(message)
+
+
+async def _run_to_end(work: Awaitable[object], on_cancel: Callable[[], object] = lambda: None) -> None:
+    """Waits for the end of `work` even if cancelled; then calls `on_cancel` to shorten it.
+
+    The memory of a copy in progress must stay valid, and a partial close would leak the rest.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            on_cancel()
+        except BaseException:
+            if cancelled is None:
+                raise
+            # An error that `on_cancel` caused. The caller gets its CancelledError instead.
+    if cancelled is None:
+        task.result()
+        return
+    if not task.cancelled():
+        task.exception()  # marks it as retrieved; asyncio would log it otherwise
+    raise cancelled

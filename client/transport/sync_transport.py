@@ -1,0 +1,109 @@
+"""Transport of the synchronous client: gRPC, sockets beside it, and copies in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from ...cuda.host.memory import tune_malloc
+from ...protos.credentials import Credentials
+from ...protos.endpoint import client_endpoint
+from ..effects import Call, Connect, Copy, Effect, Pull, Push
+from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
+from ..session.connection import ClientIdentity, SessionConnection
+from ..session.session import Session
+from ..timeouts import Timeouts
+from .bulk_connector import BulkConnector, BulkStreams, GrpcStreams
+from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
+
+__all__ = ["GrpcTransport"]
+
+
+class GrpcTransport:
+    """Performs effects over its own gRPC channel. See `effects.Transport`."""
+
+    def __init__(
+        self, endpoint: str | None, identity: ClientIdentity, timeouts: Timeouts, credentials: Credentials | None
+    ) -> None:
+        tune_malloc()
+        try:
+            server = client_endpoint(endpoint)
+            credentials = credentials or Credentials.from_environment()
+            self._channel = credentials.channel(server, CHANNEL_OPTIONS)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        self._calls = {
+            method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
+            for method, response in RESPONSES.items()
+        }
+        self._streams = GrpcStreams(self._channel)
+        self._bulk = BulkConnector(self._channel, server, credentials, tcp=identity.transport != "grpc")
+        self._connection = SessionConnection(self._channel, identity, timeouts.call)
+        self._closed = False
+
+    @property
+    def session(self) -> Session | None:
+        return self._connection.session
+
+    def invalidate(self, session: Session) -> None:
+        self._connection.invalidate(session)
+
+    def perform(self, effect: Effect) -> Any:
+        try:
+            return self._perform(effect)
+        except SessionLost as error:
+            raise self._translated(error) from None
+        except grpc.RpcError as error:
+            raise self._translated(
+                error_from_status(error.code(), error.details(), error.trailing_metadata())
+            ) from None
+        except grpc.FutureCancelledError:
+            raise self._translated(SessionLost("the session has ended")) from None
+        except ValueError:
+            if self._closed:  # raised by gRPC for a closed channel
+                raise NotConnected("the client is closed") from None
+            raise
+
+    def _translated(self, error: KVTierError) -> KVTierError:
+        """Replaces `SessionLost` after `close`: the caller ended the session itself."""
+        return NotConnected("the client is closed") if self._closed and isinstance(error, SessionLost) else error
+
+    def _perform(self, effect: Effect) -> Any:
+        match effect:
+            case Connect(timeout, patient):
+                session = self._connection.wait(timeout, patient=patient)
+                self._bulk.streams(session)  # starts the search, so that it has ended before the first stream
+                return session
+            case Call(method, request, timeout):
+                return self._call(method, request, timeout)
+            case Push(session):
+                return self._stream(session, lambda streams: streams.push(effect))
+            case Pull(session):
+                self._stream(session, lambda streams: streams.pull(effect))
+            case Copy(run):
+                run()
+        return None
+
+    def _call(self, method: str, request: Message, timeout: float) -> Any:
+        session = self._connection.session
+        if session is not None and session.calls is not None:
+            answer = session.calls.call(method, serialize(request), timeout)
+            if answer is not None:
+                return response_of(method, answer)
+        return self._calls[method](request, timeout=timeout)
+
+    def _stream(self, session: Session, move: Callable[[BulkStreams], Any]) -> Any:
+        bulk = self._bulk.streams(session)
+        if bulk is None:
+            return move(self._streams)
+        with self._bulk.monitored(bulk):
+            return move(bulk)
+
+    def close(self) -> None:
+        self._closed = True
+        self._connection.close()
+        self._bulk.close()
+        self._channel.close()
