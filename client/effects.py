@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from .part_streams import PartReceiver, PartSender
-from .session.session import Session
+from .session.session import ClientSession
 
 __all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Pull", "Push", "Transport"]
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Get the session; wait up to `timeout` seconds for the first attempt. Result: `Session`."""
+    """Get the session; wait up to `timeout` seconds for the first attempt. Result: `ClientSession`."""
 
     timeout: float
     patient: bool = False
@@ -41,7 +41,7 @@ class Call:
 class Push:
     """Send frames; cancelled when the session ends. Result: `PushResponse`."""
 
-    session: Session
+    session: ClientSession
     frames: Callable[[], Iterator[bytes]]
     timeout: float
     source: PartSender
@@ -56,7 +56,7 @@ class Push:
 class Pull:
     """Receive frames and pass each to `take`; cancelled when the session ends. Result: None."""
 
-    session: Session
+    session: ClientSession
     request: Any
     take: Callable[[bytes], None]
     timeout: float
@@ -79,13 +79,13 @@ class Transport(Protocol):
     """Performs effects and owns the session. With asyncio, `perform` and `close` are coroutines."""
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> ClientSession | None:
         """The current session, if any."""
 
     def perform(self, effect: Effect) -> Any:
         """Returns the result of an effect. Raises `KVTierError`."""
 
-    def invalidate(self, session: Session) -> None:
+    def invalidate(self, session: ClientSession) -> None:
         """Ends a session that the server no longer knows."""
 
     def close(self) -> Any:

@@ -17,7 +17,7 @@ from ..protos.wire.grpc_frames import decode_pull_frame, push_head
 from ..protos.wire.part_sequence import PartSequence
 from ..protos.wire.tcp_frames import FrameHead
 from .errors import ChecksumMismatch, KVTierError, LimitExceeded, NotConnected, ServerError, SessionLost
-from .session.session import Session
+from .session.session import ClientSession
 
 __all__ = ["ATTEMPTS", "PartReceiver", "PartSender", "is_retryable"]
 
@@ -25,7 +25,7 @@ ATTEMPTS = 3
 """Maximum number of streams per transfer; each retry transfers the missing bytes only."""
 
 
-def is_retryable(error: KVTierError, session: Session) -> bool:
+def is_retryable(error: KVTierError, session: ClientSession) -> bool:
     """Whether a stream that failed with `error` may be retried: it broke while its session is open.
 
     A rate-limited stream is not retried, because each attempt counts against the limit.

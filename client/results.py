@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ..protos.v1 import cache_pb2, common_pb2, handoff_pb2
-from .session.session import Session
+from .session.session import ClientSession
 
 __all__ = [
     "DurableStatus",
@@ -186,7 +186,7 @@ class LookupResult:
     prefix_hits: int
     request_id: str
     keys: Sequence[bytes]
-    session: Session
+    session: ClientSession
     source_indices: bytes
     slots: Sequence[int] = ()
     policy: OffloadPolicy | None = None

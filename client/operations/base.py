@@ -17,7 +17,7 @@ from ...protos.v1 import common_pb2
 from ..effects import Call, Operation
 from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, SessionLost
 from ..namespace import Namespace
-from ..session.session import Session
+from ..session.session import ClientSession
 from ..staging import StagingPool
 from ..timeouts import Timeouts
 
@@ -31,7 +31,11 @@ class Base:
     """Namespace, deadlines and staging buffers of one client."""
 
     def __init__(
-        self, namespace: Namespace, timeouts: Timeouts, invalidate: Callable[[Session], None], pin: Pin | None = None
+        self,
+        namespace: Namespace,
+        timeouts: Timeouts,
+        invalidate: Callable[[ClientSession], None],
+        pin: Pin | None = None,
     ) -> None:
         """`invalidate` ends a session that the server no longer knows; `pin` pins staging buffers."""
         self._namespace = namespace
@@ -45,14 +49,14 @@ class Base:
     def close(self) -> None:
         self._staging.close()
 
-    def _call(self, session: Session, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
+    def _call(self, session: ClientSession, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
         try:
             return (yield Call(method, request, self._timeouts.call + wait))
         except SessionLost:
             self._invalidate(session)
             raise
 
-    def _call_or_end_session(self, session: Session, method: str, request: Any) -> Operation[Any]:
+    def _call_or_end_session(self, session: ClientSession, method: str, request: Any) -> Operation[Any]:
         """Performs a call that grants or returns slots.
 
         If its outcome is unknown (no response in time, or a cancelled caller), the session could own
@@ -108,7 +112,7 @@ def message(make: type[M], **fields: Any) -> M:
         raise InvalidRequest(str(error)) from error
 
 
-def key_fields(session: Session, keys: Sequence[bytes]) -> dict[str, Any]:
+def key_fields(session: ClientSession, keys: Sequence[bytes]) -> dict[str, Any]:
     """Returns the key fields of a request: packed if the server accepts it and lengths are equal."""
     try:
         lengths = set(map(len, keys)) if session.packs_keys else set()

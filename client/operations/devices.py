@@ -12,7 +12,7 @@ from ..device import KvBuffers, Mark, registration_of
 from ..effects import Call, Connect, Copy, Operation
 from ..errors import DeadlineExceeded, DeviceUnavailable, InvalidRequest, KVTierError
 from ..results import LookupResult, StoreStatus
-from ..session.session import Session
+from ..session.session import ClientSession
 from .base import duration, key_fields, message
 from .lookups import LookupOperations
 
@@ -31,7 +31,7 @@ _ANSWER_SECONDS = 2.0
 class _Registered:
     """Registration of the buffers with the server of one session."""
 
-    session: Session
+    session: ClientSession
     id: int
     sees_events: bool
 
@@ -39,11 +39,11 @@ class _Registered:
 class DeviceOperations(LookupOperations):
     _buffers: KvBuffers | None = None
     _registered: _Registered | None = None
-    _refused: tuple[Session, float, DeviceUnavailable] | None = None
+    _refused: tuple[ClientSession, float, DeviceUnavailable] | None = None
 
     def register_kv_buffers(self, buffers: KvBuffers) -> Operation[None]:
         self._buffers, self._registered, self._refused = buffers, None, None
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         yield from self._register(session, _START_SECONDS)
 
     def store_from_device(
@@ -57,7 +57,7 @@ class DeviceOperations(LookupOperations):
     ) -> Operation[bytes]:
         if len(keys) != len(blocks):
             raise InvalidRequest(f"{len(keys)} keys, but {len(blocks)} blocks")
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         registered = yield from self._register(session)
         event = yield from self._order(registered, after)
         prepare = message(
@@ -108,7 +108,7 @@ class DeviceOperations(LookupOperations):
     def read_to_device(
         self, lease: LookupResult | int, items: Sequence[int], blocks: Sequence[int], *, after: Mark | None
     ) -> Operation[None]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         registered = yield from self._register(session)
         event = yield from self._order(registered, after)
         lease_id = lease if isinstance(lease, int) else lease.id
@@ -133,7 +133,7 @@ class DeviceOperations(LookupOperations):
         confirm = cache_pb2.CompleteLoadRequest(session=session.ref, lease_id=lease_id)
         yield from self._call(session, "CacheService/CompleteLoad", confirm)
 
-    def _register(self, session: Session, wait: float = 0.0) -> Operation[_Registered]:
+    def _register(self, session: ClientSession, wait: float = 0.0) -> Operation[_Registered]:
         """Returns the registration with the session's server, and registers if necessary.
 
         With `wait` the caller waits for the start of the copy worker and gets `DeadlineExceeded` if
@@ -158,7 +158,7 @@ class DeviceOperations(LookupOperations):
         self._registered = registered
         return registered
 
-    def _send_registration(self, session: Session, wait: float) -> Operation[_Registered]:
+    def _send_registration(self, session: ClientSession, wait: float) -> Operation[_Registered]:
         if self._buffers is None:
             raise InvalidRequest("no KV buffers are registered: see register_kv_buffers")
         if not session.devices.offered:
@@ -181,7 +181,7 @@ class DeviceOperations(LookupOperations):
     def _give_up_at(self) -> int:
         return time.monotonic_ns() + int(self._timeouts.device * 1e9)
 
-    def _move(self, session: Session, method: str, request: Any) -> Operation[None]:
+    def _move(self, session: ClientSession, method: str, request: Any) -> Operation[None]:
         try:
             yield Call(method, request, self._timeouts.device + _ANSWER_SECONDS)
         except DeviceUnavailable:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ...protos.v1 import handoff_pb2
 from ..effects import Connect, Operation
 from ..results import HandoffDirection, HoldInfo, HoldName, KeyStatus, LookupResult, Publication, PublishStatus
-from ..session.session import Session
+from ..session.session import ClientSession
 from .base import Base, duration, message
 
 __all__ = ["HandoffOperations"]
@@ -24,7 +24,7 @@ class HandoffOperations(Base):
         direction: HandoffDirection,
         hold_for: float | None,
     ) -> Operation[Publication]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             handoff_pb2.PublishHoldRequest,
             session=session.ref,
@@ -48,7 +48,7 @@ class HandoffOperations(Base):
         wait: float,
         lease: float | None,
     ) -> Operation[LookupResult]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             handoff_pb2.ClaimHoldRequest,
             session=session.ref,
@@ -77,7 +77,7 @@ class HandoffOperations(Base):
         )
 
     def renew_holds(self, holds: Sequence[HoldName], *, extension: float | None) -> Operation[list[HoldName]]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             handoff_pb2.RenewHoldsRequest,
             session=session.ref,
@@ -88,7 +88,7 @@ class HandoffOperations(Base):
         return [holds[number] for number in answer.missing_holds]
 
     def release_holds(self, holds: Iterable[HoldName]) -> Operation[None]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(handoff_pb2.ReleaseHoldsRequest, session=session.ref, holds=map(_ref, holds))
         yield from self._call(session, "HandoffService/ReleaseHolds", request)
 

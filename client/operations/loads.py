@@ -13,7 +13,7 @@ from ..effects import Connect, Copy, Operation, Pull
 from ..errors import KVTierError, ServerError
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
 from ..results import LookupResult, ReadBatch
-from ..session.session import Session
+from ..session.session import ClientSession
 from .base import consecutive, message
 from .lookups import LookupOperations
 
@@ -24,7 +24,7 @@ __all__ = ["LoadOperations", "Reading"]
 class Reading:
     """A load between `begin_read` and `end_read`."""
 
-    session: Session
+    session: ClientSession
     lease_id: int
     batch: ReadBatch
 
@@ -42,7 +42,7 @@ class LoadOperations(LookupOperations):
 
         `sizes` are the part sizes of the items, if known.
         """
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         lease_id = lease if isinstance(lease, int) else lease.id
         held.enter_context(session.using())
         known = (
@@ -102,13 +102,13 @@ class LoadOperations(LookupOperations):
             if not (yield from self._pull(session, found.id, range(len(sizes)), addresses, sizes, complete=True)):
                 yield from self._confirm(session, found.id, release=True)
 
-    def _confirm(self, session: Session, lease_id: int, *, release: bool) -> Operation[None]:
+    def _confirm(self, session: ClientSession, lease_id: int, *, release: bool) -> Operation[None]:
         request = message(cache_pb2.CompleteLoadRequest, session=session.ref, lease_id=lease_id, release=release)
         yield from self._call(session, "CacheService/CompleteLoad", request)
 
     def _pull(
         self,
-        session: Session,
+        session: ClientSession,
         lease_id: int,
         items: Sequence[int],
         addresses: Sequence[int],

@@ -9,7 +9,7 @@ from ...protos.v1 import cache_pb2
 from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Operation
 from ..results import LookupResult, OffloadPolicy, RequestOutcome, TierFilter, TierVote
-from ..session.session import Session
+from ..session.session import ClientSession
 from .base import Base, as_json, duration, key_fields, message
 
 __all__ = ["LookupOperations"]
@@ -31,7 +31,7 @@ class LookupOperations(Base):
         min_hits: int = 0,
         retain_for: float | None = None,
     ) -> Operation[LookupResult]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.BeginRequestRequest,
             session=session.ref,
@@ -65,7 +65,7 @@ class LookupOperations(Base):
         want_slots: bool = False,
     ) -> Operation[LookupResult]:
         """`want_slots`: if the region is mapped, the result also has the hits' offsets in it."""
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.LookupRequest,
             session=session.ref,
@@ -83,12 +83,12 @@ class LookupOperations(Base):
         return lookup_result(answer, request_id, keys, session)
 
     def release(self, lease_ids: Iterable[int]) -> Operation[None]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(cache_pb2.ReleaseLeaseRequest, session=session.ref, lease_ids=lease_ids)
         yield from self._call(session, "CacheService/ReleaseLease", request)
 
     def touch(self, lease_ids: Iterable[int], *, lease: float | None) -> Operation[list[int]]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.TouchRequest, session=session.ref, lease_ids=lease_ids, lease_duration=duration(lease)
         )
@@ -96,7 +96,7 @@ class LookupOperations(Base):
         return list(answer.missing_lease_ids)
 
     def finish_request(self, request_id: str, *, wait: float) -> Operation[RequestOutcome]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.FinishRequestRequest, session=session.ref, request_id=request_id, wait=duration(wait)
         )
@@ -108,7 +108,7 @@ def lookup_result(
     answer: cache_pb2.LookupResponse,
     request_id: str,
     keys: Sequence[bytes],
-    session: Session,
+    session: ClientSession,
     policy: OffloadPolicy | None = None,
     votes: tuple[TierVote, ...] = (),
 ) -> LookupResult:

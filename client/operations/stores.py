@@ -14,7 +14,7 @@ from ..effects import Connect, Copy, Operation, Push
 from ..errors import KVTierError, ServerError
 from ..part_streams import ATTEMPTS, PartSender, is_retryable
 from ..results import StoreStatus, WriteBatch
-from ..session.session import Session
+from ..session.session import ClientSession
 from ..transport.grpc_methods import LOCATE
 from .base import Base, consecutive, duration, key_fields, message
 
@@ -27,7 +27,7 @@ _GRANTED = bytes([StoreStatus.GRANTED])
 class Writing:
     """A store between `begin_write` and `end_write`."""
 
-    session: Session
+    session: ClientSession
     store_id: int
     batch: WriteBatch
 
@@ -47,7 +47,7 @@ class StoreOperations(Base):
 
         Without `staged` there is no staging memory. `sizes` are the part sizes of the keys, if known.
         """
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.PrepareStoreRequest,
             session=session.ref,
@@ -130,14 +130,14 @@ class StoreOperations(Base):
             return batch.statuses
 
     def flush(self, keys: Sequence[bytes], *, wait: float) -> Operation[bytes]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(cache_pb2.FlushRequest, session=session.ref, keys=keys, wait=duration(wait))
         answer = yield from self._call(session, "CacheService/Flush", request, wait)
         statuses: bytes = answer.statuses
         return statuses
 
     def reset(self, *, wait: float) -> Operation[int]:
-        session: Session = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(cache_pb2.ResetRequest, session=session.ref, wait=duration(wait))
         answer = yield from self._call(session, "CacheService/Reset", request, wait)
         pending: int = answer.pending_blocks
@@ -163,7 +163,7 @@ class StoreOperations(Base):
         finally:
             source.close()
 
-    def _push_from(self, session: Session, source: PartSender, start: int, *, complete: bool) -> Operation[bool]:
+    def _push_from(self, session: ClientSession, source: PartSender, start: int, *, complete: bool) -> Operation[bool]:
         step = min(session.limits.max_frame_bytes, FRAME_BYTES)
         if start >= source.total_bytes:
             return False

@@ -22,7 +22,7 @@ from ...cuda.host.warmup import warm_up
 from ...protos.v1 import session_pb2, session_pb2_grpc
 from ..errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from ..namespace import Namespace
-from .session import AttachError, Attachment, Session
+from .session import AttachError, Attachment, ClientSession
 from .socket_calls import SocketCalls
 
 __all__ = ["ClientIdentity", "SessionConnection", "TransportName"]
@@ -61,7 +61,7 @@ class SessionConnection:
         self._identity = identity
         self._call_timeout = call_timeout
         self._changed = threading.Condition()
-        self._session: Session | None = None
+        self._session: ClientSession | None = None
         self._error: KVTierError | None = None
         self._closing = threading.Event()
         self._capabilities_call: Any = None
@@ -70,12 +70,12 @@ class SessionConnection:
         self._thread.start()
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> ClientSession | None:
         """The current session, if any."""
         session = self._session
         return None if session is None or session.ended else session
 
-    def wait(self, seconds: float, *, patient: bool = False) -> Session:
+    def wait(self, seconds: float, *, patient: bool = False) -> ClientSession:
         """Returns the session; waits for the first attempt to connect only, unless `patient`.
 
         Raises:
@@ -100,7 +100,7 @@ class SessionConnection:
             # A new exception for every caller, because raising adds stack frames to it.
             raise type(self._error)(str(self._error), self._error.reason)
 
-    def invalidate(self, session: Session) -> None:
+    def invalidate(self, session: ClientSession) -> None:
         """Ends a session that the server no longer knows, and reconnects."""
         session.end()
         with self._changed:
@@ -194,25 +194,25 @@ class SessionConnection:
 
     def _make_session(
         self, first: session_pb2.OpenResponse, capabilities: session_pb2.CapabilitiesResponse, transport: str
-    ) -> Session:
+    ) -> ClientSession:
         if first.session.epoch != capabilities.epoch:
             # The capabilities are those of the server before its restart.
             raise NotConnected("the server was restarted while a session was opened")
         if transport == "grpc":
             reason = "another host" if capabilities.HasField("region") else _NOT_SHARED
             asked_for = self._asked_for("grpc") or self._asked_for("tcp")
-            return Session(first.session, capabilities, None, "asked for" if asked_for else reason)
+            return ClientSession(first.session, capabilities, None, "asked for" if asked_for else reason)
         try:
             attachment = Attachment.connect(capabilities.region.attach_path, first.session, self._identity.pin)
         except AttachError as error:
             if self._asked_for("shm"):
                 # Probably the server was killed a moment ago, so the request itself is not at fault.
                 raise NotConnected(f"transport shm: {error}") from error
-            return Session(first.session, capabilities, None, f"shm failed: {error}")
+            return ClientSession(first.session, capabilities, None, f"shm failed: {error}")
         calls = SocketCalls(capabilities.region.attach_path, first.session) if capabilities.region.takes_calls else None
         if calls is not None and not calls.prepare():
             calls = None
-        session = Session(first.session, capabilities, attachment, "same host", calls)
+        session = ClientSession(first.session, capabilities, attachment, "same host", calls)
         with contextlib.suppress(RuntimeError):  # out of threads: only the first copies are slower
             arguments = (attachment.region, attachment.pinning, lambda: session.ended)
             threading.Thread(target=warm_up, args=arguments, name="kvtier-warmup", daemon=True).start()
@@ -221,14 +221,14 @@ class SessionConnection:
     def _asked_for(self, transport: str) -> bool:
         return self._identity.transport == transport
 
-    def _set_session(self, session: Session) -> None:
+    def _set_session(self, session: ClientSession) -> None:
         _log.info("kvtier: session open, transport %s (%s)", session.transport, session.transport_reason)
         with self._changed:
             self._session = session
             self._error = None
             self._changed.notify_all()
 
-    def _retire(self, session: Session) -> None:
+    def _retire(self, session: ClientSession) -> None:
         session.end()
         with self._changed:
             self._session = None

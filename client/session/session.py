@@ -15,7 +15,7 @@ from ...protos.wire.attach import REPLY_BYTES, pack_request, unpack_reply
 from ..errors import SessionLost
 from .socket_calls import SocketCalls
 
-__all__ = ["AttachError", "Attachment", "Limits", "Session"]
+__all__ = ["AttachError", "Attachment", "ClientSession", "Limits"]
 
 _ATTACH_SECONDS = 2.0
 
@@ -82,7 +82,7 @@ class Attachment:
         self._connection.close()
 
 
-class Session:
+class ClientSession:
     """Session of a client, from `Open` to its end.
 
     Attributes:

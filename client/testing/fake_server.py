@@ -26,7 +26,7 @@ from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import DeadlineExceeded, KVTierError, NotConnected, error_for
 from ..namespace import Namespace
 from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
-from ..session.session import Session
+from ..session.session import ClientSession
 from ..sync import Client
 from .fake_holds import BlockName, FakeHolds
 
@@ -115,7 +115,7 @@ class FakeServer:
         self._blocks.pop(name, None)
         self._world.pop(name, None)
 
-    def _open(self, transport: _FakeTransport) -> Session:
+    def _open(self, transport: _FakeTransport) -> ClientSession:
         session_id = secrets.token_bytes(16)
         prefix = transport.namespace.to_proto().SerializeToString(deterministic=True)
         self._sessions[session_id] = _Session(transport.engine_id, transport.rank, transport.namespace, prefix)
@@ -125,7 +125,7 @@ class FakeServer:
             limits=session_pb2.Limits(max_keys=_MAX_KEYS, max_frame_bytes=_MAX_FRAME_BYTES),
         )
         ref = common_pb2.SessionRef(session_id=session_id, epoch=self.epoch)
-        return Session(ref, capabilities, None, "a fake")
+        return ClientSession(ref, capabilities, None, "a fake")
 
     def _close(self, ref: common_pb2.SessionRef) -> None:
         session = self._sessions.pop(ref.session_id, None)
@@ -398,11 +398,11 @@ class _FakeTransport:
         self.engine_id = engine_id
         self.rank = rank
         self._server = server
-        self._session: Session | None = None
+        self._session: ClientSession | None = None
         self._closed = False
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> ClientSession | None:
         try:
             return self._connect()
         except KVTierError:
@@ -422,7 +422,7 @@ class _FakeTransport:
                 run()
         return None
 
-    def invalidate(self, session: Session) -> None:
+    def invalidate(self, session: ClientSession) -> None:
         session.end()
 
     def close(self) -> None:
@@ -431,7 +431,7 @@ class _FakeTransport:
             self._session.end()
             self._server._close(self._session.ref)  # noqa: SLF001
 
-    def _connect(self) -> Session:
+    def _connect(self) -> ClientSession:
         if self._closed:
             raise NotConnected("the client is closed")
         if self._server.down:

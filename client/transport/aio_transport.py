@@ -20,7 +20,7 @@ from ...protos.v1 import transfer_pb2
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from ..session.connection import ClientIdentity, SessionConnection
-from ..session.session import Session
+from ..session.session import ClientSession
 from ..timeouts import Timeouts
 from .bulk_connector import BulkConnector, BulkStreams
 from .grpc_methods import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, response_of, serialize
@@ -64,10 +64,10 @@ class AsyncGrpcTransport:
         self._pull = self._channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> ClientSession | None:
         return self._connection.session
 
-    def invalidate(self, session: Session) -> None:
+    def invalidate(self, session: ClientSession) -> None:
         self._connection.invalidate(session)
 
     async def perform(self, effect: Effect) -> Any:
@@ -123,7 +123,7 @@ class AsyncGrpcTransport:
                 await _run_to_end(asyncio.to_thread(run))
         return None
 
-    async def _connect(self, timeout: float, *, patient: bool) -> Session:
+    async def _connect(self, timeout: float, *, patient: bool) -> ClientSession:
         session = self._connection.session
         if session is None:
             session = await asyncio.to_thread(self._connection.wait, timeout, patient=patient)

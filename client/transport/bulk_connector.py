@@ -21,7 +21,7 @@ from ...protos.error_reasons import reason_of
 from ...protos.v1 import transfer_pb2
 from ..effects import Pull, Push
 from ..errors import NotConnected
-from ..session.session import Session
+from ..session.session import ClientSession
 from .grpc_methods import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
 from .tcp_streams import TcpStreamClient
 
@@ -82,7 +82,7 @@ class BulkConnector:
         self._locate = control.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
         self._lock = threading.Lock()
         self._streams: BulkStreams | None = None
-        self._session: Session | None = None
+        self._session: ClientSession | None = None
         self._search: threading.Thread | None = None
         self._call: Any = None
         self._full_until = 0.0
@@ -93,7 +93,7 @@ class BulkConnector:
         """Whether streams use the bulk process now."""
         return self._streams is not None
 
-    def streams(self, session: Session) -> BulkStreams | None:
+    def streams(self, session: ClientSession) -> BulkStreams | None:
         """Returns the connection to the bulk process; if there is none, starts a search."""
         if session.region is not None:
             return None
@@ -148,7 +148,7 @@ class BulkConnector:
         if streams is not None:
             streams.close()
 
-    def _start_search(self, session: Session) -> None:
+    def _start_search(self, session: ClientSession) -> None:
         with self._lock:
             if self._closing.is_set() or (self._search is not None and self._search.is_alive()):
                 return
@@ -160,7 +160,7 @@ class BulkConnector:
         if old is not None:
             old.close()
 
-    def _run_search(self, session: Session) -> None:
+    def _run_search(self, session: ClientSession) -> None:
         """Retries until the bulk process is connected or the session has ended."""
         delay = _FIRST_RETRY_SECONDS
         while not session.ended:
@@ -178,7 +178,7 @@ class BulkConnector:
             return Endpoint(path=self._endpoint.path + answer.socket_suffix) if answer.socket_suffix else None
         return Endpoint(host=self._endpoint.host, port=answer.port) if answer.port else None
 
-    def _connect_tcp(self, session: Session, answer: transfer_pb2.LocateResponse) -> bool:
+    def _connect_tcp(self, session: ClientSession, answer: transfer_pb2.LocateResponse) -> bool:
         if not self._tcp or self._endpoint.path is not None or not answer.plain_port:
             return False
         try:
@@ -189,7 +189,7 @@ class BulkConnector:
         streams.offer_calls(session)
         return self._use(session, streams, f"TCP port {answer.plain_port}")
 
-    def _connect_grpc(self, session: Session, answer: transfer_pb2.LocateResponse) -> bool:
+    def _connect_grpc(self, session: ClientSession, answer: transfer_pb2.LocateResponse) -> bool:
         endpoint = self._endpoint_of(answer)
         if endpoint is None:
             return False
@@ -203,7 +203,7 @@ class BulkConnector:
             return False
         return self._use(session, GrpcStreams(channel), str(endpoint))
 
-    def _use(self, session: Session, streams: BulkStreams, where: str) -> bool:
+    def _use(self, session: ClientSession, streams: BulkStreams, where: str) -> bool:
         with self._lock:
             if not self._closing.is_set():
                 self._streams, self._session = streams, session

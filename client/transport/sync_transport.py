@@ -14,7 +14,7 @@ from ...protos.endpoint import client_endpoint
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from ..session.connection import ClientIdentity, SessionConnection
-from ..session.session import Session
+from ..session.session import ClientSession
 from ..timeouts import Timeouts
 from .bulk_connector import BulkConnector, BulkStreams, GrpcStreams
 from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
@@ -45,10 +45,10 @@ class GrpcTransport:
         self._closed = False
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> ClientSession | None:
         return self._connection.session
 
-    def invalidate(self, session: Session) -> None:
+    def invalidate(self, session: ClientSession) -> None:
         self._connection.invalidate(session)
 
     def perform(self, effect: Effect) -> Any:
@@ -95,7 +95,7 @@ class GrpcTransport:
                 return response_of(method, answer)
         return self._calls[method](request, timeout=timeout)
 
-    def _stream(self, session: Session, move: Callable[[BulkStreams], Any]) -> Any:
+    def _stream(self, session: ClientSession, move: Callable[[BulkStreams], Any]) -> Any:
         bulk = self._bulk.streams(session)
         if bulk is None:
             return move(self._streams)

@@ -15,7 +15,7 @@ from ...protos.v1 import transfer_pb2
 from ...protos.wire import tcp_frames
 from ..effects import Pull, Push
 from ..errors import DeadlineExceeded, NotConnected, SessionLost, error_for
-from ..session.session import Session
+from ..session.session import ClientSession
 from ..session.socket_calls import SocketCalls, enable_keepalive
 
 __all__ = ["TcpStreamClient"]
@@ -69,7 +69,7 @@ class TcpStreamClient:
             answer = transfer_pb2.PullResponse.FromString(connection.answer())
             sink.completed = sink.completed or answer.completed
 
-    def offer_calls(self, session: Session) -> None:
+    def offer_calls(self, session: ClientSession) -> None:
         """Moves the unary calls of a session to the same port, if the server accepts them there."""
         family, address = self._peer
         if session.calls is not None:  # applies to new connections; existing ones stay open

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.client import AsyncClient, Client, Timeouts
-from kvtier.client.session.session import Session
+from kvtier.client.session.session import ClientSession
 from stress.shape import Field
 
 __all__ = ["TIMEOUTS", "Blocking", "ClientSlots", "Seat"]
@@ -54,7 +54,7 @@ class Seat:
     client: Client | AsyncClient
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> ClientSession | None:
         """The session, if there is one now."""
         return self.client._transport.session
 

@@ -258,7 +258,7 @@ def test_a_channel_that_another_stream_has_given_up(
 
     @contextlib.contextmanager
     def monitored(route: BulkConnector, streams: BulkStreams) -> Iterator[None]:
-        route._lost(streams)
+        route._disconnect(streams)
         with original(route, streams):
             yield
 

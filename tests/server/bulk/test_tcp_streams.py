@@ -23,7 +23,7 @@ from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, DeadlineExceeded, StoreStatus, part_streams
 from kvtier.client.effects import Pull
-from kvtier.client.session.session import Session
+from kvtier.client.session.session import ClientSession
 from kvtier.client.transport.tcp_streams import TcpStreamClient
 from kvtier.cuda.host.copy import address_of
 from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
@@ -178,15 +178,15 @@ def test_a_load_goes_on_where_it_broke(
     keys = fresh(f"load {what}")
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
     taken: list[int] = []
-    original = part_streams.PartReceiver.took
+    original = part_streams.PartReceiver.verify
 
-    def took(sink: Any, head: Any, views: Any) -> None:
+    def verify(sink: Any, head: Any, views: Any) -> None:
         original(sink, head, views)
         taken.append(head.offset)
         if len(taken) == 8:
             BREAKS[what](server, calls)
 
-    monkeypatch.setattr(part_streams.PartReceiver, "took", took)
+    monkeypatch.setattr(part_streams.PartReceiver, "verify", verify)
     buffers = filled(len(keys), PART)
     assert client.load(keys, buffers) == len(keys)
     assert all(is_payload(key, found) for key, found in zip(keys, buffers, strict=True))
@@ -427,7 +427,7 @@ def test_a_server_that_trickles_does_not_move_the_deadline() -> None:
         streams_over = TcpStreamClient("127.0.0.1", listener.getsockname()[1])
         memory = bytearray(PART)
         sink = part_streams.PartReceiver([address_of(memory)[0]], [PART])
-        session = Session(common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "")
+        session = ClientSession(common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "")
         pull = Pull(session, transfer_pb2.PullRequest(), sink.take, 1.0, sink)
         started = time.monotonic()
         timer = threading.Timer(TIMEOUT, ended.set)
