@@ -54,7 +54,7 @@ def replay(trace: Trace, admission: str, cpu_blocks: int, disk_blocks: int) -> t
     region = cpu_blocks * BLOCK_BYTES
     disk = _Disk("disk", disk_blocks * BLOCK_BYTES)
     core = TierManager(
-        region, region, [disk], max_queued_bytes=region, keeping=TierSettings(admission={"disk": admission})
+        region, region, [disk], max_queued_bytes=region, settings=TierSettings(admission={"disk": admission})
     )
     core.add_memory(0, region)
     spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(BLOCK_BYTES,))

@@ -107,7 +107,7 @@ class _Tier:
 
     def _do(self, move: Callable[[Sequence[BlockBytes]], list[Outcome]], blocks: Sequence[BlockBytes]) -> None:
         if set(move(blocks)) != {Outcome.DONE}:
-            raise RuntimeError(f"the disk tier: {self.tier.trouble}")
+            raise RuntimeError(f"the disk tier: {self.tier.last_error}")
 
 
 class _Raw:

@@ -173,7 +173,7 @@ class _Stores:
     ) -> None:
         for blocks in jobs:
             if set(move(blocks)) != {Outcome.DONE}:
-                raise RuntimeError(f"the LMDB tier: {self._tier.trouble}")
+                raise RuntimeError(f"the LMDB tier: {self._tier.last_error}")
 
 
 def _jobs(keys: Sequence[bytes], views: Sequence[memoryview]) -> list[list[BlockBytes]]:

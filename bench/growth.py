@@ -102,7 +102,7 @@ class _Core:
 
     def look_up(self, count: int) -> float:
         """Looks up present blocks at a random place; returns the thread's seconds."""
-        blocks = self.core._primary.blocks_of(SPACE)  # clients have no list of present blocks
+        blocks = self.core._cpu_tier.blocks_of(SPACE)  # clients have no list of present blocks
         first = self._random.randrange(max(1, self._next // CHAIN)) * CHAIN
         keys = [key for key in _keys(max(0, min(first, self._next - count)), count) if key in blocks]
         started = time.thread_time()
@@ -129,7 +129,7 @@ def _of_the_catalog(count: int) -> list[_Figure]:
     """Returns the memory per key in the catalog of a tier below."""
     before = _resident_bytes()
     capacity = count * SLOT_ALIGNMENT
-    catalog = Catalog(capacity, TierSettings().lines("below", capacity, 0.0), EvictionHistory().left)
+    catalog = Catalog(capacity, TierSettings().new_queues("below", capacity, 0.0), EvictionHistory().record)
     for first in range(0, count, CHAIN):
         keys = _keys(first, min(CHAIN, count - first))
         for key in keys:

@@ -45,7 +45,7 @@ class Replay:
 
     def __init__(self, policy: str, capacity: int) -> None:
         region = capacity * BLOCK_BYTES
-        self.core = TierManager(region, region, (), keeping=TierSettings(eviction={CPU_TIER: policy}))
+        self.core = TierManager(region, region, (), settings=TierSettings(eviction={CPU_TIER: policy}))
         self.core.add_memory(0, region)
         spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(BLOCK_BYTES,))
         self.session: Session = self.core.open_session(b"replay", "engine", 0, spec)

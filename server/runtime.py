@@ -96,7 +96,7 @@ class TierRuntime:
             self.extent_bytes,
             self.tiers,
             first_id=secrets.randbits(62),
-            keeping=settings,
+            settings=settings,
             now=time.monotonic(),
         )
         self._stall_seconds = stall_seconds
@@ -230,7 +230,7 @@ class TierRuntime:
         stats = self.core.stats()
         if self._backing_error is None:
             return stats
-        cpu = replace(stats.tiers[0], healthy=False, trouble=self._backing_error)
+        cpu = replace(stats.tiers[0], healthy=False, last_error=self._backing_error)
         return replace(stats, tiers=(cpu, *stats.tiers[1:]))
 
     def observe_jobs(self, observer: JobObserver) -> None:

@@ -137,7 +137,7 @@ class SecondaryTier(ABC):
         """`capacity_bytes` is what the core lets the blocks here add up to (`Entry.nbytes`)."""
         self.name = name
         self.capacity_bytes = capacity_bytes
-        self.trouble: str | None = None
+        self.last_error: str | None = None
         """What is wrong, for people; None when all is well. Set by the tier, read by health and metrics."""
         self.rules: Sequence[Rule] = DEFAULT_RULES
         """How it is configured to vote; what becomes of them is the tier's business (`rules.vote`)."""

@@ -12,9 +12,9 @@ from .errors import InvalidItem, InvalidKey, InvalidNamespace
 
 __all__ = [
     "GROUP_INDEX_BYTES",
+    "HOLD_ONLY_KEY_PREFIX",
     "MAX_PART_SIZES",
     "MAX_WORLD_SIZE",
-    "PRIVATE_KEY_PREFIX",
     "REST",
     "SLOT_ALIGNMENT",
     "TENANT_TAG_BYTES",
@@ -121,7 +121,7 @@ GROUP_INDEX_BYTES = 4
 """A key ends in its KV cache group's index, big-endian."""
 
 
-PRIVATE_KEY_PREFIX = b"kvtier.hold."
+HOLD_ONLY_KEY_PREFIX = b"kvtier.hold."
 """So begin the keys of blocks that only a hold names (`kvtier/v1/handoff.proto`): they have no content hash."""
 
 

@@ -72,7 +72,7 @@ class SQLiteTier(SecondaryTier):
         """
         super().__init__(name, int(size_bytes * CAPACITY_SHARE))
         self._path = directory / "blocks.sqlite"
-        self._troubles = TierHealth(self)
+        self._health = TierHealth(self)
         self._connections: list[sqlite3.Connection] = []
         self._connecting = threading.Lock()
         self._mine = threading.local()
@@ -117,13 +117,13 @@ class SQLiteTier(SecondaryTier):
         try:
             outcomes = [self._load(block) for block in blocks]
         except sqlite3.Error as error:
-            self._troubles.note("load", f"cannot load: {error}")
+            self._health.report("load", f"cannot load: {error}")
             return [Outcome.FAILED] * len(blocks)
-        self._troubles.note("load", None)
+        self._health.report("load", None)
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Forgets blocks; what SQLite cannot remove now, it says in `trouble`."""
+        """Forgets blocks; what SQLite cannot remove now, it reports in `last_error`."""
         self._write("remove", "DELETE FROM blocks WHERE name = ?", [(namespace + key,) for namespace, key in keys])
 
     def blocks_to_check(self) -> int:
@@ -191,9 +191,9 @@ class SQLiteTier(SecondaryTier):
                         connection.execute("ROLLBACK")
                     raise
         except sqlite3.Error as error:
-            self._troubles.note(work, f"cannot {work}: {error}")
+            self._health.report(work, f"cannot {work}: {error}")
             return Outcome.NO_SPACE if error.sqlite_errorcode == sqlite3.SQLITE_FULL else Outcome.FAILED
-        self._troubles.note(work, None)
+        self._health.report(work, None)
         return Outcome.DONE
 
     def _load(self, block: BlockBytes) -> Outcome:

@@ -53,7 +53,7 @@ def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
         evictions=tier.evictions,
         jobs=tier.jobs,
         healthy=tier.healthy,
-        trouble=tier.trouble,
+        trouble=tier.last_error,
         damaged_blocks=tier.damaged,
         expired=tier.expired,
         not_retained=tier.not_retained,
@@ -214,7 +214,7 @@ def _lookup(lookup: LookupRecord, tiers: list[str], now: float) -> admin_pb2.Loo
     claim = lookup.claim
     return admin_pb2.LookupExplained(
         age=_duration(now - lookup.at),
-        spans=[_span(span, tiers) for span in lookup.spans()],
+        spans=[_span(span, tiers) for span in lookup.outcomes()],
         first_missed_key=lookup.first_miss or b"",
         hold=handoff_pb2.HoldRef(engine_id=claim.engine_id, request_id=claim.request_id) if claim else None,
         claim_outcome=admin_pb2.ClaimOutcome.Name(claim.outcome.value) if claim else None,
@@ -238,11 +238,11 @@ def _hold(hold: HoldRecord, now: float) -> admin_pb2.HoldExplained:
 
 
 def _span(span: OutcomeRun, tiers: list[str]) -> admin_pb2.KeySpan:
-    if isinstance(span.verdict, MissReason):
-        return admin_pb2.KeySpan(keys=span.count, miss_reason=admin_pb2.MissReason.Name(span.verdict.value))
-    if span.verdict is None:
+    if isinstance(span.outcome, MissReason):
+        return admin_pb2.KeySpan(keys=span.count, miss_reason=admin_pb2.MissReason.Name(span.outcome.value))
+    if span.outcome is None:
         return admin_pb2.KeySpan(keys=span.count, deferred=True)
-    return admin_pb2.KeySpan(keys=span.count, hit_tier=tiers[span.verdict])
+    return admin_pb2.KeySpan(keys=span.count, hit_tier=tiers[span.outcome])
 
 
 def _duration(seconds: float) -> Duration:

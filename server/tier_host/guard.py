@@ -105,17 +105,17 @@ class CheckedTier(SecondaryTier):
         """Requests that the tier was not asked about because it was busy with another one."""
 
     @property
-    def trouble(self) -> str | None:
+    def last_error(self) -> str | None:
         """What the tier reports, and what this wrapper has found."""
-        own = self._try("trouble", lambda: f"{self._tier.trouble or ''}")
+        own = self._try("last_error", lambda: f"{self._tier.last_error or ''}")
         if own is _FAILED:
             return self._last_error
-        self.note("trouble", None)
+        self.note("last_error", None)
         return "; ".join(error for error in (own, self._last_error) if error) or None
 
-    @trouble.setter
-    def trouble(self, trouble: str | None) -> None:
-        self._last_error = trouble
+    @last_error.setter
+    def last_error(self, error: str | None) -> None:
+        self._last_error = error
 
     @property
     def checkable(self) -> Checkable | None:
@@ -124,7 +124,7 @@ class CheckedTier(SecondaryTier):
 
     def note(self, work: str, error: str | None) -> None:
         """Records the error of one kind of work, or None if it succeeded. Thread-safe."""
-        self._health.note(work, error)
+        self._health.report(work, error)
 
     def on_new_request(self, request: RequestInfo) -> Vote:
         """Asks for a vote; BLOCK_LEVEL if the tier does not vote.

@@ -6,7 +6,7 @@ from itertools import combinations
 
 from kvtier.client import make_hold_key, make_key
 from kvtier.server.config.schema import LimitConfig
-from kvtier.tiers.types import PRIVATE_KEY_PREFIX
+from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX
 
 
 def test_names_of_a_hold_are_all_different() -> None:
@@ -27,7 +27,7 @@ def test_names_of_a_hold_are_all_different() -> None:
 def test_a_server_knows_the_names_of_a_hold() -> None:
     """It sends such blocks to no tier, by how their keys begin; and takes keys of that length."""
     key = make_hold_key("e" * 500, "r" * 500, 3, 1 << 40)
-    assert key.startswith(PRIVATE_KEY_PREFIX)
+    assert key.startswith(HOLD_ONLY_KEY_PREFIX)
     assert key.endswith(make_key(b"", 3))
     assert len(key) <= LimitConfig().max_key_bytes
-    assert not make_key(bytes(32)).startswith(PRIVATE_KEY_PREFIX)
+    assert not make_key(bytes(32)).startswith(HOLD_ONLY_KEY_PREFIX)

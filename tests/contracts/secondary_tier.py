@@ -119,7 +119,7 @@ class SecondaryTierContract(TierContract):
         assert tier.name
         assert tier.type
         assert 0 < tier.capacity_bytes <= 64 * MIB
-        assert tier.trouble is None
+        assert tier.last_error is None
 
     def test_votes(self, tier: SecondaryTier) -> None:
         """A tier votes on a request, says why, and takes note of its end."""
@@ -240,7 +240,7 @@ class SecondaryTierContract(TierContract):
             assert set(outcomes) <= {DONE, NO_SPACE}
             stored += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is DONE]
             assert len(stored) * size <= 4 * MIB
-        assert tier.trouble
+        assert tier.last_error
         for key in stored[::7]:
             assert fetch(tier, key, (size,)) == content(key, (size,))
         half = len(stored) // 2
@@ -251,7 +251,7 @@ class SecondaryTierContract(TierContract):
         for number in range(max(4, half // 2)):
             outcomes = tier.store([full(b"new %d" % number, content(number, (size,)))])
         assert outcomes == [DONE]
-        assert tier.trouble is None
+        assert tier.last_error is None
         assert fetch(tier, stored[-1], (size,)) == content(stored[-1], (size,))
         tier.close()
 
@@ -273,7 +273,7 @@ class SecondaryTierContract(TierContract):
                 assert fetch(again, b"%d" % number, shapes[number % 5]) == content(number, shapes[number % 5])
             assert fetch(again, b"2", (3,)) == (b"new",)
             assert fetch(again, b"else", (5,), OTHER_SPACE) == (b"where",)
-            assert again.trouble is None
+            assert again.last_error is None
         finally:
             again.close()
 
@@ -324,7 +324,7 @@ class SecondaryTierContract(TierContract):
                     acknowledged[key] = (number, sizes)
             assert tried
             tier = self.make_tier(tmp_path, 64 * MIB)
-            assert tier.trouble is None
+            assert tier.last_error is None
             entries = {int(entry.key): entry.nbytes for entry in tier.entries()}
             assert set(acknowledged) <= set(entries)
             for key, nbytes in entries.items():

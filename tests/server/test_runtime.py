@@ -152,7 +152,7 @@ def test_an_end_waits_for_a_tier_that_stands_still(monkeypatch: pytest.MonkeyPat
 
     async def scenario(runtime: TierRuntime, tier: Gated) -> None:
         await store_two_jobs(runtime, tier)
-        while not runtime.tiers[0].trouble:
+        while not runtime.tiers[0].last_error:
             await runtime.changed(1)
         assert not await runtime.drain(20), "it is still at work"
         drained = asyncio.ensure_future(runtime.drain(20))
@@ -173,7 +173,7 @@ def test_a_server_that_was_stopped_says_nothing_of_its_tiers(monkeypatch: pytest
         await store_two_jobs(runtime, tier)
         time.sleep(0.6)  # noqa: ASYNC251 - the loop is to stand still
         await asyncio.sleep(0.1)
-        assert not runtime.tiers[0].trouble
+        assert not runtime.tiers[0].last_error
         tier.gate.set()
         assert await runtime.drain(20)
         assert tier.stored == 4
@@ -188,14 +188,14 @@ def test_a_tier_is_back_however_late_the_server_is(monkeypatch: pytest.MonkeyPat
 
     async def scenario(runtime: TierRuntime, tier: Gated) -> None:
         await store_two_jobs(runtime, tier)
-        while not runtime.tiers[0].trouble:
+        while not runtime.tiers[0].last_error:
             await runtime.changed(1)
         runtime._stall_watch_from = runtime.now() + 3600
         await asyncio.sleep(0.1)
-        assert runtime.tiers[0].trouble
+        assert runtime.tiers[0].last_error
         tier.gate.set()
         deadline = runtime.now() + 10
-        while runtime.tiers[0].trouble:
+        while runtime.tiers[0].last_error:
             assert runtime.now() < deadline
             await asyncio.sleep(0.01)
         assert await runtime.drain(20)
@@ -221,12 +221,12 @@ def test_a_slice_that_fails_is_no_end_of_a_reset(monkeypatch: pytest.MonkeyPatch
         assert answer.store_id is not None
         core.complete_store(session, answer.store_id)
         runtime.pump()
-        sweep, later = core._primary.sweep, asyncio.get_running_loop().call_later
+        reset_slice, later = core._cpu_tier.reset_slice, asyncio.get_running_loop().call_later
 
         def broken() -> bool:
             if failures and failures.pop():
                 raise RuntimeError("a defect")
-            return sweep()
+            return reset_slice()
 
         waits: list[float] = []
 
@@ -234,7 +234,7 @@ def test_a_slice_that_fails_is_no_end_of_a_reset(monkeypatch: pytest.MonkeyPatch
             waits.append(delay)
             return later(delay, *arguments)
 
-        monkeypatch.setattr(core._primary, "sweep", broken)
+        monkeypatch.setattr(core._cpu_tier, "reset_slice", broken)
         monkeypatch.setattr(runtime._loop, "call_later", call_later)
         monkeypatch.setattr("kvtier.server.runtime._log", SimpleNamespace(error=lambda text, **_: logged.append(text)))
         core.reset(session)

@@ -28,8 +28,8 @@ class Rig:
     def __init__(
         self, *tiers: ModelTier, extents: int = 1, queue: int | None = None, eviction: dict[str, str] | None = None
     ) -> None:
-        keeping = TierSettings(eviction=eviction or {})
-        self.core = TierManager(extents * EXTENT, EXTENT, tiers, max_queued_bytes=queue, keeping=keeping)
+        settings = TierSettings(eviction=eviction or {})
+        self.core = TierManager(extents * EXTENT, EXTENT, tiers, max_queued_bytes=queue, settings=settings)
         self.core.add_memory(0, extents * EXTENT)
         self.session = self.open("engine")
 

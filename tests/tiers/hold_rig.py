@@ -9,7 +9,7 @@ from kvtier.tiers.core.holds import Hold, HoldClaim
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.stats.snapshots import HandoffStats
-from kvtier.tiers.types import PRIVATE_KEY_PREFIX, HandoffDirection, HoldName, NamespaceSpec, PublishStatus, Session
+from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX, HandoffDirection, HoldName, NamespaceSpec, PublishStatus, Session
 
 NO_STATUS = b"\0"
 
@@ -17,7 +17,7 @@ NO_STATUS = b"\0"
 P2D, D2P = HandoffDirection
 
 
-PRIVATE = PRIVATE_KEY_PREFIX + b"of a request" + bytes(4)
+PRIVATE = HOLD_ONLY_KEY_PREFIX + b"of a request" + bytes(4)
 
 
 class HoldRig(Rig):
@@ -26,8 +26,8 @@ class HoldRig(Rig):
     def __init__(
         self, *tiers: ModelTier, extents: int = 1, part: float = 1.0, most: int = 100, spec: NamespaceSpec = SPEC
     ) -> None:
-        keeping = TierSettings(eviction={"cpu": "lru"}, held_part=part, max_holds=most)
-        self.core = TierManager(extents * EXTENT, EXTENT, tiers, keeping=keeping)
+        settings = TierSettings(eviction={"cpu": "lru"}, held_part=part, max_holds=most)
+        self.core = TierManager(extents * EXTENT, EXTENT, tiers, settings=settings)
         self.core.add_memory(0, extents * EXTENT)
         self.session = self.open("engine", spec, 0 if spec.world_size > 1 else None)
         self.reader = self.open("reader", spec)

@@ -46,8 +46,8 @@ class Rig:
         now: float = 0.0,
     ) -> None:
         self.tiers = list(tiers)
-        keeping = TierSettings(tenants=tenants, ttl=ttl or {})
-        self.core = TierManager(extents * EXTENT, EXTENT, self.tiers, keeping=keeping, now=now)
+        settings = TierSettings(tenants=tenants, ttl=ttl or {})
+        self.core = TierManager(extents * EXTENT, EXTENT, self.tiers, settings=settings, now=now)
         self.core.add_memory(0, extents * EXTENT)
         self.sessions: dict[NamespaceId, Session] = {}
 
@@ -105,10 +105,10 @@ class Rig:
                     self.core.job_finished(command.job_id, [Outcome.DONE] * len(command.blocks))
 
     def visible(self, tenant: str) -> set[bytes]:
-        return {key for key, block in self.core._primary.blocks_of(spec(tenant).id).items() if block.ready}
+        return {key for key, block in self.core._cpu_tier.blocks_of(spec(tenant).id).items() if block.ready}
 
     def below(self, tenant: str, tier: int = 0) -> set[bytes]:
-        return set(self.core._flow.lanes[tier].catalog._entries.get(spec(tenant).id, ()))
+        return set(self.core._transfers.secondaries[tier].catalog._entries.get(spec(tenant).id, ()))
 
     def share(self, tenant: str) -> TenantShare:
-        return self.core._primary.lines.shares.of(spec(tenant).id)
+        return self.core._cpu_tier.queues.shares.of(spec(tenant).id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..base import NamespaceId
-from ..types import PRIVATE_KEY_PREFIX, NamespaceSpec
+from ..types import HOLD_ONLY_KEY_PREFIX, NamespaceSpec
 
 if TYPE_CHECKING:
     from ..eviction.queues import EvictionQueue
@@ -18,11 +18,11 @@ __all__ = ["Block", "NamespaceIndex"]
 class NamespaceIndex:
     """Where the blocks of a namespace are found by their keys, until a reset takes all of it away at once."""
 
-    __slots__ = ("blocks", "retired")
+    __slots__ = ("blocks", "invalidated")
 
-    def __init__(self, *, retired: bool = False) -> None:
+    def __init__(self, *, invalidated: bool = False) -> None:
         self.blocks: dict[bytes, Block] = {}
-        self.retired = retired
+        self.invalidated = invalidated
 
 
 class Block:
@@ -33,35 +33,40 @@ class Block:
     """
 
     __slots__ = (
-        "fleeting",
+        "evict_on_unpin",
         "key",
         "last_use",
-        "left_out",
-        "line",
         "namespace",
+        "namespace_index",
         "part_bytes",
         "pins",
-        "place",
+        "policy_node",
         "promoting",
+        "queue",
         "ready",
         "retain_until",
         "retained",
-        "shelf",
+        "skip_reason",
         "slots",
-        "stuck",
+        "stalled",
         "writers",
         "written",
     )
 
     def __init__(
-        self, spec: NamespaceSpec, key: bytes, part_bytes: int, line: EvictionQueue[Block], shelf: NamespaceIndex
+        self,
+        spec: NamespaceSpec,
+        key: bytes,
+        part_bytes: int,
+        queue: EvictionQueue[Block],
+        namespace_index: NamespaceIndex,
     ) -> None:
         self.namespace = spec.id
         self.key = key
         self.part_bytes = part_bytes
-        self.line = line
+        self.queue = queue
         """Where it stands to be evicted: with its size class and its tenant's share."""
-        self.place: Any = None
+        self.policy_node: Any = None
         """What that line's eviction policy keeps with it."""
         self.slots: tuple[int | None, ...] = spec.no_slots
         """Per rank the offset of its slot in the region, or None where it has none."""
@@ -74,12 +79,12 @@ class Block:
         self.promoting = False
         """Whether a job is filling all parts from a secondary tier."""
         self.pins = 0
-        self.left_out: MissReason | None = None
+        self.skip_reason: MissReason | None = None
         """Why a tier that should have got it did not, if there is one."""
-        self.shelf = shelf
-        self.fleeting = False
+        self.namespace_index = namespace_index
+        self.evict_on_unpin = False
         """Whether it goes as soon as nobody pins it, because its hold has ended."""
-        self.stuck = False
+        self.stalled = False
         """Whether a tier is at work on it that does not come back."""
         self.last_use = 0
         """Logical time of the last store or lookup."""
@@ -94,9 +99,9 @@ class Block:
         return self.namespace, self.key
 
     @property
-    def retired(self) -> bool:
+    def invalidated(self) -> bool:
         """Whether it has been taken out of the index, by a reset say: it goes as soon as nobody pins it."""
-        return self.shelf.retired
+        return self.namespace_index.invalidated
 
     @property
     def busy(self) -> bool:
@@ -104,9 +109,9 @@ class Block:
         return False
 
     @property
-    def private(self) -> bool:
+    def hold_only(self) -> bool:
         """Whether only a hold names it: it goes to no tier below."""
-        return self.key.startswith(PRIVATE_KEY_PREFIX)
+        return self.key.startswith(HOLD_ONLY_KEY_PREFIX)
 
     @property
     def pending(self) -> bool:
@@ -119,9 +124,9 @@ class Block:
         return self.part_bytes * len(self.slots)
 
     @property
-    def footprint(self) -> int:
+    def allocated_bytes(self) -> int:
         """What its slots take when it has them all, in bytes."""
-        return self.line.size_class * len(self.slots)
+        return self.queue.size_class * len(self.slots)
 
     def part_written(self, rank: int) -> bool:
         """Takes note that one part is complete; returns whether all are."""

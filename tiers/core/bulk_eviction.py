@@ -84,7 +84,7 @@ class EvictionSource(Protocol):
         """Returns what would be free without it."""
         ...
 
-    def part_with(self, items: Sequence[Any], /) -> None:
+    def evict(self, items: Sequence[Any], /) -> None:
         """Evicts items that are there and may go."""
         ...
 
@@ -93,11 +93,11 @@ class SecondaryTierSource:
     """What a tier below the CPU tier holds. The CPU tier parts with its blocks itself (`PrimaryTier`)."""
 
     def __init__(
-        self, lane: SecondaryTierState, used_in_cpu: UsedElsewhere, advance: Callable[[SecondaryTierState], None]
+        self, secondary: SecondaryTierState, used_in_cpu: UsedElsewhere, advance: Callable[[SecondaryTierState], None]
     ) -> None:
         """`advance` has the tier remove what has gone from the catalog."""
-        self._lane = lane
-        self._catalog = lane.catalog
+        self._lane = secondary
+        self._catalog = secondary.catalog
         self._used_in_cpu = used_in_cpu
         self._advance = advance
 
@@ -125,9 +125,9 @@ class SecondaryTierSource:
         """Returns the size of a block."""
         return item.nbytes
 
-    def part_with(self, items: Sequence[CatalogEntry]) -> None:
+    def evict(self, items: Sequence[CatalogEntry]) -> None:
         """Evicts entries, and has the tier remove them."""
-        self._lane.doomed += self._catalog.evict(items)
+        self._lane.pending_removals += self._catalog.evict(items)
         self._advance(self._lane)
 
 
@@ -157,7 +157,7 @@ class EvictionProgress:
 class EvictionTask:
     """One eviction on demand, slice after slice."""
 
-    def __init__(self, wanted: EvictionRequest, stocks: Sequence[EvictionSource], now: float) -> None:
+    def __init__(self, wanted: EvictionRequest, sources: Sequence[EvictionSource], now: float) -> None:
         """`stocks` are those of all tiers, in lookup order; `now` is the time in seconds."""
         self.done = False
         """Whether there is nothing left to do."""
@@ -167,7 +167,7 @@ class EvictionTask:
         """What has come of it so far, per tier."""
         self._wanted = wanted
         self._now = now
-        self._steps = self._run(stocks)
+        self._steps = self._run(sources)
 
     def work(self) -> bool:
         """Does a slice; returns whether there is more. One that raises is the last."""
@@ -184,28 +184,28 @@ class EvictionTask:
         self.done = True
         self._steps.close()
 
-    def _run(self, stocks: Sequence[EvictionSource]) -> Generator[bool, None, None]:
+    def _run(self, sources: Sequence[EvictionSource]) -> Generator[bool, None, None]:
         for cleared in self.tiers:
-            stock = stocks[cleared.tier]
-            counts = {namespace: count for namespace, count in stock.counts() if self._wanted.names(namespace)}
+            source = sources[cleared.tier]
+            counts = {namespace: count for namespace, count in source.counts() if self._wanted.names(namespace)}
             namespaces, there = list(counts), sum(counts.values())
             cleared.total = there if self._wanted.max_bytes is None else 2 * there
             if self._wanted.max_bytes is None:
-                yield from self._clear(stock, namespaces, cleared)
+                yield from self._clear(source, namespaces, cleared)
                 continue
             ages: dict[int, int] = defaultdict(int)
-            for slice_ in _slices(stock, namespaces):
+            for slice_ in _slices(source, namespaces):
                 for item in slice_:
-                    if self._is_meant(stock, item) and stock.may_go(item, retained=self._wanted.retained):
-                        ages[self._age(stock, item)] += stock.nbytes_of(item)
+                    if self._is_meant(source, item) and source.may_go(item, retained=self._wanted.retained):
+                        ages[self._age(source, item)] += source.nbytes_of(item)
                 cleared.looked_at += len(slice_)
                 yield True
             oldest, left = _cut(ages, self._wanted.max_bytes)
-            yield from self._clear(stock, namespaces, cleared, oldest, left, self._wanted.max_bytes)
+            yield from self._clear(source, namespaces, cleared, oldest, left, self._wanted.max_bytes)
 
     def _clear(
         self,
-        stock: EvictionSource,
+        source: EvictionSource,
         namespaces: Sequence[NamespaceId],
         cleared: EvictionProgress,
         age: int = -1,
@@ -216,43 +216,43 @@ class EvictionTask:
 
         When `most` bytes have gone, all else stays: since the first walk there may have come more that is so old.
         """
-        for slice_ in _slices(stock, namespaces):
+        for slice_ in _slices(source, namespaces):
             going, nbytes_going = [], 0
             for item in slice_:
-                if not self._is_meant(stock, item):
+                if not self._is_meant(source, item):
                     continue
-                nbytes = stock.nbytes_of(item)
-                if not stock.may_go(item, retained=self._wanted.retained):
+                nbytes = source.nbytes_of(item)
+                if not source.may_go(item, retained=self._wanted.retained):
                     cleared.kept_blocks += 1
                     cleared.kept_nbytes += nbytes
                     continue
-                items_age = self._age(stock, item)
+                items_age = self._age(source, item)
                 if items_age < age or (items_age == age and left <= 0) or cleared.nbytes + nbytes_going >= most:
                     continue
                 left -= nbytes if items_age == age else 0
                 going.append(item)
                 nbytes_going += nbytes
             if going and not self._wanted.dry_run:
-                stock.part_with(going)
+                source.evict(going)
             cleared.blocks += len(going)
             cleared.nbytes += nbytes_going
             cleared.looked_at += len(slice_)
             yield True
 
-    def _is_meant(self, stock: EvictionSource, item: Any) -> bool:
+    def _is_meant(self, source: EvictionSource, item: Any) -> bool:
         since = self._wanted.unused_since
-        return stock.is_there(item) and (since is None or stock.last_used(item) <= since)
+        return source.is_there(item) and (since is None or source.last_used(item) <= since)
 
-    def _age(self, stock: EvictionSource, item: Any) -> int:
+    def _age(self, source: EvictionSource, item: Any) -> int:
         """Returns for how long an item was not used, rounded down; what is used meanwhile is of age 0."""
-        age = max(0, int(self._now - stock.last_used(item)))
+        age = max(0, int(self._now - source.last_used(item)))
         return age if age < _FINE_SECONDS else age // _COARSE_SECONDS * _COARSE_SECONDS
 
 
-def _slices(stock: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterator[list[Any]]:
+def _slices(source: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterator[list[Any]]:
     """Yields all items, the last first: so policies find them soonest. A list of a million pointers takes ten milliseconds."""
     for namespace in namespaces:
-        items = list(stock.all_of(namespace))
+        items = list(source.all_of(namespace))
         while items:
             slice_ = items[: -SLICE - 1 : -1]
             del items[-SLICE:]

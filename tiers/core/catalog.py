@@ -23,7 +23,7 @@ __all__ = ["Catalog", "CatalogEntry", "EntryState"]
 RUN = 16
 """So many blocks, in the order in which a tier stored them, are taken for a piece of a chain after a restart."""
 
-AHEAD = 256
+VICTIM_BUFFER = 256
 """So many victims are looked for at a time."""
 
 _TURNS = 1024
@@ -45,7 +45,7 @@ class EntryState(enum.Enum):
 class CatalogEntry:
     """One block that a secondary tier holds, or is about to hold."""
 
-    __slots__ = ("busy", "key", "line", "loads", "namespace", "nbytes", "place", "retained", "state", "used_at")
+    __slots__ = ("busy", "key", "loads", "namespace", "nbytes", "policy_node", "queue", "retained", "state", "used_at")
 
     def __init__(
         self,
@@ -53,15 +53,15 @@ class CatalogEntry:
         key: bytes,
         nbytes: int,
         state: EntryState,
-        line: EvictionQueue[CatalogEntry],
+        queue: EvictionQueue[CatalogEntry],
         used_at: float = 0.0,
     ) -> None:
         self.namespace = namespace
         self.key = key
         self.nbytes = nbytes
         self.state = state
-        self.line = line
-        self.place: Any = None
+        self.queue = queue
+        self.policy_node: Any = None
         """What that line's eviction policy keeps with it."""
         self.retained = False
         """Whether it may not be evicted for a while."""
@@ -78,7 +78,7 @@ class CatalogEntry:
         return self.namespace, self.key
 
     @property
-    def footprint(self) -> int:
+    def allocated_bytes(self) -> int:
         """The bytes of the tier that it takes."""
         return self.nbytes
 
@@ -88,7 +88,7 @@ class _Turn:
     """Whose turn it is to make room: shares are compared so often that nobody is ahead by more than a turn."""
 
     taker: TenantShare
-    line: EvictionQueue[CatalogEntry]
+    queue: EvictionQueue[CatalogEntry]
     left: float
     """Bytes that may go before shares are compared again."""
 
@@ -99,16 +99,16 @@ class Catalog:
     An entry exists from the moment when its store is submitted, so that the room is taken and no block is stored twice.
     """
 
-    def __init__(self, capacity_bytes: int, lines: EvictionQueues[CatalogEntry], left: OnEvicted) -> None:
+    def __init__(self, capacity_bytes: int, queues: EvictionQueues[CatalogEntry], left: OnEvicted) -> None:
         """`left` is told of every block that had to go, and why."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.evictions = 0
-        self.lines = lines
-        self._left = left
+        self.queues = queues
+        self._on_evicted = left
         self._entries: dict[NamespaceId, dict[bytes, CatalogEntry]] = defaultdict(dict)
         self._count = 0
-        self._line_of: dict[NamespaceId, EvictionQueue[CatalogEntry]] = {}
+        self._queue_of: dict[NamespaceId, EvictionQueue[CatalogEntry]] = {}
         self._turn: _Turn | None = None
 
     def __len__(self) -> int:
@@ -120,24 +120,26 @@ class Catalog:
 
     def recover(self, entries: Iterable[Entry]) -> list[CatalogEntry]:
         """Takes in what the tier kept from an earlier life, oldest first; returns what no longer fits."""
-        held, line = EntryState.HELD, self.lines.line
-        recovered = [self._add(each.namespace, each.key, each.nbytes, held, line(each.namespace)) for each in entries]
-        doomed = self.evict(entry for entry in recovered if self._is_too_much(entry, entry.nbytes))
-        gone = set(doomed)
+        held, queue_for = EntryState.HELD, self.queues.queue_for
+        recovered = [
+            self._add(each.namespace, each.key, each.nbytes, held, queue_for(each.namespace)) for each in entries
+        ]
+        pending_removals = self.evict(entry for entry in recovered if self._is_too_much(entry, entry.nbytes))
+        gone = set(pending_removals)
         kept = [entry for entry in recovered if entry not in gone]
-        doomed += self.evict(entry for entry in kept if self._is_too_much(entry, 1))
+        pending_removals += self.evict(entry for entry in kept if self._is_too_much(entry, 1))
         runs: dict[EvictionQueue[CatalogEntry], list[CatalogEntry]] = defaultdict(list)
         for entry in kept:
             if self.get(entry.namespace, entry.key) is not entry:
                 continue
-            run = runs[entry.line]
+            run = runs[entry.queue]
             run.append(entry)
             if len(run) == RUN:
-                self.lines.use(run, None)
+                self.queues.use(run, None)
                 run.clear()
         for run in runs.values():
-            self.lines.use(run, None)
-        return doomed
+            self.queues.use(run, None)
+        return pending_removals
 
     def get(self, namespace: NamespaceId, key: bytes) -> CatalogEntry | None:
         """Returns the entry of a block, whatever its state."""
@@ -151,28 +153,28 @@ class Catalog:
 
     def use(self, entries: Sequence[CatalogEntry], request: Hashable, retain_until: float = 0.0) -> None:
         """Takes note that a request used these, given head first (see `EvictionQueues.use`)."""
-        now = self.lines.now  # one object for all that is used in this tick
+        now = self.queues.now  # one object for all that is used in this tick
         for entry in entries:
             entry.used_at = now
-        self.lines.use(entries, request, retain_until)
+        self.queues.use(entries, request, retain_until)
 
     def finish(self, request: Hashable) -> None:
         """Takes note that a request is over."""
-        self.lines.finish(request)
+        self.queues.finish(request)
 
     def begin_store(self, namespace: NamespaceId, key: bytes, nbytes: int) -> list[CatalogEntry] | None:
         """Adds an entry in state STORING and returns what must be removed for it, or None if there is no room.
 
         Entries that are being stored or loaded are not evicted. The caller says who uses the entry (`use`).
         """
-        line = self._line_of.get(namespace)
-        if line is None:
-            line = self._line_of[namespace] = self.lines.line(namespace)
-        victims = self._victims(line.share, nbytes)
+        queue = self._queue_of.get(namespace)
+        if queue is None:
+            queue = self._queue_of[namespace] = self.queues.queue_for(namespace)
+        victims = self._victims(queue.share, nbytes)
         if victims is None:
             return None
         self.evict(victims)
-        self._add(namespace, key, nbytes, EntryState.STORING, line)
+        self._add(namespace, key, nbytes, EntryState.STORING, queue)
         return victims
 
     def recount(self, entry: CatalogEntry) -> None:
@@ -181,11 +183,11 @@ class Catalog:
         if busy != entry.busy and self.get(entry.namespace, entry.key) is entry:
             entry.busy = busy
             if not entry.retained:
-                entry.line.share.busy += entry.nbytes if busy else -entry.nbytes
+                entry.queue.share.busy += entry.nbytes if busy else -entry.nbytes
 
     def make_room(self, namespace: NamespaceId, nbytes: int) -> list[CatalogEntry]:
         """Evicts so many bytes for a namespace, as far as that can be had now; returns what must be removed."""
-        return self.evict(self._choose(self.lines.shares.of(namespace), nbytes))
+        return self.evict(self._choose(self.queues.shares.of(namespace), nbytes))
 
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
         """Returns the entries of a namespace, whatever their state."""
@@ -207,35 +209,35 @@ class Catalog:
     def drop(self, entry: CatalogEntry) -> None:
         """Forgets an entry."""
         del self._entries[entry.namespace][entry.key]
-        self.lines.remove(entry)
+        self.queues.remove(entry)
         self.used_bytes -= entry.nbytes
-        entry.line.share.used -= entry.nbytes
-        entry.line.share.busy -= entry.nbytes if entry.busy else 0  # it is not retained any more
+        entry.queue.share.used -= entry.nbytes
+        entry.queue.share.busy -= entry.nbytes if entry.busy else 0  # it is not retained any more
         self._count -= 1
 
     def tick(self, now: float, used_elsewhere: UsedElsewhere) -> list[CatalogEntry]:
         """Lets time pass; returns what must be removed, because it was not used for as long as the tier's `ttl`."""
         expired = []
-        for entry in self.lines.tick(now):
+        for entry in self.queues.tick(now):
             used_at = used_elsewhere(entry.namespace, entry.key)
             if not self._may_go(entry):
-                self.lines.postpone(entry)
-            elif used_at is not None and self.lines.ttl is not None and used_at + self.lines.ttl > self.lines.now:
-                self.lines.postpone(entry, used_at)
+                self.queues.postpone(entry)
+            elif used_at is not None and self.queues.ttl is not None and used_at + self.queues.ttl > self.queues.now:
+                self.queues.postpone(entry, used_at)
             else:
                 expired.append(entry)
         for entry in expired:
             self._leave(entry, MissReason.EXPIRED)
-        self.lines.expired += len(expired)
+        self.queues.expired += len(expired)
         return expired
 
     def _add(
-        self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, line: EvictionQueue[CatalogEntry]
+        self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, queue: EvictionQueue[CatalogEntry]
     ) -> CatalogEntry:
-        entry = self._entries[namespace][key] = CatalogEntry(namespace, key, nbytes, state, line, self.lines.now)
+        entry = self._entries[namespace][key] = CatalogEntry(namespace, key, nbytes, state, queue, self.queues.now)
         self.used_bytes += nbytes
-        line.share.used += nbytes
-        line.share.busy += nbytes if entry.busy else 0
+        queue.share.used += nbytes
+        queue.share.busy += nbytes if entry.busy else 0
         self._count += 1
         return entry
 
@@ -252,12 +254,12 @@ class Catalog:
         enough = self._most(share, alone=over > 0) >= needed
         victims = self._choose(share, needed, alone=over > 0) if enough else []
         if sum(map(_nbytes, victims)) < needed:
-            for line in self.lines.all():
-                line.ahead.clear()  # they were not taken after all
+            for queue in self.queues.all():
+                queue.victim_buffer.clear()  # they were not taken after all
             return None
         if not over:
-            alone = len(self.lines.shares) == 1
-            self._turn = _Turn(share, victims[-1].line, math.inf if alone else self.capacity_bytes // _TURNS)
+            alone = len(self.queues.shares) == 1
+            self._turn = _Turn(share, victims[-1].queue, math.inf if alone else self.capacity_bytes // _TURNS)
         return victims
 
     def _in_turn(self, share: TenantShare, needed: int) -> list[CatalogEntry] | None:
@@ -266,13 +268,13 @@ class Catalog:
         if turn is None or turn.taker is not share or turn.left < needed:
             return None
         victims = []
-        ahead, freed = turn.line.ahead, 0
+        ahead, freed = turn.queue.victim_buffer, 0
         while ahead and freed < needed:
             entry = ahead.popleft()
             if self._may_go(entry):
                 victims.append(entry)
                 freed += entry.nbytes
-        if freed < needed or (turn.line.share is not share and turn.line.share.excess < freed):
+        if freed < needed or (turn.queue.share is not share and turn.queue.share.excess < freed):
             ahead.extendleft(reversed(victims))
             return None
         turn.left -= freed
@@ -282,34 +284,34 @@ class Catalog:
         """Returns how many bytes can be had for a share at most."""
         if alone:
             return share.evictable
-        others = (min(each.excess, each.evictable) for each in self.lines.shares if each is not share)
+        others = (min(each.excess, each.evictable) for each in self.queues.shares if each is not share)
         return share.evictable + sum(nbytes for nbytes in others if nbytes > 0)
 
     def _choose(self, share: TenantShare, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
         """Returns who makes room for so many bytes of a share; `alone` says that it is at its limit and pays itself."""
-        lines = [
-            (line.share, self._candidates(line))
-            for line in self.lines.all()
-            if line.share is share or (not alone and line.share.excess > 0)
+        queues = [
+            (queue.share, self._candidates(queue))
+            for queue in self.queues.all()
+            if queue.share is share or (not alone and queue.share.excess > 0)
         ]
-        return pick_victims(share, nbytes, lines, _nbytes)
+        return pick_victims(share, nbytes, queues, _nbytes)
 
-    def _candidates(self, line: EvictionQueue[CatalogEntry]) -> Iterator[CatalogEntry]:
+    def _candidates(self, queue: EvictionQueue[CatalogEntry]) -> Iterator[CatalogEntry]:
         """Yields what may go; the one that was yielded last is still the next, should it not be taken."""
-        if not line.share.evictable:  # else whoever looks walks over all that is on its way, to find nothing
-            line.ahead.clear()
+        if not queue.share.evictable:  # else whoever looks walks over all that is on its way, to find nothing
+            queue.victim_buffer.clear()
             return
         passed: set[CatalogEntry] = set()
         while True:
-            while line.ahead:
-                entry = line.ahead[0]
+            while queue.victim_buffer:
+                entry = queue.victim_buffer[0]
                 if self._may_go(entry):
                     yield entry
                     passed.add(entry)
-                line.ahead.popleft()
-            fresh = (entry for entry in line.policy.victims() if entry not in passed and self._may_go(entry))
-            line.ahead.extend(islice(fresh, AHEAD))
-            if not line.ahead:
+                queue.victim_buffer.popleft()
+            fresh = (entry for entry in queue.policy.victims() if entry not in passed and self._may_go(entry))
+            queue.victim_buffer.extend(islice(fresh, VICTIM_BUFFER))
+            if not queue.victim_buffer:
                 return
 
     def _may_go(self, entry: CatalogEntry) -> bool:
@@ -322,13 +324,13 @@ class Catalog:
 
     def _is_too_much(self, entry: CatalogEntry, excess: int) -> bool:
         """Whether an entry no longer fits, of a share that is above its quota by so much at least."""
-        share = entry.line.share
+        share = entry.queue.share
         return (self.used_bytes > self.capacity_bytes and share.excess >= excess) or share.over_limit(0) > 0
 
     def _leave(self, entry: CatalogEntry, reason: MissReason) -> None:
         """The one place where a block goes because the tier parts with it."""
         self.drop(entry)
-        self._left(entry.namespace, entry.key, reason)
+        self._on_evicted(entry.namespace, entry.key, reason)
 
 
 _nbytes = attrgetter("nbytes")

@@ -25,36 +25,36 @@ __all__ = ["CompletionHandler", "Durability"]
 class Durability:
     """Knows what is in the durable tiers, or on its way there."""
 
-    def __init__(self, primary: CpuTier, flow: TransferScheduler) -> None:
-        self._primary = primary
-        self._flow = flow
-        self._below = flow.whereabouts
+    def __init__(self, cpu_tier: CpuTier, transfers: TransferScheduler) -> None:
+        self._cpu_tier = cpu_tier
+        self._transfers = transfers
+        self._residency = transfers.residency
 
     def flush(self, namespace: NamespaceId, keys: Sequence[bytes]) -> bytes:
         """Returns a `DurableStatus` per key, and sends on their way ready blocks that no durable tier has."""
-        blocks = self._primary.blocks_of(namespace)
+        blocks = self._cpu_tier.blocks_of(namespace)
         waiting = [
             block
             for key in keys
-            if (block := blocks.get(key)) and block.ready and not self._below.is_becoming_durable(namespace, key)
+            if (block := blocks.get(key)) and block.ready and not self._residency.is_becoming_durable(namespace, key)
         ]
-        self._flow.cascade(list(dict.fromkeys(waiting)), None, even_if_busy=True)
+        self._transfers.cascade(list(dict.fromkeys(waiting)), None, even_if_busy=True)
         return bytes(self.of(namespace, key) for key in keys)
 
-    def send_left_out(self) -> None:
+    def store_skipped(self) -> None:
         """Sends on their way, last used first, the blocks that backpressure had left out.
 
         Those only: what a tier has had and evicted since must not drive out what it has now.
         """
-        self._flow.cascade(self._primary.left_out_blocks(), None, even_if_busy=True)
+        self._transfers.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
 
     def of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""
-        if self._below.is_durable(namespace, key):
+        if self._residency.is_durable(namespace, key):
             return DurableStatus.DURABLE
-        block = self._primary.blocks_of(namespace).get(key)
+        block = self._cpu_tier.blocks_of(namespace).get(key)
         being_written = block is not None and block.pending
-        on_its_way = being_written or self._below.is_becoming_durable(namespace, key)
+        on_its_way = being_written or self._residency.is_becoming_durable(namespace, key)
         return DurableStatus.PENDING if on_its_way else DurableStatus.VOLATILE
 
 
@@ -63,16 +63,16 @@ class CompletionHandler:
 
     def __init__(
         self,
-        primary: CpuTier,
-        flow: TransferScheduler,
+        cpu_tier: CpuTier,
+        transfers: TransferScheduler,
         requests: RequestTable,
         lookups: LookupHandler,
         handoffs: HandoffHandler,
         history: EvictionHistory,
         command: Callable[[Command], None],
     ) -> None:
-        self._primary = primary
-        self._flow = flow
+        self._cpu_tier = cpu_tier
+        self._transfers = transfers
         self._requests = requests
         self._lookups = lookups
         self._handoffs = handoffs
@@ -89,7 +89,7 @@ class CompletionHandler:
             self._handoffs.settle(block)
             for request in self._requests.settled(block):
                 if block.ready:
-                    self._flow.cascade_for(request, [block])
+                    self._transfers.cascade_for(request, [block])
                 else:
                     request.incomplete += 1
                 self._requests.end_if_settled(request)
@@ -101,32 +101,32 @@ class CompletionHandler:
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         """Takes in the result of a tier's job, an outcome per block. A job that is not known is ignored."""
-        finished = self._flow.finish(job_id, outcomes)
+        finished = self._transfers.finish(job_id, outcomes)
         if finished is None:
             return
-        for request in finished.paid:
+        for request in finished.acknowledged:
             self._requests.end_if_settled(request)
         if finished.kind is JobKind.STORE:
             return
         for block, done in finished.results:
-            if done and not block.retired:
+            if done and not block.invalidated:
                 block.promoted()
             else:
-                reason = MissReason.RESET if block.retired else MissReason.LOAD_FAILED
-                self._history.left(block.namespace, block.key, reason)
+                reason = MissReason.RESET if block.invalidated else MissReason.LOAD_FAILED
+                self._history.record(block.namespace, block.key, reason)
                 self._lookups.drop_promotion(block)
         self.settle([block for block, _ in finished.results])
-        self._primary.unpin([block for block, _ in finished.results])
+        self._cpu_tier.unpin([block for block, _ in finished.results])
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
         """Takes note of whether a tier comes back from its jobs: what it is loading is not waited for while it does not."""
-        change = self._flow.stall(tier, stalled=stalled)
+        change = self._transfers.stall(tier, stalled=stalled)
         for block in change.given_up:
-            self._history.left(block.namespace, block.key, MissReason.LOAD_FAILED)
+            self._history.record(block.namespace, block.key, MissReason.LOAD_FAILED)
             block.promoting = False
-            self._primary.disown(block)
+            self._cpu_tier.unlink(block)
         self.settle(change.given_up)
-        for request in change.paid:
+        for request in change.acknowledged:
             self._requests.end_if_settled(request)
         if change.is_back:
-            self._flow.catch_up(tier, self._primary.left_out_blocks())
+            self._transfers.catch_up(tier, self._cpu_tier.skipped_blocks())

@@ -21,7 +21,7 @@ __all__ = ["SPARE_PART", "CpuTier"]
 SPARE_PART = 1 / 64
 """Of the memory: what is made free ahead at most, for the next store."""
 
-MOST_SPARE = 1024
+MAX_SPARE = 1024
 """Slots that are made free ahead at most: more would hold the loop up."""
 
 _FEW_SPARES = 8
@@ -39,48 +39,48 @@ class CpuTier:
     """
 
     def __init__(
-        self, extent_bytes: int, lines: EvictionQueues[Block], left: OnEvictedTogether, spare_part: float = SPARE_PART
+        self, extent_bytes: int, queues: EvictionQueues[Block], left: OnEvictedTogether, spare_part: float = SPARE_PART
     ) -> None:
         """`left` is told of the ready blocks that go, and why; of the memory, `spare_part` at most is made free ahead."""
         self.memory = SlotAllocator(extent_bytes)
-        self.lines = lines
+        self.queues = queues
         self.evictions = 0
         self.no_room = 0
         """Slots that were asked for and could not be had."""
-        self._left = left
-        self._shelves = BlockIndex()
+        self._on_evicted = left
+        self._index = BlockIndex()
         self._owners: dict[int, Block] = {}
         self._detached: dict[int, TenantShare] = {}
         """Slots without a block, by offset, and whose they were."""
-        self._room = SlotReclaimer(self.memory, lines, self._owners)
-        self._line_of: dict[tuple[NamespaceId, int], EvictionQueue[Block]] = {}
+        self._reclaimer = SlotReclaimer(self.memory, queues, self._owners)
+        self._queue_of: dict[tuple[NamespaceId, int], EvictionQueue[Block]] = {}
         self._spare_part = spare_part
-        self._pressed: set[int] = set()
+        self._under_pressure: set[int] = set()
         """Size classes for which something had to be evicted, and that have had no room to spare since."""
-        self._short_of: dict[int, int] = {}
+        self._spare_demand: dict[int, int] = {}
         """How many slots of such classes were asked for at last, until some are made free for the next store."""
         self._clock = 0
         """Counts uses, and moves on with time: in millionths of a second, or beyond."""
 
     def __len__(self) -> int:
-        return len(self._shelves)
+        return len(self._index)
 
     def blocks_of(self, namespace: NamespaceId) -> dict[bytes, Block]:
         """Returns the blocks of a namespace by key; for reading only."""
-        return self._shelves.of(namespace).blocks
+        return self._index.of(namespace).blocks
 
     def counts(self) -> Iterable[tuple[NamespaceId, int]]:
         """Yields the namespaces that have blocks that can be found, and how many."""
-        return self._shelves.counts()
+        return self._index.counts()
 
     def ready_blocks(self) -> list[Block]:
         """Returns all visible blocks, the last used first."""
-        return _last_used_first(block for block in self._shelves if block.ready)
+        return _last_used_first(block for block in self._index if block.ready)
 
-    def left_out_blocks(self) -> list[Block]:
+    def skipped_blocks(self) -> list[Block]:
         """Returns the visible blocks that a tier below should have got, and did not, the last used first."""
         failed = MissReason.STORE_FAILED
-        return _last_used_first(block for block in self._shelves if block.left_out is failed and block.ready)
+        return _last_used_first(block for block in self._index if block.skip_reason is failed and block.ready)
 
     def find_or_add(self, spec: NamespaceSpec, keys: Sequence[bytes]) -> list[Block]:
         """Returns the blocks with these keys, adding empty ones where there are none.
@@ -91,23 +91,23 @@ class CpuTier:
         Raises:
             InvalidKey: a key names a group that the namespace lacks; nothing was added.
         """
-        shelf = self._shelves.of(spec.id)
-        blocks = shelf.blocks
+        index = self._index.of(spec.id)
+        blocks = index.blocks
         found = list(map(blocks.get, keys))
         if all(found):
             return found  # type: ignore[return-value]  # none of them is None
         spec.check(keys)
         one_size = len(set(spec.part_bytes)) == 1
-        line = None
+        queue = None
         for number, key in enumerate(keys):
             if found[number] is not None:
                 continue
             block = blocks.get(key)  # it may have come twice
             if block is None:
-                if line is None or not one_size:
+                if queue is None or not one_size:
                     part_bytes = spec.part_bytes_of(key)
-                    line = self._line_of.get((spec.id, part_bytes)) or self._new_line(spec.id, part_bytes)
-                block = blocks[key] = Block(spec, key, part_bytes, line, shelf)
+                    queue = self._queue_of.get((spec.id, part_bytes)) or self._new_queue(spec.id, part_bytes)
+                block = blocks[key] = Block(spec, key, part_bytes, queue, index)
             found[number] = block
         return found  # type: ignore[return-value]
 
@@ -119,38 +119,38 @@ class CpuTier:
         if retain_until:
             for block in blocks:
                 block.retain_until = max(block.retain_until, retain_until)
-        return self.lines.use(blocks, request, retain_until)
+        return self.queues.use(blocks, request, retain_until)
 
     def finish(self, request: Hashable) -> None:
         """Takes note that a request is over."""
-        self.lines.finish(request)
+        self.queues.finish(request)
 
     def used_at(self, namespace: NamespaceId, key: bytes) -> float | None:
         """Returns when a visible block was used the last time, in seconds and a second too early at most; None for others."""
-        block = self._shelves.get(namespace, key)
+        block = self._index.get(namespace, key)
         return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
 
     def tick(self, now: float) -> bool:
         """Lets time pass: drops blocks that were not used for as long as the tier's `ttl`. Returns whether there are more."""
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
         gone = []
-        for block in self.lines.tick(now):
+        for block in self.queues.tick(now):
             if block.pins or block.retained:
-                self.lines.postpone(block)
+                self.queues.postpone(block)
             else:
                 gone.append(block)
-        self.evict(gone, MissReason.EXPIRED)
-        self.lines.expired += len(gone)
-        return self.lines.overdue
+        self.drop(gone, MissReason.EXPIRED)
+        self.queues.expired += len(gone)
+        return self.queues.overdue
 
     def reserve(self, blocks: Sequence[Block], rank: int | None = None) -> None:
         """Gives slots to parts of blocks that have none, evicting where needed: to all of a block's, or to one rank's of each.
 
         Those that get none keep None. The blocks must be pinned, or one of them could be evicted for the sake of another.
         """
-        for line, mine in by_queue(blocks):
+        for queue, mine in by_queue(blocks):
             wanted = mine if rank is not None else [block for block in mine for slot in block.slots if slot is None]
-            offsets = self._take(line.share, line.size_class, len(wanted))
+            offsets = self._take(queue.share, queue.size_class, len(wanted))
             self.no_room += len(wanted) - len(offsets)
             self._owners.update(zip(offsets, wanted, strict=False))
             one_part = not wanted or len(wanted[0].slots) == 1
@@ -164,10 +164,14 @@ class CpuTier:
         """Drops a pin of each; a block that has neither pins nor slots is forgotten, a retired or fleeting one goes."""
         for block in blocks:
             block.pins = pins = block.pins - 1
-            if pins or (block.ready and not block.fleeting and not block.shelf.retired):
+            if pins or (block.ready and not block.evict_on_unpin and not block.namespace_index.invalidated):
                 continue
-            if block.retired or block.fleeting or not (block.ready or any(slot is not None for slot in block.slots)):
-                self.evict([block], MissReason.EXPIRED if block.fleeting else MissReason.RESET)
+            if (
+                block.invalidated
+                or block.evict_on_unpin
+                or not (block.ready or any(slot is not None for slot in block.slots))
+            ):
+                self.drop([block], MissReason.EXPIRED if block.evict_on_unpin else MissReason.RESET)
 
     def detach_slot(self, block: Block, rank: int) -> int:
         """Takes an unwritten part's slot away from its block, without freeing it (see `release`)."""
@@ -176,7 +180,7 @@ class CpuTier:
             raise ValueError(f"rank {rank} of {block!r} has no slot")
         block.put_slot(rank, None)
         del self._owners[offset]
-        self._detached[offset] = block.line.share
+        self._detached[offset] = block.queue.share
         return offset
 
     def release(self, offsets: Iterable[int]) -> None:
@@ -191,31 +195,31 @@ class CpuTier:
 
         Nothing is found any more, and what is being written is never published (B4.13). What is pinned goes when it is not.
         """
-        self._shelves.take_away(namespace)
-        return self.sweep()
+        self._index.invalidate(namespace)
+        return self.reset_slice()
 
-    def sweep(self) -> bool:
+    def reset_slice(self) -> bool:
         """Clears a slice of what was reset; returns whether there is more."""
-        taken = self._shelves.take_from_reset(SLICE)
+        taken = self._index.take_invalidated(SLICE)
         for block in taken:
             if block.ready:
-                self._left(block.namespace, (block.key,), MissReason.RESET)
-            self.lines.remove(block)
-        self.evict([block for block in taken if not block.pins])
-        return self._shelves.resetting
+                self._on_evicted(block.namespace, (block.key,), MissReason.RESET)
+            self.queues.remove(block)
+        self.drop([block for block in taken if not block.pins])
+        return self._index.resetting
 
-    def retiring(self, namespace: NamespaceId) -> int:
+    def pending_reset_blocks(self, namespace: NamespaceId) -> int:
         """Returns how many blocks a reset still waits for; not for those that a tier does not come back from."""
-        return self._shelves.retiring(namespace)
+        return self._index.pending_reset_blocks(namespace)
 
-    def disown(self, block: Block) -> None:
+    def unlink(self, block: Block) -> None:
         """Takes a pinned block out of the index: nobody finds it any more, and it goes when nobody pins it any more."""
-        self._shelves.disown(block)
-        self.lines.remove(block)
+        self._index.unlink(block)
+        self.queues.remove(block)
 
-    def evict(self, blocks: Sequence[Block], reason: MissReason = MissReason.EVICTED) -> None:
+    def drop(self, blocks: Sequence[Block], reason: MissReason = MissReason.EVICTED) -> None:
         """Drops blocks and frees their slots. They must not be pinned. The one place where blocks leave the tier."""
-        remove = self._shelves.remove
+        remove = self._index.remove
         in_line: list[Block] = []
         gone: list[tuple[NamespaceId, MissReason, list[bytes]]] = []
         freed: list[int] = []
@@ -223,30 +227,30 @@ class CpuTier:
             if remove(block):
                 in_line.append(block)
                 if block.ready:
-                    why = MissReason.RESET if block.shelf.retired else block.left_out or reason
+                    why = MissReason.RESET if block.namespace_index.invalidated else block.skip_reason or reason
                     if not (gone and gone[-1][0] == block.namespace and gone[-1][1] is why):
                         gone.append((block.namespace, why, []))
                     gone[-1][2].append(block.key)
             slots = block.slots
             if None in slots:
                 slots = tuple(slot for slot in slots if slot is not None)
-            block.line.share.used -= block.line.size_class * len(slots)
+            block.queue.share.used -= block.queue.size_class * len(slots)
             freed += slots  # type: ignore[arg-type]  # none of them is None
             block.clear()
-        self.lines.remove_all(in_line)
+        self.queues.remove_all(in_line)
         for namespace, why, keys in gone:
-            self._left(namespace, keys, why)
+            self._on_evicted(namespace, keys, why)
         for slot in freed:
             del self._owners[slot]
         self.memory.release(freed)
 
     def all_of(self, namespace: NamespaceId) -> Collection[Block]:
         """Returns the blocks of a namespace that can be found."""
-        return self._shelves.of(namespace).blocks.values()
+        return self._index.of(namespace).blocks.values()
 
     def is_there(self, block: Block) -> bool:
         """Returns whether a block can still be found."""
-        return self._shelves.get(*block.name) is block
+        return self._index.get(*block.name) is block
 
     def may_go(self, block: Block, *, retained: bool) -> bool:
         """Returns whether nobody pins a block, nor, unless `retained`, has it retained."""
@@ -260,11 +264,12 @@ class CpuTier:
     @staticmethod
     def nbytes_of(block: Block) -> int:
         """Returns what the slots of a block take."""
-        return block.line.size_class * sum(slot is not None for slot in block.slots)
+        return block.queue.size_class * sum(slot is not None for slot in block.slots)
 
-    def part_with(self, blocks: Sequence[Block]) -> None:
-        """Evicts blocks that somebody wants gone; see `evict`."""
-        self._evict(blocks)
+    def evict(self, blocks: Sequence[Block]) -> None:
+        """Drops blocks to make room, or because an operator asked for it, and counts them."""
+        self.drop(blocks)
+        self.evictions += len(blocks)
 
     def stats(self, name: str, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:
         """Returns the figures of this moment; hits and misses are counted by who looks up."""
@@ -279,15 +284,15 @@ class CpuTier:
             misses=misses,
             evictions=self.evictions,
             dropped=self.no_room,
-            expired=self.lines.expired,
-            not_retained=self.lines.not_retained,
-            shares=self.lines.stats(),
+            expired=self.queues.expired,
+            not_retained=self.queues.not_retained,
+            shares=self.queues.stats(),
         )
 
-    def _new_line(self, namespace: NamespaceId, part_bytes: int) -> EvictionQueue[Block]:
-        line = self.lines.line(namespace, self.memory.slot_bytes_for(part_bytes))
-        self._line_of[namespace, part_bytes] = line
-        return line
+    def _new_queue(self, namespace: NamespaceId, part_bytes: int) -> EvictionQueue[Block]:
+        queue = self.queues.queue_for(namespace, self.memory.slot_bytes_for(part_bytes))
+        self._queue_of[namespace, part_bytes] = queue
+        return queue
 
     def _take(self, share: TenantShare, slot_bytes: int, count: int) -> list[int]:
         """Returns up to so many free slots for a share, in ascending order."""
@@ -295,9 +300,9 @@ class CpuTier:
         offsets = self.memory.allocate(slot_bytes, count)
         share.used += slot_bytes * len(offsets)
         if len(offsets) < count:
-            self._pressed.add(slot_bytes)
-        if slot_bytes in self._pressed and self._spare_slots(slot_bytes, count):
-            self._short_of[slot_bytes] = count
+            self._under_pressure.add(slot_bytes)
+        if slot_bytes in self._under_pressure and self._spare_slots(slot_bytes, count):
+            self._spare_demand[slot_bytes] = count
         while len(offsets) < count and self._make_room(share, slot_bytes, count - len(offsets)):
             fresh = self.memory.allocate(slot_bytes, count - len(offsets))
             share.used += slot_bytes * len(fresh)
@@ -306,50 +311,46 @@ class CpuTier:
         return offsets
 
     @property
-    def short(self) -> bool:
+    def needs_spare_room(self) -> bool:
         """Whether the next store would have to wait until something is evicted for it (`make_spare_room`)."""
-        return bool(self._short_of) and len(self.lines.shares) == 1
+        return bool(self._spare_demand) and len(self.queues.shares) == 1
 
     def make_spare_room(self) -> None:
         """Evicts what the next store as large as the last would have to wait for: who stores under pressure goes on storing.
 
         Not where tenants have shares: who makes room, and at whose cost, is not to be decided before somebody takes it.
         """
-        short_of, self._short_of = self._short_of, {}
-        if len(self.lines.shares) > 1:
+        demand, self._spare_demand = self._spare_demand, {}
+        if len(self.queues.shares) > 1:
             return
-        for slot_bytes, count in short_of.items():
+        for slot_bytes, count in demand.items():
             free = self.memory.free_slots(slot_bytes)
             wanted = self._spare_slots(slot_bytes, count) - free
             if wanted > 0:
-                self._make_room(self.lines.shares.rest, slot_bytes, wanted)
+                self._make_room(self.queues.shares.rest, slot_bytes, wanted)
             elif free > 2 * count:
-                self._pressed.discard(slot_bytes)
+                self._under_pressure.discard(slot_bytes)
 
     def _spare_slots(self, slot_bytes: int, count: int) -> int:
         """Returns how many slots are to be free after a store of so many; none after one that leaves little else in memory."""
         most = int(self._spare_part * self.memory.total_bytes / slot_bytes)
-        return min(count, most, MOST_SPARE) if count <= _FEW_SPARES * most else 0
+        return min(count, most, MAX_SPARE) if count <= _FEW_SPARES * most else 0
 
     def _within_limit(self, share: TenantShare, slot_bytes: int, count: int) -> int:
         """Makes room below a share's limit, at its own cost; returns how many slots it may have."""
         over = share.over_limit(slot_bytes * count)
         if share.limit is None or not over:
             return count
-        self._evict(self._room.own_victims(share, slot_bytes, over))
+        self.evict(self._reclaimer.own_victims(share, slot_bytes, over))
         return min(count, max(0, share.limit - share.used) // slot_bytes)
 
     def _make_room(self, share: TenantShare, slot_bytes: int, count: int) -> bool:
         """Evicts blocks for a share, or takes over another class' extent. Returns whether anything was freed."""
-        victims = self._room.victims(share, slot_bytes, count)
-        if not victims and self.lines.come_back():
-            victims = self._room.victims(share, slot_bytes, count)
-        self._evict(victims)
-        return bool(victims)
-
-    def _evict(self, victims: Sequence[Block]) -> None:
+        victims = self._reclaimer.victims(share, slot_bytes, count)
+        if not victims and self.queues.end_retention():
+            victims = self._reclaimer.victims(share, slot_bytes, count)
         self.evict(victims)
-        self.evictions += len(victims)
+        return bool(victims)
 
 
 def _last_used_first(blocks: Iterable[Block]) -> list[Block]:

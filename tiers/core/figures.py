@@ -23,32 +23,34 @@ class Figures:
     def __init__(
         self,
         region_bytes: int,
-        primary: CpuTier,
-        flow: TransferScheduler,
+        cpu_tier: CpuTier,
+        transfers: TransferScheduler,
         lookups: LookupHandler,
         stores: StoreHandler,
         handoffs: HandoffHandler,
-        curves: MissRatioCurves | None,
+        miss_ratio_curves: MissRatioCurves | None,
     ) -> None:
         self._region_bytes = region_bytes
-        self._primary = primary
-        self._flow = flow
+        self._cpu_tier = cpu_tier
+        self._transfers = transfers
         self._lookups = lookups
         self._stores = stores
         self._handoffs = handoffs
-        self._curves = curves
+        self._miss_ratio_curves = miss_ratio_curves
         self.expired_leases = 0
         self.expired_stores = 0
 
     def stats(self, now: float, *, sessions: int, namespaces: int) -> ManagerStats:
         """Returns the figures of this moment."""
-        tally = self._lookups.tally
-        hits, misses = tally.hits, tally.misses
+        counters = self._lookups.counters
+        hits, misses = counters.hits, counters.misses
         keys = sum(hits) + misses.total()
-        cpu = self._primary.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
-        tiers = (cpu, *(lane.stats(hits[lane.index]) for lane in self._flow.lanes))
-        if self._curves is not None:
-            tiers = tuple(replace(tier, estimates=self._curves.of(number)) for number, tier in enumerate(tiers))
+        cpu = self._cpu_tier.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
+        tiers = (cpu, *(secondary.stats(hits[secondary.index]) for secondary in self._transfers.secondaries))
+        if self._miss_ratio_curves is not None:
+            tiers = tuple(
+                replace(tier, estimates=self._miss_ratio_curves.of(number)) for number, tier in enumerate(tiers)
+            )
         return ManagerStats(
             tiers=tiers,
             leases=len(self._lookups.leases),
@@ -70,16 +72,18 @@ class Figures:
 
     def namespace_stats(self) -> list[NamespaceStats]:
         """Returns the figures of each namespace, so many at most as a `Tally` tells apart. Takes longer than `stats`."""
-        tally = self._lookups.tally
+        counters = self._lookups.counters
         blocks: dict[NamespaceCounters, list[int]] = {}
-        for tier, counts in enumerate([self._primary.counts(), *(lane.catalog.counts() for lane in self._flow.lanes)]):
+        for tier, counts in enumerate(
+            [self._cpu_tier.counts(), *(secondary.catalog.counts() for secondary in self._transfers.secondaries)]
+        ):
             for namespace, count in counts:
-                per_tier = blocks.setdefault(tally.cell(namespace), [0] * (len(self._flow.lanes) + 1))
+                per_tier = blocks.setdefault(counters.cell(namespace), [0] * (len(self._transfers.secondaries) + 1))
                 per_tier[tier] += count
-        none = [0] * (len(self._flow.lanes) + 1)
+        none = [0] * (len(self._transfers.secondaries) + 1)
         return [
             NamespaceStats(
                 cell.namespace, cell.tenant, tuple(blocks.get(cell, none)), tuple(cell.hits), dict(cell.misses)
             )
-            for cell in tally.cells()
+            for cell in counters.cells()
         ]

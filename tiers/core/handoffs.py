@@ -22,7 +22,7 @@ from ..stats.request_log import (
     LookupRecord,
     RequestLog,
     bounded,
-    spans_of,
+    outcome_runs,
 )
 from ..stats.snapshots import HandoffStats
 from ..types import EngineKey, HandoffDirection, HoldEnd, HoldName, KeyStatus, MissReason, Owner, PublishStatus, Session
@@ -57,22 +57,22 @@ class HandoffHandler:
 
     def __init__(
         self,
-        primary: CpuTier,
+        cpu_tier: CpuTier,
         lookups: LookupHandler,
-        keeping: TierSettings,
+        settings: TierSettings,
         capacity_bytes: int,
         command: Callable[[Command], None],
         notes: HandoffLog,
     ) -> None:
-        self._primary = primary
+        self._cpu_tier = cpu_tier
         self._lookups = lookups
-        self._max_holds = keeping.max_holds
+        self._max_holds = settings.max_holds
         self._command = command
-        self._notes = notes
-        self._table = HoldTable(self._let_go)
+        self._log = notes
+        self._table = HoldTable(self._unpin_held)
         self._pins: dict[Block, int] = {}
         """Per held block how many pins of holds there are on it."""
-        self._budgets = _budgets(list(primary.lines.shares), capacity_bytes, keeping.held_part)
+        self._budgets = _budgets(list(cpu_tier.queues.shares), capacity_bytes, settings.held_part)
         self._over: dict[HoldName, HoldEnd | PublishStatus] = {}
         self._claims_missed: Counter[ClaimOutcome] = Counter()
         self._stats = {direction: HandoffStats() for direction in HandoffDirection}
@@ -132,18 +132,16 @@ class HandoffHandler:
         keys = [block.key for block in blocks]  # not the caller's: those of a shared prefix are kept once
         refused = self._refusal(session.tenant, blocks)
         status = refused or PublishStatus.PUBLISHED
-        record = self._notes.published(
-            name, direction, num_tokens=num_tokens, blocks=len(blocks), status=status, now=now
-        )
+        record = self._log.published(name, direction, num_tokens=num_tokens, blocks=len(blocks), status=status, now=now)
         if refused is not None:
             self._stats[direction].declined += 1
-            self._let_go(blocks)
+            self._unpin_held(blocks)
             self._note_over(name, refused)
             self._command(HoldChanged(name))
             return refused
         self._lookups.fetch(session.namespace.id, blocks)
-        self._primary.lines.set_aside(blocks)
-        self._primary.use(list(dict.fromkeys(blocks)), None)
+        self._cpu_tier.queues.protect(blocks)
+        self._cpu_tier.use(list(dict.fromkeys(blocks)), None)
         hold = Hold(
             name, session.tenant, direction, keys, positions, list(blocks), num_tokens, duration, now, now + duration
         )
@@ -202,7 +200,7 @@ class HandoffHandler:
         if self._lookups.leases.items_of(session.id) + len(hold.keys) > MAX_LEASED_ITEMS:
             raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
         statuses = bytes(map(_status, hold.items, _wanted(hold, first_positions)))
-        self._notes.claimed(owner, hold, statuses, now)
+        self._log.claimed(owner, hold, statuses, now)
         hit = KeyStatus.HIT
         items = [block if status == hit else None for block, status in zip(hold.items, statuses, strict=True)]
         found = [block for block in items if block is not None]
@@ -210,7 +208,7 @@ class HandoffHandler:
             return HoldClaim(hold, None, statuses)
         for block in found:
             block.pins += 1
-        self._primary.use([block for block in dict.fromkeys(found) if not block.retired], owner.user)
+        self._cpu_tier.use([block for block in dict.fromkeys(found) if not block.invalidated], owner.user)
         lease = self._lookups.leases.grant(owner, expires_at, items, bytes(len(items)), keys=len(items), now=now)
         stats = self._stats[hold.direction]
         hold.claims += 1
@@ -266,7 +264,7 @@ class HandoffHandler:
             self._command(HoldChanged(hold.name))
 
     def _pin(self, session: Session, keys: Sequence[bytes]) -> list[Block]:
-        blocks = self._primary.find_or_add(session.namespace, keys)
+        blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         for block in blocks:
             block.pins += 1
             self._charge(block)
@@ -284,9 +282,9 @@ class HandoffHandler:
         self._table.remove(hold)
         if how is not HoldEnd.REPLACED:
             self._note_over(hold.name, how)
-        self._notes.ended(hold, how, now)
+        self._log.ended(hold, how, now)
         self._stats[hold.direction].held_seconds += max(0.0, now - hold.published_at)
-        self._let_go([block for block in hold.items if block is not None])
+        self._unpin_held([block for block in hold.items if block is not None])
         self._command(HoldChanged(hold.name))
 
     def _note_over(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
@@ -296,27 +294,27 @@ class HandoffHandler:
 
     def _not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
         self._claims_missed[outcome] += 1
-        self._notes.not_claimed(owner, name, outcome, now)
+        self._log.not_claimed(owner, name, outcome, now)
 
-    def _let_go(self, blocks: Sequence[Block]) -> None:
+    def _unpin_held(self, blocks: Sequence[Block]) -> None:
         """Drops a hold's pins on blocks; one that only holds name goes with the last of them, the others are in line again."""
         for block in blocks:
             self._pins[block] -= 1
             if not self._pins[block]:
                 del self._pins[block]
-                self._budget(block).used -= block.footprint
-                block.fleeting = block.private
-        self._primary.lines.put_back(block for block in blocks if block not in self._pins)
-        self._primary.unpin(blocks)
+                self._budget(block).used -= block.allocated_bytes
+                block.evict_on_unpin = block.hold_only
+        self._cpu_tier.queues.unprotect(block for block in blocks if block not in self._pins)
+        self._cpu_tier.unpin(blocks)
 
     def _charge(self, block: Block) -> None:
         if block not in self._pins:
-            self._budget(block).used += block.footprint
-            block.fleeting = False
+            self._budget(block).used += block.allocated_bytes
+            block.evict_on_unpin = False
         self._pins[block] = self._pins.get(block, 0) + 1
 
     def _budget(self, block: Block) -> RetentionBudget:
-        return self._budgets[block.line.share]
+        return self._budgets[block.queue.share]
 
 
 def _budgets(shares: Sequence[TenantShare], capacity_bytes: int, part: float) -> dict[TenantShare, RetentionBudget]:
@@ -350,8 +348,8 @@ _CPU_TIER = 0
 class HandoffLog:
     """Writes publications and claims into the journal."""
 
-    def __init__(self, journal: RequestLog, history: EvictionHistory) -> None:
-        self._journal = journal
+    def __init__(self, request_log: RequestLog, history: EvictionHistory) -> None:
+        self._request_log = request_log
         self._history = history
 
     def published(
@@ -366,7 +364,7 @@ class HandoffLog:
     ) -> HoldRecord:
         """Takes note of a publication, be it declined or not."""
         record = HoldRecord(now, direction, num_tokens, blocks, status)
-        self._journal.latest(name[:2], name[2], now).holds.append(record)
+        self._request_log.latest(name[:2], name[2], now).holds.append(record)
         return record
 
     def ended(self, hold: Hold, how: HoldEnd, now: float) -> None:
@@ -378,23 +376,23 @@ class HandoffLog:
         """Takes note of a claim that found its hold, whatever was there of it."""
         keys = [key for key, status in zip(hold.keys, statuses, strict=True) if status]
         met = [status for status in statuses if status]
-        verdicts = self._verdicts(hold, keys, met)
-        first = next((key for key, verdict in zip(keys, verdicts, strict=True) if verdict != _CPU_TIER), None)
+        outcomes = self._verdicts(hold, keys, met)
+        first = next((key for key, outcome in zip(keys, outcomes, strict=True) if outcome != _CPU_TIER), None)
         if hold.record is not None:
             hold.record.claims += 1
             hold.record.hits += met.count(KeyStatus.HIT)
         claim = ClaimRecord(hold.name[1], hold.name[2], ClaimOutcome.HELD, len(statuses) - len(met))
-        record = LookupRecord(now, bounded(spans_of(verdicts)), first, claim=claim)
-        self._journal.note_lookup(owner.engine, owner.request_id, record)
+        record = LookupRecord(now, bounded(outcome_runs(outcomes)), first, claim=claim)
+        self._request_log.note_lookup(owner.engine, owner.request_id, record)
 
     def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
         """Takes note of a claim that did not find its hold."""
         record = LookupRecord(now, (), claim=ClaimRecord(name[1], name[2], outcome))
-        self._journal.note_lookup(owner.engine, owner.request_id, record)
+        self._request_log.note_lookup(owner.engine, owner.request_id, record)
 
     def _verdicts(self, hold: Hold, keys: Sequence[bytes], met: Sequence[int]) -> list[LookupOutcome]:
         known: dict[int, LookupOutcome] = {KeyStatus.HIT: _CPU_TIER, KeyStatus.HIT_PENDING: MissReason.PENDING}
         if KeyStatus.MISS not in met:
             return [known[status] for status in met]
-        lost = self._history.why_each(hold.name[0], keys, MissReason.NEVER_STORED)
+        lost = self._history.reasons_for(hold.name[0], keys, MissReason.NEVER_STORED)
         return [known.get(status, reason) for status, reason in zip(met, lost, strict=True)]

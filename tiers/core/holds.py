@@ -71,9 +71,9 @@ class HoldClaim:
 class HoldTable:
     """The holds that are open, by name, and who waits for which block."""
 
-    def __init__(self, let_go: Callable[[Sequence[Block]], None]) -> None:
+    def __init__(self, unpin: Callable[[Sequence[Block]], None]) -> None:
         """`let_go` is told of the pins of an open hold that fall."""
-        self._let_go = let_go
+        self._unpin = unpin
         self._holds: dict[HoldName, Hold] = {}
         self._waiting: dict[Block, dict[Hold, list[int]]] = {}
         """Per block that is not there yet the holds that it is in, and which of their items it is."""
@@ -144,7 +144,7 @@ class HoldTable:
         whose engine is gone: there it will not come.
         """
         waiting = self._waiting.get(block, {})
-        hopeless = [hold for hold in waiting if block.ready or block.retired or hold.orphaned]
+        hopeless = [hold for hold in waiting if block.ready or block.invalidated or hold.orphaned]
         for hold in hopeless:
             items = waiting.pop(hold)
             hold.awaited -= len(items)
@@ -171,4 +171,4 @@ class HoldTable:
         lost = [block for item in items if (block := hold.items[item]) is not None]
         for item in items:
             hold.items[item] = None
-        self._let_go(lost)
+        self._unpin(lost)

@@ -121,7 +121,7 @@ class LeaseTable:
         self._by_session: dict[bytes, dict[Lease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[Lease, None]] = defaultdict(dict)
         self._items: dict[bytes, int] = defaultdict(int)
-        self._falling: list[Block] = []
+        self._pending_unpins: list[Block] = []
         """Blocks of leases that have ended, whose pins are still to fall."""
         self._next_id = first_id
 
@@ -178,14 +178,14 @@ class LeaseTable:
     def end(self, lease: Lease) -> None:
         """Ends a lease whose pins fall with `let_fall`."""
         self._forget(lease)
-        self._falling.extend(filter(None, lease.items))
+        self._pending_unpins.extend(filter(None, lease.items))
 
-    def let_fall(self) -> bool:
+    def unpin_slice(self) -> bool:
         """Lets a slice of the pins of leases that have ended fall; returns whether there are more."""
-        pins = self._falling[-SLICE:]
-        del self._falling[-SLICE:]
+        pins = self._pending_unpins[-SLICE:]
+        del self._pending_unpins[-SLICE:]
         self._unpin(pins)
-        return bool(self._falling)
+        return bool(self._pending_unpins)
 
     def _forget(self, lease: Lease) -> None:
         del self._leases[lease.id]

@@ -12,7 +12,7 @@ from ..negotiation import NamespaceId
 from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
-from ..stats.request_log import LookupOutcome, LookupRecord, OutcomeRun, RequestLog, bounded, spans_of
+from ..stats.request_log import LookupOutcome, LookupRecord, OutcomeRun, RequestLog, bounded, outcome_runs
 from ..types import MissReason, NamespaceSpec, Owner, Session
 from .block import Block
 from .cpu_tier import CpuTier
@@ -62,22 +62,22 @@ class LookupHandler:
 
     def __init__(
         self,
-        primary: CpuTier,
-        flow: TransferScheduler,
+        cpu_tier: CpuTier,
+        transfers: TransferScheduler,
         history: EvictionHistory,
-        journal: RequestLog,
-        tally: HitCounters,
+        request_log: RequestLog,
+        counters: HitCounters,
         first_id: int,
-        curves: MissRatioCurves | None = None,
+        miss_ratio_curves: MissRatioCurves | None = None,
     ) -> None:
-        self.leases = LeaseTable(primary.unpin, first_id)
-        self.tally = tally
-        self._primary = primary
-        self._flow = flow
-        self._below = flow.whereabouts
+        self.leases = LeaseTable(cpu_tier.unpin, first_id)
+        self.counters = counters
+        self._cpu_tier = cpu_tier
+        self._transfers = transfers
+        self._residency = transfers.residency
         self._history = history
-        self._journal = journal
-        self._curves = curves
+        self._request_log = request_log
+        self._miss_ratio_curves = miss_ratio_curves
         self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
 
     def namespace_opened(self, namespace: NamespaceId, tenant: str) -> None:
@@ -109,18 +109,18 @@ class LookupHandler:
         if self.leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
             raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
         owner = Owner(session.engine, session.id, request_id)
-        if self._primary.retiring(session.namespace.id):
-            self._record(owner, now, spans_of([MissReason.RESET] * len(keys)), keys[0] if keys else None)
+        if self._cpu_tier.pending_reset_blocks(session.namespace.id):
+            self._record(owner, now, outcome_runs([MissReason.RESET] * len(keys)), keys[0] if keys else None)
             return LookupAnswer(len(keys), None)
         match = self._match(session.namespace, keys, excluded, prefix=prefix)
         if prefix and len(match.items) < min_hits and not match.retries:
             self._give_up(match)
         self._start_promotions(match, owner.user, prefix=prefix)
-        spans, first_miss = self._explain(session, keys, match, prefix=prefix)
-        record = self._record(owner, now, spans, first_miss)
-        if self._curves is not None:
-            self._curves.looked_up(session.namespace, keys, spans)
-        self._below.ask()
+        runs, first_miss = self._explain(session, keys, match, prefix=prefix)
+        record = self._record(owner, now, runs, first_miss)
+        if self._miss_ratio_curves is not None:
+            self._miss_ratio_curves.looked_up(session.namespace, keys, runs)
+        self._residency.send_queries()
         not_retained = self._use(match, owner.user, retain_until)
         return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries, not_retained)
 
@@ -131,19 +131,19 @@ class LookupHandler:
 
         With `prefix` the scan goes on past what is open, and ends at the first miss.
         """
-        if not self._below.has_shared_tiers:
+        if not self._residency.has_shared_tiers:
             return False
-        blocks = self._primary.blocks_of(namespace.id)
+        blocks = self._cpu_tier.blocks_of(namespace.id)
         is_open = False
         for key in keys:
             block = blocks.get(key)
             if block is not None and (block.ready or block.pending):
                 continue
-            presence = self._below.peek(namespace.id, key, excluded)
+            presence = self._residency.peek(namespace.id, key, excluded)
             is_open = is_open or presence is Presence.UNKNOWN
             if prefix and presence in (Presence.ABSENT, Presence.EXCLUDED, Presence.STALLED):
                 break
-        self._below.ask()
+        self._residency.send_queries()
         return is_open
 
     def fetch(self, namespace: NamespaceId, blocks: Iterable[Block]) -> None:
@@ -151,23 +151,23 @@ class LookupHandler:
 
         Nothing while a reset of it waits: until then the tiers below are not read (B3.19).
         """
-        if self._primary.retiring(namespace):
+        if self._cpu_tier.pending_reset_blocks(namespace):
             return
         found: list[tuple[SecondaryTierState, Block]] = []
         for block in blocks:
-            if block.ready or block.pending or block.private:
+            if block.ready or block.pending or block.hold_only:
                 continue
-            if self._below.peek(block.namespace, block.key) is Presence.HELD:
-                lane, _ = self._below.find(block.namespace, block.key)
-                if lane is not None:
+            if self._residency.peek(block.namespace, block.key) is Presence.HELD:
+                secondary, _ = self._residency.find(block.namespace, block.key)
+                if secondary is not None:
                     block.promoting = True
-                    found.append((lane, block))
-        self._primary.reserve([block for _, block in found])
+                    found.append((secondary, block))
+        self._cpu_tier.reserve([block for _, block in found])
         for _, block in found:
             if None in block.slots:
                 self.drop_promotion(block)
-        self._flow.promote([(lane, block) for lane, block in found if block.promoting], None)
-        self._below.ask()
+        self._transfers.promote([(secondary, block) for secondary, block in found if block.promoting], None)
+        self._residency.send_queries()
 
     def release(self, lease: Lease) -> None:
         """Ends a lease. What was on its way to it counts as a hit: it was there."""
@@ -179,13 +179,13 @@ class LookupHandler:
         for lease in leases:
             self._count_pending(lease)
             self.leases.end(lease)
-        return self.leases.let_fall()
+        return self.leases.unpin_slice()
 
     def _count_pending(self, lease: Lease) -> None:
         if lease.pending:
             for block, source in zip(lease.items, lease.sources, strict=False):
                 if block is not None and not block.ready:
-                    self.tally.hit(block.namespace, source)
+                    self.counters.hit(block.namespace, source)
 
     def settle(self, block: Block) -> list[Lease]:
         """Takes note that a block is not pending any more; returns the leases that have nothing pending left."""
@@ -193,12 +193,12 @@ class LookupHandler:
         for lease, item in waited:
             source = lease.sources[item]
             if block.ready:
-                self.tally.hit(block.namespace, source)
+                self.counters.hit(block.namespace, source)
                 continue
-            reason = self._history.why(block.namespace, block.key) or MissReason.LOAD_FAILED
-            self.tally.miss(block.namespace, reason)
+            reason = self._history.reason_for(block.namespace, block.key) or MissReason.LOAD_FAILED
+            self.counters.miss(block.namespace, reason)
             if source:
-                self._flow.lanes[source - 1].misses += 1
+                self._transfers.secondaries[source - 1].misses += 1
             if lease.record is not None:
                 lease.record.fail(item, reason)
         return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
@@ -208,13 +208,13 @@ class LookupHandler:
         block.promoting = False
         ranks = [rank for rank, slot in enumerate(block.slots) if slot is not None]
         block.written = 0
-        self._primary.release([self._primary.detach_slot(block, rank) for rank in ranks])
+        self._cpu_tier.release([self._cpu_tier.detach_slot(block, rank) for rank in ranks])
 
     def _match(
         self, namespace: NamespaceSpec, keys: Sequence[bytes], excluded: Collection[int], *, prefix: bool
     ) -> _Match:
         """Finds and pins blocks."""
-        blocks = self._primary.blocks_of(namespace.id)
+        blocks = self._cpu_tier.blocks_of(namespace.id)
         match = _Match()
         items = match.items
         for block in map(blocks.get, keys):  # in the common case that is all: a run of ready blocks
@@ -236,14 +236,14 @@ class LookupHandler:
         self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: _Match, *, prefix: bool
     ) -> bool:
         """Finds a block in the tiers below; returns whether it is there, or may be."""
-        lane, presence = self._below.find(namespace.id, key, excluded)
+        secondary, presence = self._residency.find(namespace.id, key, excluded)
         position = len(match.items)
         deferred = prefix and bool(match.retries)  # what lies behind an open question is not fetched on spec
-        if presence is Presence.UNKNOWN or (lane is not None and deferred):
+        if presence is Presence.UNKNOWN or (secondary is not None and deferred):
             match.retries.append(position)
             match.add(None)
             return True
-        if lane is None:
+        if secondary is None:
             if presence is Presence.EXCLUDED:
                 match.reasons[position] = MissReason.POLICY
             elif presence is Presence.STALLED:
@@ -251,10 +251,10 @@ class LookupHandler:
             if not prefix:
                 match.add(None)
             return False
-        [block] = self._primary.find_or_add(namespace, [key])
+        [block] = self._cpu_tier.find_or_add(namespace, [key])
         block.promoting = True
-        match.promotions.append((position, lane, block))
-        match.add(block, lane.index)
+        match.promotions.append((position, secondary, block))
+        match.add(block, secondary.index)
         return True
 
     def _give_up(self, match: _Match) -> None:
@@ -267,24 +267,24 @@ class LookupHandler:
             if found is not None:
                 match.reasons[position] = MissReason.BELOW_THRESHOLD
                 match.items[position] = None
-                self._primary.unpin([found])
+                self._cpu_tier.unpin([found])
 
     def _start_promotions(self, match: _Match, user: Hashable, *, prefix: bool) -> None:
         """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
         if not match.promotions:
             return
-        self._primary.reserve([block for _, _, block in match.promotions])
+        self._cpu_tier.reserve([block for _, _, block in match.promotions])
         started = []
         failed: set[Block] = set()
-        for _, lane, block in match.promotions:
+        for _, secondary, block in match.promotions:
             if None not in block.slots and not (prefix and failed):
-                started.append((lane, block))
+                started.append((secondary, block))
             else:
                 self.drop_promotion(block)
                 failed.add(block)
         if failed:
             self._cut(match, failed, prefix=prefix)
-        self._flow.promote(started, user)
+        self._transfers.promote(started, user)
 
     def _cut(self, match: _Match, failed: Collection[Block], *, prefix: bool) -> None:
         """Makes misses of blocks that found no room, wherever they stand; in a prefix of all that follows them."""
@@ -296,17 +296,17 @@ class LookupHandler:
             if block is not None and (broken or block in failed):
                 match.items[position] = None
                 match.reasons[position] = MissReason.NO_ROOM
-                self._primary.unpin([block])
+                self._cpu_tier.unpin([block])
 
     def _use(self, match: _Match, user: Hashable, retain_until: float) -> int:
         """Takes note of the use of what was found; returns how much of it should have been retained, and is not."""
         hits = list(filter(None, dict.fromkeys(match.items)))
         if not hits:
             return 0
-        not_retained = self._primary.use(hits, user, retain_until)
-        self._flow.used(hits, user)
+        not_retained = self._cpu_tier.use(hits, user, retain_until)
+        self._transfers.used(hits, user)
         if retain_until:
-            self._flow.retain(hits)
+            self._transfers.retain(hits)
         return not_retained
 
     def _grant(
@@ -328,7 +328,7 @@ class LookupHandler:
         if lease.pending:
             for block, source in zip(match.items, match.sources, strict=True):
                 if block is not None and not block.ready:
-                    self.tally.hit(block.namespace, source, -1)
+                    self.counters.hit(block.namespace, source, -1)
         return lease
 
     def _explain(
@@ -340,20 +340,20 @@ class LookupHandler:
         """
         if match.ready == len(keys):
             return ((OutcomeRun(len(keys), 0),) if keys else ()), None
-        verdicts: list[LookupOutcome] = list(match.sources)
+        outcomes: list[LookupOutcome] = list(match.sources)
         for position in match.retries:
-            verdicts[position] = None
+            outcomes[position] = None
         retries = set(match.retries)
         missed = [n for n, block in enumerate(match.items) if block is None and n not in retries]
         missed += range(len(match.items), len(keys))
         if not missed:
-            return spans_of(verdicts), None
-        verdicts += [None] * (len(keys) - len(verdicts))
+            return outcome_runs(outcomes), None
+        outcomes += [None] * (len(keys) - len(outcomes))
         default = self._default_reason(session, keys, match, missed, prefix=prefix)
-        known = self._history.why_each(session.namespace.id, (keys[n] for n in missed), default)
+        known = self._history.reasons_for(session.namespace.id, (keys[n] for n in missed), default)
         for position, why in zip(missed, known, strict=True):
-            verdicts[position] = match.reasons.get(position) or why
-        return spans_of(verdicts), keys[missed[0]]
+            outcomes[position] = match.reasons.get(position) or why
+        return outcome_runs(outcomes), keys[missed[0]]
 
     def _default_reason(
         self, session: Session, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
@@ -368,7 +368,7 @@ class LookupHandler:
 
     def _why(self, session: Session, key: bytes) -> MissReason:
         """Returns why a block is nowhere."""
-        known = self._history.why(session.namespace.id, key)
+        known = self._history.reason_for(session.namespace.id, key)
         if known is not None:
             return known
         others = islice(reversed(self._formats[session.tenant]), _FORMATS)
@@ -376,13 +376,11 @@ class LookupHandler:
         return MissReason.FORMAT_MISMATCH if elsewhere else MissReason.NEVER_STORED
 
     def _is_in(self, namespace: NamespaceId, key: bytes) -> bool:
-        block = self._primary.blocks_of(namespace).get(key)
-        return (block is not None and block.ready) or self._below.holds(namespace, key)
+        block = self._cpu_tier.blocks_of(namespace).get(key)
+        return (block is not None and block.ready) or self._residency.holds(namespace, key)
 
-    def _record(
-        self, owner: Owner, now: float, spans: tuple[OutcomeRun, ...], first_miss: bytes | None
-    ) -> LookupRecord:
-        self.tally.count(owner.engine[0], spans)
-        record = LookupRecord(now, bounded(spans), first_miss)
-        self._journal.note_lookup(owner.engine, owner.request_id, record)
+    def _record(self, owner: Owner, now: float, runs: tuple[OutcomeRun, ...], first_miss: bytes | None) -> LookupRecord:
+        self.counters.count(owner.engine[0], runs)
+        record = LookupRecord(now, bounded(runs), first_miss)
+        self._request_log.note_lookup(owner.engine, owner.request_id, record)
         return record

@@ -47,7 +47,7 @@ class TierManager:
         *,
         max_queued_bytes: int | None = None,
         first_id: int = 1,
-        keeping: TierSettings | None = None,
+        settings: TierSettings | None = None,
         now: float = 0.0,
     ) -> None:
         """Recovers what the tiers kept from an earlier life.
@@ -59,46 +59,52 @@ class TierManager:
             max_queued_bytes: bounds what waits to be stored in one of them; a quarter of the region by default.
             first_id: where ids of leases and stores start. The shell picks it at random, so that an id from an earlier
                 life is never taken for one of this life.
-            keeping: how tiers keep blocks, and for whom; by default for everybody alike.
+            settings: how tiers keep blocks, and for whom; by default for everybody alike.
             now: the time, in seconds of the clock that `tick` goes by.
 
         Raises:
-            ValueError: `keeping` contradicts itself, or names a tier or a policy that does not exist.
+            ValueError: `settings` contradicts itself, or names a tier or a policy that does not exist.
         """
-        keeping = keeping or TierSettings()
-        keeping.check({CPU_TIER, *(tier.name for tier in tiers)})
+        settings = settings or TierSettings()
+        settings.check({CPU_TIER, *(tier.name for tier in tiers)})
         self._commands: list[Command] = []
         self._now = now
         self._sessions: dict[bytes, Session] = {}
         self._namespaces: set[NamespaceId] = set()
         self._history = EvictionHistory(names_for(region_bytes))
-        self._journal = RequestLog()
-        lines = keeping.lines(CPU_TIER, region_bytes, now)
-        self._primary = CpuTier(extent_bytes, lines, self._history.left_together, keeping.spare_part)
-        self._flow = TransferScheduler(
+        self._request_log = RequestLog()
+        queues = settings.new_queues(CPU_TIER, region_bytes, now)
+        self._cpu_tier = CpuTier(extent_bytes, queues, self._history.record_all, settings.spare_part)
+        self._transfers = TransferScheduler(
             tiers,
-            keeping,
+            settings,
             now,
             max_queued_bytes or region_bytes // 4,
-            self._primary.unpin,
+            self._cpu_tier.unpin,
             self._commands.append,
             self._history,
         )
         self._requests = RequestTable(self._tell_tiers)
         sizes = [region_bytes, *(tier.capacity_bytes for tier in tiers)]
-        self._curves = MissRatioCurves(sizes, self._position_of) if keeping.estimates else None
-        tally = HitCounters(len(tiers), {tenant.tag: tenant.name for tenant in keeping.tenants})
+        self._miss_ratio_curves = MissRatioCurves(sizes, self._position_of) if settings.estimates else None
+        counters = HitCounters(len(tiers), {tenant.tag: tenant.name for tenant in settings.tenants})
         self._lookups = LookupHandler(
-            self._primary, self._flow, self._history, self._journal, tally, first_id, self._curves
+            self._cpu_tier,
+            self._transfers,
+            self._history,
+            self._request_log,
+            counters,
+            first_id,
+            self._miss_ratio_curves,
         )
-        notes = HandoffLog(self._journal, self._history)
+        notes = HandoffLog(self._request_log, self._history)
         self.handoffs = HandoffHandler(
-            self._primary, self._lookups, keeping, region_bytes, self._commands.append, notes
+            self._cpu_tier, self._lookups, settings, region_bytes, self._commands.append, notes
         )
         """Requests that are held for another engine."""
-        self._arrivals = CompletionHandler(
-            self._primary,
-            self._flow,
+        self._completions = CompletionHandler(
+            self._cpu_tier,
+            self._transfers,
             self._requests,
             self._lookups,
             self.handoffs,
@@ -106,14 +112,26 @@ class TierManager:
             self._commands.append,
         )
         self._stores = StoreHandler(
-            self._primary, self._flow, self._requests, self._history, self._arrivals.settle, first_id, self._curves
+            self._cpu_tier,
+            self._transfers,
+            self._requests,
+            self._history,
+            self._completions.settle,
+            first_id,
+            self._miss_ratio_curves,
         )
-        self._durability = Durability(self._primary, self._flow)
-        self._slices = IncrementalWork(self._primary, self._flow, self._lookups.leases, self._commands.append)
+        self._durability = Durability(self._cpu_tier, self._transfers)
+        self._slices = IncrementalWork(self._cpu_tier, self._transfers, self._lookups.leases, self._commands.append)
         self._figures = Figures(
-            region_bytes, self._primary, self._flow, self._lookups, self._stores, self.handoffs, self._curves
+            region_bytes,
+            self._cpu_tier,
+            self._transfers,
+            self._lookups,
+            self._stores,
+            self.handoffs,
+            self._miss_ratio_curves,
         )
-        self._flow.recover()
+        self._transfers.recover()
 
     def take_commands(self) -> list[Command]:
         """Returns the commands since the last call, in order."""
@@ -123,7 +141,7 @@ class TierManager:
 
     def add_memory(self, offset: int, nbytes: int) -> None:
         """Takes note that a piece of the region is backed by pages and may be used."""
-        self._primary.memory.add_memory(offset, nbytes)
+        self._cpu_tier.memory.add_memory(offset, nbytes)
 
     def open_session(
         self, session_id: bytes, engine_id: str, rank: int | None, namespace: NamespaceSpec, *, tenant: str = ""
@@ -134,8 +152,8 @@ class TierManager:
             InvalidNamespace: its rank lies outside of the world, or its parts do not fit an extent.
         """
         largest = max(namespace.part_bytes)
-        if largest > self._primary.memory.extent_bytes:
-            limit = self._primary.memory.extent_bytes
+        if largest > self._cpu_tier.memory.extent_bytes:
+            limit = self._cpu_tier.memory.extent_bytes
             raise InvalidNamespace(f"a part of {largest} bytes is larger than this server takes ({limit} bytes)")
         if rank is not None and rank >= namespace.world_size:
             raise InvalidNamespace(f"rank {rank} is not within a world of {namespace.world_size}")
@@ -195,7 +213,7 @@ class TierManager:
         self._requests.check_room(session)
         negotiation = self._negotiate(session, request).negotiation
         if request.request_id:
-            self._journal.open(session.engine, request.request_id, self._now).negotiation = negotiation
+            self._request_log.open(session.engine, request.request_id, self._now).negotiation = negotiation
         return negotiation
 
     def retention_of(self, session: Session, request_id: str) -> float:
@@ -213,8 +231,8 @@ class TierManager:
         request = self._requests.get(session.engine, request_id)
         if request is None:
             request = self._negotiate(session, RequestInfo(request_id, session.namespace.id))
-        self._primary.finish(request.user)
-        self._flow.user_finished(request.user)
+        self._cpu_tier.finish(request.user)
+        self._transfers.user_finished(request.user)
         self._requests.finish(request)
         return request
 
@@ -253,7 +271,7 @@ class TierManager:
             expires_at=expires_at,
             now=self._now,
             prefix=prefix,
-            excluded=self._flow.whereabouts.excluded(tiers),
+            excluded=self._transfers.residency.excluded(tiers),
             min_hits=min_hits,
             retain_until=retain_until,
         )
@@ -264,12 +282,12 @@ class TierManager:
         A lookup at once answers RETRY for what is open. Raises like `lookup`.
         """
         return self._lookups.ask_ahead(
-            session.namespace, keys, prefix=prefix, excluded=self._flow.whereabouts.excluded(tiers)
+            session.namespace, keys, prefix=prefix, excluded=self._transfers.residency.excluded(tiers)
         )
 
     def check_filter(self, tiers: TierFilter) -> None:
         """Raises InvalidItem if a lookup cannot leave these out: it names a tier that does not exist, or the CPU tier."""
-        self._flow.whereabouts.excluded(tiers)
+        self._transfers.residency.excluded(tiers)
 
     def lease(self, session: Session, lease_id: LeaseId) -> Lease:
         """Returns a lease of this session's engine.
@@ -309,7 +327,7 @@ class TierManager:
         answer = self._stores.prepare(
             session, keys, request_id=request_id, expires_at=expires_at, now=self._now, retain_until=retain_until
         )
-        self._slices.ask(self._primary.short)
+        self._slices.ask(self._cpu_tier.needs_spare_room)
         return answer
 
     def store(self, session: Session, store_id: StoreId) -> Store:
@@ -345,7 +363,7 @@ class TierManager:
 
     def make_durable(self) -> None:
         """Sends on their way the blocks that backpressure had left out. Called when the server ends."""
-        self._durability.send_left_out()
+        self._durability.store_skipped()
 
     def durability_of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         """Returns whether a block survives a restart."""
@@ -357,7 +375,7 @@ class TierManager:
         A clock that goes back is taken to stand still: nothing lives longer than what was promised by more than that.
         """
         now = self._now = max(now, self._now)
-        self._journal.tick(now)
+        self._request_log.tick(now)
         self._slices.expire(now)
         self.handoffs.tick(now)
         expired = self._lookups.leases.expired(now)
@@ -375,11 +393,11 @@ class TierManager:
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         """Takes in the result of a job, an outcome per block. A job that is not known is ignored."""
-        self._arrivals.job_finished(job_id, outcomes)
+        self._completions.job_finished(job_id, outcomes)
 
     def lookup_finished(self, job_id: JobId, answers: Sequence[bool]) -> None:
         """Takes in what a shared tier said of the blocks that it was asked about. A job that is not known is ignored."""
-        self._flow.whereabouts.answered(job_id, answers, self._now)
+        self._transfers.residency.record_answers(job_id, answers, self._now)
 
     def reset(self, session: Session) -> int:
         """Empties the CPU tier of a session's namespace; the tiers below keep what they have (B3.19).
@@ -393,12 +411,12 @@ class TierManager:
         if resetting := self.resetting(session):
             return resetting
         self.handoffs.reset(session.namespace.id, self._now)
-        self._slices.ask(self._primary.reset(session.namespace.id))
+        self._slices.ask(self._cpu_tier.reset(session.namespace.id))
         return self.resetting(session)
 
     def resetting(self, session: Session) -> int:
         """Returns for how many blocks a reset of a session's namespace still waits."""
-        return self._primary.retiring(session.namespace.id)
+        return self._cpu_tier.pending_reset_blocks(session.namespace.id)
 
     def evict(self, wanted: EvictionRequest) -> EvictionTask:
         """Begins to evict what somebody wants gone, or to count it; it goes in slices, and one such wish after another.
@@ -418,11 +436,11 @@ class TierManager:
 
     def explain(self, request_id: str) -> list[RequestRecord]:
         """Returns what is known of a request of the last minutes, of any engine; the latest first."""
-        return self._journal.find(request_id)
+        return self._request_log.find(request_id)
 
     def entries_lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
         """Takes note that a tier, by its position in the lookup order, found blocks damaged and has none of them any more."""
-        self._flow.lost(tier, names)
+        self._transfers.lost(tier, names)
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
         """Takes note of whether a tier, by its position in the lookup order, does not come back from its jobs.
@@ -431,7 +449,7 @@ class TierManager:
         reading keeps its slots, for the tier may still write there, but is not found any more: it can be stored anew. When
         the tier is back, it gets what it missed meanwhile, as far as that is there.
         """
-        self._arrivals.tier_stalled(tier, stalled=stalled)
+        self._completions.tier_stalled(tier, stalled=stalled)
 
     def stats(self) -> ManagerStats:
         """Returns the figures of this moment."""
@@ -443,17 +461,19 @@ class TierManager:
 
     def _position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
         """Returns which tier has a block, the first in the lookup order; None if none has it."""
-        block = self._primary.blocks_of(namespace).get(key)
-        return 0 if block is not None and block.ready else self._flow.whereabouts.position_of(namespace, key)
+        block = self._cpu_tier.blocks_of(namespace).get(key)
+        return 0 if block is not None and block.ready else self._transfers.residency.position_of(namespace, key)
 
     def _negotiate(self, session: Session, request: RequestInfo) -> Request:
-        votes = tuple((lane.tier.name, lane.tier.on_new_request(request)) for lane in self._flow.lanes)
+        votes = tuple(
+            (secondary.tier.name, secondary.tier.on_new_request(request)) for secondary in self._transfers.secondaries
+        )
         policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
         negotiation = Negotiation(policy, votes)
         return self._requests.add(session, request.request_id, negotiation, request.retain_for)
 
     def _tell_tiers(self, request: Request) -> None:
         if request.id:
-            self._journal.finish(request.session.engine, request.id, self._now, request.incomplete)
-        for lane in self._flow.lanes:
-            lane.tier.on_request_finished(request.id)
+            self._request_log.finish(request.session.engine, request.id, self._now, request.incomplete)
+        for secondary in self._transfers.secondaries:
+            secondary.tier.on_request_finished(request.id)

@@ -38,11 +38,11 @@ class Request:
     session: Session
     id: str
     negotiation: Negotiation
-    insisting: frozenset[int]
+    request_level_tiers: frozenset[int]
     retain_for: float = 0.0
     stores: int = 0
     waiting: set[Block] = field(default_factory=set)
-    owed: int = 0
+    pending_stores: int = 0
     incomplete: int = 0
     finished: bool = False
     ended: bool = False
@@ -55,7 +55,7 @@ class Request:
     @property
     def settled(self) -> bool:
         """Whether nothing more is going to be stored for it."""
-        return self.finished and not self.stores and not self.waiting and not self.owed
+        return self.finished and not self.stores and not self.waiting and not self.pending_stores
 
 
 class RequestTable:
@@ -81,12 +81,12 @@ class RequestTable:
 
     def add(self, session: Session, request_id: str, negotiation: Negotiation, retain_for: float = 0.0) -> Request:
         """Registers a request."""
-        insisting = frozenset(
+        request_level_tiers = frozenset(
             number + 1
             for number, (_, vote) in enumerate(negotiation.votes)
             if vote.policy is OffloadPolicy.REQUEST_LEVEL
         )
-        request = Request(session, request_id, negotiation, insisting, retain_for)
+        request = Request(session, request_id, negotiation, request_level_tiers, retain_for)
         self._requests[session.engine, request_id] = request
         session.requests.add(request_id)
         return request

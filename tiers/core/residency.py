@@ -17,14 +17,14 @@ class ResidencyIndex:
     """Looks for blocks in the tiers below the CPU tier, in lookup order. Moves none of them."""
 
     def __init__(
-        self, lanes: Sequence[SecondaryTierState], new_id: Callable[[], JobId], command: Callable[[Command], None]
+        self, secondaries: Sequence[SecondaryTierState], new_id: Callable[[], JobId], command: Callable[[Command], None]
     ) -> None:
         """`new_id` names questions, which are told from jobs by their ids."""
-        self.has_shared_tiers = any(lane.tier.shared for lane in lanes)
-        self._lanes = lanes
+        self.has_shared_tiers = any(secondary.tier.shared for secondary in secondaries)
+        self._lanes = secondaries
         self._new_id = new_id
         self._command = command
-        self._lookups: dict[JobId, tuple[SecondaryTierState, Sequence[Name]]] = {}
+        self._queries: dict[JobId, tuple[SecondaryTierState, Sequence[Name]]] = {}
 
     def excluded(self, tiers: TierFilter) -> frozenset[int]:
         """Returns the positions of the tiers that a lookup leaves out.
@@ -34,30 +34,30 @@ class ResidencyIndex:
         """
         if not tiers:
             return frozenset()
-        unknown = tiers.names - {lane.tier.name for lane in self._lanes}
+        unknown = tiers.names - {secondary.tier.name for secondary in self._lanes}
         if unknown:
-            names = ", ".join(lane.tier.name for lane in self._lanes) or "none"
+            names = ", ".join(secondary.tier.name for secondary in self._lanes) or "none"
             raise InvalidItem(f"there is no tier {min(unknown)!r} that could be left out; there are {names}")
-        return frozenset(lane.index for lane in self._lanes if lane.matches(tiers))
+        return frozenset(secondary.index for secondary in self._lanes if secondary.matches(tiers))
 
     def find(
         self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()
     ) -> tuple[SecondaryTierState | None, Presence]:
         """Returns the first tier that can load this block, or why there is none; counts the misses of those before."""
         presence = Presence.ABSENT
-        for lane in self._lanes:
-            found = lane.presence(namespace, key, excluded)
+        for secondary in self._lanes:
+            found = secondary.presence(namespace, key, excluded)
             if found is Presence.HELD:
-                return lane, found
+                return secondary, found
             if found in (Presence.ABSENT, Presence.STALLED):
-                lane.misses += lane.index not in excluded
+                secondary.misses += secondary.index not in excluded
             if found is not Presence.ABSENT and presence is not Presence.UNKNOWN:
                 presence = found
         return None, presence
 
     def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
         """Returns what `find` would say, and counts nothing."""
-        found = {lane.presence(namespace, key, excluded) for lane in self._lanes}
+        found = {secondary.presence(namespace, key, excluded) for secondary in self._lanes}
         order = (Presence.HELD, Presence.UNKNOWN, Presence.EXCLUDED, Presence.STALLED)
         return next((presence for presence in order if presence in found), Presence.ABSENT)
 
@@ -67,29 +67,31 @@ class ResidencyIndex:
 
     def position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
         """Returns the first tier, by its position in the lookup order, that has this block as far as the core knows."""
-        return next((lane.index for lane in self._lanes if lane.catalog.held(namespace, key) is not None), None)
+        return next(
+            (secondary.index for secondary in self._lanes if secondary.catalog.held(namespace, key) is not None), None
+        )
 
     def is_durable(self, namespace: NamespaceId, key: bytes) -> bool:
         """Returns whether a tier that survives restarts holds this block."""
-        return any(lane.tier.durable and lane.catalog.held(namespace, key) for lane in self._lanes)
+        return any(secondary.tier.durable and secondary.catalog.held(namespace, key) for secondary in self._lanes)
 
     def is_becoming_durable(self, namespace: NamespaceId, key: bytes) -> bool:
         """Returns whether a store to a tier that survives restarts is on its way."""
-        return any(lane.tier.durable and lane.catalog.get(namespace, key) for lane in self._lanes)
+        return any(secondary.tier.durable and secondary.catalog.get(namespace, key) for secondary in self._lanes)
 
-    def ask(self) -> None:
+    def send_queries(self) -> None:
         """Asks the shared tiers what `find` did not know."""
         if not self.has_shared_tiers:
             return
-        for lane in self._lanes:
-            names = lane.questions.take_new()
+        for secondary in self._lanes:
+            names = secondary.presence_cache.take_queries()
             if names:
                 job_id = self._new_id()
-                self._lookups[job_id] = (lane, names)
-                self._command(LookupInTier(job_id, lane.index, names))
+                self._queries[job_id] = (secondary, names)
+                self._command(LookupInTier(job_id, secondary.index, names))
 
-    def answered(self, job_id: JobId, answers: Sequence[bool], now: float) -> None:
+    def record_answers(self, job_id: JobId, answers: Sequence[bool], now: float) -> None:
         """Takes in what a shared tier said. A job that is not known is ignored."""
-        lane, names = self._lookups.pop(job_id, (None, ()))
-        if lane is not None:
-            lane.questions.answered(names, answers, now)
+        secondary, names = self._queries.pop(job_id, (None, ()))
+        if secondary is not None:
+            secondary.presence_cache.record_answers(names, answers, now)

@@ -27,7 +27,7 @@ VALID_SECONDS = 10.0
 """How long an answer is taken for the truth; whether it still is shows when the block is loaded."""
 
 
-MOST_ANSWERS = 1 << 16
+MAX_ANSWERS = 1 << 16
 
 
 class PresenceCache:
@@ -36,35 +36,35 @@ class PresenceCache:
     def __init__(self) -> None:
         self._answers: dict[Name, tuple[bool, float]] = {}
         """Per name whether the tier has it, and when that was said; the oldest first."""
-        self._open: set[Name] = set()
-        self._new: list[Name] = []
+        self._asked: set[Name] = set()
+        self._to_ask: list[Name] = []
 
-    def knows(self, name: Name) -> bool | None:
+    def get(self, name: Name) -> bool | None:
         """Returns what the tier said, or None if it has not been asked; then it will be."""
         answer = self._answers.get(name)
         if answer is not None:
             return answer[0]
-        if name not in self._open:
-            self._open.add(name)
-            self._new.append(name)
+        if name not in self._asked:
+            self._asked.add(name)
+            self._to_ask.append(name)
         return None
 
-    def take_new(self) -> list[Name]:
+    def take_queries(self) -> list[Name]:
         """Returns the questions that have come up since the last call."""
-        new, self._new = self._new, []
+        new, self._to_ask = self._to_ask, []
         return new
 
-    def answered(self, names: Sequence[Name], answers: Sequence[bool], now: float) -> None:
+    def record_answers(self, names: Sequence[Name], answers: Sequence[bool], now: float) -> None:
         """Takes in answers, in the order of the names; a name without an answer counts as not there."""
         for number, name in enumerate(names):
-            self._open.discard(name)
+            self._asked.discard(name)
             self.set(name, there=number < len(answers) and answers[number] is True, now=now)
 
     def set(self, name: Name, *, there: bool, now: float) -> None:
         """Takes note of what is true now."""
         self._answers.pop(name, None)
         self._answers[name] = (there, now)
-        if len(self._answers) > MOST_ANSWERS:
+        if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
 
     def forget(self, name: Name) -> None:
@@ -101,7 +101,7 @@ class SecondaryTierState:
         self,
         index: int,
         tier: SecondaryTier,
-        lines: EvictionQueues[CatalogEntry],
+        queues: EvictionQueues[CatalogEntry],
         max_queued_bytes: int,
         left: OnEvicted,
         admission: Callable[[], Admission] | None = None,
@@ -109,21 +109,21 @@ class SecondaryTierState:
         self.index = index
         """Position in the lookup order; the CPU tier is 0."""
         self.tier = tier
-        self.catalog = Catalog(tier.capacity_bytes, lines, left)
+        self.catalog = Catalog(tier.capacity_bytes, queues, left)
         self.max_queued_bytes = max_queued_bytes
-        self.queue: deque[Block] = deque()
+        self.write_back_queue: deque[Block] = deque()
         """Blocks that wait to be stored; each is pinned, and has its entry in the catalog."""
-        self.doomed: list[CatalogEntry] = []
+        self.pending_removals: list[CatalogEntry] = []
         """Evicted entries that the tier still has to remove, before the next store."""
         self.storing = False
-        self.owed: dict[tuple[NamespaceId, bytes], list[Request]] = {}
+        self.pending_stores: dict[tuple[NamespaceId, bytes], list[Request]] = {}
         """Blocks on their way that requests insist on."""
         self.queued_bytes = 0
         """Size of what waits or is being stored."""
         self.jobs = 0
         self.stalled = False
         """Whether the tier does not come back from its jobs: nothing is asked of it then."""
-        self.questions = PresenceCache()
+        self.presence_cache = PresenceCache()
         """What a shared tier was asked."""
         self.misses = 0
         """Keys that were asked of it and not found in it."""
@@ -157,7 +157,7 @@ class SecondaryTierState:
         if self.stalled or (entry is not None and entry.loads):
             return Presence.STALLED if held else Presence.ABSENT
         if not held and self.tier.shared and self.catalog.get(namespace, key) is None:
-            there = self.questions.knows((namespace, key))
+            there = self.presence_cache.get((namespace, key))
             if there is None:
                 return Presence.UNKNOWN
             held = there
@@ -166,15 +166,15 @@ class SecondaryTierState:
     def entry_of(self, block: Block) -> CatalogEntry:
         """Returns the entry of a block; for one that only the shared tier itself knows of, one outside of the catalog."""
         entry = self.catalog.get(block.namespace, block.key)
-        line = self.catalog.lines.line(block.namespace)
-        return entry or CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD, line)
+        queue = self.catalog.queues.queue_for(block.namespace)
+        return entry or CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD, queue)
 
-    def take_doomed(self) -> list[Name]:
+    def take_pending_removals(self) -> list[Name]:
         """Returns what the tier still has to remove; it is the caller's from here on."""
-        names = [entry.name for entry in self.doomed]
-        self.doomed = []
+        names = [entry.name for entry in self.pending_removals]
+        self.pending_removals = []
         for name in names:
-            self.questions.forget(name)
+            self.presence_cache.forget(name)
         return names
 
     def use(self, blocks: Iterable[Block], user: Hashable) -> None:
@@ -186,14 +186,14 @@ class SecondaryTierState:
     def retain(self, blocks: Iterable[Block]) -> None:
         """Retains blocks that are here, for as long as each wants to stay."""
         for retain_until, together in groupby(blocks, attrgetter("retain_until")):
-            if retain_until > self.catalog.lines.now:
+            if retain_until > self.catalog.queues.now:
                 entries = (self.catalog.get(block.namespace, block.key) for block in together)
-                self.catalog.lines.retain([entry for entry in entries if entry is not None], retain_until)
+                self.catalog.queues.retain([entry for entry in entries if entry is not None], retain_until)
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
         """Lets time pass: what was not used for too long is to be removed, and answers are forgotten that may not be true."""
-        self.questions.tick(now)
-        self.doomed += self.catalog.tick(now, used_in_cpu)
+        self.presence_cache.tick(now)
+        self.pending_removals += self.catalog.tick(now, used_in_cpu)
 
     def stats(self, hits: int) -> TierStats:
         """Returns the figures of this moment; the hits are counted by who looks up."""
@@ -209,12 +209,12 @@ class SecondaryTierState:
             evictions=self.catalog.evictions,
             dropped=self.dropped,
             damaged=self.damaged,
-            expired=self.catalog.lines.expired,
-            not_retained=self.catalog.lines.not_retained,
-            shares=self.catalog.lines.stats(),
+            expired=self.catalog.queues.expired,
+            not_retained=self.catalog.queues.not_retained,
+            shares=self.catalog.queues.stats(),
             declined=self.declined,
             queued_bytes=self.queued_bytes,
             jobs=self.jobs,
-            healthy=self.tier.trouble is None,
-            trouble=self.tier.trouble or "",
+            healthy=self.tier.last_error is None,
+            last_error=self.tier.last_error or "",
         )

@@ -60,7 +60,7 @@ class TierSettings:
         """Returns what makes the admission filter of a tier; None where it takes in everything."""
         return ADMISSION[self.admission.get(tier, DEFAULT_ADMISSION)]
 
-    def lines(self, tier: str, capacity_bytes: int, now: float) -> EvictionQueues[Any]:
+    def new_queues(self, tier: str, capacity_bytes: int, now: float) -> EvictionQueues[Any]:
         """Returns the empty lines of a tier. Raises `ValueError` where its quotas are more than it has."""
         shares = Quotas(tier, capacity_bytes, self.tenants, retained_part=self.retained_part)
         policy = POLICIES[self.eviction.get(tier, DEFAULT_POLICY)]

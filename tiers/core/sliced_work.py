@@ -22,13 +22,13 @@ class IncrementalWork:
     """Resets, leases of fallen sessions, what expires, and evictions on demand, as far as they are not done yet."""
 
     def __init__(
-        self, primary: CpuTier, flow: TransferScheduler, leases: LeaseTable, command: Callable[[Command], None]
+        self, cpu_tier: CpuTier, transfers: TransferScheduler, leases: LeaseTable, command: Callable[[Command], None]
     ) -> None:
-        self._primary = primary
-        self._flow = flow
+        self._cpu_tier = cpu_tier
+        self._transfers = transfers
         self._leases = leases
         self._command = command
-        self._clearings: deque[EvictionTask] = deque()
+        self._eviction_tasks: deque[EvictionTask] = deque()
         self._asked_for = False
 
     def ask(self, left: bool) -> None:  # noqa: FBT001 - what a slice returns
@@ -46,8 +46,8 @@ class IncrementalWork:
         self._asked_for = False
         slices = (
             self._make_spare_room,
-            self._primary.sweep,
-            self._leases.let_fall,
+            self._cpu_tier.reset_slice,
+            self._leases.unpin_slice,
             partial(self._drop_expired, now),
             self._clear,
         )
@@ -65,25 +65,25 @@ class IncrementalWork:
 
     def evict(self, wanted: EvictionRequest, now: float) -> EvictionTask:
         """Begins to evict what somebody wants gone, behind what others want gone."""
-        stocks: list[EvictionSource] = [self._primary, *self._flow.stocks(self._primary.used_at)]
-        clearing = EvictionTask(wanted, stocks, now)
-        self._clearings.append(clearing)
+        sources: list[EvictionSource] = [self._cpu_tier, *self._transfers.sources(self._cpu_tier.used_at)]
+        clearing = EvictionTask(wanted, sources, now)
+        self._eviction_tasks.append(clearing)
         self.ask(True)
         return clearing
 
     def _make_spare_room(self) -> bool:
-        self._primary.make_spare_room()
+        self._cpu_tier.make_spare_room()
         return False
 
     def _clear(self) -> bool:
         """Does a slice of the first eviction on demand; returns whether there is more of that one, or another."""
-        if self._clearings and not self._clearings[0].work():
-            self._clearings.popleft()
-        return bool(self._clearings)
+        if self._eviction_tasks and not self._eviction_tasks[0].work():
+            self._eviction_tasks.popleft()
+        return bool(self._eviction_tasks)
 
     def _drop_expired(self, now: float) -> bool:
         """Drops blocks that were not used for too long, a slice in each tier; returns whether there are more."""
-        left = [self._primary.tick(now), self._flow.tick(now, self._primary.used_at)]
+        left = [self._cpu_tier.tick(now), self._transfers.tick(now, self._cpu_tier.used_at)]
         return any(left)
 
 

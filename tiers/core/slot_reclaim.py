@@ -25,10 +25,10 @@ _EXTENT_CANDIDATES = 256
 class SlotReclaimer:
     """Chooses blocks to evict; evicts none itself."""
 
-    def __init__(self, memory: SlotAllocator, lines: EvictionQueues[Block], owners: Mapping[int, Block]) -> None:
+    def __init__(self, memory: SlotAllocator, queues: EvictionQueues[Block], owners: Mapping[int, Block]) -> None:
         """`owners` says which block has the slot at an offset."""
         self._memory = memory
-        self._lines = lines
+        self._lines = queues
         self._owners = owners
 
     def victims(self, share: TenantShare, slot_bytes: int, count: int) -> list[Block]:
@@ -47,22 +47,24 @@ class SlotReclaimer:
 
     def own_victims(self, share: TenantShare, slot_bytes: int, nbytes: int) -> list[Block]:
         """Returns blocks of a share that free so many bytes, if that can be had, those of one size class first."""
-        mine = [line for line in self._lines.all() if line.share is share]
-        mine.sort(key=lambda line: line.size_class != slot_bytes)
-        line = chain.from_iterable(map(_evictable, mine))
-        return pick_victims(share, nbytes, [(share, line)], _freed_bytes)
+        mine = [queue for queue in self._lines.all() if queue.share is share]
+        mine.sort(key=lambda queue: queue.size_class != slot_bytes)
+        queue = chain.from_iterable(map(_evictable, mine))
+        return pick_victims(share, nbytes, [(share, queue)], _freed_bytes)
 
     def _chosen(self, share: TenantShare, slot_bytes: int, count: int, *, with_own: bool = True) -> list[Block]:
-        lines = [line for line in self._donors(share, slot_bytes) if with_own or line.share is not share]
-        return pick_victims(share, count * slot_bytes, [(line.share, _evictable(line)) for line in lines], _freed_bytes)
+        queues = [queue for queue in self._donors(share, slot_bytes) if with_own or queue.share is not share]
+        return pick_victims(
+            share, count * slot_bytes, [(queue.share, _evictable(queue)) for queue in queues], _freed_bytes
+        )
 
     def _donors(self, share: TenantShare, slot_bytes: int) -> Iterator[EvictionQueue[Block]]:
         """Yields the lines of a class from which blocks may go for a share."""
-        return (line for line in self._lines.of_class(slot_bytes) if line.share is share or line.share.excess > 0)
+        return (queue for queue in self._lines.of_class(slot_bytes) if queue.share is share or queue.share.excess > 0)
 
     def _oldest(self, share: TenantShare, slot_bytes: int) -> int | None:
         """Returns the last use of the block of a class that has been idle the longest, of those that may go."""
-        oldest = [line.policy.oldest() for line in self._donors(share, slot_bytes)]
+        oldest = [queue.policy.oldest() for queue in self._donors(share, slot_bytes)]
         return min((block.last_use for block in oldest if block is not None), default=None)
 
     def _idle_extent(
@@ -76,15 +78,15 @@ class SlotReclaimer:
         if slot_bytes > self._memory.extent_bytes:
             return None
         others: list[tuple[int, int, Block, EvictionQueue[Block]]] = []
-        for number, line in enumerate(self._lines.all()):
-            if line.size_class == slot_bytes or not (with_own if line.share is share else line.share.excess > 0):
+        for number, queue in enumerate(self._lines.all()):
+            if queue.size_class == slot_bytes or not (with_own if queue.share is share else queue.share.excess > 0):
                 continue
-            oldest = line.policy.oldest()
+            oldest = queue.policy.oldest()
             if oldest is not None and (than is None or oldest.last_use < than):
-                others.append((oldest.last_use, number, oldest, line))
-        for _, _, oldest, line in sorted(others, key=lambda entry: entry[:2]):
+                others.append((oldest.last_use, number, oldest, queue))
+        for _, _, oldest, queue in sorted(others, key=lambda entry: entry[:2]):
             blocked: set[int] = set()
-            candidates = islice(_evictable(line), _EXTENT_CANDIDATES)
+            candidates = islice(_evictable(queue), _EXTENT_CANDIDATES)
             for block in chain([oldest] if oldest.pins == 0 else [], candidates):
                 blocks = self._blocks_of_extent(block, share, blocked)
                 if blocks:
@@ -116,18 +118,18 @@ class SlotReclaimer:
         return list(blocks)
 
 
-def _evictable(line: EvictionQueue[Block]) -> Iterator[Block]:
-    return (block for block in line.policy.victims() if block.pins == 0)
+def _evictable(queue: EvictionQueue[Block]) -> Iterator[Block]:
+    return (block for block in queue.policy.victims() if block.pins == 0)
 
 
 def _freed_bytes(block: Block) -> int:
-    return block.line.size_class * (len(block.slots) - block.slots.count(None))
+    return block.queue.size_class * (len(block.slots) - block.slots.count(None))
 
 
 def _may_all_go(blocks: Sequence[Block], taker: TenantShare) -> bool:
     """Whether no share but the taker's would be left with less than its quota."""
     freed: dict[TenantShare, int] = {}
     for block in blocks:
-        share = block.line.share
+        share = block.queue.share
         freed[share] = freed.get(share, 0) + _freed_bytes(block)
     return all(share is taker or share.excess >= nbytes for share, nbytes in freed.items())

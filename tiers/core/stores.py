@@ -147,22 +147,22 @@ class StoreHandler:
 
     def __init__(
         self,
-        primary: CpuTier,
-        flow: TransferScheduler,
+        cpu_tier: CpuTier,
+        transfers: TransferScheduler,
         requests: RequestTable,
         history: EvictionHistory,
         settle: Callable[[Sequence[Block]], None],
         first_id: int,
-        curves: MissRatioCurves | None = None,
+        miss_ratio_curves: MissRatioCurves | None = None,
     ) -> None:
         """`settle` is told of blocks that may not be pending any more."""
-        self.table = InFlightStores(primary.release, first_id)
-        self._primary = primary
-        self._flow = flow
+        self.table = InFlightStores(cpu_tier.release, first_id)
+        self._cpu_tier = cpu_tier
+        self._transfers = transfers
         self._requests = requests
         self._history = history
         self._settle = settle
-        self._curves = curves
+        self._miss_ratio_curves = miss_ratio_curves
 
     def prepare(
         self,
@@ -181,30 +181,30 @@ class StoreHandler:
             InvalidItem: the session has no rank.
         """
         rank = session.own_rank()
-        blocks = self._primary.find_or_add(session.namespace, keys)
+        blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         found = list(dict.fromkeys(blocks))
         for block in found:
             block.pins += 1  # room for the tail must not be made at the cost of the head
         statuses, wanted = self._claim(blocks, rank)
-        self._primary.reserve(list(wanted), rank)
+        self._cpu_tier.reserve(list(wanted), rank)
         granted, slots = self._grant(wanted, rank)
         refused = dict.fromkeys(block for block in wanted if block.slots[rank] is None)
         for block in refused:
             statuses[wanted[block]] = StoreStatus.NO_ROOM
-            self._history.left(block.namespace, block.key, MissReason.STORE_FAILED)
+            self._history.record(block.namespace, block.key, MissReason.STORE_FAILED)
         owner = Owner(session.engine, session.id, request_id)
         used = [block for block in found if block not in refused] if refused else found
-        not_retained = self._primary.use(used, owner.user, retain_until)
+        not_retained = self._cpu_tier.use(used, owner.user, retain_until)
         if retain_until:
-            self._flow.retain(used)
+            self._transfers.retain(used)
         request = self._requests.get(session.engine, request_id)
-        if request is not None and request.insisting:
+        if request is not None and request.request_level_tiers:
             self._cascade_present(request, found, set(granted))
         if len(granted) < len(found):
             own = set(granted)  # their pins are the store's from now on
-            self._primary.unpin([block for block in found if block not in own])
-        if self._curves is not None:
-            self._curves.stored(granted)
+            self._cpu_tier.unpin([block for block in found if block not in own])
+        if self._miss_ratio_curves is not None:
+            self._miss_ratio_curves.stored(granted)
         if not granted:
             return StoreAnswer(None, bytes(statuses), [], not_retained)
         if request is not None:
@@ -226,17 +226,17 @@ class StoreHandler:
         complete = []
         for number, block in enumerate(store.blocks):
             block.writers -= 1
-            if number in missing or block.shelf.retired:
+            if number in missing or block.namespace_index.invalidated:
                 self._lose(block)
-                self._primary.release([self._primary.detach_slot(block, store.rank)])
+                self._cpu_tier.release([self._cpu_tier.detach_slot(block, store.rank)])
             elif block.part_written(store.rank):
                 complete.append(block)
         request = store.request
         if request is not None:
-            self._flow.cascade_for(request, complete)
-        self._flow.cascade(complete, store.owner.user)
+            self._transfers.cascade_for(request, complete)
+        self._transfers.cascade(complete, store.owner.user)
         self._settle(store.blocks)
-        self._primary.unpin(store.blocks)
+        self._cpu_tier.unpin(store.blocks)
         self._ended(request)
 
     def abandon(self, store: Store, writers: set[int]) -> None:
@@ -246,10 +246,10 @@ class StoreHandler:
         for block in store.blocks:
             block.writers -= 1
             self._lose(block)
-            offsets.append(self._primary.detach_slot(block, store.rank))
+            offsets.append(self._cpu_tier.detach_slot(block, store.rank))
         self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
         self._settle(store.blocks)
-        self._primary.unpin(reversed(store.blocks))  # empty now, they leave their line: policies find a tail sooner
+        self._cpu_tier.unpin(reversed(store.blocks))  # empty now, they leave their line: policies find a tail sooner
         self._ended(store.request)
 
     @staticmethod
@@ -278,14 +278,14 @@ class StoreHandler:
         return granted, slots
 
     def _lose(self, block: Block) -> None:
-        reason = MissReason.RESET if block.retired else MissReason.STORE_FAILED
-        self._history.left(block.namespace, block.key, reason)
+        reason = MissReason.RESET if block.invalidated else MissReason.STORE_FAILED
+        self._history.record(block.namespace, block.key, reason)
 
     def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
         """Gives the tiers that insist on a request what the CPU tier has of it already; waits for what is coming (B3.6, B3.9)."""
-        self._flow.cascade_for(request, [block for block in blocks if block.ready])
+        self._transfers.cascade_for(request, [block for block in blocks if block.ready])
         for block in blocks:
-            if block.pending and block not in own and not block.private:
+            if block.pending and block not in own and not block.hold_only:
                 self._requests.wait_for(request, block)
 
     def _ended(self, request: Request | None) -> None:

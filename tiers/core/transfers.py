@@ -37,7 +37,7 @@ class JobKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    lane: SecondaryTierState
+    secondary: SecondaryTierState
     kind: JobKind
     blocks: Sequence[Block]
     entries: Sequence[CatalogEntry]
@@ -49,7 +49,7 @@ class FinishedJob:
 
     kind: JobKind
     results: list[tuple[Block, bool]]
-    paid: list[Request]
+    acknowledged: list[Request]
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class StallChange:
 
     is_back: bool
     given_up: list[Block] = field(default_factory=list)
-    paid: list[Request] = field(default_factory=list)
+    acknowledged: list[Request] = field(default_factory=list)
 
 
 class TransferScheduler:
@@ -73,7 +73,7 @@ class TransferScheduler:
     def __init__(
         self,
         tiers: Sequence[SecondaryTier],
-        keeping: TierSettings,
+        settings: TierSettings,
         now: float,
         max_queued_bytes: int,
         unpin: Callable[[Iterable[Block]], None],
@@ -85,42 +85,42 @@ class TransferScheduler:
         Raises:
             ValueError: `keeping` does not fit what a tier can hold.
         """
-        self.lanes = [
+        self.secondaries = [
             SecondaryTierState(
                 number,
                 tier,
-                keeping.lines(tier.name, tier.capacity_bytes, now),
+                settings.new_queues(tier.name, tier.capacity_bytes, now),
                 max_queued_bytes,
-                history.left,
-                keeping.new_admission(tier.name),
+                history.record,
+                settings.new_admission(tier.name),
             )
             for number, tier in enumerate(tiers, start=1)
         ]
-        self._choosy = [lane for lane in self.lanes if lane.admission is not None]
+        self._choosy = [secondary for secondary in self.secondaries if secondary.admission is not None]
         self._unpin = unpin
-        self._left = history.left
+        self._on_evicted = history.record
         self._command = command
         self._jobs: dict[JobId, _Job] = {}
         self._last_id = 0
-        self.whereabouts = ResidencyIndex(self.lanes, self._next_id, command)
+        self.residency = ResidencyIndex(self.secondaries, self._next_id, command)
         """Which of the tiers has a block."""
 
     def recover(self) -> None:
         """Takes in what the tiers kept from an earlier life; removes what no longer fits."""
-        for lane in self.lanes:
-            lane.doomed += lane.catalog.recover(lane.tier.entries())
-            self._advance(lane)
+        for secondary in self.secondaries:
+            secondary.pending_removals += secondary.catalog.recover(secondary.tier.entries())
+            self._advance(secondary)
 
-    def stocks(self, used_in_cpu: UsedElsewhere) -> list[SecondaryTierSource]:
+    def sources(self, used_in_cpu: UsedElsewhere) -> list[SecondaryTierSource]:
         """Returns what the tiers hold, in lookup order, to be parted with."""
-        return [SecondaryTierSource(lane, used_in_cpu, self._advance) for lane in self.lanes]
+        return [SecondaryTierSource(secondary, used_in_cpu, self._advance) for secondary in self.secondaries]
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> bool:
         """Lets time pass in the tiers; returns whether the time of more blocks is over than were looked at."""
-        for lane in self.lanes:
-            lane.tick(now, used_in_cpu)
-            self._advance(lane)
-        return any(lane.catalog.lines.overdue for lane in self.lanes)
+        for secondary in self.secondaries:
+            secondary.tick(now, used_in_cpu)
+            self._advance(secondary)
+        return any(secondary.catalog.queues.overdue for secondary in self.secondaries)
 
     def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
         """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10).
@@ -128,85 +128,91 @@ class TransferScheduler:
         `user` is the request that used the blocks, by the name that eviction policies know it by. What a tier does not
         admit yet may go there when it is used again (`used`).
         """
-        blocks = [block for block in blocks if not block.private]
+        blocks = [block for block in blocks if not block.hold_only]
         for block in blocks:
-            block.left_out = None
-        for lane in self.lanes:
+            block.skip_reason = None
+        for secondary in self.secondaries:
             for block in blocks:
-                if lane.catalog.get(block.namespace, block.key) is None:
-                    if not even_if_busy and not lane.admits(block, user):
-                        block.left_out = MissReason.POLICY
+                if secondary.catalog.get(block.namespace, block.key) is None:
+                    if not even_if_busy and not secondary.admits(block, user):
+                        block.skip_reason = MissReason.POLICY
                         continue
-                    limit = None if even_if_busy else lane.max_queued_bytes
-                    if not self._enqueue(lane, block, limit):
-                        block.left_out = MissReason.STORE_FAILED
-                        lane.dropped += 1
-            lane.use(blocks, user)
-            self._advance(lane)
+                    limit = None if even_if_busy else secondary.max_queued_bytes
+                    if not self._enqueue(secondary, block, limit):
+                        block.skip_reason = MissReason.STORE_FAILED
+                        secondary.dropped += 1
+            secondary.use(blocks, user)
+            self._advance(secondary)
 
     def used(self, blocks: Sequence[Block], user: Hashable) -> None:
         """Offers blocks that a request has found in the CPU tier to the tiers that choose what they take in."""
-        blocks = [block for block in blocks if not block.private] if self._choosy else blocks
-        for lane in self._choosy:
+        blocks = [block for block in blocks if not block.hold_only] if self._choosy else blocks
+        for secondary in self._choosy:
             taken = []
             for block in blocks:
-                if block.ready and lane.catalog.get(block.namespace, block.key) is None and lane.admits(block, user):
-                    if self._enqueue(lane, block, lane.max_queued_bytes):
-                        block.left_out = None
+                if (
+                    block.ready
+                    and secondary.catalog.get(block.namespace, block.key) is None
+                    and secondary.admits(block, user)
+                ):
+                    if self._enqueue(secondary, block, secondary.max_queued_bytes):
+                        block.skip_reason = None
                         taken.append(block)
                     else:
-                        block.left_out = MissReason.STORE_FAILED
-                        lane.dropped += 1
-            lane.use(taken, user)
-            self._advance(lane)
+                        block.skip_reason = MissReason.STORE_FAILED
+                        secondary.dropped += 1
+            secondary.use(taken, user)
+            self._advance(secondary)
 
     def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:
         """Stores ready blocks in the tiers that insist on this request, and keeps account of what they are owed (B3.6).
 
         They may fall behind twice as far as others; what is beyond that makes the request incomplete, and it is said (B3.10).
         """
-        blocks = [block for block in blocks if not block.private]
-        for lane in self.lanes:
-            if lane.index not in request.insisting:
+        blocks = [block for block in blocks if not block.hold_only]
+        for secondary in self.secondaries:
+            if secondary.index not in request.request_level_tiers:
                 continue
             for block in blocks:
-                entry = lane.catalog.get(block.namespace, block.key)
+                entry = secondary.catalog.get(block.namespace, block.key)
                 if entry is not None and entry.state is EntryState.HELD:
                     continue
                 # What a tier is at work on that does not come back may never be there.
-                if lane.stalled or (entry is None and not self._enqueue(lane, block, 2 * lane.max_queued_bytes)):
-                    lane.dropped += entry is None
+                if secondary.stalled or (
+                    entry is None and not self._enqueue(secondary, block, 2 * secondary.max_queued_bytes)
+                ):
+                    secondary.dropped += entry is None
                     request.incomplete += 1
                     continue
-                request.owed += 1
-                lane.owed.setdefault((block.namespace, block.key), []).append(request)
-            lane.use(blocks, request.user)
-            self._advance(lane)
+                request.pending_stores += 1
+                secondary.pending_stores.setdefault((block.namespace, block.key), []).append(request)
+            secondary.use(blocks, request.user)
+            self._advance(secondary)
 
     def promote(self, found: Sequence[tuple[SecondaryTierState, Block]], user: Hashable) -> None:
         """Loads blocks whose slots are reserved, one batch after another per tier (B3.16)."""
-        for lane in self.lanes:
-            blocks = [block for where, block in found if where is lane]
+        for secondary in self.secondaries:
+            blocks = [block for where, block in found if where is secondary]
             while blocks:
                 batch = _batch(blocks)
                 del blocks[: len(batch)]
                 for block in batch:
                     block.pins += 1
-                job = self._begin(lane, JobKind.LOAD, batch)
+                job = self._begin(secondary, JobKind.LOAD, batch)
                 for entry in job.entries:
                     entry.loads += 1
-                    lane.catalog.recount(entry)
-                lane.use(batch, user)
+                    secondary.catalog.recount(entry)
+                secondary.use(batch, user)
 
     def retain(self, blocks: Sequence[Block]) -> None:
         """Retains blocks in the tiers that have them, for as long as each wants to stay."""
-        for lane in self.lanes:
-            lane.retain(blocks)
+        for secondary in self.secondaries:
+            secondary.retain(blocks)
 
     def user_finished(self, user: Hashable) -> None:
         """Takes note that a request uses nothing any more."""
-        for lane in self.lanes:
-            lane.catalog.finish(user)
+        for secondary in self.secondaries:
+            secondary.catalog.finish(user)
 
     def finish(self, job_id: JobId, outcomes: Sequence[Outcome]) -> FinishedJob | None:
         """Takes in a job's result; returns what became of it, or None for a job that is not known.
@@ -216,8 +222,8 @@ class TransferScheduler:
         job = self._jobs.pop(job_id, None)
         if job is None:
             return None
-        job.lane.jobs -= 1
-        paid: list[Request] = []
+        job.secondary.jobs -= 1
+        acknowledged: list[Request] = []
         take = self._finish_store if job.kind is JobKind.STORE else self._finish_load
         results = []
         for number, (block, entry) in enumerate(zip(job.blocks, job.entries, strict=True)):
@@ -226,16 +232,16 @@ class TransferScheduler:
             if job.kind is JobKind.LOAD and outcome is Outcome.DONE and entry.nbytes != block.nbytes:
                 # It has listed the block with another size than it fills now: one of the two is not true.
                 outcome = Outcome.CORRUPT
-                job.lane.doomed.append(entry)
-            block.stuck = False
-            take(job.lane, block, entry, outcome)
+                job.secondary.pending_removals.append(entry)
+            block.stalled = False
+            take(job.secondary, block, entry, outcome)
             results.append((block, outcome is Outcome.DONE))
             if job.kind is JobKind.STORE:
-                paid += self._pay(job.lane, block.name, stored=outcome is Outcome.DONE)
+                acknowledged += self._acknowledge(job.secondary, block.name, stored=outcome is Outcome.DONE)
         if job.kind is JobKind.STORE:
-            job.lane.storing = False
-        self._advance(job.lane)
-        return FinishedJob(job.kind, results, paid)
+            job.secondary.storing = False
+        self._advance(job.secondary)
+        return FinishedJob(job.kind, results, acknowledged)
 
     def lost(self, tier: int, names: Iterable[Name]) -> None:
         """Forgets blocks that a tier has put out of use because they are damaged.
@@ -247,19 +253,19 @@ class TransferScheduler:
             loop     evicts K, stores K anew: the catalog has it again
             loop     hears that K is lost, and takes the new one for it
         """
-        lane = self.lanes[tier - 1]
+        secondary = self.secondaries[tier - 1]
         for name in names:
-            lane.damaged += 1
-            lane.questions.forget(name)
-            entry = lane.catalog.held(*name)
+            secondary.damaged += 1
+            secondary.presence_cache.forget(name)
+            entry = secondary.catalog.held(*name)
             if entry is None:  # or it is just being stored: what comes is sound
                 continue
-            lane.catalog.drop(entry)
+            secondary.catalog.drop(entry)
             entry.state = EntryState.LOST
-            self._left(*name, MissReason.LOAD_FAILED)
+            self._on_evicted(*name, MissReason.LOAD_FAILED)
             if not entry.loads:  # else the end of the load sees to it: nothing is removed while it is being loaded
-                lane.doomed.append(entry)
-        self._advance(lane)
+                secondary.pending_removals.append(entry)
+        self._advance(secondary)
 
     def stall(self, tier: int, *, stalled: bool) -> StallChange:
         """Takes note of whether a tier comes back from its jobs.
@@ -267,119 +273,121 @@ class TransferScheduler:
         Jobs that run keep their pins: the tier may still read and write there. Whatever else waits is let go, or engines
         would soon have no room left in the CPU tier.
         """
-        lane = self.lanes[tier - 1]
-        change = StallChange(is_back=lane.stalled and not stalled)
-        if lane.stalled == stalled:
+        secondary = self.secondaries[tier - 1]
+        change = StallChange(is_back=secondary.stalled and not stalled)
+        if secondary.stalled == stalled:
             return change
-        lane.stalled = stalled
-        running = [job for job in self._jobs.values() if job.lane is lane]
+        secondary.stalled = stalled
+        running = [job for job in self._jobs.values() if job.secondary is secondary]
         if stalled:
             for block in chain.from_iterable(job.blocks for job in running):
-                block.stuck = True  # until its job has ended
-            change.given_up += (b for job in running if job.kind is JobKind.LOAD for b in job.blocks if not b.retired)
-            change.paid += self._let_go(lane)
-        self._advance(lane)
+                block.stalled = True  # until its job has ended
+            change.given_up += (
+                b for job in running if job.kind is JobKind.LOAD for b in job.blocks if not b.invalidated
+            )
+            change.acknowledged += self._abandon_queue(secondary)
+        self._advance(secondary)
         return change
 
     def catch_up(self, tier: int, blocks: Sequence[Block]) -> None:
         """Stores in a tier what it missed while it did not come back, as far as may wait for it; the last used first."""
-        lane = self.lanes[tier - 1]
+        secondary = self.secondaries[tier - 1]
         for block in blocks:
-            if lane.catalog.get(block.namespace, block.key) is not None:
+            if secondary.catalog.get(block.namespace, block.key) is not None:
                 continue
-            if not self._enqueue(lane, block, lane.max_queued_bytes):
+            if not self._enqueue(secondary, block, secondary.max_queued_bytes):
                 break
-            block.left_out = None
-            lane.use([block], None)
-        self._advance(lane)
+            block.skip_reason = None
+            secondary.use([block], None)
+        self._advance(secondary)
 
-    def _let_go(self, lane: SecondaryTierState) -> list[Request]:
+    def _abandon_queue(self, secondary: SecondaryTierState) -> list[Request]:
         """Lets go of what waits for a tier; returns the requests that it was owed to."""
-        paid: list[Request] = []
-        for block in lane.queue:
-            entry = lane.entry_of(block)
-            lane.catalog.drop(entry)
-            lane.queued_bytes -= entry.nbytes
-            lane.dropped += 1
-            block.left_out = MissReason.STORE_FAILED
+        acknowledged: list[Request] = []
+        for block in secondary.write_back_queue:
+            entry = secondary.entry_of(block)
+            secondary.catalog.drop(entry)
+            secondary.queued_bytes -= entry.nbytes
+            secondary.dropped += 1
+            block.skip_reason = MissReason.STORE_FAILED
             self._unpin([block])
-        lane.queue.clear()
-        for name in list(lane.owed):
-            paid += self._pay(lane, name, stored=False)
-        return paid
+        secondary.write_back_queue.clear()
+        for name in list(secondary.pending_stores):
+            acknowledged += self._acknowledge(secondary, name, stored=False)
+        return acknowledged
 
-    def _finish_store(self, lane: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
-        lane.queued_bytes -= entry.nbytes
+    def _finish_store(self, secondary: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
+        secondary.queued_bytes -= entry.nbytes
         if outcome is Outcome.DONE:
             entry.state = EntryState.HELD
-            lane.catalog.recount(entry)
+            secondary.catalog.recount(entry)
         else:
-            block.left_out = MissReason.STORE_FAILED
-            lane.catalog.drop(entry)
+            block.skip_reason = MissReason.STORE_FAILED
+            secondary.catalog.drop(entry)
             # Nobody knows how far it came: what may be left of it must not take room that is not accounted for.
-            lane.doomed.append(entry)
+            secondary.pending_removals.append(entry)
             if outcome is Outcome.NO_SPACE:
                 # The storage holds less than was reckoned with (its disk is shared, say): without room it would stay stuck.
-                lane.doomed += lane.catalog.make_room(entry.namespace, entry.nbytes)
+                secondary.pending_removals += secondary.catalog.make_room(entry.namespace, entry.nbytes)
         self._unpin([block])
 
-    def _finish_load(self, lane: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
+    def _finish_load(self, secondary: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1
-        lane.catalog.recount(entry)
+        secondary.catalog.recount(entry)
         if entry.state is EntryState.LOST:
             if (
-                not entry.loads and lane.catalog.get(block.namespace, block.key) is None
+                not entry.loads and secondary.catalog.get(block.namespace, block.key) is None
             ):  # else it was stored anew meanwhile
-                lane.doomed.append(entry)
-                self._advance(lane)
+                secondary.pending_removals.append(entry)
+                self._advance(secondary)
             return
-        lane.damaged += outcome is Outcome.CORRUPT
+        secondary.damaged += outcome is Outcome.CORRUPT
         if outcome in (Outcome.MISSING, Outcome.CORRUPT):
-            lane.questions.forget(entry.name)
-            if lane.catalog.get(block.namespace, block.key) is entry:
-                lane.catalog.drop(entry)
+            secondary.presence_cache.forget(entry.name)
+            if secondary.catalog.get(block.namespace, block.key) is entry:
+                secondary.catalog.drop(entry)
 
-    def _enqueue(self, lane: SecondaryTierState, block: Block, limit: int | None) -> bool:
+    def _enqueue(self, secondary: SecondaryTierState, block: Block, limit: int | None) -> bool:
         """Lets a block wait for a tier, unless more than `limit` bytes would, or it has no room or stalls; returns whether."""
-        if lane.stalled or (limit is not None and lane.queued_bytes + block.nbytes > limit):
+        if secondary.stalled or (limit is not None and secondary.queued_bytes + block.nbytes > limit):
             return False
-        victims = lane.catalog.begin_store(block.namespace, block.key, block.nbytes)
+        victims = secondary.catalog.begin_store(block.namespace, block.key, block.nbytes)
         if victims is None:
             return False
-        lane.doomed += victims
-        lane.queued_bytes += block.nbytes
+        secondary.pending_removals += victims
+        secondary.queued_bytes += block.nbytes
         block.pins += 1
-        lane.queue.append(block)
+        secondary.write_back_queue.append(block)
         return True
 
-    def _pay(self, lane: SecondaryTierState, name: Name, *, stored: bool) -> list[Request]:
+    def _acknowledge(self, secondary: SecondaryTierState, name: Name, *, stored: bool) -> list[Request]:
         """Takes a block off the account of the requests that a tier owed it to."""
-        requests = lane.owed.pop(name, [])
+        requests = secondary.pending_stores.pop(name, [])
         for request in requests:
-            request.owed -= 1
+            request.pending_stores -= 1
             request.incomplete += not stored
         return requests
 
-    def _advance(self, lane: SecondaryTierState) -> None:
+    def _advance(self, secondary: SecondaryTierState) -> None:
         """Starts the next store of a tier, unless one runs: so what comes in meanwhile goes out in one batch."""
-        if lane.storing or lane.stalled:
+        if secondary.storing or secondary.stalled:
             return
-        if lane.doomed:
-            self._command(RemoveFromTier(lane.index, lane.take_doomed()))
-        if lane.queue:
-            batch = _batch(lane.queue)
+        if secondary.pending_removals:
+            self._command(RemoveFromTier(secondary.index, secondary.take_pending_removals()))
+        if secondary.write_back_queue:
+            batch = _batch(secondary.write_back_queue)
             for _ in batch:
-                lane.queue.popleft()
-            lane.storing = True
-            self._begin(lane, JobKind.STORE, batch)
+                secondary.write_back_queue.popleft()
+            secondary.storing = True
+            self._begin(secondary, JobKind.STORE, batch)
 
-    def _begin(self, lane: SecondaryTierState, kind: JobKind, blocks: Sequence[Block]) -> _Job:
+    def _begin(self, secondary: SecondaryTierState, kind: JobKind, blocks: Sequence[Block]) -> _Job:
         job_id = self._next_id()
-        entries = [lane.entry_of(block) for block in blocks]
-        job = self._jobs[job_id] = _Job(lane, kind, blocks, entries)
-        lane.jobs += 1
+        entries = [secondary.entry_of(block) for block in blocks]
+        job = self._jobs[job_id] = _Job(secondary, kind, blocks, entries)
+        secondary.jobs += 1
         make = StoreInTier if kind is JobKind.STORE else LoadFromTier
-        self._command(make(job_id, lane.index, blocks))
+        self._command(make(job_id, secondary.index, blocks))
         return job
 
     def _next_id(self) -> JobId:

@@ -15,7 +15,7 @@ __all__ = ["Index"]
 
 INDEX_SHARE = 64
 """One in so many bytes of the store's size is for the index: blocks of 64 KiB use a quarter of that."""
-LEAST_BYTES = 1 << 20
+MIN_BYTES = 1 << 20
 FILL = 0.5
 """How much of the file its tree may use: each change copies the pages that it touches, a removal too."""
 
@@ -25,7 +25,7 @@ class Index:
 
     def __init__(self, directory: Path, size_bytes: int, durability: Durability, *, mend: bool) -> None:
         """Opens or creates the index of a store of `size_bytes`. Raises `TierOpenError`."""
-        wanted = max(size_bytes // INDEX_SHARE, min(LEAST_BYTES, size_bytes // 4))
+        wanted = max(size_bytes // INDEX_SHARE, min(MIN_BYTES, size_bytes // 4))
         self._store = open_environment(directory, wanted, durability, DISK_STORE, mend=mend)
         self._env = self._store.env
         self._blocks = self._store.index

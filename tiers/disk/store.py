@@ -111,10 +111,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors that mean that there is no room."""
 
 
-LEAST_SLAB_BYTES = 1 << 30
+MIN_SLAB_BYTES = 1 << 30
 
 
-MOST_SLABS = 64
+MAX_SLABS = 64
 
 
 REFUSED_SECONDS = 1.0
@@ -141,7 +141,7 @@ class DiskStore:
         self._number = 0
         self._refused_at = -math.inf
         try:
-            wanted = slab_bytes or max(LEAST_SLAB_BYTES, 1 << (size_bytes // MOST_SLABS).bit_length())
+            wanted = slab_bytes or max(MIN_SLAB_BYTES, 1 << (size_bytes // MAX_SLABS).bit_length())
             slab_pages = self.index.slab_pages(wanted // PAGE_BYTES)
             self.slabs = Slabs(directory, self.payload_bytes // PAGE_BYTES, slab_pages)
         except (OSError, lmdb.Error) as error:

@@ -53,8 +53,8 @@ class DiskTier(SecondaryTier):
         """
         self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
         super().__init__(name, int(self._store.payload_bytes * CAPACITY_SHARE))
-        self._troubles = TierHealth(self)
-        self._troubles.note("open", self._store.index.warning)
+        self._health = TierHealth(self)
+        self._health.report("open", self._store.index.warning)
 
     def on_new_request(self, request: RequestInfo) -> Vote:
         """Votes by its rules."""
@@ -73,7 +73,7 @@ class DiskTier(SecondaryTier):
             if names:
                 _log.warning("tier %s: %d %s", self.name, len(names), what)
         if found.lost:
-            self._troubles.note("files", f"slab files were missing or too short: {len(found.lost)} blocks are lost")
+            self._health.report("files", f"slab files were missing or too short: {len(found.lost)} blocks are lost")
         namespaces: dict[bytes, NamespaceId] = {}
         for _, name, nbytes in found.blocks:
             namespace = name[:NAMESPACE_BYTES]
@@ -88,7 +88,7 @@ class DiskTier(SecondaryTier):
             written = iter(self._put(fit) if fit else [])
             outcomes += [next(written) if good else Outcome.FAILED for good in storable]
             if not all(storable):
-                self._troubles.note("store", "was given a block without bytes, or with a key that is too long")
+                self._health.report("store", "was given a block without bytes, or with a key that is too long")
         return outcomes
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
@@ -98,7 +98,7 @@ class DiskTier(SecondaryTier):
         try:
             found = self._store.index.get([_name(blocks[number]) for number in numbers])
         except lmdb.Error as error:
-            self._troubles.note("load", f"cannot load: {error}")
+            self._health.report("load", f"cannot load: {error}")
             return [Outcome.FAILED] * len(blocks)
         wanted: list[tuple[int, bytes, SlabRecord]] = []
         for number, packed in zip(numbers, found, strict=True):
@@ -117,7 +117,7 @@ class DiskTier(SecondaryTier):
             else:
                 outcomes[number] = self._drop(block, packed, quarantine=True)
         if Outcome.FAILED not in outcomes:
-            self._troubles.note("load", None)
+            self._health.report("load", None)
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
@@ -143,13 +143,13 @@ class DiskTier(SecondaryTier):
             with self._store.writing:
                 stored = self._store.put(blocks)
         except (OSError, lmdb.Error) as error:
-            self._troubles.note("store", f"cannot store: {error}")
+            self._health.report("store", f"cannot store: {error}")
             return [Outcome.NO_SPACE if _is_full(error) else Outcome.FAILED] * len(blocks)
         if all(stored):
-            self._troubles.note("store", None)
+            self._health.report("store", None)
         else:
             reason = self._store.refusal or f"all of its {self._store.payload_bytes} bytes are in use"
-            self._troubles.note("store", f"cannot store: {reason}")
+            self._health.report("store", f"cannot store: {reason}")
         return [Outcome.DONE if done else Outcome.NO_SPACE for done in stored]
 
     def _read(self, blocks: Sequence[BlockBytes], wanted: Sequence[tuple[int, bytes, SlabRecord]]) -> list[int]:
@@ -158,7 +158,7 @@ class DiskTier(SecondaryTier):
         try:
             self._store.slabs.move([piece for _, block in moves for piece in block], write=False)
         except OSError as error:
-            self._troubles.note("load", f"cannot load: {error}")
+            self._health.report("load", f"cannot load: {error}")
             if len(moves) == 1:
                 return [moves[0][0]]
             return [number for one in wanted for number in self._read(blocks, [one])]
@@ -171,7 +171,7 @@ class DiskTier(SecondaryTier):
             with self._store.writing:
                 self._store.drop(_name(block), packed, quarantine=quarantine)
         except (OSError, lmdb.Error) as error:
-            self._troubles.note("remove", f"cannot remove: {error}")
+            self._health.report("remove", f"cannot remove: {error}")
             return Outcome.FAILED
         return Outcome.CORRUPT
 
@@ -186,9 +186,9 @@ class DiskTier(SecondaryTier):
                 self._remove(names[:middle])
                 self._remove(names[middle:])
                 return
-            self._troubles.note("remove", f"cannot remove: {error}")
+            self._health.report("remove", f"cannot remove: {error}")
             return
-        self._troubles.note("remove", None)
+        self._health.report("remove", None)
 
 
 def _is_name(namespace: bytes, key: bytes) -> bool:

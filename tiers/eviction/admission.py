@@ -8,7 +8,7 @@ from typing import Protocol
 
 __all__ = ["ADMISSION", "DEFAULT_ADMISSION", "Admission", "SecondUse"]
 
-MOST_REMEMBERED = 1 << 17
+MAX_REMEMBERED = 1 << 17
 
 
 class Admission(Protocol):
@@ -25,7 +25,7 @@ class SecondUse:
     Remembers about the last 131,000 names, in two generations: when the young one is full it becomes the old one.
     """
 
-    def __init__(self, most: int = MOST_REMEMBERED) -> None:
+    def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most
         self._young: dict[Hashable, Hashable] = {}
         self._old: dict[Hashable, Hashable] = {}

@@ -34,9 +34,9 @@ _MIN_ROUND = 2048
 """Uses from one round of learning to the next; half as many as there are items, if that is more."""
 _AGES = 16
 """Ages are told apart from this part of a turnover of all items on, so that the work per use does not grow with their number."""
-_MOST_TURNS = 5
-_MOST_GROWTH = 8
-_MOST_SHARED = 10
+_MAX_TURNS = 5
+_MAX_GROWTH = 8
+_MAX_SHARED = 10
 
 
 class Forecast(Generic[T]):
@@ -84,10 +84,10 @@ class Forecast(Generic[T]):
 
     def remove(self, item: T) -> None:
         """Takes an item out of its run; some leave ghosts, which tell when the chain comes back."""
-        run: BlockRun[T] | None = item.place
+        run: BlockRun[T] | None = item.policy_node
         if run is None:
             return
-        item.place = None
+        item.policy_node = None
         self._count -= 1
         index = len(run.items) - 1
         if run.items[index] is item:
@@ -124,11 +124,11 @@ class Forecast(Generic[T]):
         pieces: list[tuple[BlockRun[T] | None, list[T]]] = []
         place = 0
         while place < len(items):
-            run: BlockRun[T] | None = items[place].place
+            run: BlockRun[T] | None = items[place].policy_node
             end = _end_if_whole(items, place, run)  # as it usually is, and nothing is to be looked up
             if not end:
                 end = place + 1
-                while end < len(items) and items[end].place is run:
+                while end < len(items) and items[end].policy_node is run:
                     end += 1
             piece = list(items[place:end])
             place = end
@@ -174,7 +174,7 @@ class Forecast(Generic[T]):
         if run.items:
             here = items
             if run.items[: len(items)] != items:
-                here = [item for item in items if item.place is run]
+                here = [item for item in items if item.policy_node is run]
             if run.items[: len(here)] == here:
                 del run.items[: len(here)]
             else:
@@ -241,8 +241,8 @@ class Forecast(Generic[T]):
     def _take_in(self, items: Sequence[T], run: BlockRun[T]) -> None:
         """Puts items into a run, be they new or another one's."""
         for item in items:
-            self._count += item.place is None
-            item.place = run
+            self._count += item.policy_node is None
+            item.policy_node = run
 
     def _renew(self, trail: RequestChain[T]) -> None:
         """Makes a request's runs young again, of the kind that they are by now."""
@@ -258,9 +258,9 @@ class Forecast(Generic[T]):
         if run is trail.end:
             return self._model.kind(("end", 0))
         if run.uses > trail.turn + 1:
-            return self._model.kind(("shared", min((run.uses - 1).bit_length(), _MOST_SHARED)))
+            return self._model.kind(("shared", min((run.uses - 1).bit_length(), _MAX_SHARED)))
         growth = (trail.length - trail.known).bit_length()
-        return self._model.kind(("turn", min(trail.turn, _MOST_TURNS)), ("growth", min(growth, _MOST_GROWTH)))
+        return self._model.kind(("turn", min(trail.turn, _MAX_TURNS)), ("growth", min(growth, _MAX_GROWTH)))
 
     def _advance(self) -> None:
         """Moves runs to the bin of their age."""

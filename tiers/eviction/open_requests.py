@@ -12,7 +12,7 @@ __all__ = ["LastRequest", "OpenRequests"]
 
 V = TypeVar("V")
 
-MOST_OPEN = 1024
+MAX_OPEN = 1024
 """Requests that may still go on; where there are more, the oldest is taken for finished."""
 
 
@@ -32,7 +32,7 @@ class OpenRequests(Generic[V]):
             kept = self._new()
             if request is not None:
                 self._open[request] = kept
-                if len(self._open) > MOST_OPEN:
+                if len(self._open) > MAX_OPEN:
                     self._over(self._open.popitem(last=False)[1])
         return kept
 

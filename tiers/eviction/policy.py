@@ -16,7 +16,7 @@ __all__ = ["EvictionPolicy", "Item", "T"]
 class Item(Hashable, Protocol):
     """What a policy orders. Equal to itself only."""
 
-    place: Any
+    policy_node: Any
     """What the policy that orders it keeps with it; None before it comes, and when it has gone."""
 
     @property

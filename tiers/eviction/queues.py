@@ -88,7 +88,7 @@ class ExpiryWheel(Generic[H]):
         return taken
 
 
-MOST_AT_ONCE = 1024
+MAX_AT_ONCE = 1024
 """Items whose time is over that are looked at in one go, for the loop is not to be held up."""
 
 
@@ -98,8 +98,8 @@ _SLOTS_OF_TTL = 1024
 class QueueItem(Hashable, Protocol):
     """What stands in a line. Equal to itself only."""
 
-    line: EvictionQueue[Any]
-    place: Any
+    queue: EvictionQueue[Any]
+    policy_node: Any
     retained: bool
 
     @property
@@ -113,7 +113,7 @@ class QueueItem(Hashable, Protocol):
         ...
 
     @property
-    def footprint(self) -> int:
+    def allocated_bytes(self) -> int:
         """The bytes of the tier that it takes when it is complete."""
         ...
 
@@ -121,30 +121,30 @@ class QueueItem(Hashable, Protocol):
 L = TypeVar("L", bound=QueueItem)
 
 
-line_of = attrgetter("line")
+queue_of = attrgetter("queue")
 
 
 class EvictionQueue(Generic[L]):
     """The items of one share in one size class, and the policy that orders them."""
 
-    __slots__ = ("ahead", "policy", "share", "size_class")
+    __slots__ = ("policy", "share", "size_class", "victim_buffer")
 
     def __init__(self, share: TenantShare, size_class: int, policy: EvictionPolicy[L]) -> None:
         self.share = share
         self.size_class = size_class
         self.policy = policy
-        self.ahead: deque[L] = deque()
+        self.victim_buffer: deque[L] = deque()
         """Who goes next, as long as nothing is used: a policy may put first what may not go, to be skipped each time."""
 
 
 def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]]]:
     """Returns items by their line, each line's in their order."""
-    lines = set(map(line_of, items))
-    if len(lines) <= 1:  # as it is nearly always
-        return [(line, items) for line in lines]
+    queues = set(map(queue_of, items))
+    if len(queues) <= 1:  # as it is nearly always
+        return [(queue, items) for queue in queues]
     groups: dict[EvictionQueue[L], list[L]] = defaultdict(list)
     for item in items:
-        groups[item.line].append(item)
+        groups[item.queue].append(item)
     return groups.items()
 
 
@@ -169,24 +169,24 @@ class EvictionQueues(Generic[L]):
         self.not_retained = 0
         """Items that should have been retained, and were beyond what may be."""
         self._new_policy = new_policy
-        self._lines: dict[tuple[TenantShare, int], EvictionQueue[L]] = {}
+        self._queues: dict[tuple[TenantShare, int], EvictionQueue[L]] = {}
         self._of_class: dict[int, list[EvictionQueue[L]]] = defaultdict(list)
         self._retained = ExpiryWheel[L]()
-        self._aside: set[L] = set()
+        self._protected: set[L] = set()
         self._unused = ExpiryWheel[L](1.0 if ttl is None else max(1.0, ttl / _SLOTS_OF_TTL))
 
-    def line(self, namespace: NamespaceId, size_class: int = 0) -> EvictionQueue[L]:
+    def queue_for(self, namespace: NamespaceId, size_class: int = 0) -> EvictionQueue[L]:
         """Returns the line that a namespace's items of one size class stand in."""
         share = self.shares.of(namespace)
-        line = self._lines.get((share, size_class))
-        if line is None:
-            line = self._lines[share, size_class] = EvictionQueue(share, size_class, self._new_policy())
-            self._of_class[size_class].append(line)
-        return line
+        queue = self._queues.get((share, size_class))
+        if queue is None:
+            queue = self._queues[share, size_class] = EvictionQueue(share, size_class, self._new_policy())
+            self._of_class[size_class].append(queue)
+        return queue
 
     def all(self) -> Collection[EvictionQueue[L]]:
         """Returns all lines."""
-        return self._lines.values()
+        return self._queues.values()
 
     def of_class(self, size_class: int) -> Sequence[EvictionQueue[L]]:
         """Returns the lines of one size class, one of a share at most."""
@@ -204,23 +204,23 @@ class EvictionQueues(Generic[L]):
             items = self.retain(items, retain_until)
         elif self._retained:
             items = [item for item in items if not item.retained]
-        self._queue(items, request)
+        self._tell_policies(items, request)
         return len(items) if retain_until > self.now else 0
 
     def finish(self, request: Hashable) -> None:
         """Takes note that a request is over."""
-        for line in self._lines.values():
-            line.policy.finish(request)
+        for queue in self._queues.values():
+            queue.policy.finish(request)
 
     def remove(self, item: L) -> None:
         """Forgets an item; one that is not known is fine."""
-        if self._aside:
-            self._aside.discard(item)
+        if self._protected:
+            self._protected.discard(item)
         if item.retained:
             self._retained.discard(item)
             self._free(item)
         else:
-            item.line.policy.remove(item)
+            item.queue.policy.remove(item)
         if self.ttl is not None:
             self._unused.discard(item)
 
@@ -230,24 +230,24 @@ class EvictionQueues(Generic[L]):
             for item in items:
                 self.remove(item)
             return
-        if self._aside:
-            self._aside.difference_update(items)
+        if self._protected:
+            self._protected.difference_update(items)
         for item in items:
-            item.line.policy.remove(item)
+            item.queue.policy.remove(item)
 
-    def set_aside(self, items: Iterable[L]) -> None:
+    def protect(self, items: Iterable[L]) -> None:
         """Takes items, head first, out of line until they are put back: pinned for minutes, they would be skipped each time."""
-        fresh = [item for item in dict.fromkeys(items) if item not in self._aside]
+        fresh = [item for item in dict.fromkeys(items) if item not in self._protected]
         for item in reversed(fresh):  # policies find a tail sooner
             if not item.retained:
-                item.line.policy.remove(item)
-        self._aside.update(fresh)
+                item.queue.policy.remove(item)
+        self._protected.update(fresh)
 
-    def put_back(self, items: Iterable[L]) -> None:
+    def unprotect(self, items: Iterable[L]) -> None:
         """Puts back in line, as if used now, those of these items that were set aside; given head first."""
-        back = [item for item in dict.fromkeys(items) if item in self._aside]
-        self._aside.difference_update(back)
-        self._queue([item for item in back if not item.retained], None)
+        back = [item for item in dict.fromkeys(items) if item in self._protected]
+        self._protected.difference_update(back)
+        self._tell_policies([item for item in back if not item.retained], None)
 
     def tick(self, now: float) -> list[L]:
         """Lets time pass, which never goes back.
@@ -256,20 +256,20 @@ class EvictionQueues(Generic[L]):
             Items that have not been used for as long as `ttl`: the caller drops or postpones each.
         """
         self.now = now
-        self.come_back()
-        return [] if self.ttl is None else self._unused.take(self.now, MOST_AT_ONCE)
+        self.end_retention()
+        return [] if self.ttl is None else self._unused.take(self.now, MAX_AT_ONCE)
 
     @property
     def overdue(self) -> bool:
         """Whether the time of more items is over than were looked at."""
         return self._retained.has_due(self.now) or self._unused.has_due(self.now)
 
-    def come_back(self) -> bool:
+    def end_retention(self) -> bool:
         """Puts back in line those whose time of being retained is over, not too many; returns whether there were any."""
-        items = self._retained.take(self.now, MOST_AT_ONCE)
+        items = self._retained.take(self.now, MAX_AT_ONCE)
         for item in items:
             self._free(item)
-        self._queue(items, None)
+        self._tell_policies(items, None)
         return bool(items)
 
     def postpone(self, item: L, used_at: float | None = None) -> None:
@@ -283,13 +283,13 @@ class EvictionQueues(Generic[L]):
             ShareStats(share.name, share.quota, share.limit, share.used, share.retained) for share in self.shares
         )
 
-    def _queue(self, items: Sequence[L], request: Hashable) -> None:
+    def _tell_policies(self, items: Sequence[L], request: Hashable) -> None:
         """Tells the policies; each hears of its own items only."""
-        if self._aside:
-            items = [item for item in items if item not in self._aside]
-        for line, mine in by_queue(items):
-            line.ahead.clear()
-            line.policy.use(mine, request)
+        if self._protected:
+            items = [item for item in items if item not in self._protected]
+        for queue, mine in by_queue(items):
+            queue.victim_buffer.clear()
+            queue.policy.use(mine, request)
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
         """Keeps items out of line until then, or later where that was said before; returns those for which it is too much."""
@@ -305,14 +305,14 @@ class EvictionQueues(Generic[L]):
                 rest.append(item)
         for item in reversed(keep):  # policies find a tail sooner
             if not item.retained:
-                item.line.policy.remove(item)
+                item.queue.policy.remove(item)
                 item.retained = True
         self._retained.put(keep, until)
         self.not_retained += len(rest)
         return rest
 
     def _charge(self, item: L) -> bool:
-        share, nbytes = item.line.share, item.footprint
+        share, nbytes = item.queue.share, item.allocated_bytes
         if share.budget.used + nbytes > share.budget.bound:
             return False
         share.budget.used += nbytes
@@ -321,7 +321,7 @@ class EvictionQueues(Generic[L]):
         return True
 
     def _free(self, item: L) -> None:
-        share, nbytes = item.line.share, item.footprint
+        share, nbytes = item.queue.share, item.allocated_bytes
         share.budget.used -= nbytes
         share.retained -= nbytes
         share.busy += nbytes if item.busy else 0

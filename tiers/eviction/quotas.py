@@ -134,27 +134,27 @@ class Quotas:
 
 
 def pick_victims(
-    taker: TenantShare, wanted: int, lines: Sequence[tuple[TenantShare, Iterator[T]]], size: Callable[[T], int]
+    taker: TenantShare, wanted: int, queues: Sequence[tuple[TenantShare, Iterator[T]]], size: Callable[[T], int]
 ) -> list[T]:
     """Returns who makes room for `wanted` bytes of the taker, as far as that can be had.
 
     Args:
         taker: for whom it is; what it wants counts as its own already.
         wanted: bytes.
-        lines: per share what may go, the next first; not changed while this runs. At most one of each share.
+        queues: per share what may go, the next first; not changed while this runs. At most one of each share.
         size: returns the bytes that an item frees.
     """
-    spare = [share.excess + (wanted if share is taker else 0) for share, _ in lines]
+    spare = [share.excess + (wanted if share is taker else 0) for share, _ in queues]
     # Where several are above by as much, the taker goes first.
-    heap = [(-spare[n], share is not taker, n) for n, (share, _) in enumerate(lines) if share is taker or spare[n] > 0]
+    heap = [(-spare[n], share is not taker, n) for n, (share, _) in enumerate(queues) if share is taker or spare[n] > 0]
     heapq.heapify(heap)
     chosen: list[T] = []
     while heap and wanted > 0:
         _, is_other, number = heapq.heappop(heap)
         next_spare = -heap[0][0] if heap else -math.inf
         if not (is_other or heap):  # it pays for itself, and there is nobody to take turns with
-            return chosen + _enough(wanted, lines[number][1], size)
-        for item in lines[number][1]:
+            return chosen + _enough(wanted, queues[number][1], size)
+        for item in queues[number][1]:
             nbytes = size(item)
             if is_other and spare[number] < nbytes:
                 break  # or it would be left with less than its quota

@@ -137,8 +137,8 @@ def record_id_of(key: bytes) -> int:
 @lru_cache(maxsize=256)
 def tail_bytes(nbytes: int, page_bytes: int) -> int:
     """Returns how much of a part's end may lie in the record: what is behind its long chunks, if it has any."""
-    spans = chunk_spans(nbytes, page_bytes)
-    start, stop = spans[-1] if spans else (0, 0)
+    runs = chunk_spans(nbytes, page_bytes)
+    start, stop = runs[-1] if runs else (0, 0)
     return stop - start if start and stop - start < page_bytes - PAGE_HEADER_BYTES else 0
 
 
@@ -161,12 +161,12 @@ def cut(sizes: tuple[int, ...], page_bytes: int, *, tails: bool) -> Cut:
     chunks: list[tuple[bytes, int, int, int]] = []
     kept = pages = 0
     for part, nbytes in enumerate(sizes):
-        spans = chunk_spans(nbytes, page_bytes)
+        runs = chunk_spans(nbytes, page_bytes)
         if tails and (tail := tail_bytes(nbytes, page_bytes)):
             kept += tail
             ends.append((part, nbytes - tail))
-            spans = spans[:-1]
-        for number, (start, stop) in enumerate(spans):
+            runs = runs[:-1]
+        for number, (start, stop) in enumerate(runs):
             chunks.append((_SUFFIX.pack(part, number), part, start, stop))
             if stop - start > _longest_in_tree(page_bytes):
                 pages += -(-(stop - start + PAGE_HEADER_BYTES) // page_bytes)

@@ -120,12 +120,12 @@ def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = D
     Raises `TierOpenError` when the question found no answer: the file then is as it was.
     """
     status, said = _run(directory, size_bytes, databases)
-    verdict, _, why = (said.splitlines() or [""])[-1].partition(" ")
-    if verdict == "sound":
+    outcome, _, why = (said.splitlines() or [""])[-1].partition(" ")
+    if outcome == "sound":
         return None
-    if verdict == "damaged":
+    if outcome == "damaged":
         return why
-    if verdict == "unfit":
+    if outcome == "unfit":
         raise _unanswered(directory, why)
     if -status in _CRASHES and said.startswith("looking\n"):
         return f"looking through it ended in {_signal_name(-status)} {_last_words(said)}".strip()

@@ -79,8 +79,8 @@ class LMDBTier(SecondaryTier):
         self._writes = 0
         self._pages_to_come = True
         """Whether pages may have been freed that the next transaction cannot use yet."""
-        self._troubles = TierHealth(self)
-        self._troubles.note("open", self._store.warning)
+        self._health = TierHealth(self)
+        self._health.report("open", self._store.warning)
         try:
             with self._store.env.begin() as txn:
                 self._record_id = last_record_id(self._store, txn)
@@ -114,7 +114,7 @@ class LMDBTier(SecondaryTier):
         """Copies blocks out of the map and verifies them where they then are. Drops those that are corrupt."""
         outcomes = [self._load_block(block) for block in blocks]
         if Outcome.FAILED not in outcomes:
-            self._troubles.note("load", None)
+            self._health.report("load", None)
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
@@ -143,7 +143,7 @@ class LMDBTier(SecondaryTier):
             return [self._write(batch)] * len(batch)
         fit = [block for block, fits_in in zip(batch, fits, strict=True) if fits_in]
         written = self._write(fit) if fit else Outcome.DONE
-        self._troubles.note("store", "was given a block without bytes, or with a key that is too long")
+        self._health.report("store", "was given a block without bytes, or with a key that is too long")
         return [written if fits_in else Outcome.FAILED for fits_in in fits]
 
     def _write(self, blocks: Sequence[BlockBytes]) -> Outcome:
@@ -158,9 +158,9 @@ class LMDBTier(SecondaryTier):
                     self._take_in_pages()
                     self._put(blocks)
         except lmdb.Error as error:
-            self._troubles.note("store", f"cannot store: {error}")
+            self._health.report("store", f"cannot store: {error}")
             return Outcome.NO_SPACE if self._is_full(error) else Outcome.FAILED
-        self._troubles.note("store", None)
+        self._health.report("store", None)
         return Outcome.DONE
 
     def _put(self, blocks: Sequence[BlockBytes]) -> None:
@@ -204,7 +204,7 @@ class LMDBTier(SecondaryTier):
             with self._store.env.begin(buffers=True) as txn:
                 outcome = read_block(self._store, txn, block)
         except lmdb.Error as error:
-            self._troubles.note("load", f"cannot load: {error}")
+            self._health.report("load", f"cannot load: {error}")
             return Outcome.FAILED
         return self._drop(block) if outcome is Outcome.CORRUPT else outcome
 
@@ -224,9 +224,9 @@ class LMDBTier(SecondaryTier):
             if isinstance(error, lmdb.MapFullError) and middle:
                 first, second = self._remove(index_keys[:middle]), self._remove(index_keys[middle:])
                 return first and second
-            self._troubles.note("remove", f"cannot remove: {error}")
+            self._health.report("remove", f"cannot remove: {error}")
             return False
-        self._troubles.note("remove", None)
+        self._health.report("remove", None)
         return True
 
     def _delete(self, index_keys: Sequence[bytes]) -> None:
@@ -247,7 +247,7 @@ class LMDBTier(SecondaryTier):
             with self._writer, self._store.env.begin(write=True, buffers=True) as txn:
                 clear_orphans(self._store, txn, live, damaged)
         except (lmdb.Error, DamagedRecordError) as error:
-            self._troubles.note("clear", f"cannot clear away damaged records: {error!r}")
+            self._health.report("clear", f"cannot clear away damaged records: {error!r}")
 
 
 def _is_name(namespace: bytes, key: bytes) -> bool:

@@ -10,9 +10,9 @@ from ..base import NamespaceId
 from ..types import REST, TENANT_TAG_BYTES, MissReason
 from .request_log import OutcomeRun
 
-__all__ = ["MOST_NAMESPACES", "HitCounters", "NamespaceCounters"]
+__all__ = ["MAX_NAMESPACES", "HitCounters", "NamespaceCounters"]
 
-MOST_NAMESPACES = 64
+MAX_NAMESPACES = 64
 """Namespaces that are told apart; those that come later are counted together, per tenant. What a monitoring system keeps
 grows with them."""
 
@@ -66,14 +66,14 @@ class HitCounters:
         """Misses by reason."""
         return sum((cell.misses for cell in self.cells()), Counter[MissReason]())
 
-    def count(self, namespace: NamespaceId, spans: Iterable[OutcomeRun]) -> None:
+    def count(self, namespace: NamespaceId, runs: Iterable[OutcomeRun]) -> None:
         """Counts the keys of a lookup."""
         cell = self.cell(namespace)
-        for span in spans:
-            if isinstance(span.verdict, MissReason):
-                cell.misses[span.verdict] += span.count
-            elif span.verdict is not None:
-                cell.hits[span.verdict] += span.count
+        for run in runs:
+            if isinstance(run.outcome, MissReason):
+                cell.misses[run.outcome] += run.count
+            elif run.outcome is not None:
+                cell.hits[run.outcome] += run.count
 
     def hit(self, namespace: NamespaceId, tier: int, keys: int = 1) -> None:
         """Counts hits; with a negative number, takes back those that are on their way still."""
@@ -85,7 +85,7 @@ class HitCounters:
 
     def _new_cell(self, namespace: NamespaceId) -> NamespaceCounters:
         tenant = self._tenants.get(namespace[:TENANT_TAG_BYTES], REST)
-        if len(self._cells) < MOST_NAMESPACES:
+        if len(self._cells) < MAX_NAMESPACES:
             cell = self._cells[namespace] = NamespaceCounters(namespace, tenant, [0] * self._tiers)
             return cell
         if tenant not in self._others:

@@ -11,11 +11,11 @@ from ..types import MissReason
 __all__ = ["EvictionHistory", "OnEvicted", "OnEvictedTogether", "names_for"]
 
 
-MOST_REMEMBERED = 1 << 18
+MAX_REMEMBERED = 1 << 18
 """Departures that are remembered at most; what left before them counts as never stored. A name takes about 170 bytes."""
 
 
-LEAST_REMEMBERED = 1 << 14
+MIN_REMEMBERED = 1 << 14
 
 
 _BYTES_PER_NAME = 16 << 10
@@ -23,7 +23,7 @@ _BYTES_PER_NAME = 16 << 10
 
 def names_for(region_bytes: int) -> int:
     """Returns how many departures a server of this size remembers: about a hundredth of its memory."""
-    return min(max(region_bytes // _BYTES_PER_NAME, LEAST_REMEMBERED), MOST_REMEMBERED)
+    return min(max(region_bytes // _BYTES_PER_NAME, MIN_REMEMBERED), MAX_REMEMBERED)
 
 
 OnEvicted = Callable[[NamespaceId, bytes, MissReason], None]
@@ -40,17 +40,17 @@ class EvictionHistory:
     Two generations: when the young one is full it becomes the old one, and what was old is forgotten.
     """
 
-    def __init__(self, most: int = MOST_REMEMBERED) -> None:
+    def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most
         self._count = 0
         self._young: defaultdict[NamespaceId, dict[bytes, MissReason]] = defaultdict(dict)
         self._old: defaultdict[NamespaceId, dict[bytes, MissReason]] = defaultdict(dict)
 
-    def left(self, namespace: NamespaceId, key: bytes, reason: MissReason) -> None:
+    def record(self, namespace: NamespaceId, key: bytes, reason: MissReason) -> None:
         """Takes note of a departure."""
-        self.left_together(namespace, (key,), reason)
+        self.record_all(namespace, (key,), reason)
 
-    def left_together(self, namespace: NamespaceId, keys: Iterable[bytes], reason: MissReason) -> None:
+    def record_all(self, namespace: NamespaceId, keys: Iterable[bytes], reason: MissReason) -> None:
         """Takes note of departures for one reason."""
         young = self._young[namespace]
         before = len(young)
@@ -59,11 +59,11 @@ class EvictionHistory:
         if self._count >= self._most // 2:
             self._old, self._young, self._count = self._young, defaultdict(dict), 0
 
-    def why(self, namespace: NamespaceId, key: bytes) -> MissReason | None:
+    def reason_for(self, namespace: NamespaceId, key: bytes) -> MissReason | None:
         """Returns why a block left, or None if that is not known."""
         return self._young.get(namespace, {}).get(key) or self._old.get(namespace, {}).get(key)
 
-    def why_each(self, namespace: NamespaceId, keys: Iterable[bytes], default: MissReason) -> list[MissReason]:
+    def reasons_for(self, namespace: NamespaceId, keys: Iterable[bytes], default: MissReason) -> list[MissReason]:
         """Returns why each of these blocks left; `default` for those of which nothing is known."""
         young, old = self._young.get(namespace, {}), self._old.get(namespace, {})
         if not young and not old:

@@ -23,10 +23,10 @@ from ..negotiation import NamespaceId
 from ..types import GROUP_INDEX_BYTES, MissReason, NamespaceSpec
 from .request_log import OutcomeRun
 
-__all__ = ["MOST_SAMPLES", "SCALES", "HitRatio", "MissRatioCurves", "Name", "ReuseDistanceSampler"]
+__all__ = ["MAX_SAMPLES", "SCALES", "HitRatio", "MissRatioCurves", "Name", "ReuseDistanceSampler"]
 
 
-MOST_SAMPLES = 8192
+MAX_SAMPLES = 8192
 """Keys that a stack holds at most; then it goes on with half of them. A key takes some 300 bytes."""
 
 
@@ -59,7 +59,7 @@ class ReuseDistanceSampler:
         sizes: Sequence[int],
         *,
         rate: float,
-        most: int = MOST_SAMPLES,
+        most: int = MAX_SAMPLES,
         hash_of: Callable[[bytes], int] = hash,
     ) -> None:
         self.rate = rate
@@ -208,7 +208,7 @@ WINDOW_KEYS = 1 << 21
 """Looked-up keys after which those before count half."""
 
 
-_LEAST_SAMPLED = 64
+_MIN_SAMPLED = 64
 """References of the sample before which nothing is said."""
 
 
@@ -244,7 +244,7 @@ class StoredBlock(Protocol):
     @property
     def nbytes(self) -> int: ...
     @property
-    def private(self) -> bool: ...
+    def hold_only(self) -> bool: ...
 
 
 class MissRatioCurves:
@@ -294,17 +294,17 @@ class MissRatioCurves:
         """Of these, how many each tier answered."""
         self._until_fade = self._window
 
-    def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], spans: Collection[OutcomeRun]) -> None:
+    def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], runs: Collection[OutcomeRun]) -> None:
         """Takes note of a lookup and what its keys met, before what is missing is stored.
 
         One that a tier has to be asked about comes again, and counts then.
         """
-        for span in spans:
-            if span.verdict is None:
+        for run in runs:
+            if run.outcome is None:
                 return
-        for span in spans:
-            if not isinstance(span.verdict, MissReason) and span.verdict is not None:
-                self._answered[span.verdict] += span.count
+        for run in runs:
+            if not isinstance(run.outcome, MissReason) and run.outcome is not None:
+                self._answered[run.outcome] += run.count
         self._keys += len(keys)
         for key in self._sample(keys):
             self._refer(namespace, key)
@@ -318,7 +318,7 @@ class MissRatioCurves:
         if sample:
             chosen = set(sample)
             for block in blocks:
-                if block.key in chosen and not block.private:
+                if block.key in chosen and not block.hold_only:
                     self.put(block.name, block.nbytes)
         if not self._hashes:
             self._judge(len(blocks), len(sample))
@@ -327,7 +327,7 @@ class MissRatioCurves:
         """Returns the curve of a tier, by its position in the lookup order; nothing before there is enough to go by."""
         stack = self._stacks[tier]
         expected = self._keys * stack.rate
-        if expected < _LEAST_SAMPLED:
+        if expected < _MIN_SAMPLED:
             return ()
         # A key that is asked for all the time is in the sample or not, and tilts it. Every size has it: so is the difference a hit.
         hits = list(accumulate(stack.hits, initial=expected - sum(stack.hits)))

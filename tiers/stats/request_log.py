@@ -28,7 +28,7 @@ __all__ = [
     "RequestLog",
     "RequestRecord",
     "bounded",
-    "spans_of",
+    "outcome_runs",
 ]
 
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     pass
 
 
-MOST_REQUESTS = 4096
+MAX_REQUESTS = 4096
 
 
 MAX_AGE_SECONDS = 900.0
 
 
-_MOST_LOOKUPS = 4
+_MAX_LOOKUPS = 4
 """Lookups that are kept per request, the latest: an engine that polls asks the same again and again."""
 
 
-_MOST_HOLDS = 2
+_MAX_HOLDS = 2
 """Publications that are kept per request: it ends once, unless its engine says so again."""
 
 
@@ -59,26 +59,26 @@ class OutcomeRun:
     """So many neighbouring keys of a lookup that met the same."""
 
     count: int
-    verdict: LookupOutcome
+    outcome: LookupOutcome
 
 
-MOST_SPANS = 256
+MAX_OUTCOME_RUNS = 256
 """Runs that are kept of a lookup; of one that is more mixed than that, the rest is summed up per verdict."""
 
 
-def bounded(spans: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
+def bounded(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
     """Returns what is kept of these: the first as they are, the rest summed up."""
-    if len(spans) <= MOST_SPANS:
-        return spans
+    if len(runs) <= MAX_OUTCOME_RUNS:
+        return runs
     rest: dict[LookupOutcome, int] = {}
-    for span in spans[MOST_SPANS:]:
-        rest[span.verdict] = rest.get(span.verdict, 0) + span.count
-    return spans[:MOST_SPANS] + tuple(OutcomeRun(count, verdict) for verdict, count in rest.items())
+    for run in runs[MAX_OUTCOME_RUNS:]:
+        rest[run.outcome] = rest.get(run.outcome, 0) + run.count
+    return runs[:MAX_OUTCOME_RUNS] + tuple(OutcomeRun(count, outcome) for outcome, count in rest.items())
 
 
-def spans_of(verdicts: Iterable[LookupOutcome]) -> tuple[OutcomeRun, ...]:
+def outcome_runs(outcomes: Iterable[LookupOutcome]) -> tuple[OutcomeRun, ...]:
     """Returns the runs of equal verdicts."""
-    return tuple(OutcomeRun(sum(1 for _ in run), verdict) for verdict, run in groupby(verdicts))
+    return tuple(OutcomeRun(sum(1 for _ in run), outcome) for outcome, run in groupby(outcomes))
 
 
 @dataclass(slots=True, eq=False)
@@ -94,18 +94,18 @@ class LookupRecord:
     claim: ClaimRecord | None = None
     """The hold whose blocks the keys are, as far as they were wanted; None for a lookup."""
 
-    def spans(self) -> tuple[OutcomeRun, ...]:
+    def outcomes(self) -> tuple[OutcomeRun, ...]:
         """Returns what became of the keys, as far as that is known by now."""
         if not self.failed:
             return self.found
-        verdicts = [span.verdict for span in self.found for _ in range(span.count)]
+        outcomes = [run.outcome for run in self.found for _ in range(run.count)]
         for position, reason in self.failed.items():
-            verdicts[position] = reason
-        return bounded(spans_of(verdicts))
+            outcomes[position] = reason
+        return bounded(outcome_runs(outcomes))
 
     def fail(self, position: int, reason: MissReason) -> None:
         """Takes note of a key that did not arrive; of very many, the first."""
-        if len(self.failed) < MOST_SPANS:
+        if len(self.failed) < MAX_OUTCOME_RUNS:
             self.failed[position] = reason
 
 
@@ -118,10 +118,10 @@ class RequestRecord:
     at: float
     """When it was heard of last, in the core's seconds."""
     negotiation: Negotiation | None = None
-    lookups: deque[LookupRecord] = field(default_factory=lambda: deque(maxlen=_MOST_LOOKUPS))
+    lookups: deque[LookupRecord] = field(default_factory=lambda: deque(maxlen=_MAX_LOOKUPS))
     asked: int = 0
     """Lookups and claims so far, kept or not."""
-    holds: deque[HoldRecord] = field(default_factory=lambda: deque(maxlen=_MOST_HOLDS))
+    holds: deque[HoldRecord] = field(default_factory=lambda: deque(maxlen=_MAX_HOLDS))
     """Its last publications."""
     finished: bool = False
     incomplete: int = 0
@@ -150,7 +150,7 @@ class RequestLog:
             record = self._requests[key] = RequestRecord(engine, request_id, now)
         record.at = now
         self._requests.move_to_end(key)
-        if len(self._requests) > MOST_REQUESTS:
+        if len(self._requests) > MAX_REQUESTS:
             self._requests.popitem(last=False)
         return record
 

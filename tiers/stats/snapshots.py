@@ -61,7 +61,7 @@ class TierStats:
     """Jobs that wait or run."""
     healthy: bool = True
     """Whether all is well; otherwise `trouble` says what is not."""
-    trouble: str = ""
+    last_error: str = ""
     """What is wrong, for people."""
     estimates: tuple[HitRatio, ...] = ()
     """What it would answer if it had another size; empty where too little is known, or it is not to be estimated."""

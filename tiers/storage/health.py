@@ -1,4 +1,4 @@
-"""What is wrong with a tier, by the kind of work that it is wrong with."""
+"""Tracks a tier's current error per operation (store, load, remove, …) in `SecondaryTier.last_error`."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ __all__ = ["TierHealth"]
 _log = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-"""Between two lines about one kind of work: a text may be another for each job."""
+"""Minimum time between two log lines about one operation: the text may differ for each job."""
 
 
 class TierHealth:
-    """Keeps the `trouble` of a tier. May be used on any thread."""
+    """Sets `last_error` of a tier. Thread-safe."""
 
     def __init__(self, tier: SecondaryTier) -> None:
         self._tier = tier
-        self._by_work: dict[str, str] = {}
+        self._errors: dict[str, str] = {}
         self._logged: dict[str, float] = {}
-        self._left_out: dict[str, int] = {}
-        self._noting = threading.Lock()
+        self._suppressed: dict[str, int] = {}
+        self._lock = threading.Lock()
 
-    def note(self, work: str, trouble: str | None) -> None:
-        """Takes down what is wrong with one kind of work, or that it went well. Logs what is new, not too often."""
-        with self._noting:
-            if trouble == self._by_work.get(work):
+    def report(self, operation: str, error: str | None) -> None:
+        """Records the result of an operation; None means success. Logs new errors, rate-limited."""
+        with self._lock:
+            if error == self._errors.get(operation):
                 return
-            if trouble is None:
-                del self._by_work[work]
+            if error is None:
+                del self._errors[operation]
             else:
-                self._by_work[work] = trouble
-                self._say(work, trouble)
-            self._tier.trouble = "; ".join(self._by_work.values()) or None
+                self._errors[operation] = error
+                self._log(operation, error)
+            self._tier.last_error = "; ".join(self._errors.values()) or None
 
-    def _say(self, work: str, trouble: str) -> None:
+    def _log(self, operation: str, error: str) -> None:
         now = time.monotonic()
-        if now - self._logged.get(work, -math.inf) < _LOG_SECONDS:
-            self._left_out[work] = self._left_out.get(work, 0) + 1
+        if now - self._logged.get(operation, -math.inf) < _LOG_SECONDS:
+            self._suppressed[operation] = self._suppressed.get(operation, 0) + 1
             return
-        self._logged[work] = now
-        left_out = self._left_out.pop(work, 0)
-        more = f" ({left_out} more about {work} were not logged)" if left_out else ""
-        _log.error("tier %s: %s%s", self._tier.name, trouble, more)
+        self._logged[operation] = now
+        suppressed = self._suppressed.pop(operation, 0)
+        more = f" ({suppressed} more about {operation} were not logged)" if suppressed else ""
+        _log.error("tier %s: %s%s", self._tier.name, error, more)

@@ -70,11 +70,11 @@ def test_a_tier_that_raises(rig: Rig, work: str, error: str) -> None:
     assert rig.do(work) in ([FAILED, FAILED], OffloadPolicy.BLOCK_LEVEL, None)
     if work == "on_request_finished":
         assert rig.threads.close(5)
-    assert rig.guard.trouble == f"{work} failed: {error}: odd"
+    assert rig.guard.last_error == f"{work} failed: {error}: odd"
     path.unlink()
     if work != "on_request_finished":
         assert rig.do(work) in ([DONE, DONE], [MISSING, MISSING], OffloadPolicy.REQUEST_LEVEL, None)
-        assert rig.guard.trouble is None
+        assert rig.guard.last_error is None
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_outcomes_that_are_none(
     """Too few outcomes, too many, or what is none: nobody can tell what became of which block, so it has failed."""
     monkeypatch.setattr(rig.tier, work, lambda _: answer)
     assert rig.do(work) == outcomes
-    assert bool(rig.guard.trouble) == (FAILED in outcomes)
+    assert bool(rig.guard.last_error) == (FAILED in outcomes)
 
 
 @pytest.mark.parametrize("vote", [None, "request_level", OffloadPolicy.REQUEST_LEVEL, Vote(2, "why"), Vote(None, "")])
@@ -108,7 +108,7 @@ def test_votes_that_are_none(rig: Rig, monkeypatch: pytest.MonkeyPatch, vote: An
     """What is no vote counts as none."""
     monkeypatch.setattr(rig.tier, "on_new_request", lambda _: vote)
     assert rig.guard.on_new_request(REQUEST).policy is OffloadPolicy.BLOCK_LEVEL
-    assert rig.guard.trouble
+    assert rig.guard.last_error
 
 
 def test_a_tier_that_holds_up_its_vote(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_tier_that_holds_up_its_vote(rig: Rig, monkeypatch: pytest.MonkeyPatch
     assert {vote.policy for vote in votes} == {OffloadPolicy.BLOCK_LEVEL}
     assert "did not answer in time" in votes[0].why
     assert {vote.why for vote in votes[1:]} == {"no vote: it is still busy with another request"}
-    assert "no vote within" in (rig.guard.trouble or "")
+    assert "no vote within" in (rig.guard.last_error or "")
     for number in range(100):
         rig.guard.on_request_finished(f"{number}")
     hang.unlink()
@@ -129,7 +129,7 @@ def test_a_tier_that_holds_up_its_vote(rig: Rig, monkeypatch: pytest.MonkeyPatch
     assert rig.threads.close(5)
     again = (len(rig.tier.heard) - 2) // 2
     assert rig.tier.heard == ["new 0", "end 0"] + ["new r", "end r"] * again
-    assert rig.guard.trouble is None
+    assert rig.guard.last_error is None
 
 
 def test_a_tier_that_is_always_late(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_a_tier_that_is_always_late(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     hang.unlink()
     assert rig.guard._voting is not None
     rig.guard._voting.result(60)
-    assert "no vote within" in (rig.guard.trouble or ""), "that it has come at last does not make it good"
+    assert "no vote within" in (rig.guard.last_error or ""), "that it has come at last does not make it good"
 
     go, honest = threading.Event(), rig.tier.on_new_request
     monkeypatch.setattr(rig.tier, "on_new_request", lambda request: (go.wait(60), honest(request))[1])
@@ -148,7 +148,7 @@ def test_a_tier_that_is_always_late(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     assert "did not answer in time" in rig.guard.on_new_request(REQUEST).why, "nor is it waited for"
     go.set()
     assert rig.guard._voting.result(60).policy is OffloadPolicy.REQUEST_LEVEL
-    assert rig.guard.trouble is None
+    assert rig.guard.last_error is None
     assert rig.guard.on_new_request(REQUEST).policy is OffloadPolicy.REQUEST_LEVEL, "this one is"
 
 
@@ -184,7 +184,7 @@ def test_an_error_that_cannot_be_said(rig: Rig, monkeypatch: pytest.MonkeyPatch,
     for _ in range(2):
         assert rig.do(work) in ([FAILED, FAILED], OffloadPolicy.BLOCK_LEVEL, None)
     assert rig.threads.close(5)
-    assert rig.guard.trouble == f"{work} failed: Unspeakable"
+    assert rig.guard.last_error == f"{work} failed: Unspeakable"
 
 
 def test_a_vote_that_cannot_be_looked_at(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_jobs_whose_outcomes_cannot_be_looked_at(rig: Rig, monkeypatch: pytest.M
         assert ends.get(timeout=60) == [FAILED, FAILED]
     assert worker.close()
     assert ends.empty()
-    assert worker.tier.trouble == f"{work} failed: Unspeakable"
+    assert worker.tier.last_error == f"{work} failed: Unspeakable"
 
 
 def test_lookups_that_get_past_the_guard(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_lookups_that_get_past_the_guard(rig: Rig, monkeypatch: pytest.MonkeyPat
     worker.look_up([NAME], answers.put)
     assert answers.get(timeout=60) == []
     assert worker.close()
-    assert worker.tier.trouble == "lookup failed: Unspeakable"
+    assert worker.tier.last_error == "lookup failed: Unspeakable"
 
 
 @pytest.mark.parametrize("foreign", [True, False])
@@ -241,15 +241,15 @@ def test_a_tier_that_releases_its_views(rig: Rig, monkeypatch: pytest.MonkeyPatc
     assert ends.get(timeout=60) == [DONE]
     assert target == b"x" * 5000
     assert worker.close()
-    assert worker.tier.trouble is None
+    assert worker.tier.last_error is None
 
 
 def test_entries_that_cannot_be(rig: Rig) -> None:
     """Sizes, names and things that are none are left out, once and for all; what is sound among them is not."""
     rig.have("lie-entries")
     assert list(rig.guard.entries()) == [HONEST_ENTRY]
-    assert rig.guard.trouble
-    assert "21 of the blocks that it lists were left out; the first: Entry(" in rig.guard.trouble
+    assert rig.guard.last_error
+    assert "21 of the blocks that it lists were left out; the first: Entry(" in rig.guard.last_error
     assert set(rig.guard.unwanted) == {(HONEST_ENTRY.namespace, b"lie" + bytes(4))}, "which the server has removed"
 
 
@@ -258,14 +258,14 @@ def test_entries_that_break_off(rig: Rig, error: str) -> None:
     """A list that ends in an error is worth what it said before."""
     rig.have("raise-last-entry", error)
     assert list(rig.guard.entries()) == [HONEST_ENTRY]
-    assert f"the list broke off: {error}" in (rig.guard.trouble or "")
+    assert f"the list broke off: {error}" in (rig.guard.last_error or "")
 
 
 def test_entries_is_no_list(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that lists nothing at all has nothing."""
     monkeypatch.setattr(rig.tier, "entries", lambda: None)
     assert list(rig.guard.entries()) == []
-    assert rig.guard.trouble
+    assert rig.guard.last_error
 
 
 @pytest.mark.parametrize("written", [0.0, 0.3, 0.99])
@@ -287,7 +287,7 @@ def test_a_load_that_fills_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch, wr
 
     monkeypatch.setattr(rig.tier, "load", load)
     assert rig.guard.load([empty(b"a", (5000, 100, 3)), sound]) == [CORRUPT, DONE]
-    assert rig.guard.trouble
+    assert rig.guard.last_error
 
 
 def test_shared_lookups(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,19 +295,19 @@ def test_shared_lookups(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     for answer in ([True], None, [True] * 3):
         monkeypatch.setattr(rig.tier, "lookup", lambda _, answer=answer: answer)
         assert rig.guard.lookup([NAME, NAME]) == [False, False]
-        assert rig.guard.trouble
+        assert rig.guard.last_error
     monkeypatch.setattr(rig.tier, "lookup", lambda _: [True, False])
     assert rig.guard.lookup([NAME, NAME]) == [True, False]
-    assert rig.guard.trouble is None
+    assert rig.guard.last_error is None
 
 
 def test_what_the_tier_says_itself(rig: Rig) -> None:
     """The tier's own trouble stands beside what is found wrong with it."""
-    rig.tier.trouble = "my disk is full"
-    assert rig.guard.trouble == "my disk is full"
+    rig.tier.last_error = "my disk is full"
+    assert rig.guard.last_error == "my disk is full"
     rig.have("raise-store", "MemoryError")
     rig.do("store")
-    assert rig.guard.trouble == "my disk is full; store failed: MemoryError: odd"
+    assert rig.guard.last_error == "my disk is full; store failed: MemoryError: odd"
 
 
 class Moody(BadTier):
@@ -316,13 +316,13 @@ class Moody(BadTier):
     moody = False
 
     @property
-    def trouble(self) -> str | None:  # type: ignore[override]
+    def last_error(self) -> str | None:  # type: ignore[override]
         if self.moody:
             raise Unspeakable
         return "not well"
 
-    @trouble.setter
-    def trouble(self, trouble: str | None) -> None:
+    @last_error.setter
+    def last_error(self, error: str | None) -> None:
         pass
 
 
@@ -330,11 +330,11 @@ def test_a_tier_that_cannot_say_how_it_is(tmp_path: Path) -> None:
     """That is a trouble, until it can."""
     tier = Moody("moody", tmp_path, MIB)
     guarded = CheckedTier(tier, TierThreads("moody"))
-    assert guarded.trouble == "not well"
+    assert guarded.last_error == "not well"
     tier.moody = True
-    assert guarded.trouble == "trouble failed: Unspeakable"
+    assert guarded.last_error == "last_error failed: Unspeakable"
     tier.moody = False
-    assert guarded.trouble == "not well"
+    assert guarded.last_error == "not well"
 
 
 def test_what_a_tier_says_of_itself_is_asked_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

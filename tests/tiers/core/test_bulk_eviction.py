@@ -32,7 +32,7 @@ def figures(cleared: EvictionTask) -> list[tuple[int, int]]:
 
 def there(rig: Rig, names: Iterable[bytes]) -> int:
     """Returns how many of these are in the CPU tier, without using any."""
-    return sum(rig.core._primary.used_at(rig.session.namespace.id, name) is not None for name in names)
+    return sum(rig.core._cpu_tier.used_at(rig.session.namespace.id, name) is not None for name in names)
 
 
 def used(rig: Rig) -> list[int]:
@@ -170,7 +170,7 @@ def test_what_cannot_go_is_not_counted_towards_what_is_wanted() -> None:
     """The oldest is pinned: as many bytes go of what is younger."""
     rig = stocked(10, 20, 30)
     assert rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease is not None
-    rig.core._primary.find_or_add(rig.session.namespace, keys(0))[
+    rig.core._cpu_tier.find_or_add(rig.session.namespace, keys(0))[
         0
     ].last_use = 0  # as if it were the oldest all the same
     cleared = run(rig, EvictionRequest([CPU], max_bytes=SLOT))
@@ -207,7 +207,7 @@ def test_what_goes_meanwhile_is_not_evicted_again(monkeypatch: pytest.MonkeyPatc
     cleared = rig.core.evict(EvictionRequest([tier]))
     rig.core.work()
     if tier == CPU:
-        rig.core._primary.evict([block for block in rig.core._primary.ready_blocks() if block.key in keys(0)])
+        rig.core._cpu_tier.evict([block for block in rig.core._cpu_tier.ready_blocks() if block.key in keys(0)])
     else:
         rig.core.entries_lost(BELOW, [(rig.session.namespace.id, key) for key in keys(0)])
     while not cleared.done:
@@ -238,7 +238,7 @@ def test_what_the_cpu_tier_forgets_meanwhile_does_not_make_more_go_below(monkeyp
     cleared = rig.core.evict(EvictionRequest([BELOW], max_bytes=4 * SLOT))
     for _ in range(8):  # the first walk
         rig.core.work()
-    rig.core._primary.evict(rig.core._primary.ready_blocks())
+    rig.core._cpu_tier.evict(rig.core._cpu_tier.ready_blocks())
     while not cleared.done:
         rig.core.work()
     assert cleared.tiers[0].nbytes == 4 * SLOT
@@ -293,7 +293,7 @@ def test_one_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cleared = rig.core.evict(EvictionRequest([CPU]))
     rig.core.work()
     with monkeypatch.context() as broken:
-        broken.setattr(rig.core._primary, "part_with", fail)
+        broken.setattr(rig.core._cpu_tier, "evict", fail)
         with pytest.raises(RuntimeError):
             rig.core.work()
     assert (cleared.done, type(cleared.error)) == (True, RuntimeError)
@@ -310,6 +310,6 @@ def fail(_: object) -> None:
 
 def _held(rig: Rig, tier: int) -> list[tuple[bytes, bytes]]:
     if tier == CPU:
-        return [block.name for block in rig.core._primary.ready_blocks()]
-    catalog = rig.core._flow.lanes[tier - 1].catalog
+        return [block.name for block in rig.core._cpu_tier.ready_blocks()]
+    catalog = rig.core._transfers.secondaries[tier - 1].catalog
     return [entry.name for namespace, _ in catalog.counts() for entry in catalog.all_of(namespace)]

@@ -15,7 +15,7 @@ from kvtier.tiers.eviction import LRU
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import Quotas, Tenant
 from kvtier.tiers.stats.eviction_history import EvictionHistory
-from kvtier.tiers.stats.request_log import MOST_SPANS
+from kvtier.tiers.stats.request_log import MAX_OUTCOME_RUNS
 from kvtier.tiers.types import MAX_PART_SIZES, TENANT_TAG_BYTES, MissReason, NamespaceSpec
 
 
@@ -167,10 +167,10 @@ def test_what_is_remembered_of_a_lookup_is_bounded() -> None:
     rig.store(keys(*range(0, 1000, 2)))
     rig.core.lookup(rig.session, keys(*range(1000)), prefix=False, request_id="mixed", expires_at=60)
     [record] = rig.core.explain("mixed")
-    spans = record.lookups[-1].spans()
-    assert len(spans) <= MOST_SPANS + 2
+    spans = record.lookups[-1].outcomes()
+    assert len(spans) <= MAX_OUTCOME_RUNS + 2
     assert sum(span.count for span in spans) == 1000
-    assert sum(span.count for span in spans if span.verdict == 0) == 500
+    assert sum(span.count for span in spans if span.outcome == 0) == 500
 
 
 def test_nothing_hits_behind_a_miss_in_a_prefix() -> None:
@@ -220,7 +220,7 @@ def test_what_a_tier_refuses_is_worth_no_walk_over_what_is_on_its_way(capacity: 
 
     space = NamespaceId(b"t" * 16)
     tenant = Tenant("t", space[:TENANT_TAG_BYTES], {}, {"disk": 500})
-    catalog = Catalog(capacity, EvictionQueues(Quotas("disk", capacity, [tenant]), Counted), EvictionHistory().left)
+    catalog = Catalog(capacity, EvictionQueues(Quotas("disk", capacity, [tenant]), Counted), EvictionHistory().record)
     for number in range(500):
         assert catalog.begin_store(space, b"%d" % number, 1) == []
     entries = [entry for number in range(500) if (entry := catalog.get(space, b"%d" % number))]

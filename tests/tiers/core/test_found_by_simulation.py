@@ -26,7 +26,7 @@ def test_what_a_tier_admits_later_can_be_evicted_again() -> None:
     """Seed 3: what its second use brought into a tier stood in no line, and so the tier was full for good."""
     rig = Rig()
     tier = ModelTier("disk", 4096)
-    rig.core = TierManager(EXTENT, EXTENT, [tier], keeping=TierSettings(admission={"disk": "second_use"}))
+    rig.core = TierManager(EXTENT, EXTENT, [tier], settings=TierSettings(admission={"disk": "second_use"}))
     rig.core.add_memory(0, EXTENT)
     rig.session = rig.open("engine")
     rig.store(keys(0, 1))

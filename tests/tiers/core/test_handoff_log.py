@@ -85,7 +85,7 @@ def test_a_claim_block_by_block() -> None:
     rig.claim(now=4.0, first=[1])
     record = claimed(rig)
     assert record.claim == ClaimRecord("engine", "r", ClaimOutcome.HELD, unwanted=1)
-    assert (record.at, record.spans(), record.first_miss) == (
+    assert (record.at, record.outcomes(), record.first_miss) == (
         4.0,
         (OutcomeRun(1, 0), OutcomeRun(1, MissReason.PENDING)),
         keys(2)[0],
@@ -102,7 +102,7 @@ def test_what_will_not_come_is_a_miss_for_a_reason() -> None:
     rig.publish([*keys(0, 1), PRIVATE])
     rig.core.close_session(rig.session.id)
     rig.claim()
-    assert claimed(rig).spans() == (OutcomeRun(1, 0), OutcomeRun(2, MissReason.NEVER_STORED))
+    assert claimed(rig).outcomes() == (OutcomeRun(1, 0), OutcomeRun(2, MissReason.NEVER_STORED))
     assert claimed(rig).first_miss == keys(1)[0]
 
     rig = HoldRig(ModelTier("near", 1 << 20))
@@ -113,7 +113,7 @@ def test_what_will_not_come_is_a_miss_for_a_reason() -> None:
     rig.core.close_session(rig.session.id)
     assert any(isinstance(command, LoadFromTier) for command in rig.finish_jobs(Outcome.CORRUPT))
     rig.claim()
-    assert claimed(rig).spans() == (OutcomeRun(1, MissReason.LOAD_FAILED),)
+    assert claimed(rig).outcomes() == (OutcomeRun(1, MissReason.LOAD_FAILED),)
 
 
 def test_a_claim_that_finds_no_hold() -> None:
@@ -122,7 +122,7 @@ def test_a_claim_that_finds_no_hold() -> None:
     with pytest.raises(HoldNotFound):
         rig.claim()
     assert claimed(rig).claim == ClaimRecord("engine", "r", ClaimOutcome.NOT_HELD)
-    assert claimed(rig).spans() == ()
+    assert claimed(rig).outcomes() == ()
     abroad = rig.open("engine", OTHER)
     rig.publish(keys(0), session=abroad)
     with pytest.raises(HoldNotFound):

@@ -259,8 +259,8 @@ def test_no_more_is_held_than_may_be() -> None:
 
 def test_a_tenant_with_a_quota_holds_a_part_of_its_own() -> None:
     """And takes nothing from what the others may hold."""
-    keeping = TierSettings(held_part=0.5, tenants=[Tenant("alice", b"AAAA", {"cpu": 8 * 4096})])
-    core = TierManager(EXTENT, EXTENT, (), keeping=keeping)
+    settings = TierSettings(held_part=0.5, tenants=[Tenant("alice", b"AAAA", {"cpu": 8 * 4096})])
+    core = TierManager(EXTENT, EXTENT, (), settings=settings)
     core.add_memory(0, EXTENT)
 
     def held(name: bytes, count: int) -> bool:

@@ -69,7 +69,7 @@ def test_a_claim_is_a_use() -> None:
 def test_a_publication_is_a_use() -> None:
     """What nobody uses for 20 s goes: 20 s after it was published, not after it was stored."""
     rig = HoldRig()
-    rig.core = TierManager(64 << 10, 64 << 10, (), keeping=TierSettings(ttl={"cpu": 20.0}, held_part=1.0))
+    rig.core = TierManager(64 << 10, 64 << 10, (), settings=TierSettings(ttl={"cpu": 20.0}, held_part=1.0))
     rig.core.add_memory(0, 64 << 10)
     rig.session = rig.open("engine")
     rig.store(keys(0, 1))
@@ -77,9 +77,9 @@ def test_a_publication_is_a_use() -> None:
     rig.publish(keys(0), duration=3.0, now=15.0)
     for now in (18.0, 22.0, 30.0):
         rig.core.tick(now)
-    assert [block.key for block in rig.core._primary.ready_blocks()] == keys(0)
+    assert [block.key for block in rig.core._cpu_tier.ready_blocks()] == keys(0)
     rig.core.tick(40.0)
-    assert rig.core._primary.ready_blocks() == []
+    assert rig.core._cpu_tier.ready_blocks() == []
 
 
 def test_what_is_held_stands_in_nobodys_way() -> None:
@@ -88,8 +88,8 @@ def test_what_is_held_stands_in_nobodys_way() -> None:
     rig.store(keys(*range(16)))
     rig.publish(keys(*range(14)), "a")
     rig.publish(keys(*range(2)), "b")
-    (line,) = rig.core._primary.lines.all()
-    assert [block.key for block in line.policy.victims()] == [*keys(15), *keys(14)]
+    (queue,) = rig.core._cpu_tier.queues.all()
+    assert [block.key for block in queue.policy.victims()] == [*keys(15), *keys(14)]
     assert rig.core.handoffs.release(rig.name("a"), 1.0)
     assert rig.store(keys(100, 101, 102)) == GRANTED * 3
     assert rig.look_up(keys(14, 15, 13), prefix=False) == MISS * 3
@@ -106,12 +106,12 @@ def test_what_a_tier_did_not_bring_back_is_in_no_line() -> None:
     rig.publish(keys(0, 1))
     (load,) = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
     rig.core.tier_stalled(1, stalled=True)
-    lines = rig.core._primary.lines
-    assert [block for line in lines.all() for block in line.policy.victims()] == []
+    queues = rig.core._cpu_tier.queues
+    assert [block for queue in queues.all() for block in queue.policy.victims()] == []
     assert rig.core.handoffs.release(rig.name(), 1.0)
     rig.core.job_finished(load.job_id, [Outcome.FAILED])
-    assert [block for line in lines.all() for block in line.policy.victims()] == []
-    assert not lines._aside
+    assert [block for queue in queues.all() for block in queue.policy.victims()] == []
+    assert not queues._protected
     assert rig.core.stats().tiers[0].used_bytes == 0
 
 
@@ -133,10 +133,10 @@ def test_what_is_held_and_retained_is_in_line_when_both_are_over() -> None:
         answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60, retain_until=retention_ends)
         assert answer.store_id is not None
         rig.core.complete_store(rig.session, answer.store_id)
-        (line,) = rig.core._primary.lines.all()
+        (queue,) = rig.core._cpu_tier.queues.all()
         for now, victims in ((9.0, 0), (15.0, 0), (25.0, 1)):
             rig.core.tick(now)
-            assert len(list(line.policy.victims())) == victims
+            assert len(list(queue.policy.victims())) == victims
 
 
 def test_so_many_expired_holds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +268,8 @@ def test_no_tier_hears_of_what_only_a_hold_names() -> None:
         key for command in rig.core.take_commands() if isinstance(command, LookupInTier) for _, key in command.keys
     ]
     assert asked == keys(0)
-    keeping = TierSettings(admission={"near": "second_use"}, held_part=1.0)
-    core = TierManager(64 << 10, 64 << 10, (ModelTier("near", 1 << 20),), keeping=keeping)
+    settings = TierSettings(admission={"near": "second_use"}, held_part=1.0)
+    core = TierManager(64 << 10, 64 << 10, (ModelTier("near", 1 << 20),), settings=settings)
     core.add_memory(0, 64 << 10)
     session = core.open_session(b"s", "engine", None, NamespaceSpec(NamespaceId(b"n" * 16), 1, (4096,)))
     answer = core.prepare_store(session, [*keys(0), PRIVATE], request_id="", expires_at=60)

@@ -22,7 +22,7 @@ def spans(rig: Rig, names: Sequence[bytes], *, prefix: bool = True, **more: obje
     [record] = rig.core.explain("asks")
     if found.lease is not None and not found.lease.pending:
         rig.core.release(rig.session, found.lease.id)
-    return record.lookups[-1].spans()
+    return record.lookups[-1].outcomes()
 
 
 def check_sum(rig: Rig) -> None:
@@ -56,7 +56,7 @@ def test_evicted_from_the_last_tier_that_had_it() -> None:
     rig.finish_jobs()
     rig.store(keys(*range(100, 116)))
     rig.finish_jobs()
-    assert {span.verdict for span in spans(rig, keys(*range(16)), prefix=False)} == {1, MissReason.EVICTED}
+    assert {span.outcome for span in spans(rig, keys(*range(16)), prefix=False)} == {1, MissReason.EVICTED}
     check_sum(rig)
 
 
@@ -123,12 +123,12 @@ def test_format_mismatch() -> None:
     assert spans(rig, keys(0, 1)) == (OutcomeRun(2, MissReason.FORMAT_MISMATCH),)
     stranger = NamespaceSpec(NamespaceId(b"s" * 16), world_size=1, part_bytes=(4096,))
     rig.session = rig.core.open_session(b"stranger", "stranger", None, stranger, tenant="somebody else")
-    assert [record.lookups[-1].spans() for record in rig.core.explain("asks")] == [
+    assert [record.lookups[-1].outcomes() for record in rig.core.explain("asks")] == [
         (OutcomeRun(2, MissReason.FORMAT_MISMATCH),)
     ]
     rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="theirs", expires_at=60)
     [record] = rig.core.explain("theirs")
-    assert record.lookups[-1].spans() == (OutcomeRun(2, MissReason.NEVER_STORED),)
+    assert record.lookups[-1].outcomes() == (OutcomeRun(2, MissReason.NEVER_STORED),)
 
 
 def test_load_failed_is_said_of_the_lookup_that_waited() -> None:
@@ -144,7 +144,7 @@ def test_load_failed_is_said_of_the_lookup_that_waited() -> None:
     [job] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
     rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.CORRUPT])
     [record] = rig.core.explain("asks")
-    assert record.lookups[-1].spans() == (OutcomeRun(1, 1), OutcomeRun(1, MissReason.LOAD_FAILED))
+    assert record.lookups[-1].outcomes() == (OutcomeRun(1, 1), OutcomeRun(1, MissReason.LOAD_FAILED))
     after = rig.core.stats()
     assert (after.tiers[1].hits - before.tiers[1].hits, after.lookup_misses - before.lookup_misses) == (1, 1)
     check_sum(rig)
@@ -186,7 +186,7 @@ def test_explain_keeps_the_last_lookups_and_what_was_negotiated() -> None:
     [record] = rig.core.explain("r")
     assert record.negotiation is not None
     assert record.negotiation.votes[0][1].why == "do_remote_decode: another engine will decode it"
-    assert (record.asked, [lookup.spans()[0].count for lookup in record.lookups]) == (6, [3, 4, 5, 6])
+    assert (record.asked, [lookup.outcomes()[0].count for lookup in record.lookups]) == (6, [3, 4, 5, 6])
     assert not record.finished
     rig.core.finish_request(rig.session, "r")
     assert record.finished
@@ -209,8 +209,8 @@ def test_what_is_remembered_is_bounded() -> None:
     """Names of departed blocks, and requests."""
     history = EvictionHistory(most=100)
     for number in range(1000):
-        history.left(SPEC.id, b"%d" % number, MissReason.EVICTED)
-    known = [number for number in range(1000) if history.why(SPEC.id, b"%d" % number)]
+        history.record(SPEC.id, b"%d" % number, MissReason.EVICTED)
+    known = [number for number in range(1000) if history.reason_for(SPEC.id, b"%d" % number)]
     assert 50 <= len(known) <= 100
     assert known[-1] == 999
     rig = Rig()

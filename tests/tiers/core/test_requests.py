@@ -115,7 +115,7 @@ def test_where_no_tier_insists_nothing_is_remembered() -> None:
     prepare(rig, keys(0, 1))
     request = rig.core._requests.get(rig.session.engine, "r")
     assert request is not None
-    assert (request.insisting, request.waiting, request.owed) == (frozenset(), set(), 0)
+    assert (request.request_level_tiers, request.waiting, request.pending_stores) == (frozenset(), set(), 0)
     rig.core.finish_request(rig.session, "r")
     assert calm.finished == ["r"]
 
@@ -126,7 +126,7 @@ def test_any_tier_that_asks_makes_it_request_level() -> None:
     assert begin(rig) is REQUEST
     request = rig.core._requests.get(rig.session.engine, "r")
     assert request is not None
-    assert request.insisting == {2}
+    assert request.request_level_tiers == {2}
     assert begin(Rig(ModelTier("calm", 1 << 20))) is BLOCK
 
 
@@ -202,7 +202,7 @@ def test_backpressure_never_silently_drops_what_was_asked_for() -> None:
     answer = prepare(rig, keys(*range(10)))
     rig.core.complete_store(rig.session, answer.store_id)
     request = rig.core.finish_request(rig.session, "r")
-    assert (request.owed, request.incomplete) == (8, 2)
+    assert (request.pending_stores, request.incomplete) == (8, 2)
     assert rig.core.stats().tiers[1].dropped >= 2
     settle(rig)
     assert request.settled
@@ -312,6 +312,6 @@ def test_pinned_by_a_cascade_that_waits() -> None:
     answer = prepare(rig, keys(*range(16)))
     assert answer.statuses == GRANTED * 16
     rig.core.complete_store(rig.session, answer.store_id)
-    assert all(block.pins for block in rig.core._primary.blocks_of(rig.session.namespace.id).values())
+    assert all(block.pins for block in rig.core._cpu_tier.blocks_of(rig.session.namespace.id).values())
     settle(rig)
-    assert not any(block.pins for block in rig.core._primary.blocks_of(rig.session.namespace.id).values())
+    assert not any(block.pins for block in rig.core._cpu_tier.blocks_of(rig.session.namespace.id).values())

@@ -131,13 +131,13 @@ def test_when_nothing_else_is_left_those_whose_time_is_over_come_back_at_once() 
     """Not a second later: a store finds room."""
     rig = Rig()
     rig.store("alice", range(32), retain_until=60)
-    lines = rig.core._primary.lines
+    queues = rig.core._cpu_tier.queues
     rig.store("alice", range(100, 132))
     held = rig.core.lookup(
         rig.session(spec("alice")), keys(range(100, 132)), prefix=False, request_id="", expires_at=1e9
     )
     assert held.lease is not None
-    lines.now = 61.0
+    queues.now = 61.0
     rig.store("alice", range(200, 208))
     assert set(keys(range(200, 208))) <= rig.visible("alice")
 

@@ -21,9 +21,9 @@ SLOT = 4096
 class Rig:
     """A core with room for many blocks, and one session."""
 
-    def __init__(self, blocks: int, keeping: TierSettings | None = None) -> None:
+    def __init__(self, blocks: int, settings: TierSettings | None = None) -> None:
         region = -(-blocks * SLOT // EXTENT) * EXTENT
-        self.core = TierManager(region, EXTENT, [], keeping=keeping)
+        self.core = TierManager(region, EXTENT, [], settings=settings)
         self.core.add_memory(0, region)
         spec = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(SLOT,))
         self.session = self.core.open_session(b"s", "engine", 0, spec)
@@ -135,11 +135,11 @@ def test_the_pins_of_a_session_fall_in_slices(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_expires_at_once_goes_in_slices() -> None:
     """A tick drops so many blocks and not more; the rest follows without waiting for the next one."""
-    rig = Rig(3 * queues.MOST_AT_ONCE, TierSettings(ttl={CPU_TIER: 10.0}))
-    rig.store(names(0, 3 * queues.MOST_AT_ONCE))
+    rig = Rig(3 * queues.MAX_AT_ONCE, TierSettings(ttl={CPU_TIER: 10.0}))
+    rig.store(names(0, 3 * queues.MAX_AT_ONCE))
     full = rig.used
     rig.core.tick(60.0)
-    assert rig.used == full - queues.MOST_AT_ONCE
+    assert rig.used == full - queues.MAX_AT_ONCE
     while rig.asked_for_work():
         rig.core.work()
     assert rig.used == 0
@@ -156,15 +156,15 @@ def test_a_slice_that_fails_keeps_nothing_else_from_being_done(monkeypatch: pyte
     rig.core.close_session(rig.session.id)
     rig.session = other
     rig.core.reset(rig.session)
-    falling = rig.core._lookups.leases._falling
+    falling = rig.core._lookups.leases._pending_unpins
     left = len(falling)
     with monkeypatch.context() as broken:
-        broken.setattr(cpu_tier.CpuTier, "sweep", lambda _: fail())
+        broken.setattr(cpu_tier.CpuTier, "reset_slice", lambda _: fail())
         assert rig.asked_for_work()
         with pytest.raises(RuntimeError):
             rig.core.work()
         assert len(falling) == left - 100
-        broken.setattr(leases.LeaseTable, "let_fall", lambda _: fail())
+        broken.setattr(leases.LeaseTable, "unpin_slice", lambda _: fail())
         assert rig.core.take_commands() == [ContinueWork()]
         with pytest.raises(ExceptionGroup):
             rig.core.work()

@@ -10,7 +10,7 @@ from kvtier.tiers.types import KeyStatus, MissReason
 
 def why(rig: Rig, number: int) -> MissReason | None:
     """Returns why a block of alice's is gone."""
-    return rig.core._history.why(spec("alice").id, keys([number])[0])
+    return rig.core._history.reason_for(spec("alice").id, keys([number])[0])
 
 
 def test_a_block_that_is_not_used_goes() -> None:
@@ -131,13 +131,13 @@ def test_a_clock_that_jumps_harms_nothing() -> None:
 
 def test_a_tick_does_a_bounded_amount_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop is not held up by a whole tier that expires at once."""
-    monkeypatch.setattr("kvtier.tiers.eviction.queues.MOST_AT_ONCE", 10)
+    monkeypatch.setattr("kvtier.tiers.eviction.queues.MAX_AT_ONCE", 10)
     rig = Rig(ttl={CPU_TIER: 60})
     rig.store("alice", range(16))
     rig.store("alice", range(100, 120), retain_until=60)
     rig.tick(61)
     assert len(rig.visible("alice")) == 26
-    assert rig.core._primary.lines.stats()[0].retained_bytes == 10 * PAGE
+    assert rig.core._cpu_tier.queues.stats()[0].retained_bytes == 10 * PAGE
     for now in range(62, 130):
         rig.tick(now)
     assert rig.visible("alice") == set()

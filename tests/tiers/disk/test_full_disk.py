@@ -71,8 +71,8 @@ def test_a_disk_that_fills_up_in_a_batch(make: Make, small_disk: Path) -> None:
         file.write(bytes(6 * MIB))
     some, rest = store(tier, range(100, 200))
     assert rest, "the disk is full"
-    assert tier.trouble
-    assert "cannot store" in tier.trouble
+    assert tier.last_error
+    assert "cannot store" in tier.last_error
     assert_holds(tier, before | some, rest)
     tier = make()
     assert {int.from_bytes(entry.key[:16], "big") for entry in tier.entries()} == before | some
@@ -84,7 +84,7 @@ def test_a_disk_that_fills_up_in_a_batch(make: Make, small_disk: Path) -> None:
     tier.remove([(SPACE, key(number)) for number in before | some | more])
     for start in range(1000, 1040, 4):
         assert store(tier, range(start, start + 4)) == (set(range(start, start + 4)), set())
-    assert tier.trouble is None
+    assert tier.last_error is None
     assert_holds(tier, set(range(1000, 1040)), before | some | more)
 
 

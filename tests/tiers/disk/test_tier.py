@@ -207,7 +207,7 @@ def test_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: st
     assert not tier._store.slabs.direct
     for key, parts in blocks.items():
         assert fetch(tier, key, (len(parts[0]),)) == parts
-    assert tier.trouble is None
+    assert tier.last_error is None
     tier.close()
 
 
@@ -301,8 +301,8 @@ def test_failed_stores_leak_nothing(tmp_path: Path) -> None:
     assert outcomes == [DONE] * 6 + [NO_SPACE] * 4 or outcomes == [DONE] * 7 + [NO_SPACE] * 3
     free, claimed = free_and_used(tier)
     assert free + claimed == slab_pages(tier)
-    assert tier.trouble
-    assert "bytes are in use" in tier.trouble
+    assert tier.last_error
+    assert "bytes are in use" in tier.last_error
     tier.close()
 
 
@@ -348,7 +348,7 @@ def test_sizes_between_lives(tmp_path: Path) -> None:
     assert set(left) <= {b"%d" % number for number in range(24)}
     for key in left:
         assert fetch(tier, key, (MIB,)) == content(int(key), (MIB,))
-    assert tier.trouble is None
+    assert tier.last_error is None
     free, claimed = free_and_used(tier)
     assert free + claimed == slab_pages(tier)
     tier.close()
@@ -375,8 +375,8 @@ def test_a_full_disk(small_disk: Path) -> None:
         stored += 1
     assert outcomes == [NO_SPACE]
     assert 3 < stored < 14
-    assert tier.trouble
-    assert "No space left" in tier.trouble
+    assert tier.last_error
+    assert "No space left" in tier.last_error
     assert tier.load([empty(b"%d" % stored, (300_000,))]) == [MISSING]
     for number in range(stored):
         assert fetch(tier, b"%d" % number, (300_000,)) == parts
@@ -385,7 +385,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert tier.store([full(b"none", parts)]) == [NO_SPACE]
     ballast.unlink()
     assert tier.store([full(b"after", parts)]) == [DONE]
-    assert tier.trouble is None
+    assert tier.last_error is None
     tier.close()
     tier = opened(small_disk / "store")
     assert len(names(tier)) == stored + 1
@@ -412,13 +412,13 @@ def test_errors_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num
         patch.setattr(os, "preadv", fail)
         assert tier.store([full(b"a", parts), full(b"key", parts)]) == [outcome] * 2
         assert tier.load([empty(b"key", (300_000,)), empty(b"none", (1,))]) == [FAILED, MISSING]
-        assert tier.trouble
-        assert "cannot store" in tier.trouble
-        assert "cannot load" in tier.trouble
+        assert tier.last_error
+        assert "cannot store" in tier.last_error
+        assert "cannot load" in tier.last_error
     assert free_and_used(tier) == before
     assert fetch(tier, b"key", (300_000,)) == parts
     assert tier.store([full(b"a", parts)]) == [DONE]
-    assert tier.trouble is None
+    assert tier.last_error is None
     tier.close()
 
 
@@ -492,10 +492,10 @@ def test_a_damaged_slab(tmp_path: Path, damage: str) -> None:
         case "odd":
             os.truncate(path, length - 1)
     tier = opened(tmp_path)
-    assert tier.trouble
-    assert "missing or too short" in tier.trouble
+    assert tier.last_error
+    assert "missing or too short" in tier.last_error
     lost = 20 - len(names(tier))
-    assert f"{lost} blocks" in tier.trouble
+    assert f"{lost} blocks" in tier.last_error
     assert lost == {"missing": 8, "emptied": 8, "halved": 4, "odd": 1}[damage]
     for key in names(tier):
         assert fetch(tier, key, (MIB,)) == content(int(key), (MIB,))
@@ -507,7 +507,7 @@ def test_a_damaged_slab(tmp_path: Path, damage: str) -> None:
     tier.close()
     tier = opened(tmp_path)
     assert len(names(tier)) == 20
-    assert tier.trouble is None
+    assert tier.last_error is None
     tier.close()
 
 
@@ -518,8 +518,8 @@ def test_a_damaged_index_is_moved_aside(tmp_path: Path) -> None:
         file.write(random.Random(1).randbytes(8192))
     tier = opened(tmp_path)
     assert names(tier) == []
-    assert tier.trouble
-    assert "damaged" in tier.trouble
+    assert tier.last_error
+    assert "damaged" in tier.last_error
     assert (tmp_path / "damaged-1" / "data.mdb").exists()
     assert free_and_used(tier) == (slab_pages(tier), 0)
     assert tier.store([full(b"key", [b"data"])]) == [DONE]
@@ -561,8 +561,8 @@ def test_a_removal_that_cannot_be_committed(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(tier._store.index, "remove", fail)
         tier.remove([(SPACE, b"key")])
-        assert tier.trouble
-        assert "cannot remove" in tier.trouble
+        assert tier.last_error
+        assert "cannot remove" in tier.last_error
         assert free_and_used(tier) == before
     assert fetch(tier, b"key", (MIB,)) == (bytes(MIB),)
     with monkeypatch.context() as patch:

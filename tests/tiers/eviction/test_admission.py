@@ -22,7 +22,7 @@ class Choosy(Rig):
             EXTENT,
             tiers,
             max_queued_bytes=1 << 20,
-            keeping=TierSettings(admission={tiers[0].name: "second_use"}),
+            settings=TierSettings(admission={tiers[0].name: "second_use"}),
         )
         self.core.add_memory(0, EXTENT)
         self.session = self.open("engine")
@@ -110,7 +110,7 @@ def test_a_miss_for_that_reason_is_explained() -> None:
         rig.store_for(f"s{start}", keys(*range(start, start + 16)))
     rig.core.lookup(rig.session, keys(0), prefix=True, request_id="late", expires_at=60)
     [record] = rig.core.explain("late")
-    assert [span.verdict for span in record.lookups[-1].spans()] == [MissReason.POLICY]
+    assert [span.outcome for span in record.lookups[-1].outcomes()] == [MissReason.POLICY]
 
 
 def test_what_is_admitted_by_a_hit_can_be_evicted_again() -> None:
@@ -138,4 +138,4 @@ def test_memory_is_bounded() -> None:
 def test_a_misspelt_filter_is_refused(admission: dict[str, str]) -> None:
     """Nothing falls back in silence."""
     with pytest.raises(ValueError, match="there is no"):
-        TierManager(EXTENT, EXTENT, [ModelTier("ssd", 1 << 20)], keeping=TierSettings(admission=admission))
+        TierManager(EXTENT, EXTENT, [ModelTier("ssd", 1 << 20)], settings=TierSettings(admission=admission))

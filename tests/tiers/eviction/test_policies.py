@@ -13,7 +13,7 @@ from kvtier.tiers.core.catalog import Catalog, CatalogEntry
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, EvictionPolicy, Forecast
-from kvtier.tiers.eviction.open_requests import MOST_OPEN, LastRequest, OpenRequests
+from kvtier.tiers.eviction.open_requests import MAX_OPEN, LastRequest, OpenRequests
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import Quotas
 from kvtier.tiers.eviction.reuse_model import BIN_ENDS, BINS, Kind, ReuseModel, bin_of
@@ -28,7 +28,7 @@ class Item:
 
     def __init__(self, name: Hashable) -> None:
         self.name = name
-        self.place: object = None
+        self.policy_node: object = None
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -36,8 +36,8 @@ class Item:
 
 def run_of(item: Item) -> BlockRun[Item]:
     """Returns the run that the forecast policy has put an item into."""
-    assert isinstance(item.place, BlockRun)
-    return item.place
+    assert isinstance(item.policy_node, BlockRun)
+    return item.policy_node
 
 
 class Cache:
@@ -101,10 +101,10 @@ def test_victims_are_all_items_once(policy: EvictionPolicy[Item]) -> None:
             policy.finish(rng.randrange(10))
         for name in rng.sample(list(held), min(len(held), rng.choice((0, 3, 20)))):
             policy.remove(held.pop(name))
-        line = list(policy.victims())
-        assert len(policy) == len(line) == len(held)
-        assert set(line) == set(held.values())
-        assert (policy.oldest() in line) == bool(line)
+        queue = list(policy.victims())
+        assert len(policy) == len(queue) == len(held)
+        assert set(queue) == set(held.values())
+        assert (policy.oldest() in queue) == bool(queue)
 
 
 def test_an_unknown_item_may_be_removed(policy: EvictionPolicy[Item]) -> None:
@@ -145,7 +145,7 @@ def test_memory_is_bounded(policy: EvictionPolicy[Item]) -> None:
             assert len(value) <= 1200, value
         if isinstance(value, LastRequest):
             assert len(value._last) == len(policy)
-            assert len(value._open) <= MOST_OPEN
+            assert len(value._open) <= MAX_OPEN
 
 
 def test_what_is_used_again_and_again_survives_what_is_not(policy: EvictionPolicy[Item]) -> None:
@@ -257,14 +257,14 @@ def test_open_requests_are_bounded() -> None:
     first = open_requests.of(0)
     assert open_requests.of(0) is first
     assert open_requests.of(None) is not open_requests.of(None)
-    for number in range(1, MOST_OPEN + 1):
+    for number in range(1, MAX_OPEN + 1):
         open_requests.of(number)
-    assert len(open_requests) == MOST_OPEN
+    assert len(open_requests) == MAX_OPEN
     assert open_requests.of(0) is not first
     assert over[0] is first
-    last = open_requests.of(MOST_OPEN)
+    last = open_requests.of(MAX_OPEN)
     for _ in range(2):
-        open_requests.finish(MOST_OPEN)
+        open_requests.finish(MAX_OPEN)
     assert over[-1] is last
     assert len(over) == 3
 
@@ -282,8 +282,8 @@ def test_requests_that_are_never_finished_are_forgotten() -> None:
 
     gc.disable()
     try:
-        first = kept_after(4 * MOST_OPEN)
-        assert kept_after(8 * MOST_OPEN) < 1.5 * first
+        first = kept_after(4 * MAX_OPEN)
+        assert kept_after(8 * MAX_OPEN) < 1.5 * first
     finally:
         gc.enable()
 
@@ -449,16 +449,16 @@ def test_a_factor_is_learned_across_kinds() -> None:
 def test_every_tier_evicts_by_the_policy_of_its_name() -> None:
     """And by the default where none is named."""
     tiers = (ModelTier("near", 1 << 20), ModelTier("far", 1 << 20))
-    core = TierManager(EXTENT, EXTENT, tiers, keeping=TierSettings(eviction={CPU_TIER: "lru", "far": "arc"}))
-    lines = [core._primary.lines, *(lane.catalog.lines for lane in core._flow.lanes)]
-    assert [type(line.line(SPACE).policy) for line in lines] == [LRU, POLICIES[DEFAULT_POLICY], ARC]
+    core = TierManager(EXTENT, EXTENT, tiers, settings=TierSettings(eviction={CPU_TIER: "lru", "far": "arc"}))
+    queues = [core._cpu_tier.queues, *(secondary.catalog.queues for secondary in core._transfers.secondaries)]
+    assert [type(queue.queue_for(SPACE).policy) for queue in queues] == [LRU, POLICIES[DEFAULT_POLICY], ARC]
 
 
 @pytest.mark.parametrize("eviction", [{CPU_TIER: "fifo"}, {"near": ""}, {"nowhere": "lru"}])
 def test_unknown_names_are_refused(eviction: dict[str, str]) -> None:
     """A misspelt option never falls back silently; the message says what there is."""
     with pytest.raises(ValueError, match=r"there is no (policy|tier).*there are .*"):
-        TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)], keeping=TierSettings(eviction=eviction))
+        TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)], settings=TierSettings(eviction=eviction))
 
 
 def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
@@ -472,7 +472,7 @@ def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
                 looked += 1
                 yield entry
 
-    catalog = Catalog(1000, EvictionQueues(Quotas("disk", 1000), Reversed), EvictionHistory().left)
+    catalog = Catalog(1000, EvictionQueues(Quotas("disk", 1000), Reversed), EvictionHistory().record)
     catalog.recover(Entry(SPACE, b"old %d" % number, 1) for number in range(1000))
     for start in range(0, 400, 100):
         for number in range(start, start + 100):

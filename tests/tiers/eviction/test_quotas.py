@@ -134,7 +134,7 @@ def test_a_full_disk_is_not_made_good_at_the_cost_of_a_quota() -> None:
     rig = Rig(tenant("alice", quota=32 * PAGE, tier="disk"), tiers=[ModelTier("disk", 64 * PAGE)])
     rig.store("alice", range(32))
     rig.store("bob", range(8))
-    catalog = rig.core._flow.lanes[0].catalog
+    catalog = rig.core._transfers.secondaries[0].catalog
     gone = catalog.make_room(spec("carol").id, 64 * PAGE)
     assert {entry.namespace for entry in gone} == {spec("bob").id}
 
@@ -142,7 +142,7 @@ def test_a_full_disk_is_not_made_good_at_the_cost_of_a_quota() -> None:
 def test_a_turn_ends_where_a_quota_begins() -> None:
     """In a large tier shares are not compared for each block; that costs nobody what is within its quota."""
     tenants = [tenant("alice", quota=2000, tier="disk"), tenant("bob", quota=2096, tier="disk")]
-    catalog = Catalog(4096, EvictionQueues(Quotas("disk", 4096, tenants), LRU), EvictionHistory().left)
+    catalog = Catalog(4096, EvictionQueues(Quotas("disk", 4096, tenants), LRU), EvictionHistory().record)
     alice, bob = spec("alice").id, spec("bob").id
     for number, name in enumerate([alice] * 2003 + [bob] * 2093):
         catalog.begin_store(name, b"%d" % number, 1)
@@ -188,8 +188,8 @@ def test_without_tenants_there_is_one_line_per_size_class() -> None:
     rig = Rig(tiers=[ModelTier("disk", ROOMY)])
     for name in ("alice", "bob", "carol"):
         rig.store(name, range(8))
-    assert len(rig.core._primary.lines.all()) == 1
-    assert len(rig.core._flow.lanes[0].catalog.lines.all()) == 1
+    assert len(rig.core._cpu_tier.queues.all()) == 1
+    assert len(rig.core._transfers.secondaries[0].catalog.queues.all()) == 1
 
 
 def test_a_victim_is_found_without_looking_at_protected_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +197,8 @@ def test_a_victim_is_found_without_looking_at_protected_blocks(monkeypatch: pyte
     rig = Rig(tenant("alice", quota=3 * EXTENT))
     rig.store("alice", range(48))
     rig.store("bob", range(16))
-    line = rig.core._primary.lines.line(spec("alice").id, PAGE)
-    monkeypatch.setattr(line.policy, "victims", lambda: pytest.fail("looked at protected blocks"))
+    queue = rig.core._cpu_tier.queues.queue_for(spec("alice").id, PAGE)
+    monkeypatch.setattr(queue.policy, "victims", lambda: pytest.fail("looked at protected blocks"))
     rig.store("bob", range(16, 64))
 
 
@@ -232,8 +232,11 @@ def test_what_one_tenant_does_never_brings_another_below_its_quota(
         _act(rig, held, who, what, keys(range(start, start + count), group=group))
         for name, (cpu, disk) in before.items():
             if name != who:
-                assert cpu <= rig.visible(name) or _excess(rig.core._primary.lines.shares, name) >= 0
-                assert disk <= rig.below(name) or _excess(rig.core._flow.lanes[0].catalog.lines.shares, name) >= 0
+                assert cpu <= rig.visible(name) or _excess(rig.core._cpu_tier.queues.shares, name) >= 0
+                assert (
+                    disk <= rig.below(name)
+                    or _excess(rig.core._transfers.secondaries[0].catalog.queues.shares, name) >= 0
+                )
         _check_counts(rig)
 
 
@@ -262,11 +265,11 @@ def _excess(shares: Iterable[TenantShare], name: str) -> int:
 
 def _check_counts(rig: Rig) -> None:
     """Shares add up to what is used, and nobody is above its limit."""
-    primary, catalog = rig.core._primary, rig.core._flow.lanes[0].catalog
-    assert sum(share.used for share in primary.lines.shares) == primary.memory.used_bytes()
-    assert sum(share.used for share in catalog.lines.shares) == catalog.used_bytes <= catalog.capacity_bytes
-    items: list[Block | CatalogEntry] = [*primary._shelves]
+    cpu_tier, catalog = rig.core._cpu_tier, rig.core._transfers.secondaries[0].catalog
+    assert sum(share.used for share in cpu_tier.queues.shares) == cpu_tier.memory.used_bytes()
+    assert sum(share.used for share in catalog.queues.shares) == catalog.used_bytes <= catalog.capacity_bytes
+    items: list[Block | CatalogEntry] = [*cpu_tier._index]
     items += [entry for held in catalog._entries.values() for entry in held.values()]
-    for share in [*primary.lines.shares, *catalog.lines.shares]:
-        assert share.used == sum(item.footprint for item in items if item.line.share is share)
+    for share in [*cpu_tier.queues.shares, *catalog.queues.shares]:
+        assert share.used == sum(item.allocated_bytes for item in items if item.queue.share is share)
         assert share.limit is None or share.used <= share.limit

@@ -168,16 +168,16 @@ def test_a_damaged_file_is_moved_aside(
     with caplog.at_level(logging.ERROR, "kvtier"):
         tier = opened(tmp_path)
     assert list(tier.entries()) == []
-    assert tier.trouble
-    assert "damaged" in tier.trouble
+    assert tier.last_error
+    assert "damaged" in tier.last_error
     assert str(tmp_path / "damaged-1") in caplog.text
     assert (tmp_path / "damaged-1" / "data.mdb").stat().st_size >= size
     assert tier.store([full(b"key", [b"data"])]) == [DONE]
-    assert "damaged" in tier.trouble
+    assert "damaged" in tier.last_error
     tier.close()
 
     again = opened(tmp_path)
-    assert again.trouble is None
+    assert again.last_error is None
     assert fetch(again, b"key", (4,)) == (b"data",)
     again.close()
 
@@ -222,7 +222,7 @@ def assert_untouched(directory: Path, blocks: int = 80) -> None:
     assert damaged_stores(directory) == []
     tier = opened(directory)
     assert len(list(tier.entries())) == blocks
-    assert tier.trouble is None
+    assert tier.last_error is None
     tier.close()
 
 
@@ -256,7 +256,7 @@ def test_the_look_crashes(sound: Path, monkeypatch: pytest.MonkeyPatch, name: st
     while_looking(monkeypatch, crash.partition("; ")[2].strip())
     tier = opened(sound)
     assert list(tier.entries()) == []
-    assert name in (tier.trouble or "")
+    assert name in (tier.last_error or "")
     tier.close()
     assert damaged_stores(sound) == ["damaged-1"]
 
@@ -314,7 +314,7 @@ lmdb_probe._PROBE = lmdb_probe._PROBE.replace('    say("walking")', "    " + pau
 async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # as a server does
     tier = LMDBTier("lmdb", Path(sys.argv[1]), 32 << 20, "process")
-    print(len(list(tier.entries())), tier.trouble)
+    print(len(list(tier.entries())), tier.last_error)
     tier.close()
 
 asyncio.run(main())
@@ -406,7 +406,7 @@ for number in range(50):
         block = empty(b"new %d" % number, (70_000,))
         assert tier.load([block]) != [DONE] or held(block) == content(number, (70_000,))
 tier.close()
-print("fine" if not tier.trouble else "trouble")
+print("fine" if not tier.last_error else "trouble")
 """
 
 
@@ -462,7 +462,7 @@ def test_a_damaged_page_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     tier.store([full(b"%d" % number, content(number, (300_000,))) for number in range(20)])
     patch(data_file(tier), chunk_offset(tier, SPACE, b"7") - 4, pages.to_bytes(4, "little"))
     tier.remove([(SPACE, key) for key in (b"6", b"7", b"unknown", b"8")])
-    assert tier.trouble is None
+    assert tier.last_error is None
     for number in range(100, 110):
         assert tier.store([full(b"%d" % number, content(number, (300_000,)))]) == [DONE]
     for number in [*range(6), *range(9, 20), *range(100, 110)]:
@@ -540,7 +540,7 @@ def test_a_file_that_ends_early(tmp_path: Path, seed: int) -> None:
             tier.close()
             tier = opened(tmp_path)
             reopened += 1
-            assert tier.trouble is None
+            assert tier.last_error is None
             assert {int(entry.key) for entry in tier.entries()} == set(names)
     assert reopened
     tier.close()
@@ -682,14 +682,14 @@ def test_a_full_disk(small_disk: Path) -> None:
         stored += 1
     assert outcomes == [NO_SPACE]
     assert 3 < stored < 7
-    assert tier.trouble
-    assert "cannot store" in tier.trouble
+    assert tier.last_error
+    assert "cannot store" in tier.last_error
     assert tier.load([empty(b"%d" % stored, (300_000,))]) == [MISSING]
     for number in range(stored):
         assert fetch(tier, b"%d" % number, (300_000,)) == parts
     ballast.unlink()
     assert tier.store([full(b"after", parts)]) == [DONE]
-    assert tier.trouble is None
+    assert tier.last_error is None
     tier.close()
     tier = opened(small_disk / "store")
     assert len(list(tier.entries())) == stored + 1
@@ -747,15 +747,15 @@ def test_errors(
         assert tier.store([full(b"a", [b"a"]), full(b"b", [b"b"])]) == [outcome, outcome]
         assert tier.load([empty(b"key", (4,))]) == [FAILED]
         tier.remove([(SPACE, b"key")])
-    assert tier.trouble
-    assert [what in tier.trouble for what in ("cannot store", "cannot load", "cannot remove")] == [True] * 3
+    assert tier.last_error
+    assert [what in tier.last_error for what in ("cannot store", "cannot load", "cannot remove")] == [True] * 3
     assert len(caplog.records) == 3
     monkeypatch.setattr(tier, "_store", whole)
     assert fetch(tier, b"key", (4,)) == (b"data",)
-    assert "cannot load" not in tier.trouble
+    assert "cannot load" not in tier.last_error
     assert tier.store([full(b"a", [b"a"])]) == [DONE]
     tier.remove([(SPACE, b"key")])
-    assert tier.trouble is None
+    assert tier.last_error is None
     tier.close()
 
 

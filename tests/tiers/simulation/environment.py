@@ -68,9 +68,9 @@ class Environment:
 
     def run_work(self) -> None:
         """A worker ends something. Stores and removals of a tier end in order, loads in any."""
-        lanes = [number for number in range(1, len(self.world.tiers) + 1) if number not in self.hanging]
-        heads = [self.world.work.written[number][0] for number in lanes if self.world.work.written[number]]
-        loads = [job for number in lanes for job in self.world.ledger.running(number, loads=True)]
+        secondaries = [number for number in range(1, len(self.world.tiers) + 1) if number not in self.hanging]
+        heads = [self.world.work.written[number][0] for number in secondaries if self.world.work.written[number]]
+        loads = [job for number in secondaries for job in self.world.ledger.running(number, loads=True)]
         if not heads and not loads:
             return
         work = self.rng.choice([*heads, *loads])
@@ -138,7 +138,7 @@ class Environment:
             memory.update(dict.fromkeys(slots, "torn"))
             return self._why_not(tier, block)
         memory.update(zip(slots, tier.blocks[name][1], strict=True))
-        core = inside.lanes(self.world.core)[job.command.tier - 1]
+        core = inside.secondaries(self.world.core)[job.command.tier - 1]
         self.world.saw("blocks of others found", core.catalog.get(*name) is None)
         return Outcome.DONE
 
@@ -153,7 +153,7 @@ class Environment:
 
     def answer(self) -> None:
         """A shared tier says what it has, or too little, or nothing, or more than it was asked."""
-        asked = [job for job in self.world.ledger.questions.values() if job.tier not in self.hanging]
+        asked = [job for job in self.world.ledger.queries.values() if job.tier not in self.hanging]
         if not asked:
             return
         question = self.rng.choice(asked)
@@ -165,7 +165,7 @@ class Environment:
             answers += [True, False]
         self.world.saw("answers missing", len(answers) < len(question.keys))
         self.world.saw("tiers asked")
-        del self.world.ledger.questions[question.job_id]
+        del self.world.ledger.queries[question.job_id]
         self.world.core.lookup_finished(question.job_id, answers)
 
     def store_elsewhere(self) -> None:
@@ -203,7 +203,7 @@ class Environment:
     def _stall(self, number: int) -> None:
         """The server gives up on a tier: what waits for it waits no longer."""
         self.stalled.add(number)
-        for block in list(inside.lanes(self.world.core)[number - 1].queue):
+        for block in list(inside.secondaries(self.world.core)[number - 1].write_back_queue):
             self.world.ledger.requests.paid(number, block.name, stored=False)
         self.world.ledger.requests.given_up(number)
         self.world.core.tier_stalled(number, stalled=True)
@@ -316,7 +316,7 @@ class Environment:
         entries = list(tier.entries())
         fits = sum(entry.nbytes for entry in entries) <= tier.capacity_bytes
         kept = {(entry.namespace, entry.key) for entry in entries}
-        limited = any(tier.name in tenant.limits for tenant in self.world.keeping.keeping.tenants)
+        limited = any(tier.name in tenant.limits for tenant in self.world.keeping.settings.tenants)
         right = known == kept if fits and not limited else known <= kept
         self.world.must(Invariant.DURABLE, right, f"{tier.name}: not what it has kept")
         self.world.saw("tiers recovered", bool(known))

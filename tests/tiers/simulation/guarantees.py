@@ -108,8 +108,8 @@ def _check_spare_room(world: World) -> None:
     if world.clearing:  # on demand, what goes is not bounded
         return
     cpu = world.look.stats.tiers[0]
-    sizes = [block.footprint for block in world.gone]
-    spare = world.keeping.keeping.spare_part * cpu.capacity_bytes
+    sizes = [block.allocated_bytes for block in world.gone]
+    spare = world.keeping.settings.spare_part * cpu.capacity_bytes
     world.saw("room made ahead")
     if not spare or len(cpu.shares) > 1:
         raise Violation(Invariant.RETAINED, f"{world.gone[0].key!r} went for no reason")

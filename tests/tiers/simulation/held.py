@@ -6,7 +6,7 @@ from collections import Counter
 
 from . import inspect as inside
 from .holds import HoldRecord
-from .model import Invariant, Violation, is_private
+from .model import Invariant, Violation, is_hold_only
 from .tier_settings import tenant_of
 from .world import World
 
@@ -38,7 +38,7 @@ def _check_items(world: World, record: HoldRecord) -> None:
             raise Violation(Invariant.HELD, f"{hold.keys[item]!r} was evicted under a hold")
         if block is not None and block.ready:
             record.at[item] = (block, tuple(block.slots))
-        if block is not None and not block.ready and not block.pending and (record.orphaned or block.retired):
+        if block is not None and not block.ready and not block.pending and (record.orphaned or block.invalidated):
             raise Violation(Invariant.HELD, f"{hold.keys[item]!r} is waited for, and will not come")
     awaited = sum(block is not None and not block.ready for block in hold.items)
     if hold.awaited != awaited:
@@ -56,8 +56,8 @@ def _check_bytes(world: World) -> None:
     by_share = Counter[str]()
     for block in held:
         tenant = tenant_of(block.namespace)
-        by_share[tenant if shares.get(tenant) else ""] += block.footprint
-    part = world.keeping.keeping.held_part
+        by_share[tenant if shares.get(tenant) else ""] += block.allocated_bytes
+    part = world.keeping.settings.held_part
     bounds = {"": (world.region_bytes - sum(shares.values())) * part}
     bounds |= {tenant: quota * part for tenant, quota in shares.items() if quota}
     beyond = [tenant for tenant, nbytes in by_share.items() if nbytes > bounds[tenant]]
@@ -68,14 +68,14 @@ def _check_bytes(world: World) -> None:
 def check_private(world: World) -> None:
     """What only a hold names is in no tier below, and goes with its hold when nobody uses it."""
     for tier in world.tiers:
-        if strays := [key for _, key in tier.blocks if is_private(key)]:
+        if strays := [key for _, key in tier.blocks if is_hold_only(key)]:
             raise Violation(Invariant.PRIVATE, f"{tier.name} has {strays}")
     held = {block for record in world.ledger.holds.open.values() for block in record.hold.items}
     for record in world.ledger.holds.ended:
-        for held_block in [block for block in record.hold.items if block is not None and block.private]:
+        for held_block in [block for block in record.hold.items if block is not None and block.hold_only]:
             block = inside.block(world.core, *held_block.name)
             if block is held_block and not block.pins and block not in held:
                 raise Violation(Invariant.PRIVATE, f"{block.key!r} stays behind")
     for block in world.look.blocks:
-        if block.fleeting and (not block.pins or block in held):
+        if block.evict_on_unpin and (not block.pins or block in held):
             raise Violation(Invariant.PRIVATE, f"{block.key!r} should have gone, or stay")

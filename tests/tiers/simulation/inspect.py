@@ -27,14 +27,16 @@ class Look:
     def __init__(self, core: TierManager) -> None:
         self.stats = core.stats()
         self.blocks = blocks(core)
-        self.ready = [block for block in self.blocks if block.ready and not block.retired]
-        self.entries = [entries(lane) for lane in lanes(core)]
+        self.ready = [block for block in self.blocks if block.ready and not block.invalidated]
+        self.entries = [entries(secondary) for secondary in secondaries(core)]
         """Per tier below what the core believes it to hold, or to be about to hold."""
         self.held: list[set[Name]] = [
             {entry.name for entry in here if entry.state is EntryState.HELD} for here in self.entries
         ]
         """Per tier below what can be loaded from it."""
-        self.promises = [promises(lane, here) for lane, here in zip(lanes(core), self.entries, strict=True)]
+        self.promises = [
+            promises(secondary, here) for secondary, here in zip(secondaries(core), self.entries, strict=True)
+        ]
         """Per tier below what it may not evict for a while, and until when."""
 
 
@@ -48,36 +50,36 @@ def small_jobs(nbytes: int) -> Iterator[None]:
 
 def blocks(core: TierManager) -> list[Block]:
     """Returns every block of the CPU tier, empty ones and those that a reset has taken out included."""
-    return [*core._primary._shelves, *retired(core)]
+    return [*core._cpu_tier._index, *invalidated(core)]
 
 
-def retired(core: TierManager) -> list[Block]:
+def invalidated(core: TierManager) -> list[Block]:
     """Returns the blocks that a reset has taken out of the index and that have not gone yet."""
-    shelves = core._primary._shelves
-    found = [block for namespace in shelves._resetting for block in unswept(core, namespace)]
-    found += chain.from_iterable(shelves._pinned.values())
+    indexes = core._cpu_tier._index
+    found = [block for namespace in indexes._invalidated for block in unswept(core, namespace)]
+    found += chain.from_iterable(indexes._unlinked.values())
     return sorted(found, key=lambda block: (block.namespace, block.key))
 
 
 def is_clearing(core: TierManager) -> bool:
     """Returns whether an eviction on demand is under way."""
-    return bool(core._slices._clearings)
+    return bool(core._slices._eviction_tasks)
 
 
 def unswept(core: TierManager, namespace: bytes) -> list[Block]:
     """Returns the blocks of a namespace that a reset has taken out of the index and has not come to yet."""
-    shelves = core._primary._shelves._resetting.get(NamespaceId(namespace), ())
-    return [block for shelf in shelves for block in shelf.blocks.values()]
+    indexes = core._cpu_tier._index._invalidated.get(NamespaceId(namespace), ())
+    return [block for index in indexes for block in index.blocks.values()]
 
 
 def block(core: TierManager, namespace: NamespaceId, key: bytes) -> Block | None:
     """Returns one block of the CPU tier, whatever its state."""
-    return core._primary._shelves.get(namespace, key)
+    return core._cpu_tier._index.get(namespace, key)
 
 
 def slots_in_use(core: TierManager) -> set[int]:
     """Returns the slots that the allocator has given out."""
-    memory = core._primary.memory
+    memory = core._cpu_tier.memory
     return set().union(*map(memory.in_use, memory.extents()))
 
 
@@ -98,12 +100,12 @@ def stores(core: TierManager) -> dict[int, Store]:
 
 def job_ids(core: TierManager) -> set[int]:
     """Returns the jobs that have not ended, questions to tiers included."""
-    return {*core._flow._jobs, *core._flow.whereabouts._lookups}
+    return {*core._transfers._jobs, *core._transfers.residency._queries}
 
 
-def open_questions(lane: SecondaryTierState) -> set[Name]:
+def open_questions(secondary: SecondaryTierState) -> set[Name]:
     """Returns what a tier has been asked and has not answered."""
-    return lane.questions._open
+    return secondary.presence_cache._asked
 
 
 def request(core: TierManager, engine: str, request_id: str) -> Request | None:
@@ -116,33 +118,33 @@ def request_names(core: TierManager) -> set[tuple[str, str]]:
     return set(core._requests._requests)
 
 
-def lanes(core: TierManager) -> list[SecondaryTierState]:
+def secondaries(core: TierManager) -> list[SecondaryTierState]:
     """Returns the tiers below as the core sees them."""
-    return core._flow.lanes
+    return core._transfers.secondaries
 
 
-def entries(lane: SecondaryTierState) -> list[CatalogEntry]:
+def entries(secondary: SecondaryTierState) -> list[CatalogEntry]:
     """Returns what the core believes a tier to hold, or to be about to hold."""
-    return [entry for held in lane.catalog._entries.values() for entry in held.values()]
+    return [entry for held in secondary.catalog._entries.values() for entry in held.values()]
 
 
-def evictable(lane: SecondaryTierState) -> Counter[str]:
+def evictable(secondary: SecondaryTierState) -> Counter[str]:
     """Returns how many bytes of each share may go, as the core counts them."""
-    return Counter({share.name: share.evictable for share in lane.catalog.lines.shares if share.evictable})
+    return Counter({share.name: share.evictable for share in secondary.catalog.queues.shares if share.evictable})
 
 
-def may_go(lane: SecondaryTierState, here: list[CatalogEntry]) -> Counter[str]:
+def may_go(secondary: SecondaryTierState, here: list[CatalogEntry]) -> Counter[str]:
     """Returns how many bytes of each share may go, one entry after another."""
     count: Counter[str] = Counter()
     for entry in here:
-        if lane.catalog._may_go(entry):
-            count[entry.line.share.name] += entry.nbytes
+        if secondary.catalog._may_go(entry):
+            count[entry.queue.share.name] += entry.nbytes
     return count
 
 
-def promises(lane: SecondaryTierState, here: list[CatalogEntry]) -> dict[Name, float]:
+def promises(secondary: SecondaryTierState, here: list[CatalogEntry]) -> dict[Name, float]:
     """Returns what a tier holds and may not evict for a while, and until when."""
-    when = lane.catalog.lines._retained.when
+    when = secondary.catalog.queues._retained.when
     return {entry.name: when(entry) for entry in here if entry.retained and entry.state is EntryState.HELD}
 
 
@@ -151,16 +153,16 @@ def slot_count(block: Block) -> int:
     return len(block.slots) - block.slots.count(None)
 
 
-def is_storing(lane: SecondaryTierState, name: Name) -> bool:
+def is_storing(secondary: SecondaryTierState, name: Name) -> bool:
     """Returns whether a block is on its way to a tier, and will get there if nothing goes wrong."""
-    entry = lane.catalog.get(*name)
-    return entry is not None and entry.state is EntryState.STORING and not lane.stalled
+    entry = secondary.catalog.get(*name)
+    return entry is not None and entry.state is EntryState.STORING and not secondary.stalled
 
 
-def on_the_way(core: TierManager, lane: SecondaryTierState) -> list[Block]:
+def on_the_way(core: TierManager, secondary: SecondaryTierState) -> list[Block]:
     """Returns the blocks that wait to be stored in a tier, or are being stored."""
-    jobs = (job for job in core._flow._jobs.values() if job.lane is lane and job.kind is JobKind.STORE)
-    return [*lane.queue, *chain.from_iterable(job.blocks for job in jobs)]
+    jobs = (job for job in core._transfers._jobs.values() if job.secondary is secondary and job.kind is JobKind.STORE)
+    return [*secondary.write_back_queue, *chain.from_iterable(job.blocks for job in jobs)]
 
 
 def pins(core: TierManager) -> Counter[Block]:
@@ -168,9 +170,9 @@ def pins(core: TierManager) -> Counter[Block]:
     held = Counter[Block](chain.from_iterable(lease.items for lease in leases(core).values()))  # type: ignore[arg-type]
     del held[None]  # type: ignore[arg-type]
     held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
-    held.update(chain.from_iterable(job.blocks for job in core._flow._jobs.values()))
-    held.update(chain.from_iterable(lane.queue for lane in core._flow.lanes))
-    held.update(core._lookups.leases._falling)
+    held.update(chain.from_iterable(job.blocks for job in core._transfers._jobs.values()))
+    held.update(chain.from_iterable(secondary.write_back_queue for secondary in core._transfers.secondaries))
+    held.update(core._lookups.leases._pending_unpins)
     return held + hold_pins(core)
 
 
@@ -179,22 +181,22 @@ def hold_pins(core: TierManager) -> Counter[Block]:
     return Counter(block for hold in core.handoffs.all() for block in hold.items if block is not None)
 
 
-def lines(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], list[object]]]:
+def queues(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], list[object]]]:
     """Yields every line of eviction by name: who stands in it, and who should."""
     aside = hold_pins(core)
-    for line in core._primary.lines.all():
-        should = [b for b in look.blocks if b.line is line and _is_listed(b) and not (b.retained or b in aside)]
-        yield f"cpu/{line.size_class}/{line.share.name}", list(line.policy.victims()), should
-    for lane, here in zip(lanes(core), look.entries, strict=True):
+    for queue in core._cpu_tier.queues.all():
+        should = [b for b in look.blocks if b.queue is queue and _is_listed(b) and not (b.retained or b in aside)]
+        yield f"cpu/{queue.size_class}/{queue.share.name}", list(queue.policy.victims()), should
+    for secondary, here in zip(secondaries(core), look.entries, strict=True):
         held = [entry for entry in here if not entry.retained]
-        for queue in lane.catalog.lines.all():
-            should_be = [entry for entry in held if entry.line is queue]
-            yield f"{lane.tier.name}/{queue.share.name}", list(queue.policy.victims()), should_be
+        for queue in secondary.catalog.queues.all():
+            should_be = [entry for entry in held if entry.queue is queue]
+            yield f"{secondary.tier.name}/{queue.share.name}", list(queue.policy.victims()), should_be
 
 
 def _is_listed(block: Block) -> bool:
     """Returns whether a block is on a shelf, be it one that a reset has taken away."""
-    return block.shelf.blocks.get(block.key) is block
+    return block.namespace_index.blocks.get(block.key) is block
 
 
 def leftovers(core: TierManager) -> dict[str, object]:
@@ -205,31 +207,31 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "leases by request": core._lookups.leases._by_request,
         "leased items": core._lookups.leases._items,
         "waiting leases": core._lookups.leases._waiting,
-        "pins of leases that have ended": core._lookups.leases._falling,
+        "pins of leases that have ended": core._lookups.leases._pending_unpins,
         "stores": core._stores.table._stores,
         "quarantine": core._stores.table._quarantine,
         "sessions": core._sessions,
         "requests": core._requests._requests,
         "parked blocks": core._requests._waiting,
-        "jobs": core._flow._jobs,
-        "questions": core._flow.whereabouts._lookups,
-        "blocks of a reset": core._primary._shelves._pinned,
-        "shelves of a reset": core._primary._shelves._resetting,
-        "evictions on demand": core._slices._clearings,
+        "jobs": core._transfers._jobs,
+        "questions": core._transfers.residency._queries,
+        "blocks of a reset": core._cpu_tier._index._unlinked,
+        "indexes of a reset": core._cpu_tier._index._invalidated,
+        "evictions on demand": core._slices._eviction_tasks,
         "holds": core.handoffs._table._holds,
         "holds by tenant": core.handoffs._table._per_tenant,
         "held items": core.handoffs._table._items,
         "waiting holds": core.handoffs._table._waiting,
         "pins of holds": core.handoffs._pins,
-        "blocks set aside": core._primary.lines._aside,
+        "blocks set aside": core._cpu_tier.queues._protected,
         "held bytes": core.handoffs.held_bytes,
     }
-    for lane in lanes(core):
-        found[f"{lane.tier.name}: queue"] = lane.queue
-        found[f"{lane.tier.name}: doomed"] = lane.doomed
-        found[f"{lane.tier.name}: owed"] = lane.owed
-        found[f"{lane.tier.name}: queued bytes"] = lane.queued_bytes
-        found[f"{lane.tier.name}: storing"] = lane.storing
-        found[f"{lane.tier.name}: jobs"] = lane.jobs
-        found[f"{lane.tier.name}: open questions"] = lane.questions._open
+    for secondary in secondaries(core):
+        found[f"{secondary.tier.name}: queue"] = secondary.write_back_queue
+        found[f"{secondary.tier.name}: pending removals"] = secondary.pending_removals
+        found[f"{secondary.tier.name}: pending stores"] = secondary.pending_stores
+        found[f"{secondary.tier.name}: queued bytes"] = secondary.queued_bytes
+        found[f"{secondary.tier.name}: storing"] = secondary.storing
+        found[f"{secondary.tier.name}: jobs"] = secondary.jobs
+        found[f"{secondary.tier.name}: open questions"] = secondary.presence_cache._asked
     return {name: left for name, left in found.items() if left}

@@ -76,20 +76,24 @@ def _owners(world: World) -> None:
 
 def _jobs(world: World) -> None:
     """The jobs that the core waits for are those that run; what waits for a tier waits behind a job of it."""
-    running = world.ledger.jobs.keys() | world.ledger.questions.keys()
+    running = world.ledger.jobs.keys() | world.ledger.queries.keys()
     if inside.job_ids(world.core) != running:
         raise Violation(Invariant.JOBS, f"running {sorted(running)}, known {sorted(inside.job_ids(world.core))}")
     per_tier = Counter(job.command.tier for job in world.ledger.jobs.values())
     for number, tier in enumerate(world.look.stats.tiers[1:], 1):
         if tier.jobs != per_tier[number]:
             raise Violation(Invariant.JOBS, f"{tier.name} says that {tier.jobs} jobs run, not {per_tier[number]}")
-    for lane in inside.lanes(world.core):
-        asked = {name for job in world.ledger.questions.values() if job.tier == lane.index for name in job.keys}
-        if inside.open_questions(lane) != asked:
-            raise Violation(Invariant.JOBS, f"{lane.tier.name} was not asked what the core wants to know")
-        gets_on = lane.index not in world.environment.stalled
-        if gets_on and (lane.queue or lane.doomed) and not world.ledger.running(lane.index, loads=False):
-            raise Violation(Invariant.JOBS, f"work for {lane.tier.name} waits and nothing runs")
+    for secondary in inside.secondaries(world.core):
+        asked = {name for job in world.ledger.queries.values() if job.tier == secondary.index for name in job.keys}
+        if inside.open_questions(secondary) != asked:
+            raise Violation(Invariant.JOBS, f"{secondary.tier.name} was not asked what the core wants to know")
+        gets_on = secondary.index not in world.environment.stalled
+        if (
+            gets_on
+            and (secondary.write_back_queue or secondary.pending_removals)
+            and not world.ledger.running(secondary.index, loads=False)
+        ):
+            raise Violation(Invariant.JOBS, f"work for {secondary.tier.name} waits and nothing runs")
 
 
 def _capacity(world: World) -> None:
@@ -100,13 +104,13 @@ def _capacity(world: World) -> None:
             raise Violation(Invariant.CAPACITY, f"{tier}")
     if stats.tiers[0].available_bytes != world.backed_bytes:
         raise Violation(Invariant.CAPACITY, "memory was lost or made up")
-    for lane, entries in zip(inside.lanes(world.core), world.look.entries, strict=True):
-        if sum(entry.nbytes for entry in entries) != lane.catalog.used_bytes:
-            raise Violation(Invariant.CAPACITY, f"{lane.tier.name}: sizes do not add up to what is used")
-        if inside.evictable(lane) != inside.may_go(lane, entries):
-            raise Violation(Invariant.CAPACITY, f"{lane.tier.name}: what may go does not add up")
-        if lane.queued_bytes != sum(block.nbytes for block in inside.on_the_way(world.core, lane)):
-            raise Violation(Invariant.CAPACITY, f"{lane.tier.name}: queued bytes do not add up")
+    for secondary, entries in zip(inside.secondaries(world.core), world.look.entries, strict=True):
+        if sum(entry.nbytes for entry in entries) != secondary.catalog.used_bytes:
+            raise Violation(Invariant.CAPACITY, f"{secondary.tier.name}: sizes do not add up to what is used")
+        if inside.evictable(secondary) != inside.may_go(secondary, entries):
+            raise Violation(Invariant.CAPACITY, f"{secondary.tier.name}: what may go does not add up")
+        if secondary.queued_bytes != sum(block.nbytes for block in inside.on_the_way(world.core, secondary)):
+            raise Violation(Invariant.CAPACITY, f"{secondary.tier.name}: queued bytes do not add up")
 
 
 def _finish(world: World) -> None:
@@ -127,8 +131,8 @@ def _finish(world: World) -> None:
 def _owed(world: World) -> None:
     """A request that lacks something in a tier that insisted on it says so, and one that lacks nothing does not."""
     for record in world.ledger.requests.accounts():
-        if record.known is not None and bool(record.short) != bool(record.known.incomplete):
-            raise Violation(Invariant.OWED, f"{record.id!r} lacks {record.short}, says {record.known.incomplete}")
+        if record.known is not None and bool(record.missing) != bool(record.known.incomplete):
+            raise Violation(Invariant.OWED, f"{record.id!r} lacks {record.missing}, says {record.known.incomplete}")
 
 
 def _bytes(world: World) -> None:
@@ -177,7 +181,7 @@ def _durable(world: World) -> None:
 
 def _line(world: World) -> None:
     """Policies order what is kept, all of it and nothing else."""
-    for name, line, kept in inside.lines(world.core, world.look):
+    for name, line, kept in inside.queues(world.core, world.look):
         if len(line) != len(kept) or set(line) != set(kept):
             raise Violation(Invariant.LINE, f"{name}: {len(line)} stand in line, {len(kept)} are kept")
 

@@ -103,7 +103,7 @@ class Ledger:
         self.jobs: dict[int, JobRecord] = {}
         self.ended_jobs: list[JobRecord] = []
         self.requests = RequestBook()
-        self.questions: dict[int, LookupInTier] = {}
+        self.queries: dict[int, LookupInTier] = {}
         self.holds = HoldBook()
         self.hits = [0] * (tiers + 1)
         """Keys that were found, per tier; those on their way count when it is known what became of them."""

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from kvtier.tiers.base import BlockBytes, Entry, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.negotiation import vote
-from kvtier.tiers.types import PRIVATE_KEY_PREFIX, NamespaceSpec
+from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX, NamespaceSpec
 
 __all__ = [
     "CHAINS",
@@ -25,7 +25,7 @@ __all__ = [
     "ModelTier",
     "Name",
     "Violation",
-    "is_private",
+    "is_hold_only",
     "label",
     "private_key",
 ]
@@ -213,12 +213,12 @@ class ModelTier(SecondaryTier):
 
 def private_key(engine_id: str, request_id: str) -> bytes:
     """Returns the name of a request's last block, which is not full."""
-    return PRIVATE_KEY_PREFIX + f"{engine_id}.{request_id}".encode() + bytes(4)
+    return HOLD_ONLY_KEY_PREFIX + f"{engine_id}.{request_id}".encode() + bytes(4)
 
 
-def is_private(key: bytes) -> bool:
+def is_hold_only(key: bytes) -> bool:
     """Returns whether only a hold names a block."""
-    return key.startswith(PRIVATE_KEY_PREFIX)
+    return key.startswith(HOLD_ONLY_KEY_PREFIX)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ __all__ = ["CannotPlantError", "Found", "hunt", "main", "mutated"]
 
 HERE = Path(__file__).resolve().parents[1]
 PACKAGE = HERE.parents[1] / "src" / "kvtier"
-MOST_SEEDS = 300
+MAX_SEEDS = 300
 LONG_TIMEOUT_SECONDS = 600.0
 
 _SCRIPT = """
@@ -81,7 +81,7 @@ def planted(mutant: Mutant | None, folder: Path) -> Path:
     return folder
 
 
-def hunt(mutant: Mutant | None, seeds: int = MOST_SEEDS) -> Found | None:
+def hunt(mutant: Mutant | None, seeds: int = MAX_SEEDS) -> Found | None:
     """Lives lives with a bug until its invariant finds it, each mutant in a process of its own; None if none does.
 
     Without a mutant any invariant counts, and finding nothing is what should come about.
@@ -143,7 +143,7 @@ def _without_mutant() -> Iterator[Invariant]:
 def _options() -> Any:
     parser = argparse.ArgumentParser(description="Look for bugs that are planted in copies of the core.")
     parser.add_argument(
-        "--seeds", type=int, default=MOST_SEEDS, help="lives until one counts as not found (%(default)s)"
+        "--seeds", type=int, default=MAX_SEEDS, help="lives until one counts as not found (%(default)s)"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name has this in it")

@@ -112,16 +112,16 @@ class Readers(Actors):
 
     def _check_explanation(self, session: Session, keys: list[bytes], statuses: bytes, request_id: str) -> None:
         (known,) = [r for r in self.world.core.explain(request_id) if r.engine == session.engine]
-        verdicts = [span.verdict for span in known.lookups[-1].spans() for _ in range(span.count)]
-        self.world.must(Invariant.FOUND, len(verdicts) == len(keys), "a verdict per key")
-        for verdict, status in zip(verdicts, statuses, strict=True):
+        outcomes = [span.outcome for span in known.lookups[-1].outcomes() for _ in range(span.count)]
+        self.world.must(Invariant.FOUND, len(outcomes) == len(keys), "a verdict per key")
+        for verdict, status in zip(outcomes, statuses, strict=True):
             agrees = {KeyStatus.MISS: MissReason, KeyStatus.RETRY: type(None)}.get(KeyStatus(status), int)
             self.world.must(Invariant.FOUND, isinstance(verdict, agrees), f"{status} is explained by {verdict}")
         if KeyStatus.MISS in statuses:
             first = statuses.index(KeyStatus.MISS)
-            self.world.saw("prefixes too short", verdicts[first] is MissReason.BELOW_THRESHOLD)
+            self.world.saw("prefixes too short", outcomes[first] is MissReason.BELOW_THRESHOLD)
             once = (session.namespace.id, keys[first]) in self.world.ledger.stored
-            denied = once and verdicts[first] in (MissReason.NEVER_STORED, MissReason.FORMAT_MISMATCH)
+            denied = once and outcomes[first] in (MissReason.NEVER_STORED, MissReason.FORMAT_MISMATCH)
             self.world.must(Invariant.FOUND, not denied, f"{keys[first]!r} was stored, and is said not to have been")
 
     def read(self) -> None:

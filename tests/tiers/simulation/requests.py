@@ -38,15 +38,15 @@ class RequestRecord:
     engine: str
     id: str
     session: Session
-    insisting: tuple[int, ...]
+    request_level_tiers: tuple[int, ...]
     stores: int = 0
     parked: dict[Block, None] = field(default_factory=dict)
-    owed: dict[Place, None] = field(default_factory=dict)
+    pending_stores: dict[Place, None] = field(default_factory=dict)
     unsure: dict[Place, None] = field(default_factory=dict)
     """Held before the event and on their way after it: which of the two counted is the core's business."""
     vague: bool = False
     """Whether its account is not certain: a tier evicted something of it in the event in which it was looked for."""
-    short: int = 0
+    missing: int = 0
     """Blocks that an insisting tier did not get."""
     finished: bool = False
     ended: bool = False
@@ -56,7 +56,7 @@ class RequestRecord:
     @property
     def must_wait(self) -> bool:
         """Whether its tiers may not hear of its end yet."""
-        return not self.finished or bool(self.stores or self.parked or self.owed)
+        return not self.finished or bool(self.stores or self.parked or self.pending_stores)
 
 
 class RequestBook:
@@ -77,8 +77,8 @@ class RequestBook:
     def begin(self, session: Session, request_id: str, negotiation: Negotiation) -> RequestRecord:
         """A request is announced."""
         votes = enumerate(negotiation.votes, 1)
-        insisting = tuple(number for number, (_, vote) in votes if vote.policy is OffloadPolicy.REQUEST_LEVEL)
-        record = RequestRecord(session.engine, request_id, session, insisting)
+        request_level_tiers = tuple(number for number, (_, vote) in votes if vote.policy is OffloadPolicy.REQUEST_LEVEL)
+        record = RequestRecord(session.engine, request_id, session, request_level_tiers)
         self.current[session.engine, request_id] = record
         self.open.append(record)
         self.begun[request_id] += 1
@@ -89,21 +89,21 @@ class RequestBook:
         for record in self.open:
             if record.session is session and not record.finished:
                 record.finished = True
-                record.short += len(record.parked)
+                record.missing += len(record.parked)
                 record.parked.clear()
 
     def due(self, record: RequestRecord, names: Iterable[Name], view: TierView) -> None:
         """Ready blocks of a request are there: every insisting tier has them, gets them, or the request is short of them."""
         for name in names:
-            for tier in record.insisting:
+            for tier in record.request_level_tiers:
                 before, now = name in view.held_before[tier - 1], view.is_storing(tier, name)
                 if now and before:
                     record.unsure[tier, name] = None
                     record.vague = True
                 elif now:
-                    record.owed[tier, name] = None
+                    record.pending_stores[tier, name] = None
                 elif name not in view.held[tier - 1]:
-                    record.short += 1
+                    record.missing += 1
                     record.vague |= before  # it went in this event, be it before or after it was looked for
 
     def resolve_parked(self, view: TierView) -> int:
@@ -116,23 +116,23 @@ class RequestBook:
                 if block.ready:
                     self.due(record, [block.name], view)
                 else:
-                    record.short += 1
+                    record.missing += 1
         return resolved
 
     def paid(self, tier: int, name: Name, *, stored: bool) -> None:
         """A tier's job on a block has ended."""
         for record in self.open:
-            if (tier, name) in record.owed:
-                del record.owed[tier, name]
-                record.short += not stored
+            if (tier, name) in record.pending_stores:
+                del record.pending_stores[tier, name]
+                record.missing += not stored
             record.unsure.pop((tier, name), None)
 
     def given_up(self, tier: int) -> None:
         """A tier does not come back: whatever it owes is not waited for."""
         for record in self.open:
-            for place in [place for place in record.owed if place[0] == tier]:
-                del record.owed[place]
-                record.short += 1
+            for place in [place for place in record.pending_stores if place[0] == tier]:
+                del record.pending_stores[place]
+                record.missing += 1
             for place in [place for place in record.unsure if place[0] == tier]:
                 del record.unsure[place]
                 record.vague = True

@@ -26,7 +26,7 @@ __all__ = ["Tally", "live", "main", "replay_command"]
 
 ENOUGH_SEEDS = 1000
 """From so many lives on, each of `EXERCISED` must have come about."""
-MOST_FAILURES = 5
+MAX_FAILURES = 5
 PROGRESS_SECONDS = 5.0
 
 
@@ -95,7 +95,7 @@ def main() -> int:
     said = started
     for part in live_on_all_cores(seeds, options.steps, options.workers):
         tally.add(part)
-        if len(tally.failures) >= MOST_FAILURES:
+        if len(tally.failures) >= MAX_FAILURES:
             break
         if time.monotonic() - said > PROGRESS_SECONDS:
             said = time.monotonic()

@@ -119,6 +119,6 @@ class Sessions(Actors):
         record = book.get(session.engine, request_id) or book.begin(session, request_id, known.negotiation)
         self.world.must(Invariant.FINISH, record.known in (None, known), f"{request_id!r}: not the one that was begun")
         record.finished, record.known = True, known
-        self.world.saw("finished while blocks are owed", bool(record.owed))
+        self.world.saw("finished while blocks are owed", bool(record.pending_stores))
         self.world.saw("finished while blocks are parked", bool(record.parked))
         self.world.ledger.request_finished(session.engine, request_id)

@@ -52,8 +52,8 @@ def random_keeping(rng: Random, capacities: dict[str, int]) -> TierSettings:
 class KeepingBook:
     """Who may take from whom, and what must stay for how long; in one life of a server."""
 
-    def __init__(self, keeping: TierSettings) -> None:
-        self.keeping = keeping
+    def __init__(self, settings: TierSettings) -> None:
+        self.settings = settings
         self.takers: set[str] = set()
         """The tenants for whose sake blocks may go in this event."""
         self.used_at: dict[Block, float] = {}
@@ -66,7 +66,7 @@ class KeepingBook:
 
     def ttl(self, tier: str = CPU_TIER) -> float | None:
         """Returns after how many seconds what is not used goes."""
-        return self.keeping.ttl.get(tier)
+        return self.settings.ttl.get(tier)
 
     def begin_event(self) -> None:
         """Another event begins."""
@@ -90,7 +90,7 @@ class KeepingBook:
             return
         for block in inside.blocks(core):
             due = self._due.get(block, now)
-            if due > now or block.retired:
+            if due > now or block.invalidated:
                 continue
             if block.pins or block.retained:
                 self._due[block] = now + ttl

@@ -28,7 +28,7 @@ class Work:
         """Takes in a command, which must not get in the way of another one."""
         match command:
             case LookupInTier(job_id):
-                questions = self.world.ledger.questions
+                questions = self.world.ledger.queries
                 self.world.must(Invariant.JOBS, job_id not in questions, f"question {job_id} was put twice")
                 questions[job_id] = command
             case RemoveFromTier(tier, keys):
@@ -72,7 +72,7 @@ class Work:
 
     def done(self) -> bool:
         """Returns whether nothing is left to be done."""
-        return not (self.world.ledger.jobs or self.world.ledger.questions or any(self.written.values()))
+        return not (self.world.ledger.jobs or self.world.ledger.queries or any(self.written.values()))
 
 
 def spell(command: Command) -> str:

@@ -21,7 +21,7 @@ from . import inspect as inside
 from .environment import Environment
 from .handoffs import Handoffs
 from .ledger import Ledger
-from .model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, is_private, label
+from .model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, is_hold_only, label
 from .readers import Readers
 from .requests import RequestRecord, TierView
 from .sessions import Sessions
@@ -33,7 +33,7 @@ __all__ = ["World"]
 
 RULES = (DEFAULT_RULES, DEFAULT_RULES, (), (Rule(OffloadPolicy.REQUEST_LEVEL, "always"),))
 
-MOST_WORK = 5000
+MAX_WORK = 5000
 """Steps in which everything must have come to rest when nobody asks for more."""
 
 
@@ -75,14 +75,14 @@ class World:
             tier.capacity_bytes = self.rng.choice((20, 40, 80)) * 4096
         capacities = {CPU_TIER: self.region_bytes, **{tier.name: tier.capacity_bytes for tier in self.tiers}}
         self.keeping = KeepingBook(random_keeping(self.rng, capacities))
-        for policy in self.keeping.keeping.eviction.values():
+        for policy in self.keeping.settings.eviction.values():
             self.saw(f"policy {policy}")
         self.core = TierManager(
             self.region_bytes,
             EXTENT,
             self.tiers,
             max_queued_bytes=self.rng.choice((2, 8, 32)) * 4096,
-            keeping=self.keeping.keeping,
+            settings=self.keeping.settings,
             now=self.now,
         )
         self.before = self.look = inside.Look(self.core)
@@ -134,14 +134,14 @@ class World:
         """Brings the accounts of requests up to date, and notes what has been seen."""
         look = self.look = inside.Look(self.core)
         self.ledger.holds.mourn({client.session.engine for client in self.ledger.clients})
-        self.gone = [block for block in self.before.ready if not block.ready and not block.private]
+        self.gone = [block for block in self.before.ready if not block.ready and not block.hold_only]
         self.gone_below = [old - new for old, new in zip(self.before.held, look.held, strict=True)]
-        lanes = inside.lanes(self.core)
-        view = TierView(self.before.held, look.held, lambda tier, name: inside.is_storing(lanes[tier - 1], name))
+        secondaries = inside.secondaries(self.core)
+        view = TierView(self.before.held, look.held, lambda tier, name: inside.is_storing(secondaries[tier - 1], name))
         for record, names in self._due:
             self.ledger.requests.due(record, names, view)
         self.ledger.count_arrivals()
-        self.saw("requests cut short", any(record.short for record in self.ledger.requests.just_ended))
+        self.saw("requests cut short", any(record.missing for record in self.ledger.requests.just_ended))
         self.saw("parked blocks resolved", bool(self.ledger.requests.resolve_parked(view)))
         fresh = set(look.ready).difference(self.before.ready)
         self.ledger.stored.update(block.name for block in fresh)
@@ -156,7 +156,7 @@ class World:
         """A request that tiers insist on asked for these: what is there goes to them, what is being written is waited for."""
         ready = []
         for key in keys:
-            if is_private(key):  # tiers do not get it, and are not owed it
+            if is_hold_only(key):  # tiers do not get it, and are not owed it
                 continue
             block = inside.block(self.core, session.namespace.id, key)
             if block is not None and block.ready:
@@ -168,8 +168,8 @@ class World:
 
     def is_due(self, record: RequestRecord, names: list[Name]) -> None:
         """A store of a request was completed: what is ready by it is due to the tiers that insist."""
-        if record.insisting:
-            self._due.append((record, [name for name in names if not is_private(name[1])]))
+        if record.request_level_tiers:
+            self._due.append((record, [name for name in names if not is_hold_only(name[1])]))
 
     def must_be_durable(self, spec: NamespaceSpec, key: bytes) -> None:
         """A block was called durable; whether it is there is looked at when the event is over."""
@@ -232,7 +232,7 @@ class World:
         while self.work_left:
             self._event(self.environment.go_on)
             yield
-        left = MOST_WORK
+        left = MAX_WORK
         while not self.work.done():
             self._event(self.environment.run_work)
             yield

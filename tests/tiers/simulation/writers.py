@@ -56,7 +56,7 @@ class Writers(Actors):
         self.world.saw("no room", StoreStatus.NO_ROOM in answer.statuses)
         record = self.world.ledger.requests.get(session.engine, request_id)
         names = [(session.namespace.id, key) for key in granted]
-        if record is not None and record.insisting:
+        if record is not None and record.request_level_tiers:
             self.world.insisted_on(record, dict.fromkeys(keys), set(names), session)
         if answer.store_id is None:
             return
@@ -166,7 +166,7 @@ class Writers(Actors):
         waiting = core.resetting(client.session)
         before = {block for block in inside.blocks(core) if block.namespace == namespace}
         held = inside.hold_pins(core)
-        pinned = {block for block in before if block.pins > held[block] and not block.stuck}
+        pinned = {block for block in before if block.pins > held[block] and not block.stalled}
         left = core.reset(client.session)
         expected = waiting or len(pinned.union(inside.unswept(core, namespace)))
         self.world.must(Invariant.RESET, left == expected, f"{left} blocks are waited for, not {expected}")

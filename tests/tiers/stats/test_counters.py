@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.stats.counters import MOST_NAMESPACES, HitCounters
+from kvtier.tiers.stats.counters import MAX_NAMESPACES, HitCounters
 from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import MissReason
 
@@ -32,15 +32,15 @@ def test_every_key_counts_in_its_namespace_and_in_the_sum() -> None:
 def test_namespaces_beyond_the_bound_are_counted_together_per_tenant() -> None:
     """However many there are, what is told apart is bounded, and nothing is lost."""
     tally = HitCounters(0, {b"acme": "acme"})
-    for number in range(MOST_NAMESPACES):
+    for number in range(MAX_NAMESPACES):
         tally.hit(namespace(number), 0)
     for number in range(1000):
-        tally.hit(namespace(MOST_NAMESPACES + number), 0)
+        tally.hit(namespace(MAX_NAMESPACES + number), 0)
         tally.hit(namespace(number, b"acme"), 0)
     tally.hit(namespace(0), 0)
     cells = tally.cells()
-    assert len(cells) == MOST_NAMESPACES + 2
+    assert len(cells) == MAX_NAMESPACES + 2
     others = {cell.tenant: cell.hits for cell in cells if cell.namespace is None}
     assert others == {"": [1000], "acme": [1000]}
     assert cells[0].hits == [2]
-    assert tally.keys == MOST_NAMESPACES + 2001
+    assert tally.keys == MAX_NAMESPACES + 2001

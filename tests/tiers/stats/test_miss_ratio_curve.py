@@ -19,7 +19,7 @@ from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.stats.miss_ratio_curve import SCALES, MissRatioCurves, ReuseDistanceSampler
 from kvtier.tiers.stats.request_log import OutcomeRun
-from kvtier.tiers.types import PRIVATE_KEY_PREFIX, MissReason, NamespaceSpec
+from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX, MissReason, NamespaceSpec
 
 BLOCK = 4096
 NAMESPACE = NamespaceId(b"n" * 16)
@@ -230,7 +230,7 @@ class TestCurves:
 def replay(capacity: int, requests: Sequence[Sequence[int]], key_of: Callable[[int], bytes] = digest) -> TierManager:
     """Serves requests from a CPU tier of so many blocks that evicts by last use."""
     region = capacity * BLOCK
-    core = TierManager(region, region, (), keeping=TierSettings(eviction={CPU_TIER: "lru"}))
+    core = TierManager(region, region, (), settings=TierSettings(eviction={CPU_TIER: "lru"}))
     core.add_memory(0, region)
     session = core.open_session(b"s", "engine", 0, ONE_SIZE)
     for number, blocks in enumerate(requests):
@@ -272,7 +272,7 @@ class TestInTheCore:
             return b"%032d" % block + bytes(zeros) + GROUP
 
         core = replay(2000, requests, key_of)
-        curves = core._curves
+        curves = core._miss_ratio_curves
         assert curves is not None
         [stack] = curves._stacks
         sampled = sum(len(chain) for chain in chains) * 32 / 256
@@ -286,7 +286,7 @@ class TestInTheCore:
     def test_tiers_have_curves(self) -> None:
         """Every tier has one, when there is enough to go by; what only a hold names is not part of it."""
         rig = Rig(ModelTier("near", 64 * BLOCK))
-        rig.store([PRIVATE_KEY_PREFIX + bytes(8) + GROUP])
+        rig.store([HOLD_ONLY_KEY_PREFIX + bytes(8) + GROUP])
         assert [tier.estimates for tier in rig.core.stats().tiers] == [(), ()]
         names = [digest(number) for number in range(8)]
         rig.store(names)
@@ -299,7 +299,7 @@ class TestInTheCore:
 
     def test_off(self) -> None:
         """It can be turned off."""
-        core = TierManager(64 * BLOCK, 64 * BLOCK, (), keeping=TierSettings(estimates=False))
+        core = TierManager(64 * BLOCK, 64 * BLOCK, (), settings=TierSettings(estimates=False))
         core.add_memory(0, 64 * BLOCK)
         session = core.open_session(b"s", "engine", 0, SPEC)
         for _ in range(100):

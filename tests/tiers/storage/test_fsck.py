@@ -207,5 +207,5 @@ def test_beside_work(tier: Tier) -> None:
     assert [finding.repaired for one in found for finding in one] == [False, False, False, True]
     assert wrong == []
     assert min(rounds) > 3
-    assert tier.trouble is None
+    assert tier.last_error is None
     assert tier.load([empty(b"7", SIZES)]) == [MISSING]

@@ -16,19 +16,19 @@ def test_texts_that_differ_each_time_do_not_fill_the_log(
     """One line per kind of work and ten seconds, and the next says how many were left out; `trouble` is always the last."""
     now = 5.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    tier = SimpleNamespace(name="t", trouble=None)
-    troubles = TierHealth(tier)  # type: ignore[arg-type]
+    tier = SimpleNamespace(name="t", last_error=None)
+    health = TierHealth(tier)  # type: ignore[arg-type]
     for number in range(100):
-        troubles.note("store", f"cannot store block {number}")
-        troubles.note("load", "cannot load")
-        assert tier.trouble == f"cannot store block {number}; cannot load"
+        health.report("store", f"cannot store block {number}")
+        health.report("load", "cannot load")
+        assert tier.last_error == f"cannot store block {number}; cannot load"
     now += 10
-    troubles.note("store", None)
-    assert tier.trouble == "cannot load"
-    troubles.note("store", "cannot store at all")
-    troubles.note("store", None)
-    troubles.note("store", "cannot store again")
-    assert tier.trouble == "cannot load; cannot store again"
+    health.report("store", None)
+    assert tier.last_error == "cannot load"
+    health.report("store", "cannot store at all")
+    health.report("store", None)
+    health.report("store", "cannot store again")
+    assert tier.last_error == "cannot load; cannot store again"
     assert caplog.messages == [
         "tier t: cannot store block 0",
         "tier t: cannot load",
