@@ -1,4 +1,4 @@
-"""The bulk process: what becomes of streams, of slots and of the server when it dies, hangs, or is not to be reached."""
+"""The bulk process: streams, slots and the server if it is killed, hangs or is unreachable."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ TIMEOUT = 60.0
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server with room for 128 blocks."""
+    """Yields a server whose region holds 128 blocks."""
     with ServerProcess(tmp_path, region=128 * MIB, lmdb=16 * MIB) as process:
         yield process.start()
 
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
-    """A client whose streams go to the bulk process."""
+    """Yields a client whose streams go to the bulk process."""
     with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
         client.wait_until_connected(60)
         wait_for_bulk(client)
@@ -59,7 +59,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 @pytest.fixture
 def session(server: ServerProcess) -> Iterator[RawSession]:
-    """A session without manners, whose streams go to the bulk process."""
+    """Yields a session that calls RPCs directly; its streams go to the bulk process."""
     with (
         RawSession(server.endpoint, NAMESPACE, engine_id="raw") as session,
         bulk_streams(session, server.endpoint),
@@ -68,12 +68,12 @@ def session(server: ServerProcess) -> Iterator[RawSession]:
 
 
 def store_all(client: Client, keys: list[bytes] = KEYS) -> None:
-    """Stores blocks that tell whose they are."""
+    """Stores blocks with payloads that depend on the key."""
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
 
 
 def prepare(session: RawSession, keys: list[bytes] = KEYS) -> int:
-    """Returns a store of these blocks."""
+    """Prepares a store of these blocks; returns its id."""
     request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
     store_id: int = session.cache.PrepareStore(request, timeout=TIMEOUT).store_id
     assert store_id
@@ -81,17 +81,17 @@ def prepare(session: RawSession, keys: list[bytes] = KEYS) -> int:
 
 
 def frame_of(session: RawSession, store_id: int, data: bytes, offset: int = 0) -> bytes:
-    """Returns a frame to a store."""
+    """Returns one frame of a store."""
     return encode_push_frame(offset, xxhash.xxh3_64_intdigest(data), [data], session=session.ref, store_id=store_id)
 
 
 @contextlib.contextmanager
 def pushing(session: RawSession, store_id: int) -> Iterator[Any]:
-    """A stream to a store that has sent a frame, and goes on only when `more` is called."""
+    """Yields a stream that has sent one frame to a store, and sends more when `more` is called."""
     go_on = threading.Event()
 
     def frames() -> Iterator[bytes]:
-        for number in range(9):  # of 8 MiB the server hears
+        for number in range(9):  # the server sees 8 MiB of them
             yield frame_of(session, store_id, b"\xee" * PART, number * PART)
         go_on.wait(TIMEOUT)
         yield frame_of(session, store_id, b"\xee" * PART, 9 * PART)
@@ -108,7 +108,7 @@ def pushing(session: RawSession, store_id: int) -> Iterator[Any]:
 
 
 def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:
-    """Sends a signal to the bulk process, and returns which one it was."""
+    """Sends a signal to the bulk process; returns its pid."""
     pid = bulk_pid(server.pid)
     assert pid is not None
     if number == signal.SIGSTOP:
@@ -119,7 +119,7 @@ def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:
 
 
 def cut_bulk(server: ServerProcess) -> None:
-    """Ends this process' connection to the bulk process."""
+    """Closes the connection between this process and the bulk process."""
     cut = 0
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
@@ -133,7 +133,7 @@ BREAKS: dict[str, Callable[[ServerProcess], object]] = {"process": kill_bulk, "c
 
 
 def count_asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Returns the list that the items of every Pull are added to, whichever way it goes."""
+    """Returns a list that collects the items of every Pull."""
     asked: list[list[int]] = []
     original = GrpcStreams.pull
 
@@ -146,10 +146,10 @@ def count_asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_load_goes_on_where_it_broke(
+def test_an_interrupted_load_resumes(
     server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """When process or connection end in mid-load, what has not arrived is asked for again, and nothing else (B4)."""
+    """After process or connection end, only the missing blocks are requested again (B4)."""
     store_all(client)
     asked = count_asked(monkeypatch)
     taken: list[int] = []
@@ -171,8 +171,7 @@ def test_a_load_goes_on_where_it_broke(
     assert asked[1] == [*range(len(KEYS) - len(asked[1]), len(KEYS))]
 
 
-def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So does one of the asyncio client."""
+def test_an_interrupted_asynchronous_load_resumes(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     original = part_streams.PartReceiver.take
 
@@ -195,8 +194,8 @@ def test_an_asynchronous_load_goes_on_where_it_broke(server: ServerProcess, monk
     asyncio.run(run())
 
 
-def test_an_asynchronous_store_that_is_cancelled(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever cancels a store in mid-stream has it cancelled, not begun again, and its slots back at once."""
+def test_a_cancelled_asynchronous_store_is_not_retried(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots are returned at once."""
     begun, sending = [], threading.Event()
     original = part_streams.PartSender.frames
 
@@ -223,8 +222,8 @@ def test_an_asynchronous_store_that_is_cancelled(server: ServerProcess, monkeypa
     assert begun == [0]
 
 
-def test_streams_that_hang_keep_nothing_else_waiting(server: ServerProcess, client: Client) -> None:
-    """However many hang: the loop's threads are free, those that wait for their turn can be cancelled, and a close ends all."""
+def test_hanging_streams_block_nothing_else(server: ServerProcess, client: Client) -> None:
+    """The loop's threads stay free, waiting streams can be cancelled, and `close` ends all."""
     store_all(client)
 
     async def run() -> None:
@@ -250,10 +249,10 @@ def test_streams_that_hang_keep_nothing_else_waiting(server: ServerProcess, clie
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_channel_that_another_stream_has_given_up(
+def test_a_stream_on_an_abandoned_channel_takes_the_other_route(
     server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool
 ) -> None:
-    """A stream that begins on it goes the other way, and no error of gRPC's own comes out."""
+    """The caller sees no error of gRPC."""
     original = BulkConnector.monitored
 
     @contextlib.contextmanager
@@ -280,10 +279,10 @@ def test_a_channel_that_another_stream_has_given_up(
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_store_goes_on_where_it_broke(
+def test_an_interrupted_store_resumes(
     server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """When process or connection end in mid-store, what the server has is not sent again, but for the last few frames."""
+    """After process or connection end, only frames that may be missing are sent again."""
     starts: list[int] = []
     original = part_streams.PartSender.frames
 
@@ -304,10 +303,10 @@ def test_a_store_goes_on_where_it_broke(
     assert_serves(client, KEYS)
 
 
-def test_one_that_is_slow_to_shake_hands(
+def test_a_slow_handshake_with_the_bulk_process_succeeds(
     server: ServerProcess, session: RawSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is short of processors: whoever gave it up, to try again, would never reach it."""
+    """A client that retried too early would never reach a process that is short of processors."""
     suffix = wait_until(lambda: locate(session).socket_suffix)
     with delay_proxy(Path(f"{server.path}{suffix}"), delay=3.0) as address:
         monkeypatch.setattr(bulk_connector, "_CONNECT_SECONDS", DEFAULTS[bulk_connector, "_CONNECT_SECONDS"])
@@ -319,8 +318,8 @@ def test_one_that_is_slow_to_shake_hands(
             assert_serves(client, KEYS)
 
 
-def test_attempts_are_bounded(server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load whose frames always arrive damaged fails after a few attempts, and pins nothing."""
+def test_attempts_of_a_load_are_bounded(server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load whose frames always arrive damaged fails after a few attempts and leaves no lease."""
     store_all(client)
     asked = count_asked(monkeypatch)
     monkeypatch.setattr(part_streams.xxhash, "xxh3_64_intdigest", lambda _: 0)
@@ -330,8 +329,8 @@ def test_attempts_are_bounded(server: ServerProcess, client: Client, monkeypatch
     server.wait_for(lambda status: not status.leases)
 
 
-def test_it_is_started_again(server: ServerProcess, client: Client) -> None:
-    """A bulk process that is killed is replaced, clients find the new one, and what they store meanwhile is stored."""
+def test_a_killed_bulk_process_is_replaced(server: ServerProcess, client: Client) -> None:
+    """Clients find the new process, and stores in the meantime succeed."""
     before = kill_bulk(server)
     store_all(client)
     wait_until(lambda: bulk_pid(server.pid) not in (None, before))
@@ -341,22 +340,22 @@ def test_it_is_started_again(server: ServerProcess, client: Client) -> None:
 
 
 @pytest.mark.usefixtures("client")
-def test_it_ends_with_the_server(server: ServerProcess) -> None:
-    """Nothing of it outlives a server that is killed: its sockets would lead nowhere, its memory be nobody's."""
+def test_the_bulk_process_ends_with_the_server(server: ServerProcess) -> None:
+    """Also if the server is killed, no process and no memory of it remains."""
     pid = bulk_pid(server.pid)
     server.kill()
 
     def over() -> bool:
         try:
             return not list(Path(f"/proc/{pid}/fd").iterdir())
-        except OSError:  # somebody has waited for it
+        except OSError:  # its parent has collected the exit code
             return True
 
     wait_until(over)
 
 
-def test_signals_of_an_init_system_are_not_for_it(server: ServerProcess, client: Client) -> None:
-    """SIGTERM to all processes of the service lets the server drain: the child goes on until it has."""
+def test_the_bulk_process_ignores_sigterm(server: ServerProcess, client: Client) -> None:
+    """SIGTERM to all processes of the service lets the server drain; the child runs until then."""
     pid = kill_bulk(server, signal.SIGTERM)
     store_all(client)
     assert bulk_pid(server.pid) == pid
@@ -364,8 +363,10 @@ def test_signals_of_an_init_system_are_not_for_it(server: ServerProcess, client:
     assert not Path(f"{server.path}.bulk").exists()
 
 
-def test_slots_are_kept_until_nobody_can_write_to_them(server: ServerProcess, session: RawSession) -> None:
-    """Slots of a fallen session stay out of use while a stream might still write to them, and no longer (B4.5)."""
+def test_slots_of_an_ended_session_are_reused_when_no_stream_can_write(
+    server: ServerProcess, session: RawSession
+) -> None:
+    """The slots stay reserved while a stream might still write to them, and no longer (B4.5)."""
     store_id = prepare(session)
     with pushing(session, store_id):
         pid = kill_bulk(server, signal.SIGSTOP)
@@ -377,8 +378,8 @@ def test_slots_are_kept_until_nobody_can_write_to_them(server: ServerProcess, se
         server.wait_for(lambda status: status.quarantined_bytes == 0)
 
 
-def test_slots_are_free_when_the_process_is_dead(server: ServerProcess, session: RawSession) -> None:
-    """The end of the process is the end of all its writers."""
+def test_slots_are_free_after_the_bulk_process_ends(server: ServerProcess, session: RawSession) -> None:
+    """All its writers have ended with it."""
     store_id = prepare(session)
     with pushing(session, store_id) as call:
         pid = kill_bulk(server, signal.SIGSTOP)
@@ -389,8 +390,8 @@ def test_slots_are_free_when_the_process_is_dead(server: ServerProcess, session:
         assert refusal_of(call.exception())[0] == "UNAVAILABLE"
 
 
-def test_a_store_does_not_end_under_a_stream(session: RawSession) -> None:
-    """Before a completion is answered, streams to the store have ended: a late frame must not reach the next block's slot."""
+def test_a_completion_waits_for_the_streams_of_its_store(session: RawSession) -> None:
+    """A late frame must not reach a slot that already belongs to another block."""
     store_id = prepare(session)
     with pushing(session, store_id) as call:
         complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id)
@@ -404,8 +405,8 @@ def test_a_store_does_not_end_under_a_stream(session: RawSession) -> None:
     assert found == b"\xee" * PART
 
 
-def test_bytes_that_come_twice_complete_nothing(session: RawSession) -> None:
-    """A store of which one half came twice is not whole, however many bytes have come."""
+def test_repeated_bytes_do_not_complete_a_store(session: RawSession) -> None:
+    """A store that received one half twice is incomplete."""
     store_id = prepare(session, KEYS[:2])
     frame = transfer_pb2.PushRequest(complete=True).SerializeToString()
     frame += frame_of(session, store_id, b"\xee" * PART)
@@ -413,8 +414,8 @@ def test_bytes_that_come_twice_complete_nothing(session: RawSession) -> None:
     assert (answer.received_bytes, answer.completed) == (2 * PART, False)
 
 
-def test_one_that_hangs_is_killed(server: ServerProcess, session: RawSession) -> None:
-    """A process that does not answer does not hold up the end of a store for as long as a client waits for a call."""
+def test_a_hanging_bulk_process_is_killed(server: ServerProcess, session: RawSession) -> None:
+    """It delays the end of a store by less than a client's call timeout."""
     store_id = prepare(session)
     with pushing(session, store_id):
         pid = kill_bulk(server, signal.SIGSTOP)
@@ -426,8 +427,8 @@ def test_one_that_hangs_is_killed(server: ServerProcess, session: RawSession) ->
     prepare(session)
 
 
-def test_it_is_started_when_there_are_threads_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that has no thread for the child's end tries again later."""
+def test_the_bulk_process_starts_once_threads_are_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the server cannot create a thread to watch its child, it tries again later."""
     lives: list[BulkProcess] = []
 
     async def run() -> None:
@@ -453,7 +454,7 @@ def test_it_is_started_when_there_are_threads_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_slow_writer_keeps_its_store(tmp_path: Path) -> None:
-    """A store lives on as long as a little of it comes now and then."""
+    """A store lives as long as some of its bytes arrive now and then."""
     with (
         ServerProcess(tmp_path, config="[leases]\ndefault = 2\n").start() as server,
         RawSession(server.endpoint, NAMESPACE, engine_id="slow") as session,
@@ -471,8 +472,11 @@ def test_a_slow_writer_keeps_its_store(tmp_path: Path) -> None:
         session.cache.CompleteStore(complete, timeout=TIMEOUT)
 
 
-def test_a_slow_reader_is_not_waited_for_with_memory(server: ServerProcess, session: RawSession) -> None:
-    """Of 600 MiB that nobody reads, the process holds a few frames; of those that it has, everybody else gets theirs."""
+def test_a_slow_reader_needs_little_memory(server: ServerProcess, session: RawSession) -> None:
+    """Of 600 MiB that a client does not read, the process buffers a few frames.
+
+    Other clients are served.
+    """
     with Client(server.endpoint, namespace=NAMESPACE) as writer:
         writer.wait_until_connected(60)
         store_all(writer)
@@ -496,19 +500,22 @@ def test_a_slow_reader_is_not_waited_for_with_memory(server: ServerProcess, sess
 
 
 def own_bytes(pid: int | None) -> int:
-    """Returns the memory that is a process' own."""
+    """Returns the anonymous resident memory of a process, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 def test_only_the_owner_can_connect(server: ServerProcess, session: RawSession) -> None:
-    """Its socket is like the server's: 0600."""
+    """Its socket has the mode 0600, like the server's."""
     assert Path(f"{server.path}.bulk").stat().st_mode & 0o777 == 0o600
     assert locate(session).port == 0
 
 
-def test_where_one_port_is_open_streams_go_there(tmp_path: Path) -> None:
-    """A client that reaches the server and not its bulk process stores and loads all the same; others go there by TCP."""
+def test_streams_use_the_server_if_the_bulk_port_is_unreachable(tmp_path: Path) -> None:
+    """A client that reaches only the server stores and loads.
+
+    Others use the bulk process over TCP.
+    """
     with ServerProcess(tmp_path, region=128 * MIB, lmdb=16 * MIB, tcp=True).start() as server:
         with (
             delay_proxy(server.tcp, host="127.0.0.2") as through_a_firewall,
@@ -529,7 +536,7 @@ def test_where_one_port_is_open_streams_go_there(tmp_path: Path) -> None:
 
 
 def listeners(pid: int | None) -> set[str]:
-    """Returns the addresses on which a process listens by TCP, as the kernel writes them."""
+    """Returns the addresses on which a process listens by TCP, in the kernel's notation."""
     sockets = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -539,8 +546,8 @@ def listeners(pid: int | None) -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
 
 
-def test_a_stream_too_many_is_refused(server: ServerProcess, session: RawSession) -> None:
-    """Streams that stand still hold threads, of which there are 64; a client goes to the server itself meanwhile."""
+def test_streams_beyond_the_limit_are_refused(server: ServerProcess, session: RawSession) -> None:
+    """Stalled streams occupy all 64 threads; meanwhile clients stream through the server itself."""
     store_ids = [prepare(session, [key_of(number, salt="many")]) for number in range(70)]
     with contextlib.ExitStack() as stack, Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
         client.wait_until_connected(60)

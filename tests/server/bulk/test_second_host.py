@@ -1,4 +1,4 @@
-"""Server and client on two hosts: blocks arrive whole or not at all, whatever the link between them does."""
+"""Server and client on two hosts: over any link, blocks arrive whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.server_process import MIB, ServerProcess
 PORT = 7123
 SECONDS = 90.0
 
-# Runs on the second host: stores and loads, says in mid-load that it does, and what came of it.
+# Runs on the second host: stores and loads; prints when a load has begun, and its outcome.
 _CLIENT = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -49,7 +49,7 @@ with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(MIB), name="far
 
 @pytest.fixture(scope="module")
 def link() -> Iterator[LossyNetwork]:
-    """Two hosts, where this process may make some."""
+    """Yields a link between two hosts; skips if this process may not make network namespaces."""
     reason = unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
@@ -60,7 +60,7 @@ def link() -> Iterator[LossyNetwork]:
 
 @pytest.fixture(scope="module")
 def server(link: LossyNetwork, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server on the first of them; its Unix socket is for this process."""
+    """Yields a server on the first host; its Unix socket serves this process."""
     directory: Path = tmp_path_factory.mktemp("far")
     process = ServerProcess(directory, region=128 * MIB, lmdb=16 * MIB, prefix=("ip", "netns", "exec", link.spaces[0]))
     config = directory / "kvtier.toml"
@@ -71,7 +71,7 @@ def server(link: LossyNetwork, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def far_client(link: LossyNetwork, salt: str, *, down: float = 0.0) -> dict[str, str]:
-    """Runs the client on the second host, with the link down for so long in mid-load; returns what it said."""
+    """Runs the client on the second host, with the link down during a load; returns its output."""
     tests = str(Path(__file__).parents[2])
     command = ["ip", "netns", "exec", link.spaces[1], sys.executable, "-c", _CLIENT]
     arguments = [tests, f"{link.addresses[0]}:{PORT}", salt]
@@ -89,8 +89,10 @@ def far_client(link: LossyNetwork, salt: str, *, down: float = 0.0) -> dict[str,
 
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize(("delay", "loss"), [(0.0, 0.0), (0.005, 0.0), (0.005, 0.01)])
-def test_over_a_link(link: LossyNetwork, server: ServerProcess, delay: float, loss: float) -> None:
-    """Over a link that takes 5 ms each way, and loses one packet in a hundred as well, blocks arrive whole."""
+def test_blocks_arrive_whole_over_a_slow_link(
+    link: LossyNetwork, server: ServerProcess, delay: float, loss: float
+) -> None:
+    """The link delays packets by 5 ms each way, and in one case loses one in a hundred."""
     link.delay, link.loss = delay, loss
     said = far_client(link, f"{delay} {loss}")
     assert (said["stored"], said["loaded"]) == ("16", "16 True")
@@ -98,8 +100,8 @@ def test_over_a_link(link: LossyNetwork, server: ServerProcess, delay: float, lo
 
 
 @pytest.mark.timeout(SECONDS)
-def test_a_link_that_is_down_for_a_while(link: LossyNetwork, server: ServerProcess) -> None:
-    """A link that goes down for two seconds in mid-load costs time, or is a miss; the server goes on (B4)."""
+def test_a_link_outage_costs_time_or_a_miss(link: LossyNetwork, server: ServerProcess) -> None:
+    """The link is down for two seconds during a load; the server continues (B4)."""
     link.delay, link.loss = 0.005, 0.0
     said = far_client(link, "down", down=2.0)
     assert "loading" in said

@@ -1,4 +1,4 @@
-"""Streams over plain sockets: what breaks, what is refused, and what becomes of slots that a stalled socket could still fill."""
+"""Streams over plain TCP sockets: broken connections, refusals, and slots of stalled streams."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TIMEOUT = 60.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with room for 128 blocks."""
+    """Yields a server whose region holds 128 blocks."""
     directory: Path = tmp_path_factory.mktemp("plain")
     with ServerProcess(directory, region=128 * MIB, lmdb=16 * MIB, tcp=True) as process:
         yield process.start()
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
-    """A client whose streams go over plain sockets."""
+    """Yields a client whose streams use plain sockets."""
     with Client(server.tcp, namespace=NAMESPACE, transport="tcp") as client:
         client.wait_until_connected(60)
         wait_for_bulk(client)
@@ -58,7 +58,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 @pytest.fixture
 def session(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[RawSession]:
-    """A session without manners, of an engine that is this test's own: the one before may still be on its way out."""
+    """Yields a raw session of an engine of this test; the previous session may still be closing."""
     with RawSession(server.tcp, NAMESPACE, engine_id=request.node.name) as session:
         yield session
     server.wait_for(lambda status: not (status.leases or status.stores or status.quarantined_bytes))
@@ -66,19 +66,19 @@ def session(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[R
 
 @pytest.fixture
 def connection(session: RawSession) -> Iterator[socket.socket]:
-    """A connection to the bulk process."""
+    """Yields a connection to the bulk process."""
     port = wait_until(lambda: locate(session).plain_port)
     with socket.create_connection(("127.0.0.1", port), TIMEOUT) as connection:
         yield connection
 
 
 def fresh(salt: str, count: int = len(KEYS)) -> list[bytes]:
-    """Returns keys of this test alone."""
+    """Returns keys that no other test uses."""
     return [key_of(number, salt=salt) for number in range(count)]
 
 
 def prepare(session: RawSession, keys: list[bytes]) -> int:
-    """Returns a store of these blocks."""
+    """Prepares a store of these blocks; returns its id."""
     request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
     store_id: int = session.cache.PrepareStore(request, timeout=TIMEOUT).store_id
     assert store_id
@@ -86,7 +86,7 @@ def prepare(session: RawSession, keys: list[bytes]) -> int:
 
 
 def push_of(session: RawSession, store_id: int) -> bytes:
-    """Returns the begin of a Push."""
+    """Returns the first message of a Push."""
     request = transfer_pb2.PushRequest(session=session.ref, store_id=store_id)
     return tcp_frames.pack_request(tcp_frames.Method.PUSH, request.SerializeToString())
 
@@ -98,14 +98,15 @@ def frame_of(data: bytes, offset: int = 0, checksum: int | None = None) -> bytes
 
 
 def damaged_head(frame: bytes) -> bytes:
-    """Returns a frame that has another offset than it was made for."""
+    """Returns a frame whose offset does not match its header checksum."""
     return bytes([frame[0] ^ 64]) + frame[1:]
 
 
 def refusal_of(connection: socket.socket, *, skip: int = 0) -> str:
-    """Reads a refusal, `skip` bytes further on; returns its reason."""
+    """Reads a refusal after skipping `skip` bytes; returns its reason."""
     data = bytearray()
-    with contextlib.suppress(ConnectionResetError):  # it hangs up on what it has not read
+    # the process closes the connection without reading the rest
+    with contextlib.suppress(ConnectionResetError):
         while piece := connection.recv(65536):
             data += piece
     head = data[skip : skip + tcp_frames.ANSWER_BYTES]
@@ -117,7 +118,7 @@ def refusal_of(connection: socket.socket, *, skip: int = 0) -> str:
 
 
 def kill_bulk(server: ServerProcess) -> None:
-    """SIGKILL."""
+    """Kills the bulk process with SIGKILL."""
     pid = bulk_pid(server.pid)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
@@ -125,7 +126,7 @@ def kill_bulk(server: ServerProcess) -> None:
 
 @pytest.fixture
 def many_descriptors() -> Iterator[None]:
-    """A process that has more than 1,024 files open, as engines do: what it opens next has a higher number."""
+    """Keeps more than 1,024 files open, as engines do: new descriptors have higher numbers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as opened:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
@@ -138,8 +139,8 @@ def many_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_descriptors")
-def test_descriptors_beyond_what_select_knows(server: ServerProcess) -> None:
-    """A connection is used again whatever its number is: it would be taken for one that is broken, and streams go the slow way."""
+def test_connections_with_high_descriptor_numbers_are_reused(server: ServerProcess) -> None:
+    """`select` cannot check such a number; the connection must still count as intact."""
     keys = fresh("many", 8)
     with Client(server.tcp, namespace=NAMESPACE, transport="tcp") as client:
         client.wait_until_connected(60)
@@ -158,7 +159,7 @@ BREAKS: dict[str, Callable[[ServerProcess, list[Any]], object]] = {
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The streams over plain sockets, as they are begun."""
+    """Records which streams over plain sockets begin."""
     begun: list[Any] = []
     for name in ("push", "pull"):
         original = getattr(TcpStreamClient, name)
@@ -171,10 +172,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_load_goes_on_where_it_broke(
+def test_an_interrupted_load_resumes(
     server: ServerProcess, client: Client, calls: list[Any], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """When process or connection end in mid-load, all the same every block arrives whole (B4)."""
+    """If process or connection end during a load, every block still arrives whole (B4)."""
     keys = fresh(f"load {what}")
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
     taken: list[int] = []
@@ -194,10 +195,10 @@ def test_a_load_goes_on_where_it_broke(
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_store_goes_on_where_it_broke(
+def test_an_interrupted_store_resumes(
     server: ServerProcess, client: Client, calls: list[Any], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """When process or connection end in mid-store, what the server has is not sent again, but for the last few frames."""
+    """After process or connection end, only frames that may be missing are sent again."""
     keys = fresh(f"store {what}")
     starts: list[int] = []
     original, original_frames = part_streams.PartSender.pieces, part_streams.PartSender.frames
@@ -224,10 +225,10 @@ def test_a_store_goes_on_where_it_broke(
     assert_serves(client, keys)
 
 
-def test_what_is_shown_is_the_way_that_was_taken_last(
+def test_the_status_shows_the_last_used_route(
     server: ServerProcess, session: RawSession, connection: socket.socket
 ) -> None:
-    """A client that goes back to streams of gRPC, through the bulk process or not, is not shown as one of plain sockets."""
+    """A client that returns to gRPC streams is not shown as a client of plain sockets."""
     data, keys = bytes(payload(KEYS[0], PART)), iter(fresh("ways"))
     first = next(keys)
 
@@ -253,7 +254,7 @@ def test_what_is_shown_is_the_way_that_was_taken_last(
 
     complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=push_plainly(first))
     session.cache.CompleteStore(complete, timeout=TIMEOUT)
-    # What is leased stays: other tests have filled the server, and the slots that `push` asks for may else be this block's.
+    # Keep the lease: the slots that `push` needs might otherwise be those of this block.
     lease = session.cache.Lookup(cache_pb2.LookupRequest(session=session.ref, keys=[first]), timeout=TIMEOUT)
     for way in (push, pull):
         assert shown() == "tcp"
@@ -267,8 +268,8 @@ def test_what_is_shown_is_the_way_that_was_taken_last(
         push_plainly(next(keys))
 
 
-def test_a_client_comes_back(server: ServerProcess, client: Client) -> None:
-    """After the process has been replaced, connections that were kept are not used, and streams go over plain sockets again."""
+def test_a_client_returns_to_plain_sockets(server: ServerProcess, client: Client) -> None:
+    """After the process is replaced, the client drops its old connections and opens new ones."""
     keys = fresh("back", 4)
     client.store(keys, [payload(key, PART) for key in keys])
     before = bulk_pid(server.pid)
@@ -280,10 +281,10 @@ def test_a_client_comes_back(server: ServerProcess, client: Client) -> None:
     assert_serves(client, keys)
 
 
-def test_a_store_ends_under_a_socket_that_stands_still(
+def test_a_stalled_socket_does_not_delay_a_completion(
     server: ServerProcess, session: RawSession, connection: socket.socket
 ) -> None:
-    """A frame that has come in half holds up no completion, and its other half reaches no slot (B4.5)."""
+    """The second half of its frame reaches no slot (B4.5)."""
     store_id = prepare(session, fresh("stalled", 2))
     frame = frame_of(b"\xee" * PART)
     connection.sendall(push_of(session, store_id) + frame[: PART // 2])
@@ -293,15 +294,15 @@ def test_a_store_ends_under_a_socket_that_stands_still(
     started = time.monotonic()
     session.cache.CompleteStore(abort, timeout=TIMEOUT)
     assert time.monotonic() - started < TIMEOUT / 2
-    assert bulk_pid(server.pid) == pid, "it was killed, though it could be told"
+    assert bulk_pid(server.pid) == pid, "the process answers, and was killed"
     with pytest.raises(ConnectionError):
         connection.sendall(frame[PART // 2 :] * 100)
 
 
-def test_slots_of_a_fallen_session_are_free_again(
+def test_slots_of_an_ended_session_become_free(
     server: ServerProcess, session: RawSession, connection: socket.socket
 ) -> None:
-    """A stalled stream of a session that falls is ended, and keeps no slot for longer than that."""
+    """Its stalled stream is ended and keeps no slot."""
     store_id = prepare(session, fresh("fallen", 2))
     connection.sendall(push_of(session, store_id) + frame_of(b"\xee" * PART)[:1000])
     time.sleep(0.3)
@@ -322,8 +323,8 @@ REFUSED: dict[str, tuple[Callable[[RawSession, int], bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_pushes_that_are_refused(session: RawSession, connection: socket.socket, case: str) -> None:
-    """What is refused over gRPC is refused here, for the same reasons."""
+def test_bad_pushes_are_refused(session: RawSession, connection: socket.socket, case: str) -> None:
+    """The reasons are those of Push over gRPC."""
     make, reason = REFUSED[case]
     store_id = prepare(session, fresh(case, 2))
     connection.sendall(make(session, store_id))
@@ -332,8 +333,8 @@ def test_pushes_that_are_refused(session: RawSession, connection: socket.socket,
     session.cache.CompleteStore(abort, timeout=TIMEOUT)
 
 
-def test_bytes_that_come_twice_complete_nothing(session: RawSession, connection: socket.socket) -> None:
-    """A store of which one half came twice is not whole, however many bytes have come."""
+def test_repeated_bytes_do_not_complete_a_store(session: RawSession, connection: socket.socket) -> None:
+    """A store that received one half twice is incomplete."""
     store_id = prepare(session, fresh("twice", 2))
     request = transfer_pb2.PushRequest(session=session.ref, store_id=store_id, complete=True)
     frame = frame_of(b"\xee" * PART)
@@ -347,8 +348,8 @@ def test_bytes_that_come_twice_complete_nothing(session: RawSession, connection:
     session.cache.CompleteStore(abort, timeout=TIMEOUT)
 
 
-def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread is to be had a connection is closed; the next one is served, as if that had not been."""
+def test_a_connection_without_a_thread_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no thread can be created, the connection is closed; the next one is served normally."""
     starts, served = [], threading.Event()
     original = threading.Thread.start
 
@@ -362,16 +363,16 @@ def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr(plain_module, "_MAX_CONNECTIONS", 1)
     monkeypatch.setattr(TcpStreamServer, "_serve", lambda _, connection: (connection.close(), served.set()))
-    nobody: Any = None
-    port = TcpStreamServer(nobody, nobody, PART, nobody).listen(("127.0.0.1",), 0)
+    unused: Any = None
+    port = TcpStreamServer(unused, unused, PART, unused).listen(("127.0.0.1",), 0)
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", port), 5) as connection:
             assert connection.recv(1) == b""
     assert served.wait(TIMEOUT)
 
 
-def test_pulls_that_are_refused(session: RawSession, connection: socket.socket) -> None:
-    """A lease that there is not is a refusal behind the end of no frames."""
+def test_bad_pulls_are_refused(session: RawSession, connection: socket.socket) -> None:
+    """The answer has no frames and ends with a refusal."""
     request = transfer_pb2.PullRequest(session=session.ref, lease_id=4711, items=[0])
     connection.sendall(tcp_frames.pack_request(tcp_frames.Method.PULL, request.SerializeToString()))
     assert refusal_of(connection, skip=tcp_frames.FRAME_HEAD_BYTES) == "LEASE_NOT_FOUND"
@@ -380,10 +381,10 @@ def test_pulls_that_are_refused(session: RawSession, connection: socket.socket) 
 @pytest.mark.parametrize(
     "noise", [b"\0" * 9, b"GET / HTTP/1.1\r\n\r\n", b"KVP1\x07\0\0\0\0", b"KVP1\x01\xff\xff\xff\xff"]
 )
-def test_what_is_no_request_ends_the_connection(
+def test_an_invalid_request_ends_the_connection(
     server: ServerProcess, session: RawSession, connection: socket.socket, noise: bytes
 ) -> None:
-    """Whatever somebody sends, the process hangs up and goes on."""
+    """The process closes the connection and continues."""
     pid = bulk_pid(server.pid)
     connection.sendall(noise)
     with contextlib.suppress(ConnectionResetError):
@@ -392,8 +393,10 @@ def test_what_is_no_request_ends_the_connection(
     assert locate(session).plain_port
 
 
-def test_a_reader_that_stands_still(server: ServerProcess, session: RawSession, connection: socket.socket) -> None:
-    """Bytes that nobody reads take no memory, and their lease can be given back."""
+def test_a_stalled_reader_needs_no_memory(
+    server: ServerProcess, session: RawSession, connection: socket.socket
+) -> None:
+    """Its lease can be released."""
     keys = fresh("still", 16)
     with Client(server.endpoint, namespace=NAMESPACE) as writer:
         writer.wait_until_connected(60)
@@ -411,8 +414,8 @@ def test_a_reader_that_stands_still(server: ServerProcess, session: RawSession, 
     session.cache.ReleaseLease(release, timeout=TIMEOUT)
 
 
-def test_a_server_that_trickles_does_not_move_the_deadline() -> None:
-    """A stream ends when its time is up, however often a little of it arrives."""
+def test_slow_bytes_do_not_extend_the_deadline() -> None:
+    """A stream ends at its deadline, even if some bytes arrive regularly."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -443,6 +446,6 @@ def test_a_server_that_trickles_does_not_move_the_deadline() -> None:
 
 
 def own_bytes(pid: int | None) -> int:
-    """Returns the memory that is a process' own."""
+    """Returns the anonymous resident memory of a process, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))

@@ -1,4 +1,4 @@
-"""What the commands say of a server that cannot be asked, by what gRPC and the kernel say of it."""
+"""Errors of the commands if a server cannot be reached."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAID = (
 
 
 class Failed(grpc.RpcError):
-    """A call that reached nobody."""
+    """A failed call."""
 
     def __init__(self, details: str) -> None:
         self._details = details
@@ -50,14 +50,14 @@ class Failed(grpc.RpcError):
 
 
 @pytest.mark.parametrize(("endpoint", "details", "wanted", "unwanted"), SAID)
-def test_who_cannot_be_reached_and_why(endpoint: str, details: str, wanted: str, unwanted: str) -> None:
-    """What is asked of people is what helps."""
+def test_errors_name_the_server_and_a_remedy(endpoint: str, details: str, wanted: str, unwanted: str) -> None:
+    """The text is derived from the status and details of gRPC."""
     text = f"{explain(Failed(details), parse_endpoint(endpoint), 5)}"
     assert wanted in text
     assert not unwanted or unwanted not in text
 
 
-def test_a_file_of_a_token_that_is_not_there_is_named_once() -> None:
-    """And the kernel's number of it not at all."""
+def test_a_missing_token_file_is_named_once() -> None:
+    """The text omits the number of the kernel's error."""
     with pytest.raises(CredentialsError, match=r"^token_file /none: No such file or directory$"):
         Credentials(token_file=Path("/none").as_posix()).channel(parse_endpoint(SOCKET))

@@ -1,4 +1,4 @@
-"""`kvtier bench --break-even`: the command against a real server and a stand-in for an engine, and what it says."""
+"""`kvtier bench --break-even` against a real server and a simulated engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GIVEN = ("--prefill-tokens-per-s", "5000")
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server with a tier on disk, which nothing may reach."""
+    """Yields a server with a disk tier, which the benchmark must not write to."""
     with ServerProcess(tmp_path, region=32 * MIB) as process:
         yield process.start()
 
@@ -49,13 +49,13 @@ def bench(server: ServerProcess, *flags: str) -> int:
 
 
 def told(capsys: pytest.CaptureFixture[str], server: ServerProcess, *flags: str) -> Any:
-    """Returns what the command says, in JSON."""
+    """Returns the JSON that the command prints."""
     assert bench(server, "--json", *flags) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
 
 def refused(capsys: pytest.CaptureFixture[str], server: ServerProcess, *flags: str) -> tuple[int, str]:
-    """Returns the exit code and the complaint of a command that has no answer."""
+    """Returns exit code and error text of a command that fails."""
     code = bench(server, *flags)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -65,7 +65,7 @@ def refused(capsys: pytest.CaptureFixture[str], server: ServerProcess, *flags: s
 
 
 def totals(server: ServerProcess) -> admin_pb2.HandoffTotals:
-    """Returns what has become of the holds; fails if anything is left of any run."""
+    """Returns the counts of ended holds; fails if a block, lease or hold of a run is left."""
     status = server.wait_for(lambda status: not status.sessions)
     assert (status.holds, status.leases, status.stores, status.quarantined_bytes) == (0, 0, 0, 0)
     assert [(tier.blocks, tier.used_bytes) for tier in status.tiers] == [(0, 0), (0, 0)]
@@ -78,7 +78,7 @@ def totals(server: ServerProcess) -> admin_pb2.HandoffTotals:
 
 
 def samples_of(part: Any) -> dict[int, list[float]]:
-    """Returns the timings that a report has."""
+    """Returns the timings of a report."""
     return {sample["tokens"]: sample["seconds"] for sample in part["samples"]}
 
 
@@ -86,7 +86,10 @@ def samples_of(part: Any) -> dict[int, list[float]]:
 def test_transfers_are_measured_and_leave_nothing(
     server: ServerProcess, capsys: pytest.CaptureFixture[str], transport: str
 ) -> None:
-    """Every length is read so often, by real claims of so many bytes; the threshold follows from what was measured."""
+    """Each length is claimed in every round with its real bytes.
+
+    The threshold follows from the timings.
+    """
     report = told(capsys, server, *KV, *GIVEN, "--max-tokens", "1024", "--rounds", "4", "--transport", transport)
     lengths = [32, 64, 128, 256, 512, 1024]
     samples = samples_of(report["transfer"])
@@ -103,10 +106,13 @@ def test_transfers_are_measured_and_leave_nothing(
     assert (found.claimed, found.claimed_bytes) == (5 * len(lengths), 5 * 256 * sum(lengths))
 
 
-def test_an_engine_is_asked(
+def test_an_engine_is_measured_by_prompts(
     server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of several lengths, as long as the engine takes them, each once per round; its rate is found by what it counts."""
+    """Each round has a prompt of every length up to the engine's maximum.
+
+    The rate uses its token counts.
+    """
     with StandInEngine(max_model_len=300, seconds_per_request=0.5, seconds_per_token=2**-10) as stand_in:
         monkeypatch.setattr(breakeven, "PrefillEngine", functools.partial(PrefillEngine, clock=stand_in.clock))
         report = told(capsys, server, *KV, "--engine", stand_in.url, "--rounds", "3", "--max-tokens", "512")
@@ -124,16 +130,18 @@ def test_an_engine_is_asked(
     totals(server)
 
 
-def test_a_slow_engine_pulls_always(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """A token that takes an hour to compute is worth any transfer."""
+def test_a_slow_engine_always_pulls(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """If a token takes an hour to compute, any transfer is faster."""
     assert bench(server, *KV, "--prefill-tokens-per-s", "0.0003", "--max-tokens", "128", "--rounds", "3") == 0
     out = capsys.readouterr().out
     for piece in ("always worth it: kv_recompute_threshold = 0", "over shm", "256 B per token", "give 0 to 0"):
         assert piece in out
 
 
-def test_the_size_is_learned_from_an_engine(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the groups of whoever is connected; what he has in the cache stays."""
+def test_the_block_size_comes_from_a_connected_engine(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The groups are those of its namespace; its cached blocks stay."""
     namespace = namespace_of(16 * 512, 16 * 256, model="m/1")
     with Client(server.endpoint, namespace=namespace, engine_id="e") as engine:
         engine.wait_until_connected(60)
@@ -148,8 +156,8 @@ def test_the_size_is_learned_from_an_engine(server: ServerProcess, capsys: pytes
         )
 
 
-def test_groups_travel_as_they_do(server: ServerProcess) -> None:
-    """Every block of attention groups, one of a group of states; counted by the server."""
+def test_groups_are_transferred_as_in_a_handoff(server: ServerProcess) -> None:
+    """Every block of attention groups, and one block of a group of states."""
     geometry = Geometry((Group(1024, 16), Group(512, 32), Group(4096, 32, kind=GroupKind.STATE)))
     with Client(server.endpoint, namespace=TransferRig.namespace(geometry), engine_id="e") as client:
         client.wait_until_connected(60)
@@ -164,8 +172,8 @@ def test_groups_travel_as_they_do(server: ServerProcess) -> None:
     assert totals(server).claimed_bytes == 3 * expected
 
 
-def test_a_reset_meanwhile_is_an_end(server: ServerProcess) -> None:
-    """What was to be read is gone: that is said, and nothing is left."""
+def test_a_reset_during_the_benchmark_ends_it(server: ServerProcess) -> None:
+    """The error says that the blocks were dropped, and nothing is left."""
     geometry = Geometry.given(256, 16)
     with Client(server.endpoint, namespace=TransferRig.namespace(geometry), engine_id="e") as client:
         client.wait_until_connected(60)
@@ -185,7 +193,7 @@ def test_a_reset_meanwhile_is_an_end(server: ServerProcess) -> None:
 def test_an_interrupt_leaves_nothing(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch, method: str, number: int
 ) -> None:
-    """Ctrl-C when the server has done what was asked, and before we know of it."""
+    """Ctrl-C arrives after the server has executed a call and before the client has its answer."""
     geometry = Geometry.given(256, 16)
     with Client(server.endpoint, namespace=TransferRig.namespace(geometry), engine_id="e") as client:
         client.wait_until_connected(60)
@@ -209,9 +217,9 @@ def _fill_and_read(rig: TransferRig) -> None:
         rig.read(64)
 
 
-class TestGentle:
-    def test_bytes_are_bounded(self, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-        """By what was said, and by an eighth of the CPU tier."""
+class TestLimits:
+    def test_bytes_are_limited(self, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+        """By the flag, and by an eighth of the CPU tier."""
         for flags, longest in ((("--max-bytes", "100KiB"), 400), ((), 32 * MIB // 8 // 4096)):
             size = ("--kv-bytes-per-token", "256") if flags else ("--kv-bytes-per-token", "4KiB")
             report = told(capsys, server, *size, *GIVEN, "--rounds", "3", *flags)
@@ -219,10 +227,10 @@ class TestGentle:
         totals(server)
 
     @pytest.mark.parametrize(("part", "longest"), [(1 / 64, 2048), (1 / 1024, 128), (0, None)])
-    def test_a_server_that_holds_little(
+    def test_the_benchmark_halves_its_size_if_holds_are_declined(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: float, longest: int | None
     ) -> None:
-        """Declined, it asks for half, until the server holds it or it is too little to learn from."""
+        """It stops when the server holds the blocks, or when they are too few to measure."""
         with ServerProcess(tmp_path, region=32 * MIB, config=f"[handoff]\npart = {part}\n") as small:
             small.start()
             if longest is None:
@@ -235,10 +243,10 @@ class TestGentle:
 
 
 class TestRefusals:
-    def test_a_rate_that_is_no_rate(
+    def test_an_unmeasurable_compute_rate_is_refused(
         self, server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Where prompts take no longer the longer they are, nothing can be proposed: not even "never"."""
+        """If longer prompts take no longer, there is no proposal."""
         with StandInEngine(seconds_per_request=0.5) as stand_in:
             monkeypatch.setattr(breakeven, "PrefillEngine", functools.partial(PrefillEngine, clock=stand_in.clock))
             code, why = refused(capsys, server, *KV, "--engine", stand_in.url, "--max-tokens", "64")
@@ -268,24 +276,26 @@ class TestRefusals:
         ],
     )
     def test_wrong_usage(self, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], why: str) -> None:
-        """Flags that are no question: a line that says why, exit code 2, and no server was asked."""
+        """A line gives the reason, the exit code is 2, and no server is called."""
         assert cli.main(["bench", "--break-even", *flags]) == cli.EXIT_USAGE
         captured = capsys.readouterr()
         assert (captured.out, captured.err.startswith(f"kvtier: error: {why}")) == ("", True), captured.err
 
-    def test_nothing_to_measure(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """The name of what is measured is not left out."""
+    def test_the_flag_of_the_measurement_is_required(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["bench", *KV, *GIVEN]) == cli.EXIT_USAGE
         assert capsys.readouterr().err == "kvtier: error: say what to measure: --break-even\n"
 
-    def test_no_server(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Nobody to measure: exit code 2."""
+    def test_an_unreachable_server_is_an_error(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The exit code is 2."""
         endpoint = f"unix:{tmp_path}/none"
         code = cli.main(["bench", "--break-even", "--endpoint", endpoint, *KV, *GIVEN])
         assert (code, f"no server answers at {endpoint}" in capsys.readouterr().err) == (cli.EXIT_UNREACHABLE, True)
 
-    def test_no_engine(self, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-        """Nobody to ask, exit code 2; one that refuses, exit code 1; the server is as before."""
+    def test_an_unusable_engine_is_an_error(self, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+        """An unreachable engine gives exit code 2, one that refuses gives 1.
+
+        The server is unchanged.
+        """
         with StandInEngine(refuse=400) as stand_in:
             code, why = refused(capsys, server, *KV, "--engine", stand_in.url, "--max-tokens", "64")
             assert (code, f"{stand_in.url}/v1/completions answers 400" in why) == (1, True)
@@ -293,15 +303,17 @@ class TestRefusals:
         code, why = refused(capsys, server, *KV, "--engine", stand_in.url)
         assert (code, "no engine answers at" in why) == (2, True)
 
-    def test_prompts_that_are_too_short(self, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-        """An engine that takes a block or so tells nothing."""
+    def test_an_engine_with_too_short_prompts_is_refused(
+        self, server: ServerProcess, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Prompts of one or two blocks are too short to measure."""
         with StandInEngine(max_model_len=20) as stand_in:
             code, why = refused(capsys, server, *KV, "--engine", stand_in.url, "--max-tokens", "64")
         assert (code, "takes prompts of 19 tokens at most" in why) == (1, True)
 
 
 def report_of(threshold: int | None, low: int | None, high: int | None, *, measured: bool = True) -> Report:
-    """Returns a report of 100 GB/s memory, a transfer at a tenth of that, and an engine of 5,000 tokens/s."""
+    """Returns a report: memory 100 GB/s, transfers 10 GB/s, compute 5,000 tokens/s."""
     line = RegressionLine(0.002, 1e-6)
     transferred = TransferTimes(
         "shm",
@@ -327,8 +339,10 @@ class TestReport:
             ((2048, 1008, 4096), ["= 2048", "beyond 1,024 tokens nothing was measured"], "from"),
         ],
     )
-    def test_answers(self, proposal: tuple[int | None, ...], pieces: list[str], verdict: str) -> None:
-        """The threshold, or that there is none, and how sure that is; plainly."""
+    def test_the_answer_is_a_threshold_or_never(
+        self, proposal: tuple[int | None, ...], pieces: list[str], verdict: str
+    ) -> None:
+        """The text gives its uncertainty."""
         report = report_of(*proposal)  # type: ignore[arg-type]
         text = shown(report)
         for piece in (*pieces, "not in these figures: other engines"):
@@ -338,8 +352,8 @@ class TestReport:
         assert (values["kv_recompute_threshold"], values["verdict"]) == (proposal[0], verdict)
         assert [values["interval"]["low"], values["interval"]["high"]] == list(proposal[1:])
 
-    def test_figures(self) -> None:
-        """What was measured, the rates without what is fixed, and of a copy in memory how much."""
+    def test_the_report_lists_the_measurements(self) -> None:
+        """Rates exclude fixed costs; a transfer is also given as a part of a copy in memory."""
         text = shown(report_of(80, 64, 96))
         for piece in (
             "KV of m/[1]: 9.8 KiB per token, 16 tokens per block, for each of 2 ranks",
@@ -351,8 +365,8 @@ class TestReport:
             assert piece in text
         assert "compute: 5,000 tokens/s, as given" in shown(report_of(80, 64, 96, measured=False))
 
-    def test_a_rate_that_is_lost_in_the_noise(self) -> None:
-        """A line that does not rise has no rate; JSON says null."""
+    def test_a_rate_below_the_noise_is_omitted(self) -> None:
+        """JSON has null."""
         report = report_of(16, 0, 16)
         flat = TransferTimes(
             "shm", report.transferred.geometry, report.transferred.samples, RegressionLine(0.001, -1e-9), 0.5, 1e11
@@ -364,7 +378,7 @@ class TestReport:
 
 
 def shown(report: Report) -> str:
-    """Returns what people are shown."""
+    """Returns the text of a report."""
     console = Console(width=200, highlight=False)
     with console.capture() as capture:
         show(report, console)

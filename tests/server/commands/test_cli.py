@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it exits, and how soon it answers."""
+"""The command line: output, exit codes and response time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def status_of_a_busy_server() -> admin_pb2.GetStatusResponse:
-    """Returns a status that has something in every field."""
+    """Returns a status with a value in every field."""
     return admin_pb2.GetStatusResponse(
         server_version="9.8.7",
         epoch=0xABC,
@@ -66,7 +66,7 @@ Answer = Callable[[grpc.ServicerContext], admin_pb2.GetStatusResponse]
 
 @pytest.fixture
 def serve_status(tmp_path: Path) -> Iterator[Callable[[Answer], str]]:
-    """Serves AdminService with a given answer; returns its endpoint."""
+    """Returns a function that serves AdminService with a given answer and returns its endpoint."""
     servers = []
 
     def serve(answer: Answer) -> str:
@@ -88,8 +88,8 @@ def serve_status(tmp_path: Path) -> Iterator[Callable[[Answer], str]]:
 
 
 class TestStart:
-    def test_help_is_light(self) -> None:
-        """`kvtier --help` imports nothing heavy, and so answers in well under 150 ms on an idle machine."""
+    def test_help_imports_nothing_heavy(self) -> None:
+        """`kvtier --help` therefore answers in less than 150 ms on an idle machine."""
         code = (
             "import sys; from kvtier.server import cli\n"
             "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
@@ -101,15 +101,14 @@ class TestStart:
         assert done.stderr.strip() == "[]"
         assert "exit codes:" in done.stdout
 
-    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """`kvtier --version` is the package's."""
+    def test_version_is_printed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """The output is the version of the package."""
         with pytest.raises(SystemExit) as ended:
             cli.main(["--version"])
         assert ended.value.code == 0
         assert capsys.readouterr().out == f"kvtier {__version__}\n"
 
-    def test_module(self) -> None:
-        """`python -m kvtier.server` is `kvtier`."""
+    def test_the_package_can_be_run_as_a_module(self) -> None:
         command = [sys.executable, "-m", "kvtier.server", "--version"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         assert done.stdout == f"kvtier {__version__}\n"
@@ -117,8 +116,7 @@ class TestStart:
     @pytest.mark.parametrize(
         "arguments", [[], ["sevre"], ["serve", "--regoin-size", "1"], ["status", "--timeout", "x"]]
     )
-    def test_wrong_usage(self, arguments: list[str]) -> None:
-        """Wrong usage exits with 2."""
+    def test_wrong_usage_exits_with_2(self, arguments: list[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
         assert ended.value.code == cli.EXIT_USAGE
@@ -136,20 +134,20 @@ class TestConfig:
         assert out.count("# --") == 3
 
     def test_prints_json(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """--json is for programs; warnings go beside it, to standard error."""
+        """The output with --json is one document; warnings go to standard error."""
         assert cli.main(["config", "--json", "--insecure", "--listen", "127.0.0.1:7", "--listen", "unix:/a.sock"]) == 0
         captured = capsys.readouterr()
         assert json.loads(captured.out)["config"]["listen"] == ["127.0.0.1:7", "unix:/a.sock"]
         assert captured.err.startswith("kvtier: warning: listening on 127.0.0.1:7")
 
     def test_prints_reference(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """--reference explains every setting, and needs no valid configuration to do so."""
+        """The option --reference explains every setting, and needs no valid configuration."""
         assert cli.main(["config", "--reference", "--region-size", "lots"]) == 0
         assert "| `limits.max_keys` | `KVTIER_LIMITS_MAX_KEYS` |" in capsys.readouterr().out
 
     @pytest.mark.parametrize("command", ["config", "serve"])
-    def test_refusal(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-        """A configuration that cannot be used exits with 78, a line per problem and no traceback."""
+    def test_an_invalid_configuration_exits_with_78(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """The output is one line per error, without a traceback."""
         assert cli.main([command, "--region-size", "lots", "--metrics", "x"]) == cli.EXIT_CONFIG
         lines = capsys.readouterr().err.splitlines()
         assert [line.split(" = ")[0] for line in lines] == [
@@ -157,14 +155,13 @@ class TestConfig:
             "kvtier: error: --metrics: metrics",
         ]
 
-    def test_reader_goes_away(self) -> None:
-        """`kvtier config | head -1` ends without a traceback."""
+    def test_a_closed_pipe_causes_no_traceback(self) -> None:
         command = f"{sys.executable} -u -m kvtier.server config | head -c 1"
         done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True, timeout=60)
         assert (done.stdout, done.stderr) == ("#", "")
 
-    def test_a_disk_that_is_full(self) -> None:
-        """`kvtier config > file` says that there is no room for the file."""
+    def test_a_full_disk_is_named(self) -> None:
+        """`kvtier config > file` reports that the disk is full."""
         command = f"{sys.executable} -m kvtier.server config > /dev/full"
         done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == cli.EXIT_FAILURE
@@ -173,7 +170,7 @@ class TestConfig:
 
 class TestStatus:
     def test_table(self, serve_status: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        """People see tiers with fill and hit rates, sessions, transports, uptime and epoch."""
+        """The text has tiers with fill and hit ratio, sessions, transports, uptime and epoch."""
         endpoint = serve_status(lambda _: status_of_a_busy_server())
         assert cli.main(["status", "--endpoint", endpoint]) == 0
         out = capsys.readouterr().out
@@ -185,7 +182,7 @@ class TestStatus:
             assert piece in out
 
     def test_json(self, serve_status: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        """Programs get numbers: a tier that was never asked has no hit rate, and a scheduler no rank."""
+        """A tier without lookups has no hit ratio, and a scheduler has no rank."""
         endpoint = serve_status(lambda _: status_of_a_busy_server())
         assert cli.main(["status", "--endpoint", endpoint, "--json"]) == 0
         status = json.loads(capsys.readouterr().out)
@@ -197,15 +194,15 @@ class TestStatus:
         durations = {"uptime", "loop_lag"}
         assert set(status) >= fields - durations | {f"{name}_seconds" for name in durations}
 
-    def test_default_endpoint(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Without a server the default endpoint is named, in one line, and the exit code is 2."""
+    def test_an_unreachable_server_exits_with_2(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """One line names the default endpoint."""
         assert cli.main(["status"]) == cli.EXIT_UNREACHABLE
         assert capsys.readouterr().err == (
             f"kvtier: error: no server answers at unix:{tmp_path}/kvtier/kvtier.sock; is `kvtier serve` running there?\n"
         )
 
-    def test_silent_server(self, serve_status: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        """A server that does not answer in time counts as unreachable, and does not hold us up."""
+    def test_a_silent_server_times_out(self, serve_status: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        """A server that does not answer in time counts as unreachable."""
         endpoint = serve_status(lambda _: time.sleep(1) or status_of_a_busy_server())
         assert cli.main(["status", "--endpoint", endpoint, "--timeout", "0.2"]) == cli.EXIT_UNREACHABLE
         assert capsys.readouterr().err == f"kvtier: error: no answer from {endpoint} within 0.2 s\n"
@@ -217,15 +214,13 @@ class TestStatus:
             (grpc.StatusCode.INTERNAL, "{}: INTERNAL: it broke"),
         ],
     )
-    def test_other_errors(
+    def test_an_error_status_exits_with_1(
         self, serve_status: Any, capsys: pytest.CaptureFixture[str], code: grpc.StatusCode, line: str
     ) -> None:
-        """A server that answers with an error is a failure, exit code 1."""
         endpoint = serve_status(lambda context: context.abort(code, "it broke\nbadly"))
         assert cli.main(["status", "--endpoint", endpoint]) == cli.EXIT_FAILURE
         assert capsys.readouterr().err == f"kvtier: error: {line.format(endpoint)}\n"
 
-    def test_wrong_endpoint(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """An endpoint that is none is wrong usage."""
+    def test_an_invalid_endpoint_is_wrong_usage(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["status", "--endpoint", "nonsense"]) == cli.EXIT_USAGE
         assert capsys.readouterr().err == "kvtier: error: 'nonsense' is neither unix:PATH nor HOST:PORT\n"

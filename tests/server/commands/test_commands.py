@@ -1,4 +1,4 @@
-"""The commands that look at a real server, or have it do something: what they print, in JSON too, and how they exit."""
+"""Commands against a real server: output as text and JSON, and exit codes."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ ASK = ("status", "top", "tiers", "sessions", "leases", "handoffs", "explain r", 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of which nothing is taken away, with a tier on disk."""
+    """Yields a server with a disk tier; tests must leave its blocks in place."""
     with ServerProcess(tmp_path_factory.mktemp("s")).start() as server:
         yield server
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server of one test's own."""
+    """Yields a server of one test."""
     with ServerProcess(tmp_path).start() as server:
         yield server
 
 
 def client_of(server: ServerProcess, tenant: str = "", name: str = "unit") -> Client:
-    """Returns a client that is connected."""
+    """Returns a connected client."""
     client = Client(server.endpoint, namespace=namespace_of(PART, tenant=tenant), name=name, engine_id=f"e-{name}")
     client.wait_until_connected(60)
     return client
 
 
 def store(client: Client, *numbers: int) -> list[bytes]:
-    """Stores blocks, in all tiers; returns their keys."""
+    """Stores blocks in all tiers; returns their keys."""
     keys = [key_of(number) for number in numbers]
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
     client.flush(keys)
@@ -64,8 +64,10 @@ def ask(server: ServerProcess, *arguments: str, code: int = 0) -> subprocess.Com
 
 
 @pytest.mark.parametrize("command", ASK)
-def test_without_a_server_a_command_says_so(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2 and one line, also where the address is none."""
+def test_an_unreachable_server_or_invalid_address_exits_with_2(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error is one line."""
     for endpoint, words in ((f"unix:{tmp_path}/none", "no server answers at"), ("nonsense", "neither unix:PATH nor")):
         assert cli.main([*command.split(), "--endpoint", endpoint, "--timeout", "2"]) == cli.EXIT_UNREACHABLE
         said = capsys.readouterr()
@@ -73,9 +75,10 @@ def test_without_a_server_a_command_says_so(command: str, tmp_path: Path, capsys
         assert (said.out, said.err.count("\n")) == ("", 1)
 
 
-def test_tiers(shared: ServerProcess) -> None:
-    """Fill, hits, queues, shares, and where the memory is."""
-    shared.wait_for(lambda status: status.region.backed_bytes == 64 * MIB)  # the last of it comes after the first calls
+def test_tiers_are_listed(shared: ServerProcess) -> None:
+    """Columns: fill, hits, queues, shares of tenants, and memory."""
+    # the last bytes are backed after the first calls
+    shared.wait_for(lambda status: status.region.backed_bytes == 64 * MIB)
     answer = answer_of("tiers", "--endpoint", shared.endpoint)
     assert [tier["name"] for tier in answer["tiers"]] == ["cpu", "lmdb"]
     assert {"queued_bytes", "dropped_blocks", "declined", "hit_rate", "shares"} <= set(answer["tiers"][1])
@@ -87,8 +90,8 @@ def test_tiers(shared: ServerProcess) -> None:
         assert piece in text
 
 
-def test_sessions(shared: ServerProcess) -> None:
-    """Who is there, for how long, with which process and transport; what it holds, and when it was heard of last."""
+def test_sessions_are_listed(shared: ServerProcess) -> None:
+    """Columns: engine, age, process, transport, leases, and the time of the last heartbeat."""
     shared.wait_for(lambda status: not status.sessions)
     with client_of(shared, tenant="acme", name="sess") as client:
         keys = store(client, *range(100, 103))
@@ -108,8 +111,8 @@ def test_sessions(shared: ServerProcess) -> None:
     assert ask(shared, "sessions").stdout == "no sessions\n"
 
 
-def test_the_status_says_who_serves(shared: ServerProcess) -> None:
-    """Process, protocol, region and how late the loop is."""
+def test_the_status_describes_the_server_process(shared: ServerProcess) -> None:
+    """Process, protocol, region, and delay of the event loop."""
     answer = answer_of("status", "--endpoint", shared.endpoint)
     assert (answer["pid"], answer["protocol_versions"]) == (shared.pid, [1])
     assert 0 <= answer["loop_lag_seconds"] < 30
@@ -118,7 +121,7 @@ def test_the_status_says_who_serves(shared: ServerProcess) -> None:
 
 class TestTop:
     def test_rates_of_an_interval(self, shared: ServerProcess) -> None:
-        """What happened between two looks, per second; a ratio of the interval, and none where nothing was asked."""
+        """Rates are per second between two readings; a ratio without lookups is empty."""
         command = [sys.executable, "-m", "kvtier.server", "top", "--json", "--interval", "2", "--count", "1"]
         shared.wait_for(lambda status: not status.sessions)
         with client_of(shared, name="top") as client:
@@ -141,16 +144,15 @@ class TestTop:
         [line] = done.stdout.splitlines()
         assert 1.9 <= json.loads(line)["interval_seconds"] < 20
 
-    def test_for_people(self, shared: ServerProcess) -> None:
-        """Where it is no terminal, tables one after another."""
+    def test_tables_follow_each_other_without_a_terminal(self, shared: ServerProcess) -> None:
         with client_of(shared, name="eye"):
             text = ask(shared, "top", "--interval", "0.1", "--count", "2").stdout
         assert text.count("tiers, per second") == 2
         for piece in ("keys/s looked up", "ms late at most", "(the rest)", "e-eye", "calls/s"):
             assert piece in text
 
-    def test_on_a_terminal_it_goes_on_until_it_is_interrupted(self, shared: ServerProcess) -> None:
-        """The screen is redrawn; Ctrl-C ends it with 0, and the screen is given back."""
+    def test_a_terminal_is_redrawn_until_ctrl_c(self, shared: ServerProcess) -> None:
+        """Ctrl-C ends it with 0, and the screen is restored."""
         command = ["env", "--default-signal=INT", sys.executable, "-m", "kvtier.server", "top", "--interval", "0.2"]
         command += ["--endpoint", shared.endpoint]
         leader, follower = pty.openpty()
@@ -173,14 +175,16 @@ class TestTop:
         assert b"Traceback" not in shown
         assert b"\x1b[?1049h" in shown
 
-    def test_wrong_usage(self, shared: ServerProcess) -> None:
-        """No interval is none."""
+    def test_an_invalid_interval_is_wrong_usage(self, shared: ServerProcess) -> None:
         assert "--interval" in ask(shared, "top", "--interval", "0", code=2).stderr
 
 
 class TestEvict:
-    def test_says_how_much_and_spares_what_is_pinned(self, server: ServerProcess) -> None:
-        """A dry run changes nothing; then all of a tier goes but what a lease pins; what the tier below has is served."""
+    def test_reports_bytes_and_keeps_pinned_blocks(self, server: ServerProcess) -> None:
+        """A dry run changes nothing.
+
+        Then a tier keeps only pinned blocks, and the tier below serves the rest.
+        """
         arguments = ("evict", "--tier", "cpu", "--all", "--endpoint", server.endpoint)
         assert "--all does not go with --tier" in kvtier(*arguments, code=2).stderr
         arguments = ("evict", "--tier", "cpu", "--endpoint", server.endpoint)
@@ -201,8 +205,8 @@ class TestEvict:
             assert piece in text
         assert [tier["blocks"] for tier in answer_of("tiers", "--endpoint", server.endpoint)["tiers"]] == [0, 0]
 
-    def test_of_a_tenant_a_namespace_an_age_and_so_many_bytes(self, server: ServerProcess) -> None:
-        """Each condition spares what it does not mean; what is gone from every tier is a miss."""
+    def test_conditions_select_blocks(self, server: ServerProcess) -> None:
+        """Tenant, namespace, age and bytes; a block that has left every tier is a miss."""
 
         def gone(*conditions: str) -> list[int]:
             answer = answer_of("evict", *conditions, "--endpoint", server.endpoint)
@@ -213,7 +217,7 @@ class TestEvict:
             sessions = answer_of("sessions", "--endpoint", server.endpoint)["sessions"]
             [namespace] = [each["namespace_id"] for each in sessions if each["tenant"] == "bob"]
             assert gone("--older-than", "1h") == [0, 0]
-            assert gone("--tenant", "nobody") == [0, 0]
+            assert gone("--tenant", "unknown") == [0, 0]
             assert gone("--namespace", namespace, "--tier", "lmdb") == [4]
             assert gone("--tenant", "alice", "--bytes", f"{2 * PART}") == [2, 2]
             time.sleep(1.1)
@@ -221,8 +225,8 @@ class TestEvict:
             assert alice.lookup(keys, prefix=False).id == 0
             assert_serves(bob, others)
 
-    def test_what_is_retained_stays_unless_it_is_overruled(self, server: ServerProcess) -> None:
-        """A request's wish holds against an operator's, without --retained."""
+    def test_retained_blocks_stay_without_the_flag(self, server: ServerProcess) -> None:
+        """Retention by a request overrides an eviction by an operator without --retained."""
         with client_of(server) as client:
             keys = [key_of(1)]
             client.store(keys, [payload(keys[0], PART)], retain_for=600)
@@ -231,8 +235,8 @@ class TestEvict:
                 answer = answer_of("evict", "--tier", "cpu", *flags, "--endpoint", server.endpoint)
                 assert answer["tiers"][0]["blocks"] == blocks
 
-    def test_a_bar_is_drawn_on_terminals_only(self, shared: ServerProcess) -> None:
-        """On standard error, beside an answer that stays one JSON document."""
+    def test_a_progress_bar_is_drawn_on_terminals_only(self, shared: ServerProcess) -> None:
+        """The bar goes to standard error; the answer stays one JSON document."""
         command = [sys.executable, "-m", "kvtier.server", "evict", "--all", "--dry-run", "--json"]
         leader, follower = pty.openpty()
         try:
@@ -263,14 +267,16 @@ class TestEvict:
             (("--bytes", "0"), 2, "must be more than 0"),
         ],
     )
-    def test_refusals(self, shared: ServerProcess, flags: tuple[str, ...], code: int, words: str) -> None:
-        """What is no condition is refused, in a line."""
+    def test_invalid_conditions_are_refused(
+        self, shared: ServerProcess, flags: tuple[str, ...], code: int, words: str
+    ) -> None:
+        """The error is one line."""
         assert words in ask(shared, "evict", *flags, code=code).stderr
 
 
 class TestDrain:
-    def test_it_ends_as_by_a_signal(self, server: ServerProcess) -> None:
-        """What fits is durable, the process has ended with 0 when the command has, and the next one serves it."""
+    def test_drain_ends_the_server_as_a_signal_does(self, server: ServerProcess) -> None:
+        """The server exits with 0, and the next one serves the blocks that fit."""
         with client_of(server) as client:
             keys = [key_of(number) for number in range(20)]
             client.store(keys, [payload(key, PART) for key in keys])
@@ -281,13 +287,13 @@ class TestDrain:
         with client_of(server) as client:
             assert_serves(client, keys)
 
-    def test_without_wait_it_returns_at_once_and_the_server_ends(self, server: ServerProcess) -> None:
-        """The drain goes on when nobody looks."""
+    def test_without_wait_the_command_returns_at_once(self, server: ServerProcess) -> None:
+        """The server finishes the drain by itself."""
         assert "it takes no new work" in ask(server, "drain").stdout
         assert server.wait() == 0
 
-    def test_it_stays_and_is_undone(self, server: ServerProcess) -> None:
-        """Drained, it refuses stores and sessions and serves lookups; undone, it takes them."""
+    def test_a_drained_server_can_resume(self, server: ServerProcess) -> None:
+        """While drained, it refuses stores and sessions and serves lookups."""
         with client_of(server) as client:
             keys = store(client, 0, 1)
             answer = answer_of("drain", "--stay", "--wait", "--endpoint", server.endpoint)
@@ -304,20 +310,20 @@ class TestDrain:
         assert server.terminate() == 0
 
     def test_stay_and_undo_exclude_each_other(self) -> None:
-        """Both at once are wrong usage."""
+        """The command exits with 2."""
         assert "not allowed with" in kvtier("drain", "--stay", "--undo", code=2).stderr
 
 
 class TestCompletion:
     @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
     def test_every_command_is_completed(self, shell: str) -> None:
-        """The script names all commands and their flags."""
+        """The script has all commands and their flags."""
         script = kvtier("completion", shell).stdout
         for word in ("evict", "doctor", "drain", "sessions", "older-than"):
             assert word in script
 
     def test_bash_completes(self, tmp_path: Path) -> None:
-        """A real bash proposes commands, and flags of a command."""
+        """A real bash completes commands, and flags of a command."""
         (tmp_path / "kvtier.bash").write_text(kvtier("completion", "bash").stdout)
         script = (
             f"source {tmp_path}/kvtier.bash\n"
@@ -328,8 +334,7 @@ class TestCompletion:
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=60)
         assert done.stdout.split() == ["doctor", "--dry-run"], done
 
-    def test_an_unknown_shell(self) -> None:
-        """Wrong usage."""
+    def test_an_unknown_shell_is_wrong_usage(self) -> None:
         kvtier("completion", "tcl", code=2)
 
 
@@ -340,7 +345,7 @@ def _status(server: ServerProcess) -> dict[str, object]:
 
 
 def _read(descriptor: int) -> bytes:
-    """Returns what a terminal shows, as far as there is something; nothing once its other end is closed."""
+    """Returns the available output of a terminal; an empty text after its other end is closed."""
     with contextlib.suppress(OSError):
         return os.read(descriptor, 1 << 16) if select.select([descriptor], [], [], 0.1)[0] else b""
     return b""

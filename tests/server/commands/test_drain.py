@@ -1,4 +1,4 @@
-"""An orderly end loses nothing that fits."""
+"""An orderly shutdown keeps all blocks that fit into a tier."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from harness.server_process import MIB, ServerProcess
 from kvtier.client import Client, KVTierError, StoreStatus
 
 
-def test_a_writer_that_hangs_does_not_keep_the_others_from_being_flushed(tmp_path: Path) -> None:
-    """It gets a moment; what is complete is made durable meanwhile."""
+def test_a_hanging_writer_does_not_prevent_the_flush(tmp_path: Path) -> None:
+    """The server waits for it briefly; complete blocks become durable meanwhile."""
     namespace = namespace_of(MIB)
     keys = [key_of(number) for number in range(40)]
     with ServerProcess(tmp_path, region=64 * MIB, lmdb=256 * MIB).start() as server:
@@ -26,8 +26,8 @@ def test_a_writer_that_hangs_does_not_keep_the_others_from_being_flushed(tmp_pat
             assert client.lookup([key_of(1000)]).id == 0
 
 
-def test_sigterm_flushes_what_was_left_out_under_load(tmp_path: Path) -> None:
-    """Cascades that were dropped because the queue was full are made up for before the server ends."""
+def test_sigterm_flushes_blocks_that_missed_their_cascade(tmp_path: Path) -> None:
+    """Cascades that were dropped because the queue was full are repeated before the server ends."""
     namespace = namespace_of(MIB)
     keys = [key_of(number) for number in range(48)]
     with ServerProcess(tmp_path, region=64 * MIB, lmdb=256 * MIB).start() as server:

@@ -1,4 +1,4 @@
-"""`kvtier leases` and `kvtier explain`, of a real server."""
+"""`kvtier leases` and `kvtier explain` against a real server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REGION_BLOCKS = 64
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Launched]:
-    """A server with a CPU tier only, of 64 blocks."""
+    """Yields a server with a CPU tier only, of 64 blocks."""
     with launch(tmp_path, "--cpu-only", region=f"{REGION_BLOCKS * PART}") as server:
         server.wait_ready()
         yield server
@@ -30,7 +30,7 @@ def server(tmp_path: Path) -> Iterator[Launched]:
 
 @pytest.fixture
 def client(server: Launched, tmp_path: Path) -> Iterator[Client]:
-    """A client of that server."""
+    """Yields a client of that server."""
     assert server.pid
     with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART), name="unit", engine_id="e7") as client:
         client.wait_until_connected(60)
@@ -39,7 +39,7 @@ def client(server: Launched, tmp_path: Path) -> Iterator[Client]:
 
 @pytest.fixture
 def reader(server: Launched, tmp_path: Path) -> Iterator[Client]:
-    """Another engine of the same namespace."""
+    """Yields another engine of the same namespace."""
     assert server.pid
     with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART), engine_id="d1") as client:
         client.wait_until_connected(60)
@@ -47,7 +47,7 @@ def reader(server: Launched, tmp_path: Path) -> Iterator[Client]:
 
 
 def kvtier(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line against the server."""
+    """Runs a command against the server."""
     return subprocess.run(
         [sys.executable, "-m", "kvtier.server", *arguments, "--endpoint", f"unix:{tmp_path}/s"],
         capture_output=True,
@@ -58,7 +58,7 @@ def kvtier(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def answer(tmp_path: Path, *arguments: str) -> Any:
-    """Returns what the command line says, in JSON."""
+    """Returns the JSON that a command prints."""
     done = kvtier(tmp_path, *arguments, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -72,7 +72,7 @@ def store(client: Client, *numbers: int) -> list[bytes]:
 
 
 def test_leases_are_listed_with_owners_and_ages(client: Client, tmp_path: Path) -> None:
-    """Readers and writers, the oldest first; those that ended are gone."""
+    """Leases of readers and writers, the oldest first; ended ones are not listed."""
     assert kvtier(tmp_path, "leases").stdout == "no leases\n"
     keys = store(client, 0, 1, 2)
     with client.lookup(keys, request_id="r1", lease=60) as lease, client.write([key_of(9)], request_id="r2"):
@@ -94,8 +94,8 @@ def test_leases_are_listed_with_owners_and_ages(client: Client, tmp_path: Path) 
     assert answer(tmp_path, "leases")["total"] == 0
 
 
-def test_a_request_is_explained(client: Client, tmp_path: Path) -> None:
-    """For each of its blocks: where it was found, or why it was not."""
+def test_a_request_is_explained_per_block(client: Client, tmp_path: Path) -> None:
+    """Each block has the tier that had it, or the reason of its miss."""
     keys = store(client, *range(REGION_BLOCKS))
     store(client, *range(1000, 1010))
     with client.begin_request("chat-1", [*keys[:40], key_of(9999)], prefix=False):
@@ -112,11 +112,11 @@ def test_a_request_is_explained(client: Client, tmp_path: Path) -> None:
     for piece in ("chat-1", "e7", "finished", "block 0: miss, never_stored", key_of(9999).hex()):
         assert piece in text
     evicted = answer(tmp_path, "explain", "chat-1")["lookups"][0]
-    assert evicted["spans"] == spans, "the first lookup is kept beside the second"
+    assert evicted["spans"] == spans, "the first lookup stays beside the second"
 
 
-def test_what_was_evicted_is_said_to_be(client: Client, tmp_path: Path) -> None:
-    """The whole region is replaced: all that was there is missed for that reason."""
+def test_evicted_blocks_are_explained(client: Client, tmp_path: Path) -> None:
+    """After the whole region is replaced, all earlier blocks are missed as evicted."""
     keys = store(client, *range(REGION_BLOCKS))
     for start in (1000, 2000):
         store(client, *range(start, start + REGION_BLOCKS))
@@ -125,8 +125,8 @@ def test_what_was_evicted_is_said_to_be(client: Client, tmp_path: Path) -> None:
     assert span == {"keys": 1, "miss_reason": "evicted"}
 
 
-def test_below_threshold_and_other_format(client: Client, tmp_path: Path) -> None:
-    """Two reasons that only the one who asks can mend."""
+def test_misses_below_the_threshold_or_of_another_format(client: Client, tmp_path: Path) -> None:
+    """The client can avoid both reasons."""
     keys = store(client, 0, 1)
     assert client.lookup(keys, request_id="short", min_hits=3).prefix_hits == 0
     with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART, model="other")) as other:
@@ -137,19 +137,19 @@ def test_below_threshold_and_other_format(client: Client, tmp_path: Path) -> Non
         assert span == {"keys": 2, "miss_reason": reason}
 
 
-def test_a_request_that_nobody_knows(client: Client, tmp_path: Path) -> None:
-    """A line that says so, and exit code 1; likewise one of another engine."""
+def test_an_unknown_request_exits_with_1(client: Client, tmp_path: Path) -> None:
+    """A request of another engine is unknown, too; the error is one line."""
     store(client, 0)
     client.lookup([key_of(0)], request_id="mine").release()
-    for arguments in (("nobody",), ("mine", "--engine", "other")):
+    for arguments in (("unknown",), ("mine", "--engine", "other")):
         done = kvtier(tmp_path, "explain", *arguments)
         assert done.returncode == 1
         assert "nothing is known of request" in done.stderr
     assert kvtier(tmp_path, "leases", "--most", "-1").returncode == 2
 
 
-def test_a_request_that_was_handed_over(client: Client, reader: Client, tmp_path: Path) -> None:
-    """On either side: what was published and how it ended; which hold was claimed, and what each block of it met."""
+def test_a_handoff_is_explained_on_both_sides(client: Client, reader: Client, tmp_path: Path) -> None:
+    """P: the publication and its end. D: the claimed hold, and the result of each block."""
     keys = store(client, 0, 1, 2)
     client.publish("p-1", [*keys, key_of(9)], range(4), num_tokens=64, hold_for=60)
     reader.claim(HoldName("e7", "p-1"), request_id="d-1", first_positions=[1], wait=0.1).release()
@@ -193,8 +193,11 @@ def test_a_request_that_was_handed_over(client: Client, reader: Client, tmp_path
         assert piece in claimed
 
 
-def test_a_hold_that_was_declined_or_cannot_be_read(client: Client, reader: Client, tmp_path: Path) -> None:
-    """The publisher is told what it may raise; who has another model, that the hold is none of his; who is late, that he is."""
+def test_failed_handoffs_are_explained(client: Client, reader: Client, tmp_path: Path) -> None:
+    """A declined publication names the setting to raise.
+
+    A claim names another model, or its lateness.
+    """
     keys = store(client, *range(48))
     back = HandoffDirection.DECODE_TO_PREFILL
     assert client.publish("big", keys, range(48), num_tokens=768, direction=back).status is PublishStatus.NO_ROOM

@@ -76,28 +76,28 @@ def size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     ],
 )
 def test_bytes_per_token(size: Any, config: dict[str, Any], flags: tuple[str, ...], expected: int) -> None:
-    """2 x layers x KV heads x head size x bytes of a value; MLA keeps one vector per layer."""
+    """2 x layers x KV heads x head size x bytes of a value; MLA stores one vector per layer."""
     assert size(config, *flags)["bytes_per_token"] == expected
 
 
 def test_layers_without_full_attention_are_counted_apart(size: Any) -> None:
-    """Sliding windows are part of the sum; states are not."""
+    """Layers with a sliding window count in the sum; layers with states do not."""
     found = size(GEMMA_3_12B)
     assert (found["layers"], found["window_layers"], found["state_layers"]) == (48, 40, 0)
     found = size(QWEN_3_NEXT | {"full_attention_interval": 4})
     assert (found["layers"], found["window_layers"], found["state_layers"]) == (12, 0, 36)
 
 
-def test_tensor_parallel(size: Any) -> None:
-    """Ranks share the heads; more ranks than heads have copies; MLA is stored once."""
+def test_ranks_share_the_kv_heads(size: Any) -> None:
+    """If there are more ranks than heads, ranks have copies; MLA is stored once."""
     assert size(LLAMA_8B, "--tp", "2")["bytes_per_token_of_a_rank"] == 65_536
     assert size(LLAMA_8B, "--tp", "2")["bytes_per_token"] == 131_072
     assert size(LLAMA_8B, "--tp", "16")["bytes_per_token"] == 262_144
     assert size(DEEPSEEK_V3, "--tp", "8")["bytes_per_token"] == 70_272
 
 
-def test_what_tiers_hold(size: Any) -> None:
-    """The region holds blocks in slots of whole pages, an lmdb tier in four fifths of its size."""
+def test_capacities_of_tiers_in_tokens(size: Any) -> None:
+    """The region has slots of whole pages; an LMDB tier holds four fifths of its size."""
     found = size(LLAMA_8B, "--cpu", "64GiB", "--disk", "500GiB")
     assert found["bytes_per_block"] == 2 << 20
     assert found["cpu"] == {"bytes": 64 * GIB, "blocks": 32_768, "tokens": 524_288, "index_bytes": 32_768 * 459}
@@ -109,8 +109,7 @@ def test_what_tiers_hold(size: Any) -> None:
     assert LMDB_SHARE == PAYLOAD_SHARE
 
 
-def test_lines_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without `--json` each figure has a line."""
+def test_the_text_has_a_line_per_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(GEMMA_3_12B))
     assert cli.main(["size", str(file), "--cpu", "8GiB"]) == 0
@@ -134,7 +133,7 @@ def test_lines_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (json.dumps(LLAMA_8B | {"torch_dtype": "int4"}), "--dtype"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(
+def test_an_unusable_model_config_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, reason: str
 ) -> None:
     """One line on standard error names the file and the reason."""
@@ -149,18 +148,18 @@ def test_what_cannot_be_computed_is_refused(
 
 @pytest.mark.parametrize("flags", [("--cpu", "8 apples"), ("--tp", "0"), ("--block-tokens", "-1")])
 def test_wrong_flags_are_refused(tmp_path: Path, flags: tuple[str, str]) -> None:
-    """Before the file is read."""
+    """The check precedes reading the file."""
     assert cli.main(["size", str(tmp_path / "config.json"), *flags]) == cli.EXIT_USAGE
 
 
 def test_every_dtype_is_a_choice() -> None:
-    """The parser repeats them because it imports no command."""
+    """The parser repeats the names because it imports no command."""
     for dtype in DTYPES:
         assert new_parser().parse_args(["size", "config.json", "--dtype", dtype]).dtype == dtype
 
 
 def test_the_table_of_the_sizing_page(size: Any) -> None:
-    """docs/sizing.md has the figures of the command."""
+    """The figures of docs/sizing.md are those of the command."""
     rows = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", PAGE, re.MULTILINE)
     assert len(rows) > 10
     for name, layers, heads, head_size, token, tokens in rows:
@@ -181,7 +180,7 @@ def test_the_table_of_the_sizing_page(size: Any) -> None:
 def test_the_examples_of_the_sizing_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], flags: str
 ) -> None:
-    """docs/sizing.md shows what the command prints."""
+    """The examples of docs/sizing.md are the output of the command."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     assert cli.main(["size", str(file), *flags.split()]) == 0

@@ -1,4 +1,4 @@
-"""Tables on terminals of any width: what is shown of them, and how."""
+"""Tables on terminals of any width."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.server.commands.tables import ResponsiveTable
 
 
 def shown(table: ResponsiveTable, width: int) -> list[str]:
-    """Returns the lines on a terminal that is so wide."""
+    """Returns the lines of a table on a terminal of this width."""
     console = Console(file=io.StringIO(), width=width)
     console.print(table)
     file = console.file
@@ -23,7 +23,7 @@ def shown(table: ResponsiveTable, width: int) -> list[str]:
 
 
 def of_sessions(count: int = 2) -> ResponsiveTable:
-    """Returns a table with names that are long, and figures."""
+    """Returns a table with long names and figures."""
     table = ResponsiveTable("client", "engine", title="sessions", title_justify="left")
     for column in ("last heard", "calls", "written"):
         table.add_column(column, justify="right")
@@ -45,24 +45,22 @@ def test_every_figure_is_legible_at_any_width(width: int) -> None:
     assert text.count("256.0 KiB") == 5
 
 
-def test_a_table_that_fits_has_a_line_for_each() -> None:
-    """Where there is room it is a table like any other."""
+def test_a_table_that_fits_has_a_line_per_row() -> None:
     lines = shown(of_sessions(), 120)
 
     assert [line.split()[1] for line in lines if line.startswith("│")] == ["python", "python"]
     assert "0" * 32 in lines[4]
 
 
-def test_names_are_cut_before_a_table_is_turned() -> None:
-    """A line for each is worth more than the end of an id."""
+def test_names_are_cut_before_a_table_is_transposed() -> None:
+    """A line per row is worth more than the end of an id."""
     lines = shown(of_sessions(), 70)
 
     assert [line.split()[1] for line in lines if line.startswith("│")] == ["python", "python"]
     assert "…" in lines[4]
 
 
-def test_a_turned_table_cuts_nothing_and_has_its_title_once() -> None:
-    """It has room for whole names, and is one table to who reads it."""
+def test_a_transposed_table_has_whole_names_and_one_title() -> None:
     text = "\n".join(shown(of_sessions(3), 50))
 
     assert "…" not in text
@@ -70,8 +68,8 @@ def test_a_turned_table_cuts_nothing_and_has_its_title_once() -> None:
     assert all(str(number) * 32 in text for number in range(3))
 
 
-def test_rows_stand_beside_each_other_where_there_is_room() -> None:
-    """Tiers are compared, so they are columns of one table."""
+def test_transposed_rows_are_columns_if_they_fit() -> None:
+    """Tiers can then be compared in one table."""
     table = ResponsiveTable("tier")
     for column in ("used", "of", "fill", "blocks", "hits", "misses"):
         table.add_column(column, justify="right")
@@ -84,8 +82,8 @@ def test_rows_stand_beside_each_other_where_there_is_room() -> None:
     assert len(lines) == 3 + 6 + 1
 
 
-def test_many_rows_are_no_more_work_each_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a narrow terminal the work grows with the rows, and no faster."""
+def test_the_work_grows_linearly_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal is narrow."""
     measured = 0
     original = Measurement.get
 
@@ -103,6 +101,6 @@ def test_many_rows_are_no_more_work_each_than_few(monkeypatch: pytest.MonkeyPatc
     assert counts[1] < 2.5 * counts[0]
 
 
-def test_an_empty_table_is_no_defect() -> None:
-    """It has a head, and nothing to be turned."""
+def test_an_empty_table_is_printed() -> None:
+    """The table has a head and no rows to transpose."""
     assert shown(ResponsiveTable("client", "engine"), 10)

@@ -1,4 +1,4 @@
-"""The configuration: where values come from, what is refused, and how that is said."""
+"""The configuration: sources of values, refused values and their error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
-    """Writes a configuration file and returns its path."""
+    """Returns a function that writes a configuration file and returns its path."""
 
     def write_file(text: str) -> Path:
         path = tmp_path / "kvtier.toml"
@@ -29,7 +29,7 @@ def write(tmp_path: Path) -> Any:
 
 
 def problems(**arguments: Any) -> list[str]:
-    """Returns what is wrong with a configuration, a line each."""
+    """Returns the errors of a configuration, one line each."""
     with pytest.raises(ConfigError) as refused:
         load(**({"environ": ENVIRON} | arguments))
     assert not any("\n" in problem for problem in refused.value.problems)
@@ -38,7 +38,7 @@ def problems(**arguments: Any) -> list[str]:
 
 class TestSources:
     def test_defaults(self) -> None:
-        """A server that was told nothing has a socket of its user's, a region and one LMDB tier that fit the machine."""
+        """By default the socket is the user's, and region and LMDB tier fit the machine."""
         loaded = load(environ=ENVIRON)
         config = loaded.config
         assert config.listen == ("unix:/run/user/7/kvtier/kvtier.sock",)
@@ -54,7 +54,7 @@ class TestSources:
         assert not loaded.warnings
 
     def test_later_sources_win(self, write: Any) -> None:
-        """A flag beats the environment, which beats the file, which beats the default; each value keeps its origin."""
+        """A flag overrides the environment, the environment the file, and the file the default."""
         file = write('region_size = "1GiB"\nmetrics = "h:1"\n[log]\nlevel = "error"\n[limits]\nmax_keys = 7')
         loaded = load(
             {"region_size": "3GiB", "log.level": None},
@@ -71,13 +71,13 @@ class TestSources:
         assert loaded.origins["leases.max"] == "default"
 
     def test_file_from_the_environment(self, write: Any) -> None:
-        """KVTIER_CONFIG names a file; --config overrules it."""
+        """KVTIER_CONFIG names a file; --config overrides it."""
         file = write("[limits]\nmax_keys = 7")
         assert load(environ=ENVIRON | {"KVTIER_CONFIG": str(file)}).config.limits.max_keys == 7
         assert load(file=file, environ=ENVIRON | {"KVTIER_CONFIG": "/nowhere"}).config.limits.max_keys == 7
 
-    def test_environment_is_text(self) -> None:
-        """Every kind of value can be said in the environment."""
+    def test_every_setting_can_come_from_the_environment(self) -> None:
+        """Each kind of value can be given as text."""
         config = load(
             environ=ENVIRON
             | {
@@ -99,22 +99,25 @@ class TestSources:
         assert (tier.size, tier.durability, tier.path) == (3 * GIB, "power", Path("/elsewhere/lmdb"))
 
     @pytest.mark.parametrize("text", ["none", "[]"])
-    def test_cpu_only(self, text: str, write: Any) -> None:
-        """No tiers below the CPU tier: by flag, by environment, by file."""
+    def test_secondary_tiers_can_be_turned_off(self, text: str, write: Any) -> None:
+        """By flag, by environment, and by file."""
         assert load({"tiers": ()}, environ=ENVIRON).config.tiers == ()
         assert load(environ=ENVIRON | {"KVTIER_TIERS": text}).config.tiers == ()
         assert load(file=write("tiers = []"), environ=ENVIRON).config.tiers == ()
 
-    def test_tier_of_others(self, write: Any) -> None:
-        """A tier that is not part of kvtier is named by its class, and gets its options as they stand."""
+    def test_an_external_tier_is_named_by_its_class(self, write: Any) -> None:
+        """Its options are passed unchanged."""
         file = write('[[tiers]]\ntype = "acme.cache:GlacierTier"\nsize = "1TiB"\noptions = {depth = 3, where = ["x"]}')
         [tier] = load(file=file, environ=ENVIRON).config.tiers
         assert tier.is_custom
         assert (tier.name, tier.path) == ("glaciertier", Path("/data/kvtier/glaciertier"))
         assert tier.options == {"depth": 3, "where": ["x"]}
 
-    def test_foreign_variables(self) -> None:
-        """What Kubernetes adds for a service named kvtier is ignored; what only looks strange is a warning."""
+    def test_unknown_environment_variables(self) -> None:
+        """Variables that Kubernetes adds for a service named kvtier are ignored.
+
+        Others are a warning.
+        """
         loaded = load(
             environ=ENVIRON
             | {
@@ -171,8 +174,8 @@ class TestRefusals:
             ("name = " + "[" * 5000, "{file}: is not TOML: "),
         ],
     )
-    def test_one_line_each(self, write: Any, text: str, problem: str) -> None:
-        """A typo, a wrong type and a value out of bounds are each one line: where, what, why, and what was meant."""
+    def test_each_error_is_one_line(self, write: Any, text: str, problem: str) -> None:
+        """The line names the setting, its value, the reason, and the likely intended name."""
         file = write(text)
         [line] = problems(file=file)
         assert line.startswith(problem.format(file=file))
@@ -192,22 +195,22 @@ class TestRefusals:
             ('[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "lmdb"', "tiers: two of them have name = lmdb"),
         ],
     )
-    def test_tiers(self, write: Any, text: str, problem: str) -> None:
-        """A tier's table is checked like the rest, and named by its number."""
+    def test_tier_tables_are_checked(self, write: Any, text: str, problem: str) -> None:
+        """The error names a tier by its number."""
         file = write(text)
         lines = problems(file=file)
         assert lines[0].startswith(f"{file}: ")
         assert problem in lines[0]
 
-    def test_all_at_once(self, write: Any) -> None:
-        """Every problem of every source is reported, not the first only."""
+    def test_all_errors_are_reported(self, write: Any) -> None:
+        """The report covers every source, not only the first error."""
         file = write('a = 1\n[log]\nlevel = "x"')
         lines = problems(flags={"region_size": "x"}, file=file, environ=ENVIRON | {"KVTIER_REGION_SZIE": "1"})
         assert [line.split(":")[0] for line in lines] == [str(file), str(file), "KVTIER_REGION_SZIE", "--region-size"]
         assert lines[2].endswith("did you mean KVTIER_REGION_SIZE?")
 
-    def test_unreadable_file(self, tmp_path: Path) -> None:
-        """A file that is not there, is a directory, or is no text is an error that names it."""
+    def test_an_unreadable_file_is_named(self, tmp_path: Path) -> None:
+        """The file is missing, a directory, or not text."""
         assert problems(file=tmp_path / "none.toml") == [
             f"{tmp_path}/none.toml: cannot be read: No such file or directory"
         ]
@@ -215,8 +218,7 @@ class TestRefusals:
         (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
         assert "is not TOML" in problems(file=tmp_path / "binary")[0]
 
-    def test_contradictions(self) -> None:
-        """Values that are fine one by one and cannot be meant together are refused."""
+    def test_contradicting_values_are_refused(self) -> None:
         [line] = problems(environ=ENVIRON | {"KVTIER_LEASES_DEFAULT": "20m"})
         assert line == "KVTIER_LEASES_DEFAULT: leases.default = 20m: is more than leases.max = 10m"
         [line] = problems(environ=ENVIRON | {"KVTIER_HANDOFF_DEFAULT": "20m"})
@@ -229,8 +231,8 @@ class TestRefusals:
         [line] = problems(environ=ENVIRON | {"KVTIER_REGION_SIZE": "900TiB"})
         assert "this machine has no more than" in line
 
-    def test_open_to_other_hosts(self) -> None:
-        """TCP in the clear needs --insecure, on the loopback too, and is worth a warning then."""
+    def test_tcp_in_the_clear_needs_insecure(self) -> None:
+        """The loopback interface, too; with --insecure there is a warning."""
         [line] = problems(flags={"listen": ["0.0.0.0:7070"]})
         assert line.startswith("--listen: listen = 0.0.0.0:7070: whoever reaches this address")
         [line] = problems(flags={"listen": ["127.0.0.1:7070", "unix:/a.sock"]})
@@ -240,8 +242,11 @@ class TestRefusals:
         loaded = load({"listen": ["127.0.0.1:7070"], "insecure": True}, environ=ENVIRON)
         assert loaded.warnings[0].startswith("listening on 127.0.0.1:7070 in the clear: every user of this host")
 
-    def test_tls_and_tokens(self) -> None:
-        """TCP wants TLS, and somebody to ask: a token or a certificate. What goes together is there, or said to be missing."""
+    def test_tcp_needs_tls_and_credentials(self) -> None:
+        """Credentials are tokens or client certificates.
+
+        Settings that need each other are checked.
+        """
         tls = {"listen": ["127.0.0.1:7070"], "tls.cert": "/c.pem", "tls.key": "/k.pem"}
         [line] = problems(flags=tls)
         assert "nobody is asked who he is; set auth.tokens or tls.client_ca" in line

@@ -1,4 +1,4 @@
-"""The configuration as text."""
+"""The configuration as TOML, JSON and reference text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
-    """Writes a configuration file and returns its path."""
+    """Returns a function that writes a configuration file and returns its path."""
 
     def write_file(text: str) -> Path:
         path = tmp_path / "kvtier.toml"
@@ -31,7 +31,7 @@ def write(tmp_path: Path) -> Any:
 
 
 def test_toml_reads_back(write: Any) -> None:
-    """What `kvtier config` prints is a file that makes the same configuration, odd characters and all."""
+    """The output of `kvtier config` gives the same configuration, including odd characters."""
     first = load(
         {
             "listen": ["unix:/a b/ü\t\"q'.sock", "127.0.0.1:7"],
@@ -49,7 +49,7 @@ def test_toml_reads_back(write: Any) -> None:
 
 
 def test_toml_of_tenants_reads_back(write: Any) -> None:
-    """What a tenant is given, and what it may ask for."""
+    """Quotas, limits and rates are included."""
     file = write(
         '[tenants.acme]\nquota = "25%"\nlimit = {cpu = "32MiB"}\nrates = {calls = 2.5, bytes = "5MiB", sessions = 4}\n'
         '[tenants."o t"]\nrates = {bytes = 1025}'
@@ -63,13 +63,13 @@ def test_toml_of_tenants_reads_back(write: Any) -> None:
 
 
 def test_toml_of_cpu_only(write: Any) -> None:
-    """No tiers stay no tiers."""
+    """An empty list of tiers stays empty."""
     text = render.to_toml(load({"tiers": ()}, environ=ENVIRON))
     assert load(file=write(text), environ={}).config.tiers == ()
 
 
-def test_json() -> None:
-    """JSON has the same values, sizes in bytes and durations in seconds."""
+def test_json_has_bytes_and_seconds() -> None:
+    """The JSON has the same values as the TOML."""
     loaded = load({"region_size": "1GiB"}, environ=ENVIRON)
     values = json.loads(render.to_json(loaded))
     assert values["config"]["region_size"] == GIB
@@ -78,8 +78,8 @@ def test_json() -> None:
     assert values["origins"]["region_size"] == "--region-size"
 
 
-def test_reference_names_all() -> None:
-    """Every setting is documented: its name, its variable, its default and what it means."""
+def test_reference_describes_every_setting() -> None:
+    """Every setting has its name, variable, default and meaning."""
     text = render.reference()
     for setting in (*SETTINGS.values(), *TIER_SETTINGS.values()):
         assert f"`{setting.key}`" in text
@@ -87,7 +87,7 @@ def test_reference_names_all() -> None:
         assert setting.doc in text
 
 
-def test_toml_is_toml() -> None:
-    """The printed file has the tables of the configuration."""
+def test_the_printed_file_is_valid_toml() -> None:
+    """It has the tables of the configuration."""
     tables = tomllib.loads(render.to_toml(load(environ=ENVIRON)))
     assert set(tables) == set(Config.__struct_fields__) - {"tenants"}, "there are none"

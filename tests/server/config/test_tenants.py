@@ -1,4 +1,4 @@
-"""Tenants in the configuration, and whose a namespace is."""
+"""Tenants in the configuration, and the tenant of a namespace."""
 
 import typing
 from pathlib import Path
@@ -19,21 +19,21 @@ BASE = 'region_size = "64MiB"\ntiers = [{type = "lmdb", size = "100MiB"}]\n'
 
 
 class OpenTier:
-    """As much of an open tier as matters here."""
+    """The attributes of an open tier that quotas use."""
 
     name = "lmdb"
     capacity_bytes = 80 * MIB
 
 
 def read(path: Path, text: str) -> Loaded:
-    """Returns a configuration."""
+    """Returns the configuration of this text."""
     file = path / "kvtier.toml"
     file.write_text(BASE + text, encoding="utf-8")
     return load(file=file, environ={})
 
 
-def test_a_part_of_every_tier_or_an_amount_of_some(tmp_path: Path) -> None:
-    """Parts are of what a tier can hold, not of its files."""
+def test_quotas_are_percentages_or_sizes(tmp_path: Path) -> None:
+    """A percentage refers to the usable capacity of a tier, not to the size of its files."""
     loaded = read(tmp_path, '[tenants.acme]\nquota = "25%"\nlimit = "50 %"\n[tenants."b c"]\nquota = {cpu = "2MiB"}\n')
     acme, other = keeping_of(loaded.config, 64 * MIB, [OpenTier()]).tenants  # type: ignore[list-item]
     assert (acme.name, acme.tag) == ("acme", tenant_tag("acme"))
@@ -44,8 +44,8 @@ def test_a_part_of_every_tier_or_an_amount_of_some(tmp_path: Path) -> None:
     assert (other.name, other.quotas, other.limits) == ("b c", {"cpu": 2 * MIB}, {})
 
 
-def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
-    """`kvtier config` is a file that says the same; JSON says it too."""
+def test_printed_tenants_read_back(tmp_path: Path) -> None:
+    """`kvtier config` prints TOML and JSON of the same configuration."""
     text = '[tenants."b c"]\nquota = {cpu = "2MiB", lmdb = "10%"}\n[cpu]\nttl = "90s"\neviction = "lru"\n'
     loaded = read(tmp_path, text)
     shown = tmp_path / "shown.toml"
@@ -55,7 +55,7 @@ def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_tenants_in_the_environment() -> None:
-    """As a table in TOML."""
+    """The variable has a TOML table."""
     environ = {"KVTIER_TENANTS": '{acme = {quota = "25%"}}', "KVTIER_TIERS": "none"}
     (tenant,) = load(environ=environ).config.tenants
     assert (tenant.name, {tier: str(amount) for tier, amount in tenant.quota.items()}) == ("acme", {"cpu": "25%"})
@@ -86,8 +86,8 @@ def test_tenants_in_the_environment() -> None:
         ("[retention]\npart = 2", "between 0 and 1"),
     ],
 )
-def test_what_is_refused_and_how_that_is_said(tmp_path: Path, text: str, message: str) -> None:
-    """At once, with the file and the setting: a quota that cannot be kept is none."""
+def test_bad_quotas_are_refused_at_the_start(tmp_path: Path, text: str, message: str) -> None:
+    """The error names the file and the setting."""
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, text)
 
@@ -100,7 +100,7 @@ def test_two_tenants_with_one_tag_are_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_every_policy_can_be_configured() -> None:
-    """By its name, per tier; the default is the core's."""
+    """Each tier has its policy; the default is that of the core."""
     assert set(typing.get_args(Eviction)) == set(POLICIES)
     assert set(typing.get_args(Admission)) == set(ADMISSION)
     config = load(environ={"KVTIER_TIERS": '[{type = "lmdb", size = "100MiB", eviction = "arc", ttl = "1h"}]'}).config
@@ -111,14 +111,14 @@ def test_every_policy_can_be_configured() -> None:
 
 
 def test_estimates_can_be_turned_off() -> None:
-    """What other sizes would answer is estimated unless somebody says no."""
+    """By default the server estimates the hit ratio of other sizes."""
     assert keeping_of(load(environ={}).config, 64 * MIB, [OpenTier()]).estimates  # type: ignore[list-item]
     turned_off = load(environ={"KVTIER_ESTIMATES": "off"}).config
     assert not keeping_of(turned_off, 64 * MIB, [OpenTier()]).estimates  # type: ignore[list-item]
 
 
 def test_the_id_of_a_namespace_begins_with_its_tenant() -> None:
-    """Whatever else it is of: so a share is known from the blocks that a tier kept."""
+    """The shares of tenants are therefore known from the blocks that a tier kept."""
     specs = [
         namespace_spec(namespace_of(4096, model=model, tenant=tenant).to_proto())
         for model in ("one", "two")

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, and what the machine has."""
+"""Sizes and durations in text, and the resources of the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.server.config.units import GIB, MIB, format_duration, format_size, h
 
 TOO_LARGE = ["8388608TiB", "8388608.0TiB", "9" * 400 + ".5", "9" * 5000, 2**63, 1 << 24_000]
 TOO_LONG = ["106752d", "9" * 400 + "s", 1e10, 1 << 24_000]
-"""More than 64 bits have room for; some more than a float."""
+"""One is longer than 64 bits, others exceed a float."""
 
 
 def _brief(value: object) -> str:
@@ -32,8 +32,8 @@ def _brief(value: object) -> str:
         (2**63 - 1, 2**63 - 1),
     ],
 )
-def test_sizes(text: object, size: int) -> None:
-    """Sizes are written with binary or decimal units, or as bytes."""
+def test_sizes_are_parsed(text: object, size: int) -> None:
+    """Units are binary or decimal; a plain number is in bytes."""
     assert parse_size(text) == size
     assert parse_size(format_size(size)) == size
 
@@ -41,8 +41,8 @@ def test_sizes(text: object, size: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "GiB", "2G", "-1GiB", "1e3", "2GiB2", None, True, 1.5, [], "٣GiB", *TOO_LARGE], ids=_brief
 )
-def test_no_sizes(text: object) -> None:
-    """What is not clearly a size is refused; a bare G could mean either."""
+def test_ambiguous_sizes_are_refused(text: object) -> None:
+    """A bare G could mean either unit."""
     with pytest.raises(ValueError, match="size"):
         parse_size(text)
 
@@ -62,8 +62,8 @@ def test_no_sizes(text: object) -> None:
         (0.0123456, 0.0123456),
     ],
 )
-def test_durations(text: object, seconds: float) -> None:
-    """Durations are written with a unit, or in seconds."""
+def test_durations_are_parsed(text: object, seconds: float) -> None:
+    """A plain number is in seconds."""
     assert parse_duration(text) == seconds
     assert parse_duration(format_duration(seconds)) == seconds
 
@@ -71,19 +71,17 @@ def test_durations(text: object, seconds: float) -> None:
 @pytest.mark.parametrize(
     "text", ["", "s", "-1s", "5 minutes", None, True, -1, float("inf"), float("nan"), *TOO_LONG], ids=_brief
 )
-def test_no_durations(text: object) -> None:
-    """What is not clearly a duration is refused."""
+def test_ambiguous_durations_are_refused(text: object) -> None:
     with pytest.raises(ValueError, match="duration"):
         parse_duration(text)
 
 
-def test_for_people() -> None:
-    """Sizes for people are short."""
+def test_sizes_are_formatted_briefly() -> None:
     assert [human_size(size) for size in (0, 1023, 1536, 2 * GIB)] == ["0 B", "1023 B", "1.5 KiB", "2.0 GiB"]
 
 
-def test_disk_bytes(tmp_path: Path) -> None:
-    """A tier's own files count as room for it: a restart must not shrink the default size."""
+def test_a_tiers_own_files_count_as_free_space(tmp_path: Path) -> None:
+    """Otherwise a restart would shrink the default size."""
     missing = tmp_path / "a" / "b"
     assert machine.disk_bytes(missing) > 0
     assert not missing.exists()

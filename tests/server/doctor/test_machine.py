@@ -1,4 +1,4 @@
-"""What `kvtier doctor` reads from the kernel, of machines that are not at hand."""
+"""Facts about a machine that `kvtier doctor` reads from the kernel, with simulated files."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class TestMachine:
     def test_control_groups(
         self, tmp_path: Path, files: dict[str, str], cores: float | None, memory: int | None
     ) -> None:
-        """Limits of both versions, and none."""
+        """Memory limits of both versions of control groups, and no limit."""
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(f"{text}\n")
         assert (machine.cpu_limit(tmp_path), machine.memory_limit(tmp_path)) == (cores, memory)
 
     def test_file_systems(self, tmp_path: Path) -> None:
-        """The innermost mount counts; spaces are escaped in the kernel's list."""
+        """The innermost mount counts; the kernel's list escapes spaces."""
         mounts = tmp_path / "mountinfo"
         mounts.write_text(
             "22 1 8:1 / / rw - ext4 /dev/sda rw\n"
@@ -57,8 +57,8 @@ class TestMachine:
         paths = {"/home": "ext4", "/data/x": "nfs4", "/data/my disk/x": "xfs", "/database": "ext4"}
         assert {path: machine.file_system(Path(path), mounts) for path in paths} == paths
 
-    def test_the_hashes_are_those_that_the_connector_takes(self) -> None:
-        """The server does not know the client, whose module wants vLLM: so each has the list."""
+    def test_the_lists_of_hashes_agree(self) -> None:
+        """Server and connector each have one: the server imports neither client nor vLLM."""
         source = (Path(__file__).parents[3] / "client/engines/vllm/groups.py").read_text()
         [taken] = [
             ast.literal_eval(node.value)

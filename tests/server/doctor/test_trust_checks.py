@@ -1,4 +1,4 @@
-"""`kvtier doctor`: certificates, tokens and classes of tiers that a server would stumble over, before one does."""
+"""`kvtier doctor`: certificates, tokens and tier classes that would stop a server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config_of(pair: Pair | None = None, ca: str | None = None, tokens: Path | No
 
 
 def scene_of(config: Config | None) -> CheckContext:
-    """Returns what checks look at where no server runs."""
+    """Returns the input of the checks, without a server."""
     return CheckContext(
         config=config,
         problems=(),
@@ -49,14 +49,17 @@ def scene_of(config: Config | None) -> CheckContext:
 
 
 def found(*verdicts: str, of: list[CheckResult]) -> list[CheckResult]:
-    """Returns findings, which must have these verdicts, and all but the good ones what follows and what to do."""
+    """Checks the verdicts of these findings; returns them.
+
+    All but ok ones need a reason and advice.
+    """
     assert [each.verdict.value for each in of] == list(verdicts), of
     assert all(bool(each.why) == bool(each.do) == (each.verdict is not Verdict.OK) for each in of)
     return of
 
 
 def private(pair: Pair) -> Pair:
-    """Returns a pair whose key is its owner's alone."""
+    """Returns a pair whose key only the owner can read."""
     Path(pair.key).chmod(0o600)
     Path(pair.cert).chmod(0o644)
     return pair
@@ -64,7 +67,7 @@ def private(pair: Pair) -> Pair:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    """Who vouches for certificates, for long."""
+    """Returns an authority whose certificate is valid for long."""
     made = Authority(tmp_path, days=LONG)
     Path(made.ca).chmod(0o644)
     return made
@@ -72,7 +75,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
-    """A file with one token."""
+    """Returns a file with one token."""
     path = tmp_path / "tokens.toml"
     path.write_text(TOKEN)
     path.chmod(0o600)
@@ -80,14 +83,17 @@ def tokens(tmp_path: Path) -> Path:
 
 
 class TestTrust:
-    def test_nothing_is_wanted(self) -> None:
-        """A line; and none where the configuration cannot be used, of which another check says so."""
+    def test_without_tls_and_tokens(self) -> None:
+        """There is one finding, and none if the configuration is invalid.
+
+        Another check reports that.
+        """
         [finding] = found("ok", of=list(trust(scene_of(config_of()))))
         assert finding.seen == "neither TLS nor tokens are wanted"
         assert list(trust(scene_of(None))) == []
 
-    def test_all_is_well(self, authority: Authority, tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """Each of the files has a line, with how long it holds and how many are in it; nothing is logged."""
+    def test_sound_files(self, authority: Authority, tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Each file has a finding with its validity or number of entries; nothing is logged."""
         pair = private(authority.issue("server", days=LONG))
         config = config_of(pair, authority.ca, tokens)
         cert, ca, directory = found("ok", "ok", "ok", of=list(trust(scene_of(config))))
@@ -113,7 +119,10 @@ class TestTrust:
         verdict: str,
         seen: str,
     ) -> None:
-        """Clients refuse it, or will; the server would start with it, and its warning in the log is not repeated here."""
+        """An expired certificate stops clients but not the server.
+
+        No warning is logged a second time.
+        """
         pair = private(authority.issue("server", days=days))
         [finding] = found(verdict, of=list(trust(scene_of(config_of(pair)))))
         assert seen in finding.seen
@@ -125,10 +134,10 @@ class TestTrust:
         ("days", "verdict", "seen"),
         [((-2, -1), "fail", "all in it have expired"), ((-1, 3), "warn", "the last in it expires in 2 d 23 h")],
     )
-    def test_dates_of_who_vouch_for_clients(
+    def test_dates_of_the_authorities_of_clients(
         self, tmp_path: Path, authority: Authority, days: tuple[float, float], verdict: str, seen: str
     ) -> None:
-        """It is the last of them that counts: an old one beside its successor is as it should be."""
+        """The last expiry counts: an old authority beside its successor is normal."""
         pair, old = private(authority.issue("server", days=LONG)), Path(Authority(tmp_path, "old", days=days).ca)
         _, finding = found("ok", verdict, of=list(trust(scene_of(config_of(pair, str(old))))))
         assert seen in finding.seen
@@ -144,10 +153,8 @@ class TestTrust:
             (lambda pair, other: Path(pair.key).write_text(Path(other.key).read_text()), "KEY_VALUES_MISMATCH"),
         ],
     )
-    def test_files_of_tls_that_cannot_be_used(
-        self, authority: Authority, spoil: Callable[[Pair, Pair], object], seen: str
-    ) -> None:
-        """In the words of the server that refuses to start with them."""
+    def test_unusable_tls_files(self, authority: Authority, spoil: Callable[[Pair, Pair], object], seen: str) -> None:
+        """The text is that of the server, which refuses to start."""
         pair = private(authority.issue("server", days=LONG))
         spoil(pair, authority.issue("other"))
         config = config_of(pair, authority.ca)
@@ -158,18 +165,21 @@ class TestTrust:
         assert seen in finding.seen
         assert finding.why.startswith("the server does not start")
 
-    def test_an_authority_that_is_none(self, tmp_path: Path, authority: Authority) -> None:
-        """The line names the file of the three."""
+    def test_an_unusable_authority(self, tmp_path: Path, authority: Authority) -> None:
+        """The finding names the right one of the three files."""
         (tmp_path / "junk.pem").write_text("junk")
         pair = private(authority.issue("server"))
         [finding] = found("fail", of=list(trust(scene_of(config_of(pair, f"{tmp_path}/junk.pem")))))
         assert finding.seen.startswith(f"TLS with {tmp_path}/junk.pem: ")
 
-    def test_files_that_others_can_change_or_read(self, authority: Authority, tokens: Path) -> None:
-        """Each with the command that mends it. Who can read a certificate or hashes of tokens has nothing from it."""
+    def test_files_with_unsafe_permissions(self, authority: Authority, tokens: Path) -> None:
+        """Each finding has a command as its remedy.
+
+        Certificates and hashes of tokens are not secret.
+        """
         pair = private(authority.issue("server", days=LONG))
         config = config_of(pair, authority.ca, tokens)
-        Path(pair.key).chmod(0o640)  # for a group that is there for this
+        Path(pair.key).chmod(0o640)  # readable for a group that may have it
         tokens.chmod(0o644)
         found("ok", "ok", "ok", of=list(trust(scene_of(config))))
         for path in (pair.cert, pair.key, authority.ca, tokens):
@@ -193,8 +203,8 @@ class TestTrust:
             (TOKEN + TOKEN, "is there twice"),
         ],
     )
-    def test_tokens_that_cannot_be_used(self, tokens: Path, text: str | None, seen: str) -> None:
-        """In the words of the server, too."""
+    def test_an_unusable_token_file(self, tokens: Path, text: str | None, seen: str) -> None:
+        """The text is that of the server."""
         tokens.unlink()
         if text is not None:
             tokens.write_text(text)
@@ -218,8 +228,8 @@ class TestTrust:
             ),
         ],
     )
-    def test_tokens_that_let_nobody_in(self, tokens: Path, text: str, verdict: str, seen: str) -> None:
-        """An empty file, or one of which all has expired."""
+    def test_a_token_file_without_valid_entries(self, tokens: Path, text: str, verdict: str, seen: str) -> None:
+        """The file is empty, or all entries have expired."""
         tokens.write_text(text)
         [finding] = found(verdict, of=list(trust(scene_of(config_of(tokens=tokens)))))
         assert seen in finding.seen
@@ -238,7 +248,7 @@ class TestTiers:
             ("1 / 0", "fail", "cannot import odd_doctor:Odd: ZeroDivisionError: division by zero"),
         ],
     )
-    def test_classes(
+    def test_tier_classes_are_imported(
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
@@ -247,7 +257,10 @@ class TestTiers:
         verdict: str,
         seen: str,
     ) -> None:
-        """Each way of not being there; what a module prints is not on standard output. Nothing is opened."""
+        """Each kind of failed import is named.
+
+        Output of a module is suppressed, and no tier is opened.
+        """
         if source is not None:
             (tmp_path / "odd_doctor.py").write_text(f"print('hello')\n{source}\n")
         monkeypatch.syspath_prepend(tmp_path)
@@ -258,14 +271,17 @@ class TestTiers:
         assert capsys.readouterr().out == ""
         assert not tier.path.exists()
 
-    def test_none(self) -> None:
-        """A line; and none where the configuration cannot be used."""
+    def test_without_tiers(self) -> None:
+        """There is one finding, and none if the configuration is invalid."""
         found("ok", of=list(tiers(scene_of(config_of()))))
         assert list(tiers(scene_of(None))) == []
 
 
-def test_the_command_says_it_once(tmp_path: Path, authority: Authority, tokens: Path) -> None:
-    """As a table and as JSON, with exit code 1, and with nothing on standard error; `kvtier config` is content with the same."""
+def test_the_command_prints_a_table_or_json(tmp_path: Path, authority: Authority, tokens: Path) -> None:
+    """The exit code is 1, and standard error is empty.
+
+    `kvtier config` accepts the same configuration.
+    """
     pair = private(authority.issue("server", days=(-2, -1)))
     config = tmp_path / "kvtier.toml"
     config.write_text(

@@ -1,4 +1,4 @@
-"""Processes that serve the server: messages both ways, and an end that is noticed, whoever comes first."""
+"""Child processes of the server: messages both ways, signals and ends."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ for header, payload in channel:
 
 @pytest.fixture(autouse=True)
 def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module `echo` that children can run."""
+    """Makes a module `echo` that children can run."""
     (tmp_path / "echo.py").write_text(_ECHO)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_messages_go_both_ways() -> None:
-    """Headers and bytes arrive whole and in order, large ones too, and descriptors are open under the same numbers."""
+def test_messages_pass_in_both_directions() -> None:
+    """Headers and bytes arrive whole and in order; descriptors are open under the same numbers."""
 
     async def talk(fd: int) -> None:
         child = await Child.start("echo", ["a", "b"], [fd])
@@ -56,15 +56,15 @@ def test_messages_go_both_ways() -> None:
         assert child.running
         await child.close(10)
         assert await child.ended() == 0
-        child.send({"to": "nobody"})
+        child.send({"to": "none"})
 
     with Path(__file__).open("rb") as file:
         asyncio.run(talk(file.fileno()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_that_mean_the_server(number: signal.Signals) -> None:
-    """Whoever ends the server may well tell its children, too: they go on until it hangs up."""
+def test_children_ignore_signals_to_the_service(number: signal.Signals) -> None:
+    """A signal to all processes lets the children run until the server closes their connection."""
 
     async def talk() -> None:
         child = await Child.start("echo")
@@ -79,8 +79,11 @@ def test_signals_that_mean_the_server(number: signal.Signals) -> None:
     asyncio.run(talk())
 
 
-def test_messages_that_are_taken_as_they_come() -> None:
-    """Who does not iterate is given each message, in order, whole, and hears of the end; nonsense ends the child."""
+def test_messages_are_given_to_a_callback() -> None:
+    """Without iteration, each whole message arrives in order, then the end.
+
+    Nonsense ends the child.
+    """
 
     async def talk() -> None:
         taken: list[tuple[int, int]] = []
@@ -107,7 +110,7 @@ def test_messages_that_are_taken_as_they_come() -> None:
 
 
 def test_the_end_of_a_child_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
-    """Its last word is heard, its exit code known; what it wrote to its standard error is in our log."""
+    """The parent gets its last message and exit code, and logs its standard error."""
 
     async def die() -> None:
         child = await Child.start("echo")
@@ -123,7 +126,7 @@ def test_the_end_of_a_child_is_noticed(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_child_that_hangs_is_killed() -> None:
-    """When its time to end is over."""
+    """After its time to end has passed."""
 
     async def hang() -> None:
         child = await Child.start("echo")
@@ -136,7 +139,7 @@ def test_a_child_that_hangs_is_killed() -> None:
 
 
 def test_a_child_dies_with_its_parent() -> None:
-    """However the parent dies, and whatever the child is doing."""
+    """Also if the parent is killed while the child is busy."""
     program = (
         "import asyncio\nfrom kvtier.server.process.child import Child\n"
         "async def main():\n    child = await Child.start('echo')\n    child.send({'number': 1})\n"
@@ -161,22 +164,21 @@ def _state(pid: int) -> str:
 
 
 @pytest.mark.parametrize("nonsense", [b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", b"\x01\0\0\0\0\0\0\0{"])
-def test_nonsense_is_no_message(nonsense: bytes) -> None:
-    """Sizes beyond everything, and headers that are none, are refused."""
+def test_invalid_messages_are_refused(nonsense: bytes) -> None:
+    """Sizes beyond the limit, and headers that are not valid."""
     with pytest.raises(ValueError, match=r"\w"):
         unpack(nonsense[SIZES_BYTES:], read_sizes(nonsense[:SIZES_BYTES])[0])
 
 
-def test_messages_survive_their_packing() -> None:
-    """What is packed is unpacked."""
+def test_packed_messages_unpack_to_the_same() -> None:
     message = pack({"op": "copy"}, b"bytes")
     header_bytes, payload_bytes = read_sizes(message[:SIZES_BYTES])
     assert len(message) == SIZES_BYTES + header_bytes + payload_bytes < MAX_MESSAGE_BYTES
     assert unpack(message[SIZES_BYTES:], header_bytes) == ({"op": "copy"}, b"bytes")
 
 
-def test_starts_are_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, then after longer and longer, up to a limit; one that has lived well begins it anew."""
+def test_restarts_have_a_growing_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is immediate, the delay has a limit, and a long enough life resets it."""
     now = [100.0]
     monkeypatch.setattr(child_module.time, "monotonic", lambda: now[0])
     backoff = RestartBackoff(first=1, most=5, good=60)

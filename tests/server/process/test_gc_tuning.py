@@ -1,4 +1,4 @@
-"""When the server collects old garbage: when that disturbs nobody, and in the end in any case."""
+"""Collections of the oldest garbage: in quiet moments, and at the latest after an hour."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Cycle:
 
 
 @pytest.mark.parametrize(("calls_per_second", "expected"), [(0, 60), (1, 3600)])
-def test_the_old_are_collected(calls_per_second: int, expected: int) -> None:
-    """In a quiet server after a minute, in a busy one after an hour; and what is collected is gone."""
+def test_old_garbage_is_collected(calls_per_second: int, expected: int) -> None:
+    """A quiet server collects after a minute, a busy one after an hour."""
     garbage = FullCollector(0.0)
     cycle = Cycle()
-    gc.collect()  # it is old now
+    gc.collect()  # moves the object to the oldest generation
     gone = weakref.ref(cycle)
     del cycle
     for second in range(1, expected):
@@ -33,16 +33,16 @@ def test_the_old_are_collected(calls_per_second: int, expected: int) -> None:
     assert not garbage.tick(expected + 1, (expected + 1) * calls_per_second)
 
 
-def test_collections_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made as seldom as their share of the time asks for, also where nobody calls."""
+def test_long_collections_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their share of the time is limited, also without calls."""
     clock = iter([0.0, 0.5] * 3)
     monkeypatch.setattr("kvtier.server.process.gc_tuning.time.perf_counter", lambda: next(clock))
     garbage = FullCollector(0.0)
     assert [second for second in range(1, 2200) if garbage.tick(second, 0)] == [60, 1060, 2060]
 
 
-def test_a_busy_server_that_becomes_quiet() -> None:
-    """The first second without a call is taken, if a minute is over."""
+def test_the_first_quiet_second_is_used() -> None:
+    """The collection starts in the first second without a call, if a minute is over."""
     garbage = FullCollector(0.0)
     assert not any(garbage.tick(second, second) for second in range(1, 100))
     assert garbage.tick(100, 99)

@@ -1,4 +1,4 @@
-"""The life of a real server process: how it starts, what it takes, and what it leaves behind."""
+"""The life of a real server process: start, resources, end, and what remains afterwards."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from kvtier.server.drain import DRAIN_SECONDS
 MIB = 1 << 20
 
 OWN_MEMORY_BYTES = 100 * MIB
-"""What the server may take besides the region (issue 2)."""
+"""Memory that the server may use besides the region, in bytes."""
 
 SERVICES = {f"kvtier.v1.{name}" for name in ("SessionService", "CacheService", "TransferService", "AdminService")}
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A directory with a short name: a socket's path has a limit."""
+    """Yields a directory with a short name, because the path of a socket has a limit."""
     path = Path(tempfile.mkdtemp(prefix="kvt-"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
 
 class TestStart:
-    def test_large_region(self, directory: Path) -> None:
-        """With a region of 8 GiB it is ready at once, and takes under 100 MB of its own, without numpy or torch."""
+    def test_a_large_region_is_ready_at_once(self, directory: Path) -> None:
+        """With 8 GiB the server uses less than 100 MB of its own, without numpy or torch."""
         with launch(directory, "--cpu-only", region="8GiB") as server:
             ready = server.wait_ready(backed=False)
             print(f"ready after {ready['seconds']:.3f} s")
@@ -55,8 +55,8 @@ class TestStart:
                 assert f"/{name}/" not in maps
             assert server.end() == 0
 
-    def test_imports(self) -> None:
-        """The whole server is imported without numpy, torch and engines."""
+    def test_the_server_imports_nothing_heavy(self) -> None:
+        """The server imports neither numpy nor torch nor an engine."""
         code = (
             "import sys, kvtier.server.app, kvtier.server.cli, kvtier.tiers.lmdb.tier\n"
             "print([name for name in ('numpy', 'torch', 'transformers', 'vllm') if name in sys.modules])"
@@ -65,7 +65,7 @@ class TestStart:
         assert done.stdout == "[]\n"
 
     def test_health_and_reflection(self, directory: Path) -> None:
-        """The standard health and reflection services answer, for every service of ours."""
+        """The standard health and reflection services answer for every service of kvtier."""
         with launch(directory) as server, grpc.insecure_channel(f"unix:{directory}/s") as channel:
             server.wait_ready()
             health = health_pb2_grpc.HealthStub(channel)
@@ -82,16 +82,18 @@ class TestStart:
             file = FileDescriptorProto.FromString(described.file_descriptor_response.file_descriptor_proto[0])
             assert [service.name for service in file.service] == ["TransferService"]
 
-    def test_tcp(self, directory: Path) -> None:
-        """It listens on a free TCP port of the loopback, warns that it is open to this host, and serves blocks there."""
+    def test_serves_over_tcp(self, directory: Path) -> None:
+        """On a free port of the loopback interface.
+
+        A warning says that all users of the host can connect.
+        """
         with launch(directory, "--insecure", listen="127.0.0.1:0") as server:
             [port] = server.wait_ready()["ports"]
             assert any("every user of this host" in line["event"] for line in server.log)
             assert_stored(f"127.0.0.1:{port}", store(f"127.0.0.1:{port}"))
             assert server.end() == 0
 
-    def test_several_addresses(self, directory: Path) -> None:
-        """It serves the same blocks on all of its addresses."""
+    def test_serves_the_same_blocks_on_several_addresses(self, directory: Path) -> None:
         with launch(directory, "--insecure", "--listen", "127.0.0.1:0", "--listen", f"unix:{directory}/s2") as server:
             [port] = server.wait_ready()["ports"]
             keys = store(f"unix:{directory}/s")
@@ -104,7 +106,10 @@ class TestStart:
 class TestEnd:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_leaves_nothing_behind(self, directory: Path, number: int) -> None:
-        """A signal ends it with 0: sockets and shared memory are gone, what was stored is there again afterwards."""
+        """A signal ends the server with 0.
+
+        Sockets and shared memory are gone, and blocks are back later.
+        """
         before = set(Path("/dev/shm").iterdir())
         with launch(directory) as server:
             server.wait_ready()
@@ -118,8 +123,8 @@ class TestEnd:
             server.wait_ready()
             assert_stored(f"unix:{directory}/s", keys)
 
-    def test_with_open_sessions(self, directory: Path) -> None:
-        """Sessions that stay open do not hold up the end, and their clients come back by themselves."""
+    def test_open_sessions_do_not_delay_the_end(self, directory: Path) -> None:
+        """Their clients reconnect by themselves."""
         with Client(f"unix:{directory}/s", namespace=namespace_of(PART)) as client:
             with launch(directory) as server:
                 server.wait_ready()
@@ -132,16 +137,15 @@ class TestEnd:
                 server.wait_ready()
                 wait_connected(client)
 
-    def test_second_signal_while_starting(self, directory: Path) -> None:
-        """A signal that comes before it is ready ends it all the same, and leaves no socket."""
+    def test_a_signal_during_the_start_ends_the_server(self, directory: Path) -> None:
+        """No socket is left."""
         with launch(directory, region="8GiB") as server:
             while not (directory / "s").exists():
                 time.sleep(0.001)
             assert server.end() == 0
         assert not list(directory.glob("s*"))
 
-    def test_while_the_region_is_being_backed(self, directory: Path) -> None:
-        """The end does not wait for a large region to be backed."""
+    def test_the_end_does_not_wait_for_the_region_to_be_backed(self, directory: Path) -> None:
         with launch(directory, "--cpu-only", region="8GiB") as server:
             server.wait_ready(backed=False)
             assert server.end() == 0
@@ -149,8 +153,8 @@ class TestEnd:
 
 
 class TestCollisions:
-    def test_same_socket(self, directory: Path) -> None:
-        """A second server on the same socket says so and leaves the first unharmed."""
+    def test_a_second_server_on_a_socket_is_refused(self, directory: Path) -> None:
+        """The error says so, and the first server is unharmed."""
         with launch(directory) as server:
             server.wait_ready()
             keys = store(f"unix:{directory}/s")
@@ -158,8 +162,8 @@ class TestCollisions:
             assert reason == f"unix:{directory}/s is in use: another server listens there"
             assert_stored(f"unix:{directory}/s", keys)
 
-    def test_same_data(self, directory: Path) -> None:
-        """A second server on the same data directory says so, unharmful to the first, and takes its own socket away."""
+    def test_a_second_server_on_a_data_directory_is_refused(self, directory: Path) -> None:
+        """The first server is unharmed, and the second removes its socket."""
         with launch(directory) as server:
             server.wait_ready()
             keys = store(f"unix:{directory}/s")
@@ -170,20 +174,21 @@ class TestCollisions:
             assert_stored(f"unix:{directory}/s", keys)
 
     @pytest.mark.parametrize("where", ["taken", "elsewhere", "no name"])
-    def test_same_port(self, directory: Path, where: str) -> None:
-        """A port that another program has, an address that is another host's: it says which."""
+    def test_an_unusable_address_is_named(self, directory: Path, where: str) -> None:
+        """The port is taken, the address belongs to another host, or the name is invalid."""
         with socket.create_server(("127.0.0.1", 0)) as other:
             taken = f"127.0.0.1:{other.getsockname()[1]}"
             address, why = {
                 "taken": (taken, "Address already in use"),
-                "elsewhere": ("192.0.2.1:7070", "Cannot assign requested address"),  # TEST-NET-1: nobody's
+                # TEST-NET-1, which no host has
+                "elsewhere": ("192.0.2.1:7070", "Cannot assign requested address"),
                 "no name": ("a..b:7070", "not the name of a host"),
             }[where]
             reason = refused_start(directory, "--insecure", listen=address)
         assert reason == f"cannot listen on {address}: {why}"
 
-    def test_after_a_kill(self, directory: Path) -> None:
-        """Sockets of a killed server are replaced, and what was durable is there."""
+    def test_a_killed_server_can_be_replaced(self, directory: Path) -> None:
+        """The next server replaces its sockets and serves its durable blocks."""
         with launch(directory) as server:
             server.wait_ready()
             keys = store(f"unix:{directory}/s")
@@ -196,20 +201,18 @@ class TestCollisions:
             assert not list(directory.glob("s*"))
 
     @pytest.mark.parametrize("flag", ["--listen", "--metrics"])
-    def test_port_in_use(self, directory: Path, flag: str) -> None:
-        """A port that is taken is an error that names it, for calls and for metrics; no socket stays behind."""
+    def test_a_used_port_is_named(self, directory: Path, flag: str) -> None:
+        """For calls and for metrics; no socket is left."""
         with socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
             assert address in refused_start(directory, "--insecure", flag, address)
         assert not list(directory.glob("s*"))
 
-    def test_unusable_data_directory(self, directory: Path) -> None:
-        """A data directory that cannot be made is an error that names it."""
+    def test_an_unusable_data_directory_is_named(self, directory: Path) -> None:
         (directory / "file").write_text("")
         assert f"{directory}/file" in refused_start(directory, "--data-dir", f"{directory}/file/x")
 
-    def test_unknown_tier(self, directory: Path) -> None:
-        """A tier's class that cannot be imported is an error that names it."""
+    def test_an_unknown_tier_class_is_named(self, directory: Path) -> None:
         config = directory / "kvtier.toml"
         config.write_text('[[tiers]]\ntype = "nowhere.at_all:Tier"\n')
         assert "cannot import nowhere.at_all:Tier" in refused_start(directory, "--config", str(config))

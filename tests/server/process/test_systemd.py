@@ -1,4 +1,4 @@
-"""What a server tells the service manager that started it (sd_notify), and that it needs none."""
+"""Messages to the service manager (sd_notify); the server also runs without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.server.process.systemd import ServiceManager
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
-    """The socket on which a service manager listens."""
+    """Yields the socket on which a service manager listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(f"{tmp_path}/notify")
         listener.settimeout(60)
@@ -26,10 +26,10 @@ def _heard(manager: socket.socket) -> str:
     return manager.recv(256).decode()
 
 
-def test_the_manager_hears_when_a_server_serves_and_when_it_ends(
+def test_the_manager_is_told_of_start_and_end(
     manager: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """READY=1 comes from a server that answers; then word of its loop, and of its end."""
+    """A serving server sends READY=1, then watchdog messages of its loop, then STOPPING=1."""
     monkeypatch.setenv("NOTIFY_SOCKET", f"{tmp_path}/notify")
     monkeypatch.setenv("WATCHDOG_USEC", "400000")
     with launch(tmp_path, "--cpu-only") as server:
@@ -48,16 +48,16 @@ def test_the_manager_hears_when_a_server_serves_and_when_it_ends(
         assert [text for text in rest if text != "WATCHDOG=1"] == ["STOPPING=1"]
 
 
-def test_a_manager_that_is_gone_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens at NOTIFY_SOCKET: the server serves and ends in order."""
-    monkeypatch.setenv("NOTIFY_SOCKET", f"{tmp_path}/nobody")
+def test_a_missing_manager_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no listener at NOTIFY_SOCKET the server serves and ends normally."""
+    monkeypatch.setenv("NOTIFY_SOCKET", f"{tmp_path}/none")
     with launch(tmp_path, "--cpu-only") as server:
         server.wait_ready()
         assert server.end() == 0
 
 
-def test_an_abstract_socket_is_one_too() -> None:
-    """A path that begins with @ is in the kernel's own name space."""
+def test_an_abstract_socket_is_supported() -> None:
+    """A path that begins with @ names a socket in the kernel's abstract namespace."""
     name = f"kvtier-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(f"\0{name}")
@@ -77,6 +77,6 @@ def test_an_abstract_socket_is_one_too() -> None:
         ({"WATCHDOG_USEC": "0"}, None),
     ],
 )
-def test_only_who_is_watched_says_so(environment: dict[str, str], seconds: float | None) -> None:
-    """What the manager set for another process, or what is no time, is nothing."""
+def test_watchdog_settings_of_another_process_are_ignored(environment: dict[str, str], seconds: float | None) -> None:
+    """An invalid interval is ignored, too."""
     assert ServiceManager(environment).watchdog_seconds == seconds

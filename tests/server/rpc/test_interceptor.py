@@ -1,4 +1,4 @@
-"""The interceptor of all calls: what becomes of streams whose client is gone, and of handlers of other people."""
+"""The interceptor of all calls: streams whose client disconnects, and failing handlers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from kvtier.server.refused import Refused
 from kvtier.server.rpc.interceptor import RefusalInterceptor
 
 SOON = 30.0
-"""Seconds that a busy machine may take to notice; what is not noticed waits for a minute, or for ever."""
+"""Time in seconds for a busy machine to notice the end; a lost end takes a minute or longer."""
 
-# A process of its own: one that shares the server's loop, or its gRPC, is noticed in another order.
+# A separate process: one that shares the server's event loop or gRPC core is noticed in another
+# order.
 _VANISHING = """
 import time, grpc
 for _ in range(8):
@@ -34,7 +35,10 @@ for _ in range(8):
 
 
 class Observed(list[tuple[str, str, float]]):
-    """The calls that have ended. A client may know how a call ended before its handler has: wait for `ended`."""
+    """The calls that have ended.
+
+    A client may know the end of a call before its handler has ended: wait for `ended`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,18 +46,18 @@ class Observed(list[tuple[str, str, float]]):
         self.refusals: list[tuple[str, str]] = []
 
     def note_refusal(self, method: str, reason: str) -> None:
-        """Takes note of a call that was refused."""
+        """Records a refused call."""
         self.refusals.append((method, reason))
 
     def note(self, *call: Any) -> None:
-        """Takes note of a call."""
+        """Records a call that ended."""
         self.append(call)
         self.ended.set()
 
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Nothing is noticed only because the collector happens to run."""
+    """Turns the garbage collector off: no end may depend on it."""
     gc.disable()
     yield
     gc.enable()
@@ -61,7 +65,7 @@ def no_collector() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def served(handler: Any) -> AsyncIterator[tuple[grpc.aio.Channel, Observed]]:
-    """A server of one call, `/test/Stream`, and what was observed of it."""
+    """Yields a server of one call, `/test/Stream`, and the calls observed."""
     observed = Observed()
     server = grpc.aio.server(interceptors=[RefusalInterceptor(observed.note, observed.note_refusal)])
     handlers = {"Stream": grpc.unary_stream_rpc_method_handler(handler)}
@@ -78,8 +82,8 @@ async def served(handler: Any) -> AsyncIterator[tuple[grpc.aio.Channel, Observed
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("answer_bytes", [1, 1 << 20], ids=["while it waits", "while it sends"])
 @pytest.mark.parametrize("vanish", ["cancel", "close"])
-async def test_a_client_that_vanishes(answer_bytes: int, vanish: str) -> None:
-    """A stream ends at once with its client, also where an answer is on its way that nobody reads."""
+async def test_a_stream_ends_with_its_client(answer_bytes: int, vanish: str) -> None:
+    """Also while an answer waits that the client does not read."""
     fallen = asyncio.Event()
 
     async def stream(_request: bytes, _context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
@@ -94,7 +98,7 @@ async def test_a_client_that_vanishes(answer_bytes: int, vanish: str) -> None:
     async with served(stream) as (channel, observed):
         call = channel.unary_stream("/test/Stream")(b"")
         await call.read()
-        await asyncio.sleep(0.1)  # until the window is full
+        await asyncio.sleep(0.1)  # until the flow-control window is full
         assert not fallen.is_set()
         began = time.monotonic()
         await channel.close() if vanish == "close" else call.cancel()
@@ -104,8 +108,8 @@ async def test_a_client_that_vanishes(answer_bytes: int, vanish: str) -> None:
         assert [(method, code) for method, code, _ in observed] == [("/test/Stream", "CANCELLED")]
 
 
-async def test_a_client_that_vanishes_is_no_defect(caplog: pytest.LogCaptureFixture) -> None:
-    """An answer that is on its way when its client vanishes is not logged as an error, whichever of the two is noticed first."""
+async def test_a_lost_client_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """The answer in flight or the end may be noticed first."""
 
     async def stream(_request: bytes, _context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         while True:
@@ -122,8 +126,8 @@ async def test_a_client_that_vanishes_is_no_defect(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("error", "code"), [(Refused("STORE_NOT_FOUND", "gone"), "NOT_FOUND"), (RuntimeError("defect"), "INTERNAL")]
 )
-async def test_a_stream_that_fails(error: Exception, code: str) -> None:
-    """What a stream has said arrives, and then the refusal."""
+async def test_answers_of_a_failing_stream_arrive(error: Exception, code: str) -> None:
+    """The refusal follows them."""
 
     async def stream(_request: bytes, _context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         yield b"first"
@@ -140,8 +144,8 @@ async def test_a_stream_that_fails(error: Exception, code: str) -> None:
         assert observed.refusals == [("/test/Stream", getattr(error, "reason", "INTERNAL"))]
 
 
-async def test_a_handler_that_writes() -> None:
-    """A handler may write its answers itself instead of yielding them: the health service does."""
+async def test_a_handler_may_write_its_answers() -> None:
+    """The health service writes its answers instead of yielding them."""
 
     async def stream(_request: bytes, context: grpc.aio.ServicerContext) -> None:
         await context.write(b"first")

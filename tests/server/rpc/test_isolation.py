@@ -1,4 +1,4 @@
-"""Tenants, retention and ttl: a real server, clients over real sockets, and a flood."""
+"""Isolation of tenants, retention and TTL, with a real server and a flood of blocks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ TIMEOUTS = Timeouts(connect=60.0, call=60.0, transfer=60.0)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server with a tenant that has a quota in both tiers."""
+    """Yields a server with a tenant that has a quota in both tiers."""
     with ServerProcess(tmp_path, region=REGION, lmdb=32 * MIB, config=TENANTS) as process:
         yield process.start()
 
 
 def client_of(server: ServerProcess, tenant: str) -> Client:
-    """Returns a tenant's client."""
+    """Returns a client of this tenant."""
     return Client(server.endpoint, namespace=namespace_of(PART, tenant=tenant), timeouts=TIMEOUTS)
 
 
-def keep(client: Client, **arguments: float) -> list[bytes]:
-    """Stores what is to be still there later, and waits until it is on the disk."""
+def store_durably(client: Client, **arguments: float) -> list[bytes]:
+    """Stores blocks and waits until they are durable."""
     keys = [key_of(number) for number in range(KEEP)]
     client.store(keys, [payload(key, PART) for key in keys], **arguments)
     assert set(client.flush(keys, wait=20)) == {DurableStatus.DURABLE}
@@ -47,7 +47,7 @@ def keep(client: Client, **arguments: float) -> list[bytes]:
 
 
 def flood(client: Client, nbytes: int = 10 * REGION, *, salt: str = "flood") -> None:
-    """Stores so much, all of which comes to the disk."""
+    """Stores this many bytes and waits until all have reached the disk tier."""
     block = np.zeros(PART, np.uint8)
     for start in range(0, nbytes // PART, 256):
         keys = [key_of(number, salt=salt) for number in range(start, start + 256)]
@@ -55,45 +55,48 @@ def flood(client: Client, nbytes: int = 10 * REGION, *, salt: str = "flood") -> 
         client.flush(keys, wait=20)
 
 
-def held_in(client: Client, keys: list[bytes]) -> dict[str, int]:
-    """Returns how many blocks the tiers have; those that more than one has are in the first."""
+def count_per_tier(client: Client, keys: list[bytes]) -> dict[str, int]:
+    """Returns the number of blocks per tier; a block in several tiers counts in the first."""
     with client.lookup(keys, prefix=False, wait=30) as lease:
         hits = [tier for tier, status in zip(lease.sources, lease.statuses, strict=True) if status == KeyStatus.HIT]
     return {tier: hits.count(tier) for tier in hits}
 
 
-def test_a_flood_does_not_cost_another_tenant_what_is_within_its_quota(server: ServerProcess) -> None:
-    """Ten times the region: alice's blocks are all still there, in memory and on disk; who has no quota pays."""
+def test_a_flood_evicts_no_blocks_within_a_quota(server: ServerProcess) -> None:
+    """After ten times the region, alice's blocks are all in memory and on disk.
+
+    Tenants without a quota pay.
+    """
     with client_of(server, "alice") as alice, client_of(server, "carol") as carol, client_of(server, "bob") as bob:
-        keys = keep(alice)
-        keep(carol)
+        keys = store_durably(alice)
+        store_durably(carol)
         flood(bob)
-        assert held_in(carol, keys) == {}
-        assert held_in(alice, keys) == {"cpu": KEEP}
+        assert count_per_tier(carol, keys) == {}
+        assert count_per_tier(alice, keys) == {"cpu": KEEP}
         assert set(alice.flush(keys, wait=0)) == {DurableStatus.DURABLE}
         assert alice.reset(wait=30) == 0
-        assert held_in(alice, keys) == {"lmdb": KEEP}
+        assert count_per_tier(alice, keys) == {"lmdb": KEEP}
         assert_serves(alice, keys)
 
 
-def test_it_holds_after_a_sigkill_when_the_flood_comes_first(server: ServerProcess) -> None:
-    """Nobody of alice's has opened a session in this life of the server: her blocks on disk are still hers."""
+def test_quotas_hold_after_a_restart_without_a_session(server: ServerProcess) -> None:
+    """After a SIGKILL alice has no session yet; her blocks on disk still count as hers."""
     with client_of(server, "alice") as alice:
-        keys = keep(alice)
+        keys = store_durably(alice)
     server.restart()
     with client_of(server, "bob") as bob:
         flood(bob)
     shares = {share.tenant: share for share in server.tier("lmdb").shares}
     assert shares["alice"].used_bytes == KEEP * PART
     with client_of(server, "alice") as alice:
-        assert held_in(alice, keys) == {"lmdb": KEEP}
+        assert count_per_tier(alice, keys) == {"lmdb": KEEP}
         assert_serves(alice, keys)
 
 
-def test_what_a_tenant_has_shows_in_the_status(server: ServerProcess) -> None:
-    """Per tier: its quota, what it holds, what of that is retained."""
+def test_the_status_shows_the_shares_of_tenants(server: ServerProcess) -> None:
+    """Per tier: quota, held bytes, and retained bytes."""
     with client_of(server, "alice") as alice:
-        keep(alice, retain_for=600)
+        store_durably(alice, retain_for=600)
     for tier in server.status().tiers:
         rest, share = tier.shares
         assert (rest.tenant, rest.quota_bytes, rest.used_bytes) == ("", 0, 0)
@@ -113,8 +116,8 @@ def test_what_a_tenant_has_shows_in_the_status(server: ServerProcess) -> None:
     }
 
 
-def test_what_a_request_retains_outlives_a_flood_of_its_own_tenant(server: ServerProcess) -> None:
-    """Said once when it begins; it ends with its time, not with the request or the session."""
+def test_retained_blocks_survive_a_flood_of_their_tenant(server: ServerProcess) -> None:
+    """The request asks when it begins; retention ends at its time, not with request or session."""
     with client_of(server, "bob") as bob:
         bob.begin_request("r", retain_for=600)
         keys = [key_of(number) for number in range(KEEP)]
@@ -123,28 +126,28 @@ def test_what_a_request_retains_outlives_a_flood_of_its_own_tenant(server: Serve
         bob.finish_request("r")
     with client_of(server, "bob") as bob:
         flood(bob)
-        assert held_in(bob, keys) == {"cpu": KEEP}
+        assert count_per_tier(bob, keys) == {"cpu": KEEP}
         assert set(bob.flush(keys, wait=0)) == {DurableStatus.DURABLE}
         assert_serves(bob, keys)
 
 
-def test_retained_blocks_go_when_their_time_is_over(tmp_path: Path) -> None:
-    """Then they are blocks like any other, which here means: the least recently used."""
+def test_retained_blocks_are_evictable_after_their_time(tmp_path: Path) -> None:
+    """They are then ordinary blocks, here the least recently used."""
     lru = 'eviction = "lru"'
     with ServerProcess(tmp_path, region=REGION, lmdb=32 * MIB, config=f"[cpu]\n{lru}", tier_config=lru) as server:
         server.start()
         with client_of(server, "bob") as bob:
-            keys = keep(bob, retain_for=1)
+            keys = store_durably(bob, retain_for=1)
             deadline = time.monotonic() + 60
             for number in range(1000):
                 flood(bob, 2 * REGION, salt=f"{number}")
-                if not held_in(bob, keys):
+                if not count_per_tier(bob, keys):
                     return
                 assert time.monotonic() < deadline
 
 
-def test_no_more_is_retained_than_may_be(server: ServerProcess) -> None:
-    """Half of what is nobody's quota; the answer says what is beyond it."""
+def test_retention_has_a_limit(server: ServerProcess) -> None:
+    """The limit is half of the capacity outside quotas; the answer counts blocks beyond it."""
     with client_of(server, "bob") as bob:
         keys = [key_of(number) for number in range(600)]
         with bob.write(keys, retain_for=600) as batch:
@@ -156,12 +159,12 @@ def test_no_more_is_retained_than_may_be(server: ServerProcess) -> None:
             assert lease.not_retained == 600 - most
         assert server.tier("cpu").not_retained == 2 * (600 - most)
         flood(bob)
-        assert held_in(bob, keys)["cpu"] == most
+        assert count_per_tier(bob, keys)["cpu"] == most
 
 
 @pytest.mark.parametrize("retain_for", [-1.0, float(1 << 40)])
-def test_a_time_that_makes_no_sense_costs_nothing(server: ServerProcess, retain_for: float) -> None:
-    """A negative one is refused; one without end is cut to what the configuration allows."""
+def test_unusual_retention_times(server: ServerProcess, retain_for: float) -> None:
+    """A negative time is refused; an infinite one is shortened to the configured maximum."""
     with client_of(server, "bob") as bob:
         keys = [key_of(0)]
         if retain_for < 0:
@@ -172,14 +175,14 @@ def test_a_time_that_makes_no_sense_costs_nothing(server: ServerProcess, retain_
             assert_serves(bob, keys)
 
 
-def test_blocks_that_are_not_used_expire(tmp_path: Path) -> None:
-    """In memory after its ttl, on disk after its own; and the misses say why."""
+def test_unused_blocks_expire(tmp_path: Path) -> None:
+    """Each tier has its TTL, and the misses name the reason."""
     with ServerProcess(
         tmp_path, region=REGION, lmdb=32 * MIB, config='[cpu]\nttl = "1s"', tier_config='ttl = "3s"'
     ) as server:
         server.start()
         with client_of(server, "alice") as alice:
-            keys = keep(alice)
+            keys = store_durably(alice)
             server.wait_for(lambda status: status.tiers[0].expired == KEEP and status.tiers[0].used_bytes == 0)
             server.wait_for(lambda status: status.tiers[1].expired == KEEP and status.tiers[1].used_bytes == 0)
-            assert held_in(alice, keys) == {}
+            assert count_per_tier(alice, keys) == {}

@@ -1,4 +1,4 @@
-"""Calls over the attach socket: the same answers as over gRPC, and whatever comes instead of a call harms nobody."""
+"""Calls over the attach socket: answers as over gRPC, and invalid bytes do no harm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_MESSAGE = 6 * MIB
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that takes messages of six mebibytes and a little."""
+    """Yields a server that accepts messages of slightly more than 6 MiB."""
     config = f"[limits]\nmax_message_bytes = {MAX_MESSAGE}"
     with ServerProcess(tmp_path_factory.mktemp("s"), region=32 * MIB, config=config) as process:
         yield process.start()
@@ -48,12 +48,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def session(server: ServerProcess) -> Iterator[RawSession]:
-    """A session without a client."""
+    """Yields a session without a client."""
     with RawSession(server.endpoint, NAMESPACE, engine_id="raw", rank=0) as session:
         yield session
 
 
-class Line:
+class CallConnection:
     """A connection for calls of a session."""
 
     def __init__(self, session: RawSession, ref: common_pb2.SessionRef | None = None) -> None:
@@ -66,7 +66,7 @@ class Line:
         self.granted = unpack_reply(reply) is not None
 
     def call(self, name: str, message: Message) -> tuple[int, bytes]:
-        """Makes a call; returns status code and message of its answer."""
+        """Makes a call; returns status code and message of the answer."""
         self.socket.sendall(pack_call(name.encode(), message.SerializeToString()))
         return self.answer()
 
@@ -76,7 +76,10 @@ class Line:
         return unpack_answer(self._take(length))
 
     def ended(self) -> bool:
-        """Waits until the server has hung up; returns whether it said nothing before."""
+        """Waits until the server has closed the connection.
+
+        Returns whether it sent nothing before.
+        """
         try:
             return self.socket.recv(1) == b""
         except ConnectionResetError:
@@ -95,75 +98,76 @@ class Line:
 
 
 def lookup_of(session: RawSession, keys: list[bytes], wait: int = 0) -> cache_pb2.LookupRequest:
-    """Returns a lookup."""
+    """Returns a lookup request."""
     request = cache_pb2.LookupRequest(session=session.ref, keys=keys)
     request.wait.seconds = wait
     return request
 
 
 def refusal(answer: tuple[int, bytes]) -> tuple[str, str | None]:
-    """Returns status and reason of a call that was refused."""
+    """Returns status and reason of a refused call."""
     code, message = answer
     return STATUS_OF_CODE[code].name, reason_within(status_pb2.Status.FromString(message))
 
 
 def test_answers_are_those_of_grpc(session: RawSession) -> None:
-    """What a method answers does not depend on how it is called."""
-    with Line(session) as line:
+    with CallConnection(session) as connection:
         for keys in (KEYS, []):
-            code, message = line.call("CacheService/Lookup", lookup_of(session, keys))
+            code, message = connection.call("CacheService/Lookup", lookup_of(session, keys))
             assert code == 0
             assert cache_pb2.LookupResponse.FromString(message) == session.cache.Lookup(lookup_of(session, keys))
 
 
 def test_refusals_are_those_of_grpc(session: RawSession) -> None:
-    """They carry status, reason and text; and the line goes on."""
+    """Refusals carry status, reason and text; the connection stays open."""
     stranger = common_pb2.SessionRef(session_id=bytes(16), epoch=session.ref.epoch)
     cases: list[Message] = [
         lookup_of(session, [b"x"]),
         cache_pb2.LookupRequest(session=stranger),
         cache_pb2.LookupRequest(session=common_pb2.SessionRef(session_id=session.ref.session_id, epoch=1)),
     ]
-    with Line(session) as line:
+    with CallConnection(session) as connection:
         for request in cases:
             with pytest.raises(grpc.RpcError) as refused:
                 session.cache.Lookup(request)
-            code, message = line.call("CacheService/Lookup", request)
+            code, message = connection.call("CacheService/Lookup", request)
             status = status_pb2.Status.FromString(message)
             assert (STATUS_OF_CODE[code], status.message) == (refused.value.code(), refused.value.details())
             assert dict(refused.value.trailing_metadata())["grpc-status-details-bin"] == message
-        assert line.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
+        assert connection.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
 
 
-def test_methods_that_are_not_served(session: RawSession) -> None:
-    """Unknown methods, and streams, are UNIMPLEMENTED; bytes that are no message are refused."""
-    with Line(session) as line:
+def test_unknown_methods_and_streams_are_unimplemented(session: RawSession) -> None:
+    """Bytes that are not a message are refused."""
+    with CallConnection(session) as connection:
         for name in ("CacheService/Nothing", "TransferService/Pull", "SessionService/Open", "x"):
-            assert refusal(line.call(name, lookup_of(session, KEYS))) == ("UNIMPLEMENTED", None)
-        line.socket.sendall(pack_call(b"CacheService/Lookup", b"\xff" * 64))
-        assert refusal(line.answer()) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
+            assert refusal(connection.call(name, lookup_of(session, KEYS))) == ("UNIMPLEMENTED", None)
+        connection.socket.sendall(pack_call(b"CacheService/Lookup", b"\xff" * 64))
+        assert refusal(connection.answer()) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
 
 
-def test_calls_in_pieces_and_in_a_row(session: RawSession) -> None:
-    """A request may come byte by byte, and another before the first is answered: answers come in the order of requests."""
+def test_requests_may_be_split_or_pipelined(session: RawSession) -> None:
+    """Answers come in the order of the requests."""
     request = lookup_of(session, KEYS).SerializeToString()
-    with Line(session) as line:
+    with CallConnection(session) as connection:
         for byte in pack_call(b"CacheService/Lookup", request):
-            line.socket.sendall(bytes([byte]))
-        assert line.answer()[0] == 0
-        line.socket.sendall(pack_call(b"CacheService/Lookup", request) + pack_call(b"x", b"") * 2)
-        assert [line.answer()[0] for _ in range(3)] == [0, 12, 12]
+            connection.socket.sendall(bytes([byte]))
+        assert connection.answer()[0] == 0
+        connection.socket.sendall(pack_call(b"CacheService/Lookup", request) + pack_call(b"x", b"") * 2)
+        assert [connection.answer()[0] for _ in range(3)] == [0, 12, 12]
 
 
-def test_a_call_that_waits_holds_up_those_behind_it_only(session: RawSession) -> None:
-    """Whether a call is answered at once or waits, its answer comes before those of the calls that were sent after it."""
+def test_a_waiting_call_delays_only_later_calls(session: RawSession) -> None:
+    """On one connection its answer precedes those of later calls."""
     hit, wait = lookup_of(session, KEYS), lookup_of(session, [key_of(99)])
-    with Line(session) as line:
+    with CallConnection(session) as connection:
         flush = cache_pb2.FlushRequest(session=session.ref, keys=KEYS)
         flush.wait.nanos = 200_000_000
         calls = [("Lookup", hit), ("Flush", flush), ("Lookup", wait), ("Nothing", hit)] * 3
-        line.socket.sendall(b"".join(pack_call(b"CacheService/" + n.encode(), m.SerializeToString()) for n, m in calls))
-        answers = [line.answer() for _ in calls]
+        connection.socket.sendall(
+            b"".join(pack_call(b"CacheService/" + n.encode(), m.SerializeToString()) for n, m in calls)
+        )
+        answers = [connection.answer() for _ in calls]
     kinds = [(code, len(message) if code == 0 else 0) for code, message in answers]
     assert kinds == kinds[:4] * 3
     assert len(cache_pb2.FlushResponse.FromString(answers[1][1]).statuses) == len(KEYS)
@@ -171,8 +175,8 @@ def test_a_call_that_waits_holds_up_those_behind_it_only(session: RawSession) ->
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])
-def test_a_call_that_has_begun_is_cancelled_where_it_waits(times: int) -> None:
-    """However soon that comes: what it has to tidy up is tidied up. Otherwise it goes on as a task does."""
+def test_a_waiting_call_can_be_cancelled(times: int) -> None:
+    """Its cleanup runs, also if the cancellation is immediate. Otherwise it continues as a task."""
     seen = []
 
     async def call(waits: list[asyncio.Future[int]]) -> None:
@@ -200,78 +204,78 @@ def test_a_call_that_has_begun_is_cancelled_where_it_waits(times: int) -> None:
     assert seen == ([0, 1] if times == 2 else [*range(times), "cancelled"])
 
 
-def test_requests_that_are_too_large(session: RawSession) -> None:
-    """They are refused, read to their end and not kept; the line goes on."""
+def test_a_too_large_request_is_refused(session: RawSession) -> None:
+    """It is read to its end and discarded; the connection stays open."""
     most = MAX_MESSAGE + (64 << 10)
-    with Line(session) as line:
+    with CallConnection(session) as connection:
         for nbytes in (most + 1, 64 * MIB):
-            line.socket.sendall(struct.pack("<I", nbytes) + bytes(nbytes))
-            assert refusal(line.answer()) == ("RESOURCE_EXHAUSTED", None)
-        assert line.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
+            connection.socket.sendall(struct.pack("<I", nbytes) + bytes(nbytes))
+            assert refusal(connection.answer()) == ("RESOURCE_EXHAUSTED", None)
+        assert connection.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
 
 
-def test_a_request_that_is_too_large_behind_one_that_waits(session: RawSession) -> None:
-    """What piles up of it meanwhile is dropped, and the rest read: the line goes on here, too."""
-    keys = [key_of(76)]  # not of KEYS: other tests miss those, also while this session is on its way out
+def test_a_too_large_request_behind_a_waiting_call(session: RawSession) -> None:
+    """Buffered bytes are dropped, the rest is read, and the connection stays open."""
+    keys = [key_of(76)]  # not of KEYS: other tests expect misses, also while this session closes
     session.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys), timeout=60)
     waits = cache_pb2.FlushRequest(session=session.ref, keys=keys, wait=Duration(seconds=1))
-    with Line(session) as line:
-        line.socket.sendall(pack_call(b"CacheService/Flush", waits.SerializeToString()))
-        line.socket.sendall(struct.pack("<I", 64 * MIB) + bytes(64 * MIB))
-        assert line.answer()[0] == 0
-        assert refusal(line.answer()) == ("RESOURCE_EXHAUSTED", None)
-        assert line.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
+    with CallConnection(session) as connection:
+        connection.socket.sendall(pack_call(b"CacheService/Flush", waits.SerializeToString()))
+        connection.socket.sendall(struct.pack("<I", 64 * MIB) + bytes(64 * MIB))
+        assert connection.answer()[0] == 0
+        assert refusal(connection.answer()) == ("RESOURCE_EXHAUSTED", None)
+        assert connection.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
 
 
-def test_a_client_that_does_not_read(server: ServerProcess, session: RawSession) -> None:
-    """Requests whose answers nobody takes wait in the client's socket, not in the server's memory; none is lost."""
+def test_unread_answers_do_not_fill_memory(server: ServerProcess, session: RawSession) -> None:
+    """Further requests wait in the client's socket, and all are answered in the end."""
     request = pack_call(
         b"CacheService/Lookup", lookup_of(session, [key_of(n) for n in range(1000)]).SerializeToString()
     )
     sent, before = 0, server.own_bytes()
-    with Line(session) as line:
-        line.socket.settimeout(1)
+    with CallConnection(session) as connection:
+        connection.socket.settimeout(1)
         rest = b""
         with contextlib.suppress(TimeoutError):
             for _ in range(128 * MIB // len(request)):
                 rest = request
                 while rest:
-                    rest = rest[line.socket.send(rest) :]
+                    rest = rest[connection.socket.send(rest) :]
                 sent += 1
-        assert rest, "the server took it all"
+        assert rest, "the server read everything"
         assert server.own_bytes() - before < 24 * MIB
-        line.socket.settimeout(60)
+        connection.socket.settimeout(60)
         for _ in range(sent):
-            assert line.answer()[0] == 0
+            assert connection.answer()[0] == 0
 
 
-def test_what_is_no_request(server: ServerProcess, session: RawSession) -> None:
-    """The server hangs up on it, and serves everybody else."""
-    with Line(session) as good:
+def test_invalid_bytes_close_the_connection(server: ServerProcess, session: RawSession) -> None:
+    """Other connections are served."""
+    with CallConnection(session) as good:
         for garbage in (struct.pack("<I", 0), struct.pack("<IB", 1, 0), struct.pack("<IB", 3, 200) + b"ab"):
-            with Line(session) as line:
-                line.socket.sendall(garbage)
-                assert line.ended()
+            with CallConnection(session) as connection:
+                connection.socket.sendall(garbage)
+                assert connection.ended()
         assert good.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
     assert "Traceback" not in server.log
 
 
-def test_lines_of_no_session(session: RawSession) -> None:
-    """Whoever has no session gets no line, nor does one of another life of the server."""
+def test_a_connection_needs_a_session(session: RawSession) -> None:
+    """An unknown session, or one of an earlier epoch of the server, is refused."""
     strangers = [
         common_pb2.SessionRef(session_id=bytes(16), epoch=session.ref.epoch),
         common_pb2.SessionRef(session_id=session.ref.session_id, epoch=session.ref.epoch + 1),
     ]
     for ref in strangers:
-        with Line(session, ref) as line:
-            assert not line.granted
-            assert line.ended()
+        with CallConnection(session, ref) as connection:
+            assert not connection.granted
+            assert connection.ended()
 
 
-def test_a_line_ends_with_its_session(server: ServerProcess) -> None:
-    """Also in mid-call."""
+def test_a_connection_ends_with_its_session(server: ServerProcess) -> None:
+    """Also during a call."""
     raw = RawSession(server.endpoint, NAMESPACE, engine_id="falls", rank=0)
-    with raw as session, Line(session) as idle, Line(session) as busy:
+    with raw as session, CallConnection(session) as idle, CallConnection(session) as busy:
         request = lookup_of(session, KEYS)
         assert busy.call("CacheService/Lookup", request)[0] == 0
         with Client(server.endpoint, namespace=NAMESPACE) as client:
@@ -286,20 +290,20 @@ def test_a_line_ends_with_its_session(server: ServerProcess) -> None:
                 _until(lambda: _leases(client) == 0)
 
 
-def test_lines_of_one_session_are_bounded(server: ServerProcess) -> None:
-    """The 65th is refused; a client that calls from so many threads at once makes the others' calls over gRPC."""
+def test_a_session_has_at_most_64_connections(server: ServerProcess) -> None:
+    """The 65th is refused, and a client with more threads makes the other calls over gRPC."""
     with RawSession(server.endpoint, NAMESPACE, engine_id="many", rank=0) as session, contextlib.ExitStack() as lines:
-        opened = [lines.enter_context(Line(session)) for _ in range(65)]
-        assert [line.granted for line in opened] == [True] * 64 + [False]
+        opened = [lines.enter_context(CallConnection(session)) for _ in range(65)]
+        assert [connection.granted for connection in opened] == [True] * 64 + [False]
         opened[0].socket.close()
         deadline = time.monotonic() + 60
-        while not (again := lines.enter_context(Line(session))).granted:
+        while not (again := lines.enter_context(CallConnection(session))).granted:
             assert time.monotonic() < deadline
         assert again.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
 
 
-def test_more_threads_than_lines(tmp_path: Path) -> None:
-    """A hundred calls at once of one client are all answered."""
+def test_more_threads_than_connections(tmp_path: Path) -> None:
+    """A hundred concurrent calls of one client are all answered."""
     with ServerProcess(tmp_path).start() as server, Client(server.endpoint, namespace=NAMESPACE) as client:
         client.wait_until_connected(60)
         with ThreadPoolExecutor(100) as threads:
@@ -310,22 +314,22 @@ def test_more_threads_than_lines(tmp_path: Path) -> None:
             assert [call.result().prefix_hits for call in calls] == [0] * 100
 
 
-def test_a_call_that_is_given_up_is_cancelled(server: ServerProcess, session: RawSession) -> None:
-    """Whoever hangs up while the server waits for a block leaves no lease behind."""
+def test_a_disconnect_cancels_the_call(server: ServerProcess, session: RawSession) -> None:
+    """A lookup that waits for a block leaves no lease."""
     with Client(server.endpoint, namespace=NAMESPACE, engine_id="writer") as client:
         client.wait_until_connected(60)
         key = key_of(77)
         with client.write([key]) as batch:
             batch.views()[0][:] = bytes(PART)
-            with Line(session) as line:
+            with CallConnection(session) as connection:
                 request = lookup_of(session, [key], wait=30).SerializeToString()
-                line.socket.sendall(pack_call(b"CacheService/Lookup", request))
+                connection.socket.sendall(pack_call(b"CacheService/Lookup", request))
                 _until(lambda: _leases(client) == 1)
             _until(lambda: _leases(client) == 0)
 
 
-def test_a_late_answer_is_nobody_elses(tmp_path: Path) -> None:
-    """After a call that was given up at its deadline, the next one gets its own answer."""
+def test_a_late_answer_is_discarded(tmp_path: Path) -> None:
+    """After a call that ended at its deadline, the next one gets its own answer."""
     with ServerProcess(tmp_path).start() as server:
         timeouts = Timeouts(connect=60.0, call=5.0)
         with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
@@ -339,8 +343,8 @@ def test_a_late_answer_is_nobody_elses(tmp_path: Path) -> None:
             assert client.lookup(KEYS).prefix_hits == len(KEYS)
 
 
-def test_calls_to_a_server_that_hangs_end_at_their_deadline(tmp_path: Path) -> None:
-    """Once, whether there was a connection already or one has to be made: gRPC is not asked afterwards."""
+def test_calls_to_a_hanging_server_end_at_their_deadline(tmp_path: Path) -> None:
+    """There is no second attempt over gRPC, with an existing connection or a new one."""
     with ServerProcess(tmp_path).start() as server:
         timeouts = Timeouts(call=1.0)
         with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
@@ -355,8 +359,8 @@ def test_calls_to_a_server_that_hangs_end_at_their_deadline(tmp_path: Path) -> N
             server.resume()
 
 
-def test_connections_are_not_kept_for_ever(tmp_path: Path) -> None:
-    """After a burst of calls from many threads the server gets its descriptors back."""
+def test_idle_connections_are_closed(tmp_path: Path) -> None:
+    """After concurrent calls of many threads the server gets its descriptors back."""
     with ServerProcess(tmp_path).start() as server, Client(server.endpoint, namespace=NAMESPACE) as client:
         client.wait_until_connected(60)
         before = server.descriptors()
@@ -369,8 +373,8 @@ def test_connections_are_not_kept_for_ever(tmp_path: Path) -> None:
         _until(lambda: server.descriptors() <= before + MAX_IDLE)
 
 
-async def test_no_descriptor_for_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a process has none left for another connection, its calls go over gRPC, which has its own."""
+async def test_calls_use_grpc_if_no_descriptor_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client cannot open another connection; gRPC has its own."""
     made = socket.socket
 
     def none_left(family: int = -1, *arguments: object) -> socket.socket:
@@ -395,8 +399,8 @@ async def test_no_descriptor_for_a_connection(tmp_path: Path, monkeypatch: pytes
             monkeypatch.undo()
 
 
-async def test_the_asyncio_client_calls_that_way_too(tmp_path: Path) -> None:
-    """Hits, refusals, deadlines and the end of a session are what they are over gRPC."""
+async def test_the_asyncio_client_uses_the_socket(tmp_path: Path) -> None:
+    """Hits, refusals, deadlines and the end of a session are as over gRPC."""
     with ServerProcess(tmp_path).start() as server:
         timeouts = Timeouts(connect=60.0, call=5.0)
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
@@ -413,8 +417,8 @@ async def test_the_asyncio_client_calls_that_way_too(tmp_path: Path) -> None:
                 await client.lookup(KEYS)
 
 
-def test_calls_are_made_over_the_socket_and_counted(tmp_path: Path) -> None:
-    """A client on this host needs gRPC for its session only: with gRPC's calls taken away it goes on."""
+def test_local_calls_use_the_socket_and_are_counted(tmp_path: Path) -> None:
+    """A local client needs gRPC for its session only: it works with gRPC calls disabled."""
     with ServerProcess(tmp_path).start() as server:
         with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
             client.wait_until_connected(60)
@@ -429,8 +433,7 @@ def test_calls_are_made_over_the_socket_and_counted(tmp_path: Path) -> None:
                 client.lookup(KEYS)
 
 
-def test_a_message_beyond_the_limit(server: ServerProcess) -> None:
-    """Is refused as it is over gRPC."""
+def test_a_message_beyond_the_limit_is_refused(server: ServerProcess) -> None:
     for transport in ("shm", "grpc"):
         with Client(server.endpoint, namespace=NAMESPACE, transport=transport) as client:  # type: ignore[arg-type]
             client.wait_until_connected(60)

@@ -1,4 +1,4 @@
-"""The claim on a Unix socket: one server at a time, nothing left behind, nothing of others' touched."""
+"""The claim on a Unix socket: one server at a time, cleanup, and files of other programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 
 def listen(path: Path) -> socket.socket:
-    """Listens on a Unix socket, as gRPC would."""
+    """Listens on a Unix socket, as gRPC does."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
@@ -35,8 +35,8 @@ def listen(path: Path) -> socket.socket:
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Missing directories are made for the owner alone; after the release neither socket nor lock is there."""
+def test_release_removes_socket_and_lock(tmp_path: Path) -> None:
+    """New directories are accessible to the owner only."""
     path = tmp_path / "a" / "b" / "k.sock"
     claim = SocketClaim(Endpoint(path=str(path)))
     with listen(path):
@@ -49,8 +49,8 @@ def test_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_one_at_a_time(tmp_path: Path) -> None:
-    """A second claim is refused while the first holds, also before the first listens, and unharmful to it."""
+def test_a_second_claim_is_refused(tmp_path: Path) -> None:
+    """The first claim is unaffected, also before it listens."""
     endpoint = Endpoint(path=str(tmp_path / "k.sock"))
     first = SocketClaim(endpoint)
     for _ in range(2):
@@ -60,8 +60,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     SocketClaim(endpoint).release()
 
 
-def test_after_a_kill(tmp_path: Path) -> None:
-    """What a killed server left is replaced."""
+def test_files_of_a_killed_server_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "k.sock"
     command = [sys.executable, "-c", CLAIM_AND_WAIT, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -79,8 +78,8 @@ def test_after_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_other_programs(tmp_path: Path) -> None:
-    """A socket that another program listens on, and a file that is no socket, are left alone."""
+def test_files_of_other_programs_stay(tmp_path: Path) -> None:
+    """A claim is refused if another program listens there, or if the path is not a socket."""
     path = tmp_path / "k.sock"
     with listen(path), pytest.raises(SocketError, match="another program listens there"):
         SocketClaim(Endpoint(path=str(path)))
@@ -92,8 +91,8 @@ def test_other_programs(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
-def test_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default directory is closed to others, and refused where it is a link that somebody prepared."""
+def test_the_default_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A symbolic link in its place is refused."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     directory = tmp_path / "kvtier"
     directory.mkdir(mode=0o755)
@@ -107,8 +106,8 @@ def test_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give directories away")
-def test_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A default directory that belongs to somebody else is refused: they could answer in our place."""
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the other user could answer in place of the server."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     directory = tmp_path / "kvtier"
     directory.mkdir()
@@ -117,8 +116,7 @@ def test_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         SocketClaim(Endpoint(path=str(directory / "kvtier.sock")))
 
 
-def test_unusable_paths(tmp_path: Path) -> None:
-    """A path that cannot be had is an error that names it."""
+def test_an_unusable_path_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SocketError, match=r"Not a directory|File exists"):
         SocketClaim(Endpoint(path=str(tmp_path / "file" / "k.sock")))

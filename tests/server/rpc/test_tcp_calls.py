@@ -1,4 +1,4 @@
-"""The port for plain sockets, beside its streams: calls of clients on other hosts, who may hold a thread, and settings."""
+"""The TCP port for plain sockets: calls of remote clients, connection limits, and settings."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ TIMEOUT = 20.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that also listens on TCP."""
+    """Yields a server that also listens on TCP."""
     with ServerProcess(tmp_path_factory.mktemp("calls"), region=32 * MIB, lmdb=16 * MIB, tcp=True) as process:
         yield process.start()
 
 
 @pytest.fixture
 def session(server: ServerProcess) -> Iterator[RawSession]:
-    """A session without a client."""
+    """Yields a session without a client."""
     with RawSession(server.tcp, NAMESPACE, engine_id="raw") as session:
         yield session
 
 
-def knock(port: int, ref: common_pb2.SessionRef, purpose: Purpose = Purpose.CALLS) -> socket.socket:
-    """Returns a connection that has asked for what `purpose` says."""
+def connect(port: int, ref: common_pb2.SessionRef, purpose: Purpose = Purpose.CALLS) -> socket.socket:
+    """Returns a connection that has sent a first message with this purpose."""
     connection = socket.create_connection(("127.0.0.1", port), TIMEOUT)
     connection.sendall(pack_request(ref.session_id, ref.epoch, purpose))
     return connection
@@ -64,7 +64,7 @@ def port_of(session: RawSession) -> int:
 
 
 def received(connection: socket.socket) -> bytes:
-    """Returns what comes until the other side hangs up."""
+    """Returns the bytes until the server closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := connection.recv(4096):
@@ -72,8 +72,8 @@ def received(connection: socket.socket) -> bytes:
     return data
 
 
-def test_calls_go_the_way_of_the_bytes(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client of another host makes no call of gRPC once it has found the port, and says how its bytes move."""
+def test_remote_calls_use_the_port_of_streams(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remote client makes no gRPC call once it knows the port, and reports its transport."""
     keys = [key_of(number, salt="calls") for number in range(8)]
     with Client(server.tcp, namespace=NAMESPACE, engine_id="calls", transport="tcp") as client:
         client.wait_until_connected(60)
@@ -92,13 +92,12 @@ def test_calls_go_the_way_of_the_bytes(server: ServerProcess, monkeypatch: pytes
         answer = session.calls.call("TransferService/Locate", request.SerializeToString(), TIMEOUT)
         assert answer is not None
         assert transfer_pb2.LocateResponse.FromString(answer).plain_port
-        # The session of the test before may still be on its way out.
+        # The session of the previous test may still be closing.
         mine = [session.transport for session in server.status().sessions if session.engine_id == "calls"]
         assert mine == ["tcp"]
 
 
-def test_calls_of_asyncio(server: ServerProcess) -> None:
-    """So does one of asyncio."""
+def test_remote_asyncio_calls_use_the_port(server: ServerProcess) -> None:
     keys = [key_of(number, salt="aio") for number in range(8)]
 
     async def run() -> None:
@@ -120,19 +119,19 @@ def test_calls_of_asyncio(server: ServerProcess) -> None:
     asyncio.run(run())
 
 
-def test_who_is_refused(session: RawSession) -> None:
-    """Without a session there are no calls; and nobody is handed the region this way, whoever he is."""
+def test_refused_connections(session: RawSession) -> None:
+    """Calls need a session, and the region is never handed out over TCP."""
     port = port_of(session)
     stranger = common_pb2.SessionRef(session_id=b"x" * 16, epoch=session.ref.epoch)
     for ref, purpose in ((stranger, Purpose.CALLS), (session.ref, Purpose.REGION)):
-        with knock(port, ref, purpose) as connection:
+        with connect(port, ref, purpose) as connection:
             reply = received(connection)
         assert not reply or unpack_reply(reply) is None
 
 
 def test_a_connection_for_calls_ends_with_its_session(server: ServerProcess, session: RawSession) -> None:
-    """What came in by way of the bulk process is the server's own: it outlives that process, and ends with the session."""
-    with knock(port_of(session), session.ref) as connection:
+    """The server itself owns it: it outlives the bulk process that accepted it."""
+    with connect(port_of(session), session.ref) as connection:
         assert unpack_reply(connection.recv(REPLY_BYTES, socket.MSG_WAITALL)) is not None
         pid = bulk_pid(server.pid)
         assert pid is not None
@@ -146,8 +145,8 @@ def test_a_connection_for_calls_ends_with_its_session(server: ServerProcess, ses
         assert received(connection) == b""
 
 
-def test_ports_that_are_set(tmp_path: Path) -> None:
-    """Both ports are the ones of the configuration, also in the process' next life."""
+def test_configured_ports_are_used(tmp_path: Path) -> None:
+    """Both ports are used again by the next bulk process."""
     with contextlib.ExitStack() as opened:
         ports = [opened.enter_context(ReservedPort()).number for _ in range(2)]
         config = f"[bulk]\ntcp_port = {ports[0]}\ngrpc_port = {ports[1]}"
@@ -157,17 +156,19 @@ def test_ports_that_are_set(tmp_path: Path) -> None:
             port_of(session)
             where = locate(session)
             assert [where.plain_port, where.port] == ports
-            socket.create_connection(("127.0.0.1", where.plain_port), TIMEOUT).close()  # it is no dead process' port
+            # fails if the port belongs to a dead process
+            socket.create_connection(("127.0.0.1", where.plain_port), TIMEOUT).close()
             pid = bulk_pid(server.pid)
             assert pid is not None
             assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, server.pid)
             os.kill(pid, 9)
-            # Once there is another process the server has noticed, and names no port until that one listens.
+            # After the restart the server has noticed the end, and names a port only once the new
+            # process listens.
             wait_until(lambda: bulk_pid(server.pid) not in (None, pid))  # noqa: B023 - called here
 
 
-def test_a_port_that_is_set_and_taken(tmp_path: Path) -> None:
-    """What cannot be had is not served elsewhere: a firewall would know nothing of it."""
+def test_a_used_port_is_not_replaced(tmp_path: Path) -> None:
+    """A firewall would not know another port."""
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         ServerProcess(tmp_path, config=f"[bulk]\ntcp_port = {taken.getsockname()[1]}", tcp=True).start() as server,
@@ -177,8 +178,8 @@ def test_a_port_that_is_set_and_taken(tmp_path: Path) -> None:
         assert not locate(session).plain_port
 
 
-def test_without_plain_sockets(tmp_path: Path) -> None:
-    """Where they are not offered, a client that prefers them streams over gRPC, and says so."""
+def test_streams_use_grpc_without_plain_sockets(tmp_path: Path) -> None:
+    """A client that prefers plain sockets streams over gRPC, and its status says so."""
     keys = [key_of(number) for number in range(4)]
     with (
         ServerProcess(tmp_path, config="[bulk]\ntcp = false", tcp=True).start() as server,
@@ -191,8 +192,8 @@ def test_without_plain_sockets(tmp_path: Path) -> None:
         assert_serves(client, keys)
 
 
-class _Nobody:
-    """A server that hears nothing and says nothing."""
+class _SilentServer:
+    """A server that sends and receives nothing."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -207,20 +208,20 @@ class _Nobody:
 
 @pytest.fixture
 def plain_server(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two connections at most, and little patience, in this process."""
+    """Returns a server in this process with two connections at most and short timeouts."""
     monkeypatch.setattr(plain_module, "_MAX_CONNECTIONS", 2)
     monkeypatch.setattr(control_module, "_FIRST_SECONDS", 0.3)
     monkeypatch.setattr(control_module, "_WATCH_SECONDS", 0.05)
-    nobody: Any = _Nobody()
-    control = BrokerClient(nobody)
+    silent: Any = _SilentServer()
+    control = BrokerClient(silent)
     threading.Thread(target=control._watch, daemon=True).start()
     region: Any = SimpleNamespace(memory=memoryview(bytearray(16)))
     handover: Any = None
     return SimpleNamespace(port=TcpStreamServer(control, region, PART, handover).listen(("127.0.0.1",), 0))
 
 
-def test_who_asks_for_nothing_makes_room(plain_server: Any) -> None:
-    """As many connections as there may be: one more takes the place of the one that has been idle for the longest time."""
+def test_idle_connections_make_room(plain_server: Any) -> None:
+    """A connection beyond the limit replaces the one that was idle longest."""
     with contextlib.ExitStack() as opened:
         connections = []
         for _ in range(3):
@@ -234,8 +235,8 @@ def test_who_asks_for_nothing_makes_room(plain_server: Any) -> None:
                 connection.recv(1)
 
 
-def test_a_request_that_trickles(plain_server: Any) -> None:
-    """A request that does not come to its end holds no thread for long, however often a little of it comes."""
+def test_a_slow_request_is_closed(plain_server: Any) -> None:
+    """An incomplete request occupies a thread briefly, even if some bytes arrive regularly."""
     with socket.create_connection(("127.0.0.1", plain_server.port), TIMEOUT) as connection:
         connection.sendall(tcp_frames.pack_request(tcp_frames.Method.PUSH, bytes(1000))[:20])
         with pytest.raises(ConnectionError):  # noqa: PT012 - one of many sends
@@ -244,10 +245,10 @@ def test_a_request_that_trickles(plain_server: Any) -> None:
                 time.sleep(0.1)
 
 
-def test_which_streams_are_late() -> None:
-    """One that moves what was asked for at a rate is not, however long it is; one that sends the same bytes again and again is."""
-    nobody: Any = _Nobody()
-    stream = BrokerClient(nobody).open("tcp", lambda: None)
+def test_streams_without_progress_are_late() -> None:
+    """A long stream at a normal rate is not late; repeating the same bytes is not progress."""
+    silent: Any = _SilentServer()
+    stream = BrokerClient(silent).open("tcp", lambda: None)
     began = stream._began_at
     assert not stream.is_too_slow(began + 9)
     assert stream.is_too_slow(began + 11)

@@ -1,4 +1,4 @@
-"""Evict and Drain as calls: who is refused, and what becomes of a call that is given up."""
+"""Evict and Drain as calls: refusals and cancellation."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ BLOCKS = 4096
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server."""
+    """Yields a server."""
     with ServerProcess(tmp_path_factory.mktemp("s")).start() as server:
         yield server
 
 
 @pytest.fixture
 def stub(server: ServerProcess) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
-    """Its AdminService; it has some thousand small blocks, whatever another test has done to them."""
+    """Yields its AdminService, after some thousand small blocks have been stored."""
     with grpc.insecure_channel(server.endpoint) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         if blocks(stub) < BLOCKS:
@@ -47,13 +47,16 @@ def stub(server: ServerProcess) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
 
 
 def blocks(stub: admin_pb2_grpc.AdminServiceStub) -> int:
-    """Returns the blocks of the CPU tier."""
+    """Returns the number of blocks in the CPU tier."""
     answer = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=60)
     return int(answer.tiers[0].blocks)
 
 
-def test_the_stream_says_how_far_it_has_come(stub: admin_pb2_grpc.AdminServiceStub) -> None:
-    """It ends with the result, and only that is done; without tiers it is about all of them."""
+def test_the_stream_reports_progress(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    """The last answer is the result and is the only one marked as done.
+
+    The default is all tiers.
+    """
     steps = list(stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60))
     assert [step.done for step in steps] == [False] * (len(steps) - 1) + [True]
     last = steps[-1]
@@ -62,8 +65,8 @@ def test_the_stream_says_how_far_it_has_come(stub: admin_pb2_grpc.AdminServiceSt
     assert all(tier.looked_at == tier.total == BLOCKS for tier in last.tiers)
 
 
-def test_what_is_asked_for_wrongly(stub: admin_pb2_grpc.AdminServiceStub) -> None:
-    """No such tier, an id that is none, a negative time: refused, with the reason; nothing goes."""
+def test_invalid_evictions_are_refused(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    """An unknown tier, an invalid id or a negative time is named, and no block is evicted."""
     negative = admin_pb2.EvictRequest()
     negative.unused_for.FromSeconds(-1)
     for request in (
@@ -77,8 +80,8 @@ def test_what_is_asked_for_wrongly(stub: admin_pb2_grpc.AdminServiceStub) -> Non
     assert blocks(stub) == BLOCKS
 
 
-def test_a_mode_of_a_drain_that_is_not_known(stub: admin_pb2_grpc.AdminServiceStub) -> None:
-    """Is refused: a newer client that means something else by it must not end this server."""
+def test_an_unknown_drain_mode_is_refused(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    """A newer client that means something else by it must not end this server."""
     request = admin_pb2.DrainRequest.FromString(bytes((1 << 3, 99)))
     with pytest.raises(grpc.RpcError) as refused:
         list(stub.Drain(request, timeout=60))
@@ -86,8 +89,8 @@ def test_a_mode_of_a_drain_that_is_not_known(stub: admin_pb2_grpc.AdminServiceSt
     assert blocks(stub) == BLOCKS
 
 
-def test_too_many_at_once(stub: admin_pb2_grpc.AdminServiceStub) -> None:
-    """Some wait for each other, more are refused; afterwards there is room again."""
+def test_concurrent_evictions_are_limited(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    """Some wait, more are refused; afterwards new ones are accepted."""
     calls = [stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60) for _ in range(4 * _MOST_EVICTIONS)]
     reasons = []
     for call in calls:
@@ -100,8 +103,8 @@ def test_too_many_at_once(stub: admin_pb2_grpc.AdminServiceStub) -> None:
     assert list(stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60))[-1].done
 
 
-def test_who_hangs_up_leaves_it_at_what_has_gone(server: ServerProcess, stub: admin_pb2_grpc.AdminServiceStub) -> None:
-    """The server says in its log what that was, and takes the next wish."""
+def test_a_disconnect_stops_the_eviction(server: ServerProcess, stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    """The log has the evicted bytes, and the server accepts the next call."""
     before = server.log.count("evicted on demand")
     call = stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60)
     next(call)
@@ -128,8 +131,8 @@ def _drainage(*, complete: bool = True) -> tuple[Drain, Any, list[str]]:
     return Drain(runtime, sessions, lambda: ended.append("end")), sessions, ended
 
 
-async def test_an_eviction_that_fails_is_not_done() -> None:
-    """Who asked is told, after how far it has come; and the next one is not held up."""
+async def test_a_failed_eviction_ends_with_an_error() -> None:
+    """The error follows the progress, and the next call is served."""
     clearing: Any = SimpleNamespace(done=False, error=None, tiers=[EvictionProgress(0, total=2)], cancel=lambda: None)
     runtime: Any = SimpleNamespace(
         core=SimpleNamespace(evict=lambda _: clearing),
@@ -146,8 +149,8 @@ async def test_an_eviction_that_fails_is_not_done() -> None:
     assert service._evictions == 0
 
 
-async def test_a_server_that_ends_cannot_be_kept() -> None:
-    """Undoing and staying come too late; it is done when the sessions have ended."""
+async def test_a_final_drain_cannot_be_undone() -> None:
+    """UNDO and STAY are too late; the drain is done when the sessions have ended."""
     drainage, sessions, ended = _drainage()
     drainage.end()
     assert (ended, sessions.draining, drainage.done) == (["end"], True, False)
@@ -158,8 +161,8 @@ async def test_a_server_that_ends_cannot_be_kept() -> None:
     assert (drainage.done, drainage.complete, sessions.ended.is_set()) == (True, True, True)
 
 
-async def test_staying_and_undoing() -> None:
-    """Drained once what is under way has ended; undone at any time, and as often as one likes."""
+async def test_a_staying_drain_can_be_undone() -> None:
+    """The server is drained when running work has ended; UNDO works at any time and repeatedly."""
     drainage, sessions, ended = _drainage(complete=False)
     drainage.stay()
     assert (sessions.draining, drainage.done) == (True, False)
@@ -174,23 +177,23 @@ async def test_staying_and_undoing() -> None:
     assert (sessions.draining, drainage.complete) == (False, True)
 
 
-async def test_a_signal_ends_a_server_that_stays() -> None:
-    """What was drained is drained again, and then its sessions end."""
+async def test_a_signal_ends_a_drained_server() -> None:
+    """It drains again, and then ends its sessions."""
     drainage, sessions, _ = _drainage()
     drainage.stay()
     await drainage.finish()
     assert (drainage.ending, drainage.done, sessions.ended.is_set()) == (True, True, True)
 
 
-async def test_a_server_that_ends_waits_for_what_is_under_way() -> None:
-    """Sessions end after the drain, not before, and whether it came to its end in time is known."""
+async def test_the_end_waits_for_running_work() -> None:
+    """Sessions end after the drain, and the result says whether it finished in time."""
     drainage, sessions, _ = _drainage(complete=False)
     await drainage.finish()
     assert (drainage.complete, sessions.ended.is_set()) == (False, True)
 
 
-def test_it_cannot_be_undone_once_it_ends(tmp_path: Path) -> None:
-    """Of a real server: the call is refused, or finds nobody any more."""
+def test_undo_after_the_end_is_refused(tmp_path: Path) -> None:
+    """With a real server: the call is refused or finds no server."""
     with ServerProcess(tmp_path).start() as server, grpc.insecure_channel(server.endpoint) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         next(stub.Drain(admin_pb2.DrainRequest(mode=admin_pb2.DRAIN_MODE_END), timeout=60))

@@ -1,4 +1,4 @@
-"""Requests that are handed over, through a real server: waits, ends, what becomes of them, and how that is shown."""
+"""Hand-off through a real server: waits, ends, outcomes, and their display."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TIMEOUTS = Timeouts(connect=60.0, call=60.0)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server of which half may be held, by three requests at most."""
+    """Yields a server that lets three requests hold up to half of its region."""
     config = 'metrics = "127.0.0.1:0"\n[handoff]\npart = 0.5\nmax_holds = 3\n'
     with ServerProcess(tmp_path, region=16 * MIB, config=config) as process:
         yield process.start()
@@ -46,7 +46,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def connect(server: ServerProcess) -> Iterator[Callable[[str], Client]]:
-    """Makes clients by engine."""
+    """Returns a function that makes a client per engine."""
     clients: list[Client] = []
 
     def make(engine_id: str) -> Client:
@@ -62,13 +62,13 @@ def connect(server: ServerProcess) -> Iterator[Callable[[str], Client]]:
 
 @pytest.fixture
 def prefill(connect: Callable[[str], Client]) -> Client:
-    """Who publishes."""
+    """Yields the client of P."""
     return connect("prefill")
 
 
 @pytest.fixture
 def decode(connect: Callable[[str], Client]) -> Client:
-    """Who claims."""
+    """Yields the client of D."""
     return connect("decode")
 
 
@@ -80,7 +80,7 @@ def stored(client: Client, count: int, *, salt: str = "") -> list[bytes]:
 
 
 def published(client: Client, keys: list[bytes], request_id: str = "r", **fields: Any) -> PublishStatus:
-    """Publishes a request."""
+    """Publishes a request; returns the status."""
     return client.publish(request_id, keys, range(len(keys)), num_tokens=16 * len(keys), **fields).status
 
 
@@ -100,25 +100,25 @@ class Claiming:
         self._thread.start()
 
     def waits(self) -> bool:
-        """Returns whether it still does so in a moment."""
+        """Returns whether it still waits after a moment."""
         self._thread.join(0.2)
         return self._thread.is_alive()
 
     def result(self) -> Lease | HoldGone:
-        """Returns what came of it."""
+        """Returns the outcome of the claim."""
         self._thread.join(60)
         (found,) = self._found
         return found
 
     def lease(self) -> Lease:
-        """Returns what it was granted."""
+        """Returns the lease that was granted."""
         found = self.result()
         assert isinstance(found, Lease)
         return found
 
 
 def test_a_claim_waits_for_publication_and_blocks(prefill: Client, decode: Client) -> None:
-    """The reader may come first of all: it has its answer when the last block is there."""
+    """The reader may claim first: it gets its answer when the last block is stored."""
     claiming = Claiming(decode)
     assert claiming.waits()
     keys = [key_of(number) for number in range(3)]
@@ -129,8 +129,8 @@ def test_a_claim_waits_for_publication_and_blocks(prefill: Client, decode: Clien
         assert lease.statuses == HIT * 3
 
 
-def test_a_claim_ends_with_its_wait(prefill: Client, decode: Client) -> None:
-    """What has not come by then is said to be on its way; a publication that has not come is none."""
+def test_a_claim_ends_at_its_wait(prefill: Client, decode: Client) -> None:
+    """Blocks that are still missing are pending; a hold that is not published does not exist."""
     assert isinstance(Claiming(decode, 0.1).result(), HoldGone)
     keys = [*stored(prefill, 1), key_of(99)]
     published(prefill, keys)
@@ -138,8 +138,8 @@ def test_a_claim_ends_with_its_wait(prefill: Client, decode: Client) -> None:
         assert lease.statuses == HIT + PENDING
 
 
-def test_a_publisher_that_dies_ends_the_wait(prefill: Client, decode: Client, server: ServerProcess) -> None:
-    """What it had brought is handed out, also later; the rest is a miss at once."""
+def test_the_end_of_the_publisher_ends_the_wait(prefill: Client, decode: Client, server: ServerProcess) -> None:
+    """Its stored blocks are granted, also later; the rest are misses at once."""
     keys = [*stored(prefill, 2), key_of(99)]
     published(prefill, keys, hold_for=60)
     claiming = Claiming(decode)
@@ -150,8 +150,8 @@ def test_a_publisher_that_dies_ends_the_wait(prefill: Client, decode: Client, se
     assert server.status().holds == 1
 
 
-def test_a_hold_that_ends_ends_the_wait(prefill: Client, decode: Client, server: ServerProcess) -> None:
-    """Nearly over, its claim is told so; after a reset it is as if it had never been published."""
+def test_the_end_of_the_hold_ends_the_wait(prefill: Client, decode: Client, server: ServerProcess) -> None:
+    """Shortly before its end the claim is told so; after a reset the hold does not exist."""
     published(prefill, [key_of(99)], hold_for=8)
     claiming = Claiming(decode)
     assert claiming.waits()
@@ -164,8 +164,8 @@ def test_a_hold_that_ends_ends_the_wait(prefill: Client, decode: Client, server:
     assert isinstance(Claiming(decode, 0.1).result(), HoldGone)
 
 
-def test_what_is_held_outlives_a_flood(prefill: Client, decode: Client) -> None:
-    """B2.17: ten times the region, and every byte of a hold is there."""
+def test_held_blocks_survive_a_flood(prefill: Client, decode: Client) -> None:
+    """B2.17: after a flood of ten times the region, every byte of a hold is readable."""
     keys = stored(prefill, 32)
     published(prefill, keys, hold_for=300)
     prefill.close()
@@ -178,21 +178,21 @@ def test_what_is_held_outlives_a_flood(prefill: Client, decode: Client) -> None:
             assert [bytes(view) for view in batch.views()] == [payload(key, PART).tobytes() for key in keys]
 
 
-def test_what_cannot_be_held_is_declined(prefill: Client, connect: Callable[[str], Client]) -> None:
-    """More bytes than may be, more requests than may be: an answer and not an error, and the cache goes on."""
+def test_holds_beyond_the_limits_are_declined(prefill: Client, connect: Callable[[str], Client]) -> None:
+    """Too many bytes or requests give a status, not an error, and the cache continues."""
     keys = stored(prefill, 160)
     assert published(prefill, keys) is PublishStatus.NO_ROOM
     assert published(prefill, keys[:100]) is PublishStatus.PUBLISHED
     for number in range(2):
         assert published(connect(f"e{number}"), keys[:1]) is PublishStatus.PUBLISHED
     assert published(prefill, keys[:1], "another") is PublishStatus.TOO_MANY
-    assert published(prefill, keys[:1]) is PublishStatus.PUBLISHED, "in the place of the first"
+    assert published(prefill, keys[:1]) is PublishStatus.PUBLISHED, "replaces the first"
     with prefill.lookup(keys) as lease:
         assert lease.prefix_hits == 160
 
 
 def test_a_restart_ends_all_holds(prefill: Client, decode: Client, server: ServerProcess) -> None:
-    """A miss; the full blocks are found on disk as ever, what only the hold named is nowhere."""
+    """Full blocks are on disk as usual; a partial block, which only the hold names, is gone."""
     keys = stored(prefill, 4)
     partial = make_hold_key("prefill", "r", 0, 4)
     prefill.store([partial], [bytes(PART)])
@@ -201,11 +201,11 @@ def test_a_restart_ends_all_holds(prefill: Client, decode: Client, server: Serve
     server.restart()
     decode.wait_until_connected(60)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:  # the client learns of the restart a moment later
+    while time.monotonic() < deadline:  # the client notices the restart a moment later
         try:
             lease = decode.lookup([*keys, partial], prefix=False, wait=30)
             break
-        except Exception:  # noqa: BLE001 - whatever it says of the connection
+        except Exception:  # noqa: BLE001 - any error of the connection
             time.sleep(0.05)
     assert lease.statuses == HIT * 4 + MISS
     lease.release()
@@ -213,8 +213,8 @@ def test_a_restart_ends_all_holds(prefill: Client, decode: Client, server: Serve
         decode.claim(HOLD)
 
 
-def test_a_server_that_ends_does_not_wait_for_holds(prefill: Client, server: ServerProcess) -> None:
-    """They pin memory that is about to go."""
+def test_the_end_of_a_server_does_not_wait_for_holds(prefill: Client, server: ServerProcess) -> None:
+    """They pin memory that ends with the server."""
     published(prefill, stored(prefill, 4), hold_for=300)
     began = time.monotonic()
     assert server.terminate() == 0
@@ -222,7 +222,7 @@ def test_a_server_that_ends_does_not_wait_for_holds(prefill: Client, server: Ser
 
 
 def kvtier(server: ServerProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line against the server."""
+    """Runs a command against the server."""
     return subprocess.run(
         [sys.executable, "-m", "kvtier.server", "handoffs", *arguments, "--endpoint", server.endpoint],
         capture_output=True,
@@ -233,7 +233,7 @@ def kvtier(server: ServerProcess, *arguments: str) -> subprocess.CompletedProces
 
 
 def test_holds_are_listed(prefill: Client, decode: Client, server: ServerProcess) -> None:
-    """With who holds what for how long; and what has become of all of them, per direction."""
+    """The list has owner, age and size of each hold, and totals per direction."""
     assert kvtier(server).stdout == "no request is held\n"
     keys = stored(prefill, 3)
     published(prefill, [*keys, key_of(99)], hold_for=60)
@@ -259,8 +259,8 @@ def test_holds_are_listed(prefill: Client, decode: Client, server: ServerProcess
     assert kvtier(server, "--most", "-1").returncode == 2
 
 
-def test_what_became_of_holds_is_counted(prefill: Client, decode: Client, server: ServerProcess) -> None:
-    """B2.19: by direction; how long an engine's blocks could not go is a figure as well."""
+def test_ended_holds_are_counted(prefill: Client, decode: Client, server: ServerProcess) -> None:
+    """B2.19: the counts are per direction; pinned bytes and their time are figures, too."""
     keys = stored(prefill, 3)
     back = HandoffDirection.DECODE_TO_PREFILL
     published(decode, keys, direction=back, hold_for=0.2)

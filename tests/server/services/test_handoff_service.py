@@ -1,4 +1,4 @@
-"""HandoffService beside its runtime, call by call: when it looks, whom it wakes, and on whose behalf."""
+"""HandoffService with its runtime, without a server: times, waiting claims, and leases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
 HOLD = handoff_pb2.HoldRef(engine_id="e", request_id="r")
 
 
-class Desk:
+class Engine:
     """The service, and one engine's session with it."""
 
     def __init__(self, runtime: TierRuntime) -> None:
@@ -77,15 +77,15 @@ def seconds(number: float) -> Duration:
     return duration
 
 
-def at_the_desk(scenario: Any) -> None:
-    """Runs a scenario with a desk, in a region of 16 blocks."""
+def run_with_engine(scenario: Any) -> None:
+    """Runs a scenario with an engine, in a region of 16 blocks."""
 
     async def main() -> None:
         runtime = TierRuntime(HostRegion.create(16 * 4096), [], stall_seconds=10.0)
         await runtime.start()
-        await asyncio.sleep(0)  # the region's memory is announced through the loop
+        await asyncio.sleep(0)  # the event loop announces the region's memory
         try:
-            await scenario(Desk(runtime), runtime)
+            await scenario(Engine(runtime), runtime)
         finally:
             await runtime.close()
 
@@ -97,129 +97,129 @@ def keys(first: int, count: int) -> list[bytes]:
     return [key_of(number) for number in range(first, first + count)]
 
 
-def test_who_waits_is_told_before_the_call_is_answered() -> None:
-    """Publication and release carry out what the core has asked for, and leave nothing to the next tick."""
+def test_waiting_claims_are_answered_before_the_call() -> None:
+    """Publication and release execute the core's effects at once, not at the next tick."""
 
-    async def scenario(desk: Desk, runtime: TierRuntime) -> None:
-        await desk.publish(keys(0, 1))
+    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
+        await engine.publish(keys(0, 1))
         assert runtime.core.take_commands() == []
-        await desk.release()
+        await engine.release()
         assert runtime.core.take_commands() == []
 
-    at_the_desk(scenario)
+    run_with_engine(scenario)
 
 
-def test_nothing_is_held_by_a_server_that_is_about_to_end() -> None:
-    """It would not live to be claimed; what is held may still be claimed, and given back."""
+def test_a_draining_server_accepts_no_holds() -> None:
+    """Existing holds can still be claimed and released."""
 
-    async def scenario(desk: Desk, _: TierRuntime) -> None:
-        desk.store(keys(0, 1))
-        await desk.publish(keys(0, 1))
-        desk.draining = True
+    async def scenario(engine: Engine, _: TierRuntime) -> None:
+        engine.store(keys(0, 1))
+        await engine.publish(keys(0, 1))
+        engine.draining = True
         with pytest.raises(Refused, match="shutting down"):
-            await desk.publish(keys(0, 1))
-        assert (await desk.claim()).lease_id
-        await desk.release()
+            await engine.publish(keys(0, 1))
+        assert (await engine.claim()).lease_id
+        await engine.release()
 
-    at_the_desk(scenario)
+    run_with_engine(scenario)
 
 
-def test_what_a_wait_ends_with_is_as_of_then() -> None:
-    """B2.19: a hold whose time has come near while its claim waited for a block is not read."""
+def test_a_claim_is_checked_again_after_its_wait() -> None:
+    """B2.19: a hold that is about to expire when its blocks arrive is not read."""
 
-    async def scenario(desk: Desk, runtime: TierRuntime) -> None:
-        desk.store(keys(0, 1))
-        await desk.publish(keys(0, 2), duration=seconds(5.3))
+    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
+        engine.store(keys(0, 1))
+        await engine.publish(keys(0, 2), duration=seconds(5.3))
         with pytest.raises(HoldExpired):
-            await desk.claim(wait=0.6)
+            await engine.claim(wait=0.6)
         assert runtime.core.stats().leases == 0
 
-    at_the_desk(scenario)
+    run_with_engine(scenario)
 
 
-def test_a_session_that_falls_while_it_waits_is_granted_nothing() -> None:
-    """B2.19: nobody would ever give the lease back."""
+def test_a_session_that_ends_during_its_claim_gets_no_lease() -> None:
+    """B2.19: no client would release the lease."""
 
-    async def scenario(desk: Desk, runtime: TierRuntime) -> None:
+    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
         publisher = runtime.core.open_session(b"p", "e", None, SPEC)
-        claiming = asyncio.ensure_future(desk.claim(wait=20))
+        claiming = asyncio.ensure_future(engine.claim(wait=20))
         await asyncio.sleep(0)
         assert runtime._waiting
-        runtime.core.close_session(desk.session.id)
-        desk.session = publisher
-        await desk.publish([])
+        runtime.core.close_session(engine.session.id)
+        engine.session = publisher
+        await engine.publish([])
         with pytest.raises(UnknownSession):
             await claiming
         assert runtime.core.stats().leases == 0
         assert not runtime._waiting
 
-    at_the_desk(scenario)
+    run_with_engine(scenario)
 
 
-def test_a_claims_lease_is_its_requests_for_as_long_as_it_said() -> None:
-    """B2.17: it falls with the reader's request, and with its time, like that of a lookup."""
+def test_the_lease_of_a_claim_belongs_to_its_request() -> None:
+    """B2.17: it ends with the reader's request and at its expiry, like that of a lookup."""
 
-    async def scenario(desk: Desk, runtime: TierRuntime) -> None:
-        desk.store(keys(0, 1))
-        await desk.publish(keys(0, 1))
-        answer = await desk.claim(request_id="mine", lease_duration=seconds(7))
-        lease = runtime.core.lease(desk.session, answer.lease_id)  # type: ignore[arg-type]
+    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
+        engine.store(keys(0, 1))
+        await engine.publish(keys(0, 1))
+        answer = await engine.claim(request_id="mine", lease_duration=seconds(7))
+        lease = runtime.core.lease(engine.session, answer.lease_id)  # type: ignore[arg-type]
         assert answer.statuses == bytes([KeyStatus.HIT])
         assert 6 < lease.expires_at - runtime.now() <= 7
-        runtime.core.finish_request(desk.session, "mine")
+        runtime.core.finish_request(engine.session, "mine")
         assert runtime.core.stats().leases == 0
 
-    at_the_desk(scenario)
+    run_with_engine(scenario)
 
 
-def test_a_heartbeat_may_say_how_long() -> None:
-    """B2.1: else it is two thirds of what the hold was published with."""
+def test_a_heartbeat_may_set_the_extension() -> None:
+    """B2.1: the default is two thirds of the duration of the hold."""
 
-    async def scenario(desk: Desk, _: TierRuntime) -> None:
-        await desk.publish(keys(0, 1), duration=seconds(30))
-        assert list((await desk.renew()).missing_holds) == []
-        assert (await desk.claim()).remaining.seconds < 30
-        await desk.renew(extension=seconds(300))
-        assert (await desk.claim()).remaining.seconds >= 290
-        await desk.release()
-        assert list((await desk.renew()).missing_holds) == [0]
+    async def scenario(engine: Engine, _: TierRuntime) -> None:
+        await engine.publish(keys(0, 1), duration=seconds(30))
+        assert list((await engine.renew()).missing_holds) == []
+        assert (await engine.claim()).remaining.seconds < 30
+        await engine.renew(extension=seconds(300))
+        assert (await engine.claim()).remaining.seconds >= 290
+        await engine.release()
+        assert list((await engine.renew()).missing_holds) == [0]
 
-    at_the_desk(scenario)
+    run_with_engine(scenario)
 
 
 @pytest.mark.parametrize("way", ["released", "reset", "declined", "declined while it waits"])
-def test_what_will_not_come_is_not_waited_for(way: str) -> None:
-    """B2.17: a hold that has ended, or was declined, is a miss at once; only one that was never heard of may yet be published."""
+def test_claims_do_not_wait_for_ended_or_declined_holds(way: str) -> None:
+    """B2.17: they are misses at once; only an unknown hold may still be published."""
 
-    async def scenario(desk: Desk, runtime: TierRuntime) -> None:
-        claiming = asyncio.ensure_future(desk.claim(wait=3600)) if way.endswith("waits") else None
+    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
+        claiming = asyncio.ensure_future(engine.claim(wait=3600)) if way.endswith("waits") else None
         await asyncio.sleep(0)
-        # Of 16 blocks four may be held.
-        answer = await desk.publish(keys(0, 6 if way.startswith("declined") else 1))
+        # Holds may have four of 16 blocks.
+        answer = await engine.publish(keys(0, 6 if way.startswith("declined") else 1))
         assert (answer.status == handoff_pb2.PUBLISH_STATUS_PUBLISHED) is not way.startswith("declined")
         if way == "released":
-            await desk.release()
+            await engine.release()
         if way == "reset":
-            runtime.core.reset(desk.session)
+            runtime.core.reset(engine.session)
         with pytest.raises(HoldNotFound):
-            await (claiming or desk.claim(wait=3600))
+            await (claiming or engine.claim(wait=3600))
         assert runtime.core.stats().claims_missed == {ClaimOutcome.NOT_HELD: 1}
-        await desk.publish(keys(0, 1))
-        desk.store(keys(0, 1))
-        assert (await desk.claim(wait=3600)).lease_id
+        await engine.publish(keys(0, 1))
+        engine.store(keys(0, 1))
+        assert (await engine.claim(wait=3600)).lease_id
 
-    at_the_desk(scenario)
+    run_with_engine(scenario)
 
 
-def test_what_is_held_in_another_namespace_is_not_waited_for() -> None:
-    """Engines whose blocks mean something else (of another tensor parallelism, say) do not meet, and do not wait either."""
+def test_claims_do_not_wait_for_holds_of_other_namespaces() -> None:
+    """Engines whose blocks differ, for example by tensor parallelism, cannot share holds."""
 
-    async def scenario(desk: Desk, runtime: TierRuntime) -> None:
-        await desk.publish(keys(0, 1))
+    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
+        await engine.publish(keys(0, 1))
         other = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
-        desk.session = runtime.core.open_session(b"o", "reader", None, other)
+        engine.session = runtime.core.open_session(b"o", "reader", None, other)
         with pytest.raises(HoldNotFound):
-            await desk.claim(wait=3600)
+            await engine.claim(wait=3600)
         assert runtime.core.stats().claims_missed == {ClaimOutcome.OTHER_NAMESPACE: 1}
 
-    at_the_desk(scenario)
+    run_with_engine(scenario)

@@ -1,4 +1,4 @@
-"""Negotiation over the wire: rules from the configuration, votes in the answer, and what became of a request."""
+"""Negotiation over the wire: configured rules, votes in the answer, and the end of a request."""
 
 from pathlib import Path
 
@@ -19,8 +19,8 @@ rules = [
 """
 
 
-def test_rules_decide_and_say_why(tmp_path: Path) -> None:
-    """B3.3: the answer carries each tier's vote; rules that are configured take the place of the shipped one."""
+def test_the_answer_has_the_votes_of_the_rules(tmp_path: Path) -> None:
+    """B3.3: the answer has each tier's vote; configured rules replace the default one."""
     with (
         ServerProcess(tmp_path, config=RULES).start() as server,
         Client(server.endpoint, namespace=namespace_of(MIB)) as client,
@@ -48,8 +48,8 @@ def test_rules_decide_and_say_why(tmp_path: Path) -> None:
         ]
 
 
-def test_a_request_is_settled_when_its_tiers_have_its_blocks(tmp_path: Path) -> None:
-    """B3.12: finishing can wait for it, and then everything that was insisted on is durable."""
+def test_finish_waits_until_a_request_is_settled(tmp_path: Path) -> None:
+    """B3.12: with a wait, all blocks that a tier insisted on are durable afterwards."""
     keys = [key_of(number) for number in range(12)]
     with (
         ServerProcess(tmp_path).start() as server,

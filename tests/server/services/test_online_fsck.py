@@ -1,4 +1,4 @@
-"""`kvtier fsck --online`: a server checks its own tiers, and goes on serving meanwhile."""
+"""`kvtier fsck --online`: a server checks its own tiers while it serves."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ NAMESPACE_ID = namespace_spec(NAMESPACE.to_proto()).id
 KEYS = [key_of(number) for number in range(80)]
 MISS = bytes([KeyStatus.MISS])
 SLOWLY = 8 * MIB
-"""Bytes a second: a check of all blocks takes two seconds and a half."""
+"""Rate in bytes per second; a check of all blocks takes two and a half seconds."""
 
 
 @pytest.fixture(params=["lmdb", "disk"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server whose tier below the CPU tier has all keys, and the CPU tier none."""
+    """Yields a server whose secondary tier has all keys, and whose CPU tier is empty."""
     with ServerProcess(tmp_path, tier=request.param, standby=True) as server:
         server.start()
         with connected(server) as client:
@@ -55,7 +55,7 @@ def connected(server: ServerProcess) -> Client:
 
 
 def damage(server: ServerProcess, *numbers: int) -> None:
-    """Changes stored bytes of blocks, as a disk might, while the server runs."""
+    """Changes stored bytes of blocks while the server runs, as a failing disk might."""
     [path] = [path for name in ("data.mdb", "slab-00000") for path in server.data_dir.glob(f"*/{name}")][-1:]
     with path.open("r+b") as file:
         content = file.read()
@@ -71,12 +71,12 @@ def fsck(server: ServerProcess, *arguments: str) -> int:
 
 
 def tier_of(server: ServerProcess) -> admin_pb2.TierStatus:
-    """Returns the status of the tier below the CPU tier."""
+    """Returns the status of the secondary tier."""
     return server.status().tiers[1]
 
 
 class Running:
-    """A check that reads slowly, in the background, as a program of its own would ask for it."""
+    """A slow check that runs as a separate program."""
 
     def __init__(self, server: ServerProcess, rate: int = SLOWLY, *, repair: bool = False) -> None:
         self.channel = grpc.insecure_channel(server.endpoint)
@@ -92,14 +92,17 @@ class Running:
         self.channel.close()
 
 
-def test_sound(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sound tiers are counted, and end in 0."""
+def test_sound_tiers_exit_with_0(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output has the number of their blocks."""
     assert fsck(server) == 0
     assert capsys.readouterr().out == f"{tier_of(server).name}: 80 blocks, 20.0 MiB, all sound\n"
 
 
 def test_damage_and_repair(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """Damage ends in 1 and stays; with --repair in 3, and lookups miss it at once, for good, while the rest is served."""
+    """Damage exits with 1 and stays.
+
+    With --repair with 3, and lookups miss those blocks from then on.
+    """
     damage(server, 7, 70)
     assert fsck(server) == 1
     assert (tier_of(server).blocks, tier_of(server).damaged_blocks) == (80, 0)
@@ -126,8 +129,8 @@ def test_damage_and_repair(server: ServerProcess, capsys: pytest.CaptureFixture[
         assert fsck(server) == 0
 
 
-def test_a_load_that_meets_damage(server: ServerProcess) -> None:
-    """Damage that a load meets is a miss, counted and quarantined; the block may be stored again."""
+def test_a_load_of_a_damaged_block_is_a_miss(server: ServerProcess) -> None:
+    """The block is counted and quarantined, and may be stored again."""
     damage(server, 7)
     with connected(server) as client:
         assert client.load([KEYS[7]], filled(1, PART), wait=30) == 0
@@ -141,8 +144,8 @@ def test_a_load_that_meets_damage(server: ServerProcess) -> None:
         assert_serves(client, KEYS)
 
 
-def test_json(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """For machines everything is in one document, as it is of a check offline."""
+def test_json_is_one_document(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its format is that of an offline check."""
     damage(server, 3)
     assert fsck(server, "--json", "--tier", tier_of(server).name) == 1
     answer = json.loads(capsys.readouterr().out)
@@ -159,8 +162,8 @@ def test_json(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
-def test_the_server_serves_meanwhile(server: ServerProcess) -> None:
-    """Loads and stores go on beside a check, which finds nothing in them but what is damaged."""
+def test_the_server_serves_during_a_check(server: ServerProcess) -> None:
+    """Loads and stores continue, and only damaged blocks are found."""
     damage(server, 79)
     with Running(server, repair=True) as check, connected(server) as client:
         ended = threading.Event()
@@ -175,7 +178,7 @@ def test_the_server_serves_meanwhile(server: ServerProcess) -> None:
         rounds = 0
         while not ended.is_set() or not rounds:
             assert_serves(client, KEYS[:79])
-            # No more than fits beside: what is evicted cannot be found damaged.
+            # Few enough to fit without eviction, because an evicted block cannot be found.
             more = [key_of(number, salt=f"{rounds % 20}") for number in range(8)]
             client.store(more, [payload(key, PART) for key in more])
             assert_serves(client, more)
@@ -189,8 +192,8 @@ def test_the_server_serves_meanwhile(server: ServerProcess) -> None:
     assert not steps[-1].error
 
 
-def test_one_at_a_time(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """A second check is refused as long as one runs; a client that hangs up ends its check."""
+def test_a_second_check_is_refused(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """A client that disconnects ends its check."""
     with Running(server, MIB):
         assert fsck(server) == 4
         assert "another check of the tiers is running" in capsys.readouterr().err
@@ -200,8 +203,8 @@ def test_one_at_a_time(server: ServerProcess, capsys: pytest.CaptureFixture[str]
     wait_until(lambda: fsck(server) == 0)
 
 
-def test_the_server_ends_meanwhile(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """SIGTERM ends a check, with a word, and then the server, in order and in no more time than without one."""
+def test_sigterm_ends_a_running_check(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """The check reports it, and the server ends as fast as without a check."""
     codes: list[int] = []
     runner = threading.Thread(target=lambda: codes.append(fsck(server, "--rate", "1MiB")))
     runner.start()
@@ -219,8 +222,8 @@ def test_the_server_ends_meanwhile(server: ServerProcess, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("server", ["lmdb"], indirect=True)
-def test_refusals(server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What cannot be done is said in a line, with the exit code that the offline check has for it."""
+def test_wrong_usage_is_refused(server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The error is one line, with the exit codes of the offline check."""
     assert fsck(server, "--tier", "nvme") == 4
     assert "there is no tier 'nvme' to check; there are lmdb" in capsys.readouterr().err
     assert fsck(server, "--rate", "fast") == 2
@@ -229,7 +232,7 @@ def test_refusals(server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp
     assert "--config does not go with --online" in capsys.readouterr().err
     assert main(["fsck", "--rate", "1MiB"]) == 2
     assert "--rate does not go without --online" in capsys.readouterr().err
-    assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/nobody"]) == 2
+    assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/none"]) == 2
     assert "no server answers" in capsys.readouterr().err
 
 
@@ -243,11 +246,11 @@ def test_refusals(server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp
         ("0", None),
     ],
 )
-def test_a_rate_without_its_unit(
+def test_a_rate_without_a_unit_is_refused(
     rate: str, said: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A check that would not end is wrong usage before anybody is asked; 0 is no bound."""
-    assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/nobody", "--rate", rate]) == 2
+    """A check that would never end is wrong usage; 0 means no limit."""
+    assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/none", "--rate", rate]) == 2
     error = capsys.readouterr().err
     if said:
         assert error == f"kvtier: error: --rate {rate}: {said} It takes at least 64.0 KiB/s, or 0 for no bound\n"
@@ -255,8 +258,8 @@ def test_a_rate_without_its_unit(
         assert "no server answers" in error
 
 
-def test_nothing_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server with the CPU tier alone has nothing to check, and a tier without a check of its own says so."""
+def test_tiers_without_a_check_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With only a CPU tier there is nothing to check."""
     with launch(tmp_path, "--cpu-only") as server:
         server.wait_ready(backed=False)
         assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/s"]) == 0
@@ -283,10 +286,10 @@ class Nonsense(Raises):
 """
 
 
-def test_checks_of_somebody_elses(
+def test_a_failing_check_of_a_tier_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tier whose check fails, or answers nonsense, is not checked, and the others are."""
+    """The tier is named, also if its check returns an invalid result; others are checked."""
     (tmp_path / "checks.py").write_text(CHECKS)
     path = [str(tmp_path), str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))

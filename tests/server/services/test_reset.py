@@ -1,4 +1,4 @@
-"""Emptying the CPU tier of a server that is in use."""
+"""Reset of the CPU tier of a server that is in use."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ HIT, MISS = bytes([KeyStatus.HIT]), bytes([KeyStatus.MISS])
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
-    """A client of a server with a CPU and an LMDB tier."""
+    """Yields a client of a server with a CPU and an LMDB tier."""
     with (
         ServerProcess(tmp_path).start() as server,
         Client(server.endpoint, namespace=namespace_of(MIB)) as client,
@@ -27,12 +27,15 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 
 def blocks_of(client: Client, tier: str) -> int:
-    """Returns how many blocks a tier has."""
+    """Returns the number of blocks in a tier."""
     return next(status.blocks for status in client.status().tiers if status.name == tier)
 
 
-def test_a_reset_waits_for_readers_and_keeps_what_the_tiers_below_have(client: Client) -> None:
-    """B3.19, B4.13: "not yet" while somebody reads, with misses meanwhile; then the CPU tier is empty, and LMDB serves on."""
+def test_a_reset_waits_for_readers_and_keeps_secondary_tiers(client: Client) -> None:
+    """B3.19, B4.13: while a lease exists, lookups miss.
+
+    Then the CPU tier is empty, and LMDB still serves.
+    """
     client.store(KEYS, [payload(key, MIB) for key in KEYS])
     assert set(client.flush(KEYS)) == {DurableStatus.DURABLE}
     lease = client.lookup(KEYS)
@@ -40,7 +43,7 @@ def test_a_reset_waits_for_readers_and_keeps_what_the_tiers_below_have(client: C
     assert client.lookup(KEYS).statuses == MISS * 4
     assert client.reset(wait=0.05) == 4, "not yet"
     with client.read(lease, [2]) as batch:
-        assert bytes(batch.views()[0]) == bytes(payload(KEYS[2], MIB)), "who reads is not disturbed"
+        assert bytes(batch.views()[0]) == bytes(payload(KEYS[2], MIB)), "the reader is not disturbed"
     done: list[int] = []
     waiting = threading.Thread(target=lambda: done.append(client.reset(wait=30)))
     waiting.start()
@@ -56,8 +59,8 @@ def test_a_reset_waits_for_readers_and_keeps_what_the_tiers_below_have(client: C
             assert [bytes(view) for view in batch.views()] == [bytes(payload(key, MIB)) for key in KEYS]
 
 
-def test_what_was_being_written_is_not_found_afterwards(client: Client) -> None:
-    """B4.13: the writer ends as if nothing had happened; what it wrote is in no tier, and can be stored again."""
+def test_a_store_during_a_reset_is_not_found_afterwards(client: Client) -> None:
+    """B4.13: the writer completes normally; its block is in no tier and can be stored again."""
     with client.write(KEYS) as batch:
         for view, key in zip(batch.views(), KEYS, strict=True):
             view[:] = bytes(payload(key, MIB))

@@ -1,4 +1,4 @@
-"""What the health service says, and to whom."""
+"""The health service: statuses and watchers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stats(*, memory: int = 1, cpu: bool = True, lmdb: bool = True) -> ManagerSta
 
 @pytest.fixture
 async def health() -> AsyncIterator[tuple[Health, health_pb2_grpc.HealthStub]]:
-    """A health service behind the interceptor of the server, and a client of it."""
+    """Yields a health service behind the server's interceptor, and a client of it."""
     health = Health(SERVICES)
     server = grpc.aio.server(interceptors=[RefusalInterceptor(lambda *_: None)])
     await health.register(server)
@@ -46,60 +46,60 @@ async def health() -> AsyncIterator[tuple[Health, health_pb2_grpc.HealthStub]]:
 Fixture = tuple[Health, health_pb2_grpc.HealthStub]
 
 
-async def said(stub: health_pb2_grpc.HealthStub, service: str) -> int:
-    """Returns what it says of a service."""
+async def status_of(stub: health_pb2_grpc.HealthStub, service: str) -> int:
+    """Returns the status of a service."""
     answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
     return int(answer.status)
 
 
-async def all_said(stub: health_pb2_grpc.HealthStub) -> list[int]:
-    """Returns what it says of the server and its services."""
-    return [await said(stub, service) for service in ("", *SERVICES)]
+async def statuses(stub: health_pb2_grpc.HealthStub) -> list[int]:
+    """Returns the status of the server and its services."""
+    return [await status_of(stub, service) for service in ("", *SERVICES)]
 
 
-async def test_before_and_after(health: Fixture) -> None:
-    """Nothing serves before the first update, everything after it, and nothing for good once the server goes down."""
+async def test_status_at_start_and_shutdown(health: Fixture) -> None:
+    """Nothing serves before the first update and after the begin of the shutdown."""
     ours, stub = health
-    assert await all_said(stub) == [NOT_SERVING] * 3
+    assert await statuses(stub) == [NOT_SERVING] * 3
     await ours.update(stats())
-    assert await all_said(stub) == [SERVING] * 3
+    assert await statuses(stub) == [SERVING] * 3
     await ours.shut_down()
     await ours.update(stats(lmdb=False))
     await ours.update(stats())
-    assert await all_said(stub) == [NOT_SERVING] * 3
-    assert await said(stub, tier_service("lmdb")) == NOT_SERVING
+    assert await statuses(stub) == [NOT_SERVING] * 3
+    assert await status_of(stub, tier_service("lmdb")) == NOT_SERVING
 
 
-async def test_a_tier_in_trouble(health: Fixture) -> None:
-    """A tier in trouble says so under its own name, and again when all is well; the server goes on serving."""
+async def test_a_tier_in_trouble_is_not_serving(health: Fixture) -> None:
+    """The status is that of the tier's own name, until it recovers; the server keeps serving."""
     ours, stub = health
     for lmdb in (True, False, True):
         await ours.update(stats(lmdb=lmdb))
-        assert await said(stub, "kvtier.tier.lmdb") == (SERVING if lmdb else NOT_SERVING)
-        assert await said(stub, "kvtier.tier.cpu") == SERVING
-        assert await all_said(stub) == [SERVING] * 3
+        assert await status_of(stub, "kvtier.tier.lmdb") == (SERVING if lmdb else NOT_SERVING)
+        assert await status_of(stub, "kvtier.tier.cpu") == SERVING
+        assert await statuses(stub) == [SERVING] * 3
 
 
-async def test_the_cpu_tier(health: Fixture) -> None:
-    """A region that is smaller than it should be serves, and says so; without any memory nothing is served."""
+async def test_a_smaller_region_is_reported(health: Fixture) -> None:
+    """The server still serves; without any memory it does not."""
     ours, stub = health
     await ours.update(stats(cpu=False))
-    assert await said(stub, "kvtier.tier.cpu") == NOT_SERVING
-    assert await all_said(stub) == [SERVING] * 3
+    assert await status_of(stub, "kvtier.tier.cpu") == NOT_SERVING
+    assert await statuses(stub) == [SERVING] * 3
     await ours.update(stats(cpu=False, memory=0))
-    assert await all_said(stub) == [NOT_SERVING] * 3
-    assert await said(stub, "kvtier.tier.lmdb") == SERVING
+    assert await statuses(stub) == [NOT_SERVING] * 3
+    assert await status_of(stub, "kvtier.tier.lmdb") == SERVING
 
 
-async def test_an_unknown_service(health: Fixture) -> None:
-    """A service that is not there is NOT_FOUND, as the health protocol wants it."""
+async def test_an_unknown_service_is_not_found(health: Fixture) -> None:
+    """The health protocol requires NOT_FOUND."""
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
-        await said(health[1], "kvtier.tier.nvme")
+        await status_of(health[1], "kvtier.tier.nvme")
     assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-async def test_watchers(health: Fixture) -> None:
-    """Who watches a tier hears of every change, and of nothing else."""
+async def test_watchers_see_every_change(health: Fixture) -> None:
+    """A watcher of a tier gets every change of its status, and nothing else."""
     ours, stub = health
     await ours.update(stats())
     watch = stub.Watch(health_pb2.HealthCheckRequest(service="kvtier.tier.lmdb"))
@@ -110,8 +110,8 @@ async def test_watchers(health: Fixture) -> None:
     watch.cancel()
 
 
-async def test_the_watch_survives_what_it_trips_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error, the watch task still revokes tokens and updates the health."""
+async def test_the_watch_loop_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed read of the figures, tokens and health are still updated."""
     monkeypatch.setattr(app, "_WATCH_SECONDS", 0.001)
     monkeypatch.setattr(app, "_log", Mock())
     backend, looked = Mock(), asyncio.Event()

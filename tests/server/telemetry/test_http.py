@@ -23,7 +23,7 @@ REGISTRY = CollectorRegistry()
 
 @pytest.fixture
 def server(no_leaks: None) -> Iterator[MetricsServer]:  # noqa: ARG001 - is to watch
-    """The endpoint of an empty registry, on any port."""
+    """Yields the endpoint of an empty registry, on a free port."""
     server = MetricsServer("127.0.0.1:0", REGISTRY)
     yield server
     server.close()
@@ -41,8 +41,8 @@ def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int,
 
 
 class TestEndpoint:
-    def test_health(self, no_leaks: None) -> None:
-        """/healthz answers 200 while there is nothing to say, and 503 with what there is, be it an exception."""
+    def test_health_status(self, no_leaks: None) -> None:
+        """The endpoint /healthz answers 200, or 503 with the problem or exception."""
         trouble: list[Any] = [None, "draining", TimeoutError()]
 
         def health() -> str | None:
@@ -75,14 +75,14 @@ class TestEndpoint:
             (b"GET / HTTP/1.1 <b>\r\n\r\n", 400),
             (b"<script>\r\n\r\n", 400),
             (b"GET / HTTP/2.0\r\n\r\n", 505),
-            (b"GET /".ljust(65537, b"a"), 414),  # and not a byte that nobody reads: it would be a reset
+            (b"GET /".ljust(65537, b"a"), 414),  # an unread byte would reset the connection
             (b"GET / HTTP/1.1\r\n" + b"a: ".ljust(65537, b"a"), 431),
             (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 101, 431),
         ],
         ids=lambda value: f"{value[:16]}" if isinstance(value, bytes) else "",
     )
-    def test_refusals(self, server: MetricsServer, request_: bytes, status: int) -> None:
-        """What is refused is refused in plain text, with the headers of every other answer, and ends the connection."""
+    def test_refusals_are_plain_text(self, server: MetricsServer, request_: bytes, status: int) -> None:
+        """They have the headers of every other answer, and the connection ends."""
         said = "only GET and HEAD" if status == 405 else HTTPStatus(status).phrase.lower()
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(request_)
@@ -95,27 +95,25 @@ class TestEndpoint:
             assert {name: answer.headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
             assert "Python" not in answer.headers["Server"]
 
-    def test_port_in_use(self, server: MetricsServer) -> None:
-        """A port that is taken is an error at once, in one line that names it."""
+    def test_a_used_port_is_named(self, server: MetricsServer) -> None:
+        """The error is one line."""
         with pytest.raises(MetricsServerError, match=rf"^metrics = 127.0.0.1:{server.port}: .*Address already in use$"):
             MetricsServer(f"127.0.0.1:{server.port}", REGISTRY)
 
     @pytest.mark.parametrize("address", ["no-such-host.invalid:1", "192.0.2.1:1"])
-    def test_address_of_others(self, no_leaks: None, address: str) -> None:
-        """So is an address that is not this host's."""
+    def test_an_address_of_another_host_is_named(self, no_leaks: None, address: str) -> None:
         with pytest.raises(MetricsServerError, match="cannot listen there"):
             MetricsServer(address, REGISTRY)
 
-    def test_ipv6(self) -> None:
-        """It listens on IPv6 where there is one."""
+    def test_listens_on_ipv6(self) -> None:
+        """The test needs a host with IPv6."""
         try:
             server = MetricsServer("[::1]:0", REGISTRY)
         except MetricsServerError as error:
             pytest.skip(str(error))
         server.close()
 
-    def test_idle_connection_does_not_hold_up_the_end(self) -> None:
-        """A client that connects and says nothing keeps nobody from scraping or closing."""
+    def test_an_idle_connection_delays_neither_scrapes_nor_the_end(self) -> None:
         server = MetricsServer("127.0.0.1:0", REGISTRY)
         with socket.create_connection(("127.0.0.1", server.port)):
             assert get(server.port, "/metrics")[0] == 200
@@ -126,15 +124,15 @@ class TestEndpoint:
 
 
 class TestOnLoop:
-    async def test_runs_on_the_loop(self) -> None:
-        """What is read on the loop is read on its thread; its result and its exception come back."""
+    async def test_reads_run_on_the_loop(self) -> None:
+        """The result or exception is passed to the calling thread."""
         loop = asyncio.get_running_loop()
         assert await asyncio.to_thread(on_loop(loop, threading.current_thread)) is threading.current_thread()
         with pytest.raises(ZeroDivisionError):
             await asyncio.to_thread(on_loop(loop, lambda: 1 // 0))
 
-    async def test_gives_up_on_a_busy_loop(self) -> None:
-        """A loop that is busy for too long is a timeout, and the read does not happen afterwards."""
+    async def test_a_busy_loop_is_a_timeout(self) -> None:
+        """The read does not happen afterwards."""
         reads: list[int] = []
         read = on_loop(asyncio.get_running_loop(), lambda: reads.append(1), timeout=0.05)
         with ThreadPoolExecutor(1) as aside:
@@ -142,8 +140,7 @@ class TestOnLoop:
         await asyncio.sleep(0)
         assert not reads
 
-    def test_closed_loop(self) -> None:
-        """A loop that has ended is an error at once."""
+    def test_a_closed_loop_is_an_error(self) -> None:
         loop = asyncio.new_event_loop()
         loop.close()
         with pytest.raises(RuntimeError):

@@ -1,4 +1,4 @@
-"""The log: everything goes one way, and nobody waits for it."""
+"""The log: one destination for all messages, and callers never wait for it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvtier.server.telemetry import logs
 
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever is logged by tests that follow goes where it went before: they may look for it."""
+    """Restores logging for later tests, which may look for their lines."""
     root = logging.getLogger()
     before = (root.handlers[:], sys.excepthook, threading.excepthook)
     levels = {logger: logger.level for logger in map(logging.getLogger, (None, *logs._CHATTY))}
     structured = structlog.get_config()
-    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")  # is set where it is not
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")  # the server sets it if it is missing
     yield
     logs.flush()
     root.handlers[:], sys.excepthook, threading.excepthook = before
@@ -44,8 +44,8 @@ def lines_of(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_json() -> None:
-    """Off a terminal each line is one JSON object: when, how severe, where, what, and whatever else was said."""
+def test_lines_are_json() -> None:
+    """Off a terminal each line is one JSON object with time, level, logger, event and fields."""
     stream = io.StringIO()
     logs.configure(LogConfig(), stream)
     logs.get_logger("kvtier.x").info("tier opened", tier="lmdb", path=object)
@@ -55,8 +55,7 @@ def test_json() -> None:
     assert (line["level"], line["logger"], line["event"], line["tier"]) == ("info", "kvtier.x", "tier opened", "lmdb")
 
 
-def test_console() -> None:
-    """People get text."""
+def test_lines_are_text_on_a_terminal() -> None:
     stream = io.StringIO()
     logs.configure(LogConfig(format="console"), stream)
     logs.get_logger("kvtier.x").warning("tier full", tier="lmdb")
@@ -65,8 +64,8 @@ def test_console() -> None:
     assert "tier=lmdb" in stream.getvalue()
 
 
-def test_other_loggers() -> None:
-    """The standard library's loggers (grpc's, a tier's) and warnings end in the same log."""
+def test_other_loggers_and_warnings_share_the_log() -> None:
+    """Loggers of the standard library, as gRPC and tiers use, end in the same log."""
     stream = io.StringIO()
     logs.configure(LogConfig(), stream)
     logging.getLogger("grpc._server").error("bad %s", "frame")
@@ -79,8 +78,8 @@ def test_other_loggers() -> None:
     assert second["logger"] == "py.warnings"
 
 
-def test_level() -> None:
-    """What is less severe than the level is not written, whoever says it; a second set-up replaces the first."""
+def test_lines_below_the_level_are_dropped() -> None:
+    """The level applies to every logger; a second set-up replaces the first."""
     stream = io.StringIO()
     log = logs.get_logger("kvtier.x")
     logs.configure(LogConfig(level="debug"), stream)
@@ -91,8 +90,8 @@ def test_level() -> None:
     assert [line["event"] for line in lines_of(stream)] == ["yes"]
 
 
-def test_exceptions() -> None:
-    """Tracebacks are part of the line, also of exceptions that are over when the line is written."""
+def test_tracebacks_are_part_of_the_line() -> None:
+    """Also if the exception has ended before the line is written."""
     stream = io.StringIO()
     logs.configure(LogConfig(), stream)
     try:
@@ -106,8 +105,8 @@ def test_exceptions() -> None:
         assert "KeyError: 'block'" in line["exception"]
 
 
-def test_uncaught_exceptions() -> None:
-    """What nobody caught, on whichever thread, is a line of the log too."""
+def test_uncaught_exceptions_are_logged() -> None:
+    """On any thread."""
     stream = io.StringIO()
     logs.configure(LogConfig(), stream)
     thread = threading.Thread(target=lambda: 1 // 0, name="mill")
@@ -122,7 +121,7 @@ def test_uncaught_exceptions() -> None:
 
 
 class _Stalled(io.StringIO):
-    """A reader that takes nothing until it is let go."""
+    """A reader that reads nothing until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +132,8 @@ class _Stalled(io.StringIO):
         return super().write(text)
 
 
-def test_stalled_reader() -> None:
-    """A reader that stalls costs lines and no time; how many is said when it reads on."""
+def test_a_stalled_reader_drops_lines() -> None:
+    """Writers do not wait; the number of lost lines follows when the reader continues."""
     stream = _Stalled()
     logs.configure(LogConfig(), stream)
     log = logs.get_logger("kvtier.x")
@@ -150,8 +149,8 @@ def test_stalled_reader() -> None:
     assert written + dropped == 12_000
 
 
-def test_last_lines() -> None:
-    """What was logged before the end of the process is written, an uncaught exception included."""
+def test_lines_before_the_exit_are_written() -> None:
+    """Including an uncaught exception."""
     code = (
         "from kvtier.server.telemetry import logs; from kvtier.server.config.schema import LogConfig\n"
         "logs.configure(LogConfig()); log = logs.get_logger('x')\n"
@@ -164,8 +163,8 @@ def test_last_lines() -> None:
     assert "ValueError: end" in lines[-1]["exception"]
 
 
-def test_unread_pipe() -> None:
-    """A process whose log nobody reads goes on, and ends."""
+def test_an_unread_pipe_does_not_block_the_process() -> None:
+    """The process continues, and ends."""
     code = (
         "from kvtier.server.telemetry import logs; from kvtier.server.config.schema import LogConfig\n"
         "logs.configure(LogConfig()); log = logs.get_logger('x')\n"

@@ -1,4 +1,4 @@
-"""How late the event loop was lately."""
+"""Recent delay of the event loop."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_the_worst_of_the_last_seconds() -> None:
     assert lateness.worst == 0
 
 
-async def test_it_sees_a_loop_that_is_held_up() -> None:
-    """What keeps the loop from running shows, to everybody who watches."""
+async def test_a_blocked_loop_is_reported() -> None:
+    """Blocking work on the loop raises the reported delay."""
     lateness, seen = LoopLag(), list[float]()
     watch = asyncio.get_running_loop().create_task(watch_loop(seen.append, lateness.observe))
     await asyncio.sleep(0.05)

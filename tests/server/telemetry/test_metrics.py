@@ -1,4 +1,4 @@
-"""What Prometheus reads, and the endpoint it reads it from."""
+"""The Prometheus metrics and their endpoint."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class Scrape(dict[tuple[str, frozenset[tuple[str, str]]], float]):
 
 @pytest.fixture
 def metrics() -> Metrics:
-    """Metrics of a server whose figures stand still."""
+    """Returns metrics of a server with constant figures."""
     return Metrics(lambda: STATS)
 
 
 @pytest.fixture
 def server(no_leaks: None, metrics: Metrics) -> Iterator[MetricsServer]:  # noqa: ARG001 - is to watch
-    """The endpoint of these metrics, on any port."""
+    """Yields the endpoint of these metrics, on a free port."""
     server = MetricsServer("127.0.0.1:0", metrics.registry)
     yield server
     server.close()
@@ -113,8 +113,8 @@ def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int,
 
 
 class TestFigures:
-    def test_snapshot(self, server: MetricsServer) -> None:
-        """The figures of the tiers are those of the snapshot, one series per tier."""
+    def test_tier_figures_are_those_of_the_snapshot(self, server: MetricsServer) -> None:
+        """There is one series per tier."""
         status, content_type, body = get(server.port, "/metrics")
         values = Scrape(body)
         assert status == 200
@@ -137,8 +137,8 @@ class TestFigures:
         assert 'epoch="0000000000000abc"' in body
         assert 'kvtier_tier_info{position="1",tier="lmdb",type="lmdb"} 1.0' in body
 
-    def test_tenants(self, server: MetricsServer) -> None:
-        """What each has of a tier, and what it is guaranteed; the empty name is the rest."""
+    def test_tenant_shares(self, server: MetricsServer) -> None:
+        """Used and guaranteed bytes per tier; the empty name stands for all other blocks."""
         values = Scrape(get(server.port, "/metrics")[2])
         acme = {"tier": "lmdb", "tenant": "acme"}
         figures = [values(f"kvtier_tenant_{name}_bytes", **acme) for name in ("quota", "used", "retained")]
@@ -147,21 +147,21 @@ class TestFigures:
         assert values("kvtier_tier_expired_total", tier="lmdb") == 6
         assert values("kvtier_tier_not_retained_total", tier="lmdb") == 8
 
-    def test_other_sizes(self, server: MetricsServer) -> None:
-        """What a tier would answer at other sizes; nothing of one of which too little is known."""
+    def test_hit_ratios_of_other_sizes(self, server: MetricsServer) -> None:
+        """A size without enough samples has no series."""
         values = Scrape(get(server.port, "/metrics")[2])
         assert values("kvtier_estimated_hit_ratio", tier="cpu", scale="0.5") == 0.25
         assert values("kvtier_estimated_hit_ratio", tier="cpu", scale="8") == 0.75
         assert len([name for name, _ in values if name == "kvtier_estimated_hit_ratio"]) == 2
 
-    def test_transports(self, server: MetricsServer) -> None:
-        """What a client makes up as its transport makes no series of its own."""
+    def test_unknown_transports_share_a_series(self, server: MetricsServer) -> None:
+        """A name that a client invents makes no series."""
         values = Scrape(get(server.port, "/metrics")[2])
         assert values("kvtier_sessions", transport="other") == 2
         assert values("kvtier_sessions", transport="tcp") == 0
 
-    def test_namespaces(self, server: MetricsServer) -> None:
-        """Each by its id, with the tenant it belongs to; what is not told apart is together."""
+    def test_namespace_figures(self, server: MetricsServer) -> None:
+        """Each has its id and tenant; namespaces beyond the limit share a series."""
         values = Scrape(get(server.port, "/metrics")[2])
         mine = {"namespace": SPACE.hex(), "tenant": "acme"}
         assert values("kvtier_namespace_info", **mine, model="some-model") == 1
@@ -170,21 +170,20 @@ class TestFigures:
         assert values("kvtier_namespace_misses_total", **mine, reason="evicted") == 7
         assert values("kvtier_namespace_misses_total", namespace="other", tenant="", reason="never_stored") == 3
 
-    def test_refusals(self, metrics: Metrics, server: MetricsServer) -> None:
-        """Counted by service and reason; each reason is there from the start, so that the first refusal is a growth."""
+    def test_refusals_are_counted(self, metrics: Metrics, server: MetricsServer) -> None:
+        """By service and reason; each starts at zero, so that the first refusal is an increase."""
         metrics.refused("/kvtier.v1.SessionService/Open", "LIMIT_EXCEEDED")
         values = Scrape(get(server.port, "/metrics")[2])
         assert values("kvtier_refusals_total", service="SessionService", reason="LIMIT_EXCEEDED") == 1
         assert values("kvtier_refusals_total", service="CacheService", reason="STALE_EPOCH") == 0
 
-    def test_failures_of_the_loop(self, metrics: Metrics, server: MetricsServer) -> None:
-        """Counted by what has failed; all of them are there from the start."""
+    def test_failures_of_the_loop_are_counted(self, metrics: Metrics, server: MetricsServer) -> None:
+        """By the part that failed; each starts at zero."""
         metrics.failed("slice")
         values = Scrape(get(server.port, "/metrics")[2])
         assert [values("kvtier_loop_failures_total", work=work) for work in ("tick", "slice", "watch")] == [0, 1, 0]
 
-    def test_what_is_expected_begins_at_zero(self, metrics: Metrics, server: MetricsServer) -> None:
-        """Of a tier that has had no job all figures are there."""
+    def test_job_counters_start_at_zero(self, metrics: Metrics, server: MetricsServer) -> None:
         metrics.expect_tiers(["lmdb"])
         values = Scrape(get(server.port, "/metrics")[2])
         assert values("kvtier_tier_job_blocks_total", tier="lmdb", operation="load", outcome="corrupt") == 0
@@ -192,15 +191,15 @@ class TestFigures:
         assert values("kvtier_checksum_mismatches_total", where="lmdb") == 0
 
     def test_every_key_is_counted_once(self, server: MetricsServer) -> None:
-        """Hits over the tiers and misses of lookups make up the keys that were asked."""
+        """Hits of all tiers and misses of lookups add up to the keys of lookups."""
         values = Scrape(get(server.port, "/metrics")[2])
         hits = values.total("kvtier_tier_hits_total")
         assert hits + values.total("kvtier_lookup_misses_total") == values("kvtier_lookup_keys_total")
         assert values("kvtier_lookup_misses_total", reason="evicted") == 7
         assert values("kvtier_lookup_misses_total", reason="expired") == 0
 
-    def test_calls(self, metrics: Metrics, server: MetricsServer) -> None:
-        """Calls are counted by method and code, with their durations."""
+    def test_calls_are_counted(self, metrics: Metrics, server: MetricsServer) -> None:
+        """By method and code, with their durations."""
         for code in ("OK", "OK", "NOT_FOUND"):
             metrics.observe_rpc("/kvtier.v1.CacheService/Lookup", code, 0.003)
         values = Scrape(get(server.port, "/metrics")[2])
@@ -214,8 +213,8 @@ class TestFigures:
             == 1
         )
 
-    def test_jobs(self, metrics: Metrics, server: MetricsServer) -> None:
-        """Jobs are counted by tier, with bytes and outcomes; a corrupt block is a checksum mismatch."""
+    def test_jobs_are_counted(self, metrics: Metrics, server: MetricsServer) -> None:
+        """By tier, with bytes and outcomes; a corrupt block is a checksum mismatch."""
         metrics.observe_job("lmdb", "load", 0.1, 300, [Outcome.DONE, Outcome.DONE, Outcome.CORRUPT])
         metrics.observe_job("lmdb", "load", 0.1, 100, [Outcome.DONE])
         metrics.transfer("grpc", "in").inc(5)
@@ -229,8 +228,8 @@ class TestFigures:
         assert values("kvtier_checksum_mismatches_total", where="grpc") == 1
         assert values("kvtier_transfer_bytes_total", transport="grpc", direction="in") == 5
 
-    def test_names(self, server: MetricsServer) -> None:
-        """Every metric of ours starts with kvtier_, is explained, and parses as OpenMetrics, which is strict on names."""
+    def test_names_are_valid_openmetrics(self, server: MetricsServer) -> None:
+        """Every metric begins with kvtier_ and has a help text."""
         _, content_type, body = get(server.port, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
         assert content_type.startswith("application/openmetrics-text")
         families = list(parse_openmetrics(body))
@@ -239,8 +238,8 @@ class TestFigures:
             assert family.name.startswith(("kvtier_", "process_"))
             assert family.documentation.endswith(".")
 
-    def test_snapshot_that_fails(self) -> None:
-        """When the figures cannot be read the rest is there all the same, and says so."""
+    def test_a_failed_snapshot_is_reported(self) -> None:
+        """The other metrics are exposed."""
 
         def fail() -> ServerStats:
             raise TimeoutError

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier.client import Client
 
 
-def test_scrape(tmp_path: Path) -> None:
-    """What Prometheus reads adds up: capacity bounds use, hits and misses make up the keys that were asked."""
+def test_a_scrape_adds_up(tmp_path: Path) -> None:
+    """Used bytes are within the capacity; hits and misses add up to the keys of lookups."""
     with launch(tmp_path, "--metrics", "127.0.0.1:0") as server:
         port = server.wait_ready()["metrics_port"]
         endpoint = f"unix:{tmp_path}/s"
@@ -26,7 +26,8 @@ def test_scrape(tmp_path: Path) -> None:
             with client.lookup([*keys[:4], key_of(999), *keys[4:]]) as lease:
                 assert lease.prefix_hits == 4
                 deadline = time.monotonic() + 60
-                while total(values := scrape(port), "kvtier_sessions") > 1:  # those before may be on their way out
+                # earlier sessions may still be closing
+                while total(values := scrape(port), "kvtier_sessions") > 1:
                     assert time.monotonic() < deadline
                     time.sleep(0.05)
                 assert total(values, "kvtier_leases") == 1
@@ -54,14 +55,14 @@ def test_scrape(tmp_path: Path) -> None:
         assert values["kvtier_snapshot_ok", ()] == 1
         deadline = time.monotonic() + 60
         while not total(scrape(port), "kvtier_loop_lag_seconds_count"):
-            assert time.monotonic() < deadline, "nobody watches the loop"
+            assert time.monotonic() < deadline, "the delay of the loop is not measured"
             time.sleep(0.05)
         assert get(port, "/healthz") == "ok\n"
         assert server.end() == 0
 
 
 def get(port: int, path: str) -> str:
-    """Returns what the endpoint answers."""
+    """Returns the answer of the endpoint."""
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", path)

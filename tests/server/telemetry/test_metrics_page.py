@@ -1,4 +1,4 @@
-"""The table of all metrics: what a server exposes, and what the page says."""
+"""The table of all metrics agrees with the metrics that a server exposes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def tool() -> ModuleType:
 
 
 def exposed(text: str) -> dict[str, Shape]:
-    """Returns what is exposed, by the names that the table uses."""
+    """Returns the exposed metrics, by the names of the table."""
     shapes: dict[str, Shape] = {}
     for family in text_string_to_metric_families(text):
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         kind: Kind | str = family.type
         name = family.name
-        if kind == "gauge" and name.endswith("_info"):  # the text format knows no infos
+        if kind == "gauge" and name.endswith("_info"):  # the text format has no type for infos
             kind, name = "info", name.removesuffix("_info")
         assert family.samples, name
         if not name.startswith("process_"):
@@ -48,14 +48,14 @@ def exposed(text: str) -> dict[str, Shape]:
     return shapes
 
 
-def test_the_page_is_written_from_the_code() -> None:
-    """Nobody edits it by hand."""
+def test_the_page_is_generated() -> None:
+    """The file equals the output of the tool."""
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert page == tool().page(), "run tools/metrics_page.py"
 
 
 def test_names_follow_the_conventions() -> None:
-    """Units in base units at the end of the name, no `_total` by hand, a sentence that explains, labels in snake case."""
+    """Names end in base units without `_total`; help is a sentence; labels are in snake case."""
     for name, row in METRICS.items():
         assert re.fullmatch(r"kvtier_[a-z][a-z_]*[a-z]", name)
         assert not name.endswith(("_total", "_info", "_count", "_sum", "_bucket"))
@@ -66,8 +66,8 @@ def test_names_follow_the_conventions() -> None:
         assert row.kind == "info" or row.unit, name
 
 
-def test_a_server_exposes_the_table_and_nothing_else(tmp_path: Path) -> None:
-    """Both ways: name, type and labels of each metric, on a server that has had a hit, a miss and a tenant."""
+def test_a_server_exposes_exactly_the_table(tmp_path: Path) -> None:
+    """Name, type and labels of each metric, on a server after a hit and a miss of a tenant."""
     config = tmp_path / "kvtier.toml"
     config.write_text(CONFIG, encoding="utf-8")
     with launch(tmp_path, "--metrics", "127.0.0.1:0", "--config", str(config)) as server:
@@ -78,7 +78,7 @@ def test_a_server_exposes_the_table_and_nothing_else(tmp_path: Path) -> None:
             assert client.load([key_of(1), key_of(2)], filled(2, PART)) == 1
             client.lookup(
                 [key_of(number) for number in range(10, 10_000)], prefix=False
-            ).release()  # enough for a curve
+            ).release()  # enough for a miss ratio curve
         connection = HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("GET", "/metrics")
         found = exposed(connection.getresponse().read().decode())

@@ -19,14 +19,17 @@ PART = 64 << 10
 
 
 def status(endpoint: str, *flags: str) -> str:
-    """Returns what `kvtier status` prints, told of the server by KVTIER_ENDPOINT."""
+    """Returns the output of `kvtier status`; KVTIER_ENDPOINT names the server."""
     command = [sys.executable, "-m", "kvtier.server", "status", *flags]
     environment = os.environ | {"KVTIER_ENDPOINT": endpoint}
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment).stdout
 
 
 def test_status(tmp_path: Path) -> None:
-    """It shows tiers with fill and hit rates, sessions, transports, uptime and epoch; the same in JSON."""
+    """The output has tiers with fill and hit ratio, sessions, transports, uptime and epoch.
+
+    Also as JSON.
+    """
     with launch(tmp_path, listen=f"unix:{tmp_path}/s") as server:
         endpoint = f"unix:{tmp_path}/s"
         epoch = server.wait_ready()["epoch"]

@@ -1,4 +1,4 @@
-"""The status page as HTTP sees it: what is served to whom, and how little a browser is allowed to do with it."""
+"""The status page over HTTP: files, access, and restrictions for browsers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Start = Callable[..., MetricsServer]
 
 @pytest.fixture
 def start(no_leaks: None) -> Iterator[Start]:  # noqa: ARG001 - is to watch
-    """Starts endpoints, and ends them."""
+    """Returns a function that starts endpoints; closes them at the end."""
     servers: list[MetricsServer] = []
 
     def make(status: Callable[[], GetStatusResponse] = lambda: STATUS, **more: Callable[..., object]) -> MetricsServer:
@@ -59,8 +59,8 @@ def start(no_leaks: None) -> Iterator[Start]:  # noqa: ARG001 - is to watch
 
 
 class TestServing:
-    def test_page(self, start: Start) -> None:
-        """At `/` is the page, and all that it names is beside it, with its type."""
+    def test_page_and_its_files(self, start: Start) -> None:
+        """`/` is the page; each file that it names is served with its type."""
         port = start().port
         status, headers, body = get(port, "/")
         assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
@@ -72,8 +72,7 @@ class TestServing:
         assert get(port, "/page.css")[1]["Content-Type"] == "text/css; charset=utf-8"
         assert get(port, "/", "HEAD")[2] == b""
 
-    def test_modules_that_scripts_import_are_there(self, start: Start) -> None:
-        """Every file that a script imports is served."""
+    def test_imported_scripts_are_served(self, start: Start) -> None:
         port = start().port
         scripts = [file.read_text() for file in FILES if file.suffix == ".js"]
         imported = {name for text in scripts for name in re.findall(r'from "\./([^"]+)"', text)}
@@ -81,8 +80,7 @@ class TestServing:
         for name in imported:
             assert get(port, f"/{name}")[0] == 200, name
 
-    def test_figures(self, start: Start) -> None:
-        """The figures are those of the status, as JSON."""
+    def test_figures_are_the_status_as_json(self, start: Start) -> None:
         status, headers, body = get(start().port, "/status.json")
         values = json.loads(body)
         assert (status, headers["Content-Type"], headers["Cache-Control"]) == (200, "application/json", "no-store")
@@ -90,8 +88,8 @@ class TestServing:
         assert values["misses"] == [{"reason": "evicted", "keys": 1}]
         assert (values["tiers"][0]["hit_rate"], values["tiers"][0]["fill"]) == (0.75, 0.25)
 
-    def test_server_that_does_not_answer(self, start: Start) -> None:
-        """Where the figures cannot be read the answer is 503, and says why; the page itself is there."""
+    def test_a_server_that_does_not_answer_gives_503(self, start: Start) -> None:
+        """The answer names the reason; the page itself is served."""
 
         def fail() -> GetStatusResponse:
             raise TimeoutError
@@ -101,16 +99,16 @@ class TestServing:
         assert (status, json.loads(body)) == (503, {"error": "no answer from the server: TimeoutError"})
         assert get(port, "/")[0] == 200
 
-    def test_nothing_else(self, start: Start) -> None:
-        """No other file is served, by whatever path, and nothing can be changed."""
+    def test_no_other_file_is_served(self, start: Start) -> None:
+        """Any other path is not found, and methods that change something are refused."""
         port = start().port
         for path in ("/index.html", "/status_page.py", "/../status_page.py", "/%2e%2e/status_page.py", "/page"):
             assert get(port, path)[0] == 404, path
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
             assert get(port, "/status.json", method)[0] == 405, method
 
-    def test_who_may_see(self, start: Start) -> None:
-        """Figures are for those that are admitted; the page that asks for a token, and health, are for everybody."""
+    def test_figures_need_admission(self, start: Start) -> None:
+        """The page, which asks for a token, and the health status are public."""
         asked: list[str | None] = []
 
         def admits(authorization: str | None) -> bool:
@@ -132,8 +130,8 @@ class TestServing:
 
 
 class TestTrust:
-    def test_every_answer_says_what_a_browser_may_do(self, start: Start) -> None:
-        """Nothing but the page's own files, whatever is asked for."""
+    def test_every_answer_restricts_the_browser(self, start: Start) -> None:
+        """A browser may load only the page's own files."""
         port = start().port
         for path in ("/", "/page.js", "/status.json", "/metrics", "/nothing"):
             headers = get(port, path)[1]
@@ -146,8 +144,8 @@ class TestTrust:
             assert weakness not in policy
 
     @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-    def test_files(self, file: Path) -> None:
-        """They load nothing from elsewhere, have no script or style inline, and never make markup of text."""
+    def test_files_are_self_contained(self, file: Path) -> None:
+        """No external resource, no inline script or style, and no markup from text."""
         text = file.read_text()
         addresses = set(re.findall(r"https?://[^\s\"')]+", text))
         assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of SVG, which is never fetched"
@@ -173,6 +171,7 @@ def test_same_as_the_command(tmp_path: Path) -> None:
         told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
         page = json.loads(get(port, "/status.json")[2])
         assert page.pop("uptime_seconds") >= told.pop("uptime_seconds") > 0
-        assert min(page.pop("loop_lag_seconds"), told.pop("loop_lag_seconds")) >= 0  # of two moments
+        # two readings at different times
+        assert min(page.pop("loop_lag_seconds"), told.pop("loop_lag_seconds")) >= 0
         assert page == told
         assert server.end() == 0

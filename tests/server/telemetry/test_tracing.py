@@ -1,4 +1,4 @@
-"""Spans of calls and of jobs, as a collector gets them."""
+"""Spans of calls and jobs, as a collector receives them."""
 
 from __future__ import annotations
 
@@ -31,26 +31,29 @@ REFUSES = "http://127.0.0.1:1"
 
 
 def config(path: Path, endpoint: str, ratio: float = 1.0) -> str:
-    """Returns a file of settings with these of tracing."""
+    """Returns a configuration file with these settings of tracing."""
     file = path / "kvtier.toml"
     file.write_text(f'[tracing]\nendpoint = "{endpoint}"\nratio = {ratio}\n', encoding="utf-8")
     return str(file)
 
 
 def complaints(server: Launched) -> list[dict[str, Any]]:
-    """Returns what OpenTelemetry has to say in the log."""
+    """Returns the lines of OpenTelemetry in the log."""
     return [line for line in server.log if str(line.get("logger", "")).startswith("opentelemetry")]
 
 
 def look_up(raw: RawSession, request_id: str, traceparent: str = "") -> None:
-    """Looks a block up, within a trace if one is given."""
+    """Looks up a block, within a trace if one is given."""
     metadata = [("traceparent", traceparent)] if traceparent else []
     request = cache_pb2.LookupRequest(session=raw.ref, keys=[key_of(1)], request_id=request_id)
     raw.cache.Lookup(request, timeout=60, metadata=metadata)
 
 
 def test_a_call_continues_the_trace_of_its_caller(tmp_path: Path) -> None:
-    """Its span is the caller's child, says which request it was for and how it ended; who is not recorded is not."""
+    """The span is a child of the caller's, with request id and status.
+
+    An unsampled trace has no span.
+    """
     with collector() as found, launch(tmp_path, "--config", config(tmp_path, found.endpoint, ratio=0)) as server:
         ready = server.wait_ready()
         with RawSession(f"unix:{tmp_path}/s", namespace_of(PART), engine_id="e") as raw:
@@ -81,8 +84,8 @@ def test_a_call_continues_the_trace_of_its_caller(tmp_path: Path) -> None:
     assert "kvtier.request_id" not in refused.attributes
 
 
-def test_jobs_of_tiers_and_local_calls(tmp_path: Path) -> None:
-    """Both begin traces of their own; what is left is sent when the server ends."""
+def test_tier_jobs_and_local_calls_start_traces(tmp_path: Path) -> None:
+    """Remaining spans are sent when the server ends."""
     with collector() as found:
         with launch(tmp_path, "--config", config(tmp_path, found.endpoint)) as server:
             server.wait_ready()
@@ -98,7 +101,7 @@ def test_jobs_of_tiers_and_local_calls(tmp_path: Path) -> None:
 
 
 def test_an_exemplar_names_the_trace(tmp_path: Path) -> None:
-    """In the OpenMetrics format a bucket of the durations names a trace that fell into it."""
+    """In the OpenMetrics format a bucket of the call durations has the id of a trace."""
     with collector() as found:
         file = config(tmp_path, found.endpoint, ratio=0)
         with launch(tmp_path, "--metrics", "127.0.0.1:0", "--config", file) as server:
@@ -115,8 +118,8 @@ def test_an_exemplar_names_the_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refuses", [True, False], ids=["refuses", "is silent"])
-def test_a_collector_that_is_gone_costs_nothing(tmp_path: Path, *, refuses: bool) -> None:
-    """Calls are answered as ever, the server ends in order and in time, and complains once."""
+def test_a_missing_collector_does_no_harm(tmp_path: Path, *, refuses: bool) -> None:
+    """Calls are answered, the server ends in time, and logs the error once."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         launch(
@@ -141,7 +144,7 @@ def test_a_collector_that_is_gone_costs_nothing(tmp_path: Path, *, refuses: bool
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             store(f"unix:{tmp_path}/s")
-            time.sleep(2.5)  # for what is sent every second
+            time.sleep(2.5)  # spans are sent every second
         began = time.monotonic()
         assert server.end() == 0
         assert time.monotonic() - began < 45
@@ -149,8 +152,8 @@ def test_a_collector_that_is_gone_costs_nothing(tmp_path: Path, *, refuses: bool
         assert not [line for line in server.log if "exception" in line]
 
 
-def test_off_costs_nothing() -> None:
-    """As long as nothing is configured, OpenTelemetry is not even loaded."""
+def test_tracing_is_off_by_default() -> None:
+    """Without configuration OpenTelemetry is not imported."""
     assert open_tracing(TracingConfig(), 1) is None
     program = "import kvtier.server.app, sys; sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -160,20 +163,19 @@ def test_off_costs_nothing() -> None:
     ("text", "meant"),
     [("off", None), ("http://127.0.0.1:4317", "http://127.0.0.1:4317"), ("https://[::1]:1", "https://[::1]:1")],
 )
-def test_the_endpoint_is_read(text: str, meant: str | None) -> None:
-    """A URL, or off."""
+def test_the_endpoint_is_a_url_or_off(text: str, meant: str | None) -> None:
     assert load(environ={"KVTIER_TRACING_ENDPOINT": text}).config.tracing.endpoint == meant
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:4317", "ftp://127.0.0.1:4317", "http://nowhere", "http://unix:/s"])
-def test_an_endpoint_that_is_none_is_refused(text: str) -> None:
-    """At the start, with what it should be."""
+def test_an_invalid_endpoint_is_refused(text: str) -> None:
+    """The error, at the start, gives the expected form."""
     with pytest.raises(ConfigError, match="endpoint"):
         load(environ={"KVTIER_TRACING_ENDPOINT": text})
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the extra a server that is to trace does not start, and says what to install."""
+def test_tracing_without_the_extra_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server does not start, and the error names the extra to install."""
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(TracingError, match=r"pip install 'kvtier\[tracing\]'"):
         open_tracing(TracingConfig(endpoint="http://127.0.0.1:1"), 1)
