@@ -1,7 +1,10 @@
-"""Memory that both sides see: the shared host region, devices' memory across processes, and batched copies between them.
+"""Shared memory and copies: the host region, shared device memory, batched copies between them.
 
-Knows nothing of tiers, gRPC or the wire contract, and imports neither numpy nor torch; cuda-bindings only where a `CudaDriver` is
-made. The host: `region`, `host_memory`, `cgroup`, `pinning`, `copy`, `malloc`. Devices: `driver` (the contract), `cuda_driver` and
-`host_driver` (who keep it), `exports` and `origin` (what an engine says of its memory), `layout` and `plans` (where a block's bytes
-lie), `handles`, `ordering` and `device_copies` (how the server moves them).
+This package knows nothing of tiers, gRPC or the wire contract. It imports neither numpy nor torch;
+cuda-bindings are imported only when a `CudaDriver` is made.
+
+- `host`: the shared region, its NUMA placement and pinning, copies on the host, socket I/O.
+- `device`: the driver contract (`driver`), CUDA's driver (`cuda_driver`), what an engine exports
+  (`exports`), layouts and copy plans, opened handles, the copies themselves (`copies`).
+- `testing`: a driver for machines without a GPU.
 """

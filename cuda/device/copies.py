@@ -1,9 +1,12 @@
-"""Copies between an engine's blocks on a device and slots of the host region, made by the process that opened the blocks.
+"""Copies between an engine's device blocks and slots of the host region.
 
-What is promised: when `copy_out` or `copy_in` has returned or raised, nothing goes on behind the caller's back, so its slots may be
-given away. The one exception is a broken context (`Cause.BROKEN`), after which nobody knows: then slots stay in quarantine
-until this process is gone. That an engine is killed in mid-copy is an ordinary end: its memory stays mapped here, what was begun
-is drained, the rest is called off, and only then is the memory closed.
+The process that opened the engine's blocks makes the copies. Guarantee: when `copy_out` or
+`copy_in` has returned or raised, no copy of it is in progress, so its slots may be reused. The one
+exception is a broken context (`Cause.BROKEN`): copies may still be in progress, so the slots stay
+in quarantine until this process has ended.
+
+An engine may be killed in mid-copy. Its memory stays mapped here, the batches in flight are
+drained, the rest is cancelled, and only then is the memory closed.
 """
 
 from __future__ import annotations
@@ -24,57 +27,42 @@ from .driver import Driver, EventId, StreamId
 from .exports import DeviceExport, Origin
 from .handles import OpenHandles
 
-__all__ = ["After", "CopyDirection", "CopyMethod", "EngineBlocks", "EventAfter", "Tuning", "ValueAfter", "wait_until"]
+__all__ = ["After", "CopyDirection", "EngineBlocks", "EventAfter", "Tuning", "wait_until"]
 
+_log = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = 100e-6
-"""Between two looks. A step of an engine takes tens of milliseconds; a look costs a microsecond or two."""
+_POLL_SECONDS = 100e-6
+"""An engine's step takes tens of milliseconds; one poll costs 1 to 2 microseconds."""
 
 
 class After(Protocol):
-    """What a copy comes after."""
+    """The condition that a copy waits for before it starts."""
 
     def reached(self) -> bool:
-        """Whether it has happened; does not wait, and does not change back."""
+        """Whether it has happened. Does not wait. Once true it stays true."""
         ...
 
 
 class EventAfter:
-    """An event of the engine's, opened here. The engine records it again only when what waits for it has been answered."""
+    """An event of the engine, opened here.
+
+    The engine records it again only after every request that waits for it has been answered.
+    """
 
     def __init__(self, driver: Driver, event: EventId) -> None:
         self._driver = driver
         self._event = event
 
     def reached(self) -> bool:
-        """See After."""
         return self._driver.reached(self._event)
 
 
-class ValueAfter:
-    """A counter in memory that both processes map, which the engine's stream writes (`Driver.write_value`), each value higher.
-
-    It needs neither a driver's handle nor /dev/shm, and looking at it is no call of the driver. ``word`` is 8 bytes of the region.
-    """
-
-    def __init__(self, word: memoryview, value: int) -> None:
-        self._word = word.cast("Q")
-        self._value = value
-
-    def reached(self) -> bool:
-        """See After."""
-        return bool(self._word[0] >= self._value)
-
-
 def wait_until(after: After, cancelled: Callable[[], bool]) -> None:
-    """Returns when ``after`` is reached. Raises CopyCancelled when ``cancelled`` says so first: its engine may never get there."""
+    """Returns when ``after`` is reached; raises CopyCancelled if ``cancelled()`` is true first."""
     while not after.reached():
         if cancelled():
             raise CopyCancelled("the engine ended before its compute did")
-        time.sleep(_PAUSE_SECONDS)
-
-
-_log = logging.getLogger(__name__)
+        time.sleep(_POLL_SECONDS)
 
 
 def _never() -> bool:
@@ -82,39 +70,29 @@ def _never() -> bool:
 
 
 class CopyDirection(Enum):
-    """Which way bytes go: out of the engine into slots, or in from slots."""
+    """Out of the engine into slots, or from slots into the engine."""
 
     OUT = "out"
     IN = "in"
 
 
-class CopyMethod(Protocol):
-    """A way to copy: the driver's own is one, a kernel another (`gather.KernelCopier`)."""
-
-    def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """See `Driver.copy`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Tuning:
-    """How much is given to the device at once, and by which way.
+    """Size of one batch in bytes and in copies.
 
-    A transfer is begun in batches of ``batch_bytes`` and ``batch_copies``, two of them under way at a time: so much has to be
-    drained when an engine dies. ``small`` copies batches of at least ``small_copies`` whose copies have ``small_bytes`` at most.
+    Two batches of a transfer are in flight at a time: this is what has to be drained when an engine
+    dies.
     """
 
     batch_bytes: int = 64 << 20
     batch_copies: int = 4096
-    small: CopyMethod | None = None
-    small_bytes: int = 16 << 10
-    small_copies: int = 64
 
 
 class EngineBlocks:
-    """The blocks of one engine process, open: one stream each way. Raises DeviceError where they cannot be opened.
+    """The opened blocks of one engine process, with one stream per direction.
 
-    Any thread may call; `copy_out` and `copy_in` block theirs, without the GIL, and several may be under way.
+    Raises DeviceError if they cannot be opened. Any thread may call. `copy_out` and `copy_in` block
+    the calling thread without the GIL; several may run at a time.
     """
 
     def __init__(
@@ -148,7 +126,10 @@ class EngineBlocks:
             self._undo = undo.pop_all()
 
     def _open_events(self, undo: contextlib.ExitStack, export: DeviceExport) -> list[EventId]:
-        """All events of an engine, or none where they cannot be opened from here: it is told, and says in another way."""
+        """Opens all events of an engine, or none.
+
+        Without events the engine waits for its compute itself.
+        """
         if not export.origin.shares_events_with(Origin.here()):
             return []
         events: list[EventId] = []
@@ -172,17 +153,23 @@ class EngineBlocks:
 
     @property
     def has_events(self) -> bool:
-        """Whether `after_event` works; else the engine says in another way when its compute is done."""
+        """Whether `after_event` works. If not, the engine calls only after its compute is done."""
         return bool(self._events)
 
     def after_event(self, index: int) -> After:
-        """The engine's event of that index in its export. Raises DeviceError (BAD_EXPORT) where there is none."""
+        """The event with this index in the engine's export.
+
+        Raises DeviceError (BAD_EXPORT) if it is missing.
+        """
         if not 0 <= index < len(self._events):
             raise DeviceError(Cause.BAD_EXPORT, f"no event {index} of {len(self._events)}")
         return EventAfter(self._driver, self._events[index])
 
     def part_bytes(self, group: int) -> int:
-        """What one block of a group takes in its slot. Raises DeviceError (BAD_EXPORT) for a group that is not there."""
+        """Bytes that one block of a group has in its slot.
+
+        Raises DeviceError (BAD_EXPORT) for an unknown group.
+        """
         return self._planner(group).part_bytes
 
     def copy_out(
@@ -193,12 +180,12 @@ class EngineBlocks:
         after: After | None = None,
         cancelled: Callable[[], bool] = _never,
     ) -> None:
-        """Copies blocks into the slots at ``offsets`` of the region, after ``after``; returns when the bytes are there.
+        """Waits for ``after``, then copies blocks into the slots at ``offsets`` of the region.
 
-        ``cancelled`` is asked before each batch: once it says so nothing more is begun, and CopyCancelled is raised.
+        ``cancelled`` is called before each batch; once it returns true, CopyCancelled is raised.
 
-        Raises CopyCancelled and DeviceError; LayoutError for blocks or slots that are not there, and RegionError where the region
-        is closed (then nothing is copied).
+        Raises CopyCancelled and DeviceError. Raises LayoutError for blocks or slots out of range,
+        and RegionError if the region is closed; in both cases nothing is copied.
         """
         self._move(CopyDirection.OUT, group, blocks, offsets, after, cancelled)
 
@@ -210,23 +197,28 @@ class EngineBlocks:
         after: After | None = None,
         cancelled: Callable[[], bool] = _never,
     ) -> None:
-        """Copies slots into blocks; otherwise as `copy_out`. ``after`` is when nothing reads the blocks any more."""
+        """Copies slots into blocks; otherwise like `copy_out`.
+
+        ``after`` is reached when the engine has finished reading the blocks.
+        """
         self._move(CopyDirection.IN, group, blocks, offsets, after, cancelled)
 
     def cancel(self) -> None:
-        """The engine is gone: nothing new is begun, and what runs raises CopyCancelled once it is drained. Does not wait."""
+        """Starts no new batch; running copies raise CopyCancelled once drained. Does not wait."""
         self._cancelled = True
 
     def close(self) -> None:
-        """Cancels, waits until nothing runs, and gives up memory, events and streams; may be repeated.
+        """Cancels, waits for running copies, and closes memory, events and streams.
 
-        Raises DeviceError (BROKEN) where copies may still be under way: then nothing is given up.
+        May be repeated.
+
+        Raises DeviceError (BROKEN) if copies may still be in progress; then nothing is closed.
         """
         self._cancelled = True
         with self._idle:
             self._idle.wait_for(lambda: not self._running)
             self._closed = True
-        with self._closing:  # whoever closes as well returns when all is given up
+        with self._closing:  # a concurrent close returns only after everything is closed
             if self._lost is not None:
                 raise self._lost
             self._undo.close()
@@ -247,13 +239,13 @@ class EngineBlocks:
     ) -> None:
         plan = self._planner(group).plan(blocks, offsets)
 
-        def is_off() -> bool:
+        def is_cancelled() -> bool:
             return self._cancelled or cancelled()
 
         with self._counted(), self._region.memory[:0]:
             if after is not None:
-                wait_until(after, is_off)
-            self._carry_out(direction, plan, is_off)
+                wait_until(after, is_cancelled)
+            self._run(direction, plan, is_cancelled)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -268,49 +260,42 @@ class EngineBlocks:
                 self._running -= 1
                 self._idle.notify_all()
 
-    def _carry_out(self, direction: CopyDirection, plan: Plan, is_off: Callable[[], bool]) -> None:
-        """Begins batch after batch, waiting for the last but one; whatever happens, returns with none under way."""
+    def _run(self, direction: CopyDirection, plan: Plan, is_cancelled: Callable[[], bool]) -> None:
+        """Copies a plan, two batches in flight. Returns or raises with no batch in flight."""
         stream = self._streams[direction]
-        under_way: list[EventId] = []
+        in_flight: list[EventId] = []
         try:
             for batch in plan.split(self._tuning.batch_copies, self._tuning.batch_bytes):
-                if is_off():
+                if is_cancelled():
                     raise CopyCancelled("the engine ended, or gave up, before its copies did")
-                self._begin(direction, stream, batch, under_way)
-                if len(under_way) > 1:
-                    self._finish(under_way.pop(0))
+                self._begin(direction, stream, batch, in_flight)
+                if len(in_flight) > 1:
+                    self._finish(in_flight.pop(0))
         finally:
-            with contextlib.ExitStack() as rest:  # one that fails does not keep the others from being waited for
-                for event in under_way:
+            with contextlib.ExitStack() as rest:  # waits for all batches even if one of them fails
+                for event in in_flight:
                     rest.callback(self._finish, event)
 
-    def _begin(self, direction: CopyDirection, stream: StreamId, batch: Plan, under_way: list[EventId]) -> None:
+    def _begin(self, direction: CopyDirection, stream: StreamId, batch: Plan, in_flight: list[EventId]) -> None:
         ends = (batch.host, batch.device) if direction is CopyDirection.OUT else (batch.device, batch.host)
         event = self._driver.create_event()
         try:
-            self._method(batch).copy(stream, *ends, batch.sizes)
-        finally:  # what fails half-way is waited for as well
-            with self._or_lost():
+            self._driver.copy(stream, *ends, batch.sizes)
+        finally:  # a batch that fails half-way is waited for as well
+            with self._lost_on_error():
                 self._driver.record(event, stream)
-            under_way.append(event)
+            in_flight.append(event)
 
     def _finish(self, event: EventId) -> None:
-        with self._or_lost():
+        with self._lost_on_error():
             self._driver.wait(event)
         self._driver.destroy_event(event)
 
     @contextlib.contextmanager
-    def _or_lost(self) -> Iterator[None]:
-        """Where the driver does not tell when copies end, nobody knows whether they have."""
+    def _lost_on_error(self) -> Iterator[None]:
+        """If the driver cannot report the end of copies, the context counts as lost."""
         try:
             yield
         except DeviceError as error:
             self._lost = error if error.cause is Cause.BROKEN else DeviceError(Cause.BROKEN, str(error))
             raise self._lost from error
-
-    def _method(self, batch: Plan) -> CopyMethod:
-        tuning = self._tuning
-        few = len(batch.sizes) < tuning.small_copies
-        if tuning.small is None or few or max(batch.sizes) > tuning.small_bytes:
-            return self._driver
-        return tuning.small

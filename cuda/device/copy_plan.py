@@ -1,6 +1,7 @@
-"""From blocks and slots to the copies that move them: flat lists of addresses and sizes, as drivers take them.
+"""Copy plans: flat lists of addresses and sizes for a driver, made from block ids and slot offsets.
 
-Plans are made in Python, by the thousand, before each transfer: tables that say where the pieces of a layout are come once.
+Plans are made in Python, with thousands of copies, before each transfer. The table of a layout's
+pieces is therefore computed once per layout.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ __all__ = ["Plan", "Planner"]
 
 
 class Plan(NamedTuple):
-    """Copies to be made: the i-th moves ``sizes[i]`` bytes between a device's address and a host's. Arrays of 64-bit integers."""
+    """Copies: the i-th moves ``sizes[i]`` bytes between a device and a host address.
+
+    Arrays of 64-bit integers.
+    """
 
     device: array[int]
     host: array[int]
@@ -24,11 +28,10 @@ class Plan(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all copies move together."""
         return sum(self.sizes)
 
     def split(self, max_copies: int, max_bytes: int) -> Iterator[Plan]:
-        """Yields it in pieces of at most so many copies, and so many bytes unless one copy alone has more."""
+        """Yields plans of at most ``max_copies`` and ``max_bytes``; larger copies stay whole."""
         start, weight = 0, 0
         for end, size in enumerate(self.sizes):
             if end > start and (end - start >= max_copies or weight + size > max_bytes):
@@ -40,7 +43,7 @@ class Plan(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """Of every block: where its i-th piece is on the device and in the slot, and its size."""
+    """Position of the i-th piece of every block, on the device and in the slot, and its size."""
 
     base: int
     block_stride: int
@@ -49,10 +52,10 @@ class _Column(NamedTuple):
 
 
 class Planner:
-    """Makes plans for one layout whose buffers are at ``addresses``, and slots of a region at ``region_address``.
+    """Makes plans for one layout, with buffers at ``addresses``, and one region.
 
-    The region is pinned in chunks of ``chunk_bytes``: no copy crosses from one into the next. Raises LayoutError for a layout that
-    names other buffers. Any thread may call.
+    The region is pinned in chunks of ``chunk_bytes``; no copy crosses a chunk boundary. Raises
+    LayoutError if the layout names a buffer without an address. Any thread may call.
     """
 
     def __init__(
@@ -74,10 +77,10 @@ class Planner:
         self._columns = list(_columns(layout, addresses))
 
     def plan(self, blocks: Sequence[int], offsets: Sequence[int]) -> Plan:
-        """The copies between block ``blocks[i]`` and the slot at ``offsets[i]`` (bytes from the region's start), for all i.
+        """Copies between block ``blocks[i]`` and the slot at ``offsets[i]`` of the region.
 
-        Copies that go on where the one before ends, on both sides, become one. Raises LayoutError for blocks and slots that are not
-        there: such a plan would read and write what belongs to others.
+        Copies that are adjacent on both sides are merged. Raises LayoutError for blocks and slots
+        out of range, because such a plan would read and write other memory.
         """
         for block, offset in zip(blocks, offsets, strict=True):
             if not 0 <= block < self.num_blocks:
@@ -101,7 +104,7 @@ class Planner:
         return plan
 
     def _plan_whole(self, blocks: Sequence[int], offsets: Sequence[int]) -> Plan:
-        """Where a part is one piece, blocks that follow each other may be one copy."""
+        """If a part is one piece, adjacent blocks are merged into one copy."""
         plan = Plan(array("Q"), array("Q"), array("Q"))
         (column,) = self._columns
         device, host, length = 0, 0, 0
@@ -120,7 +123,7 @@ class Planner:
             self._add(plan, base + block * stride, offset + in_slot, nbytes)
 
     def _add(self, plan: Plan, device: int, offset: int, nbytes: int) -> None:
-        """Adds one copy, in pieces that stay within chunks."""
+        """Adds one copy, split at chunk boundaries."""
         while nbytes:
             size = min(nbytes, self._chunk - offset % self._chunk)
             plan.device.append(device)

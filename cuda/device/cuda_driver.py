@@ -1,7 +1,10 @@
-"""The driver of an NVIDIA GPU. **Unproven: no GPU has run this yet** (docs/decisions/0013-cuda-ipc.md says what was checked how).
+"""Driver of an NVIDIA GPU.
 
-Everything happens in the device's primary context, which is also torch's. It is current only during a call, and the thread that
-calls is taken out of what a capture elsewhere in the process forbids: these calls touch no stream that is being captured.
+**Unproven: not yet run on a GPU** (evidence: docs/decisions/0013-cuda-ipc.md).
+
+All calls use the device's primary context, which torch uses too. It is current only during a call.
+The calling thread switches to relaxed capture mode, so a graph capture elsewhere in the process
+does not forbid the calls; they touch no stream that is being captured.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ _REGISTER: Final = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP
 
 
 class CudaDriver:
-    """See Driver. ``device`` is a UUID, or an ordinal among those that this process sees.
+    """`Driver` of one GPU.
+
+    ``device`` is a UUID, or an ordinal among the devices that this process sees.
 
     Raises DeviceError (NO_BINDINGS, NO_DRIVER, NO_DEVICE).
     """
@@ -47,7 +52,8 @@ class CudaDriver:
         seen = {}
         for ordinal in range(self._cuda.call("cuDeviceGetCount")):
             number = self._cuda.call("cuDeviceGet", ordinal)
-            # The first of them knows the instances of a divided GPU apart, and older bindings have both.
+            # Only _v2 distinguishes MIG instances of one GPU. Newer bindings have it under the
+            # plain name.
             name = "cuDeviceGetUuid_v2" if hasattr(self._api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
             device = str(uuid.UUID(bytes=bytes(self._cuda.call(name, number).bytes)))
             if wanted in (ordinal, device):
@@ -55,14 +61,12 @@ class CudaDriver:
             seen[ordinal] = device
         raise DeviceError(Cause.NO_DEVICE, f"{wanted} is not among {list(seen.values())}")
 
-    @property
-    def copies_in_batches(self) -> bool:
-        """Whether the driver has `cuMemcpyBatchAsync`; else copies are begun one by one."""
-        return self._batch is not None
-
     @contextlib.contextmanager
-    def entered(self) -> Iterator[CudaLibrary]:
-        """The device's context is current, and captures elsewhere are not disturbed. Raises DeviceError (CLOSED)."""
+    def in_context(self) -> Iterator[CudaLibrary]:
+        """Makes the device's context current, in relaxed capture mode.
+
+        Raises DeviceError (CLOSED).
+        """
         if self._closed:
             raise DeviceError(Cause.CLOSED)
         self._cuda.call("cuCtxPushCurrent", self._context)
@@ -76,8 +80,7 @@ class CudaDriver:
             self._cuda.call("cuCtxPopCurrent")
 
     def allocation_of(self, address: int) -> Allocation:
-        """See Driver."""
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             code, results = cuda.attempt("cuMemGetAddressRange", address)
             if code == "CUDA_SUCCESS":
                 return Allocation(int(results[0]), int(results[1]), self._kind(cuda, address))
@@ -97,21 +100,22 @@ class CudaDriver:
         return MemoryKind.SHAREABLE if ask("IS_LEGACY_CUDA_IPC_CAPABLE") else MemoryKind.VMM
 
     def export_memory(self, base: int) -> bytes:
-        """See Driver."""
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             return ctypes.string_at(cuda.call("cuIpcGetMemHandle", base).getPtr(), HANDLE_BYTES)
 
     def open_memory(self, handle: bytes) -> int:
-        """See Driver."""
         lazily = self._api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         return int(self._open("cuIpcOpenMemHandle", self._api.CUipcMemHandle(), handle, int(lazily)))
 
     def _open(self, function: str, empty: Any, handle: bytes, *flags: int) -> Any:
-        """The driver answers INVALID_CONTEXT for a process's own handles, and anything for those that it cannot resolve."""
+        """Opens a handle.
+
+        The driver's codes for unusable handles vary, so all of them become CANNOT_OPEN.
+        """
         if len(handle) != HANDLE_BYTES:
             raise DeviceError(Cause.CANNOT_OPEN, f"a handle of {len(handle)} bytes")
         ctypes.memmove(empty.getPtr(), handle, HANDLE_BYTES)
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             code, results = cuda.attempt(function, empty, *flags)
         if code == "CUDA_SUCCESS":
             return results[0]
@@ -119,105 +123,83 @@ class CudaDriver:
         raise error if error.cause is Cause.BROKEN else DeviceError(Cause.CANNOT_OPEN, error.detail)
 
     def close_memory(self, address: int) -> None:
-        """See Driver."""
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             cuda.call("cuIpcCloseMemHandle", address)
 
     def create_event(self, *, shared: bool = False) -> EventId:
-        """See Driver."""
         flags = self._api.CUevent_flags
         kind = flags.CU_EVENT_INTERPROCESS if shared else flags.CU_EVENT_BLOCKING_SYNC
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             return EventId(int(cuda.call("cuEventCreate", int(flags.CU_EVENT_DISABLE_TIMING) | int(kind))))
 
     def export_event(self, event: EventId) -> bytes:
-        """See Driver."""
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             return ctypes.string_at(cuda.call("cuIpcGetEventHandle", event).getPtr(), HANDLE_BYTES)
 
     def open_event(self, handle: bytes) -> EventId:
-        """See Driver."""
         return EventId(int(self._open("cuIpcOpenEventHandle", self._api.CUipcEventHandle(), handle)))
 
     def destroy_event(self, event: EventId) -> None:
-        """See Driver."""
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             cuda.call("cuEventDestroy", event)
 
     def record(self, event: EventId, stream: StreamId) -> None:
-        """See Driver."""
-        with self.entered() as cuda:
-            self._demand_no_capture(cuda, stream)
+        with self.in_context() as cuda:
+            self._require_no_capture(cuda, stream)
             cuda.call("cuEventRecord", event, stream)
 
-    def _demand_no_capture(self, cuda: CudaLibrary, stream: StreamId) -> None:
-        """In a capture these calls would become part of the graph: reached when it is replayed, and not when it was asked."""
+    def _require_no_capture(self, cuda: CudaLibrary, stream: StreamId) -> None:
+        """In a capture the event would be part of the graph: reached at each replay, not now."""
         status = cuda.call("cuStreamIsCapturing", stream)
         if status != self._api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
             raise DeviceError(Cause.CAPTURING, status.name)
 
     def reached(self, event: EventId) -> bool:
-        """See Driver."""
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             code, _ = cuda.attempt("cuEventQuery", event)
         if code in {"CUDA_SUCCESS", "CUDA_ERROR_NOT_READY"}:
             return code == "CUDA_SUCCESS"
         raise cuda.error("cuEventQuery", code)
 
     def wait(self, event: EventId) -> None:
-        """See Driver."""
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             cuda.call("cuEventSynchronize", event)
 
     def create_stream(self) -> StreamId:
-        """See Driver."""
         flags = self._api.CUstream_flags.CU_STREAM_NON_BLOCKING
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             lowest, _ = cuda.call("cuCtxGetStreamPriorityRange")
             return StreamId(int(cuda.call("cuStreamCreateWithPriority", int(flags), lowest)))
 
     def destroy_stream(self, stream: StreamId) -> None:
-        """See Driver."""
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             cuda.call("cuStreamDestroy", stream)
 
     def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """See Driver."""
         if not len(destinations) == len(sources) == len(sizes):
             raise ValueError("destinations, sources and sizes differ in number")
-        with self.entered() as cuda:
+        with self.in_context() as cuda:
             if self._batch is not None and sizes:
                 self._batch(stream, *(_as_array(part) for part in (destinations, sources, sizes)))
                 return
             for destination, source, size in zip(destinations, sources, sizes, strict=True):
                 cuda.call("cuMemcpyAsync", destination, source, size, stream)
 
-    def write_value(self, stream: StreamId, address: int, value: int) -> None:
-        """See Driver."""
-        with self.entered() as cuda:
-            self._demand_no_capture(cuda, stream)
-            pointer = cuda.call("cuMemHostGetDevicePointer", address, 0)
-            # Flag 0: what the stream wrote before is visible to whoever sees the value.
-            cuda.call("cuStreamWriteValue64", stream, pointer, value, 0)
-
     def register(self, address: int, nbytes: int) -> None:
-        """See Driver."""
         try:
-            with self.entered() as cuda:
+            with self.in_context() as cuda:
                 cuda.call("cuMemHostRegister", address, nbytes, _REGISTER)
         except DeviceError as error:
             raise PinError(str(error)) from error
 
     def unregister(self, address: int) -> None:
-        """See Driver."""
         try:
-            with self.entered() as cuda:
+            with self.in_context() as cuda:
                 cuda.call("cuMemHostUnregister", address)
         except DeviceError as error:
             _log.warning("kvtier: host memory stays pinned: %s", error)
 
     def close(self) -> None:
-        """See Driver."""
         if not self._closed:
             self._closed = True
             self._cuda.call("cuDevicePrimaryCtxRelease", self._number)

@@ -1,4 +1,7 @@
-"""NVIDIA's driver API through cuda-bindings, with errors as exceptions. Loaded when a driver is made, never at import."""
+"""NVIDIA's driver API through cuda-bindings, with errors as exceptions.
+
+Loaded when a driver is made.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .device_errors import Cause, DeviceError
 
 __all__ = ["BatchCopy", "CudaLibrary", "import_bindings"]
 
-_LOST: Final = {
+_CONTEXT_LOST: Final = {
     "CUDA_ERROR_DEINITIALIZED",
     "CUDA_ERROR_ECC_UNCORRECTABLE",
     "CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -29,22 +32,29 @@ _LOST: Final = {
     "CUDA_ERROR_MPS_CLIENT_TERMINATED",
     "CUDA_ERROR_UNKNOWN",
 }
-"""What stays: the context answers nothing else from then on."""
+"""Errors after which every call in the same context fails."""
 
 _CAPTURE_PREFIX: Final = "CUDA_ERROR_STREAM_CAPTURE"
 
 
 def import_bindings(name: str) -> Any:
-    """A module of cuda-bindings, untyped: it need not be installed where types are checked. Raises DeviceError (NO_BINDINGS)."""
+    """A module of cuda-bindings.
+
+    Untyped, so mypy runs without the package. Raises DeviceError (NO_BINDINGS).
+    """
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
-        # `python -m` in this repository's root puts its folder `cuda` before NVIDIA's package: PYTHONSAFEPATH=1 helps.
+        # `python -m` in this repository's root finds its folder `cuda` first: PYTHONSAFEPATH=1
+        # helps.
         raise DeviceError(Cause.NO_BINDINGS, str(error)) from error
 
 
 class CudaLibrary:
-    """The driver's functions. Raises DeviceError (NO_BINDINGS, NO_DRIVER) where it cannot be used."""
+    """The driver's functions.
+
+    Raises DeviceError (NO_BINDINGS, NO_DRIVER) if there is no usable driver.
+    """
 
     def __init__(self) -> None:
         self.api = import_bindings("driver")
@@ -54,31 +64,33 @@ class CudaLibrary:
             raise DeviceError(Cause.NO_DRIVER, error.detail) from error
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Calls a function; returns its result, a tuple if there are several, None if there is none. Raises DeviceError."""
+        """Calls a function; returns its result (several: a tuple; no result: None).
+
+        Raises DeviceError.
+        """
         code, results = self.attempt(name, *arguments)
         if code != "CUDA_SUCCESS":
             raise self.error(name, code)
         return results[0] if len(results) == 1 else tuple(results) or None
 
     def attempt(self, name: str, *arguments: object) -> tuple[str, Sequence[Any]]:
-        """Calls a function; returns the name of its code, and its results, which mean nothing unless that is CUDA_SUCCESS."""
+        """Calls a function; returns its code's name and its results, valid only if CUDA_SUCCESS."""
         try:
             code, *results = getattr(self.api, name)(*arguments)
-        except (RuntimeError, AttributeError) as error:  # no libcuda, or one that lacks the function; bindings that do
+        except (RuntimeError, AttributeError) as error:  # libcuda or the bindings lack the function
             raise DeviceError(Cause.REFUSED, f"{name}: {error}") from error
         return code.name, results
 
     @staticmethod
     def error(what: str, code: str) -> DeviceError:
-        """The exception for a code's name."""
-        if code in _LOST:
+        if code in _CONTEXT_LOST:
             return DeviceError(Cause.BROKEN, f"{what}: {code}")
         if code.startswith(_CAPTURE_PREFIX):
             return DeviceError(Cause.CAPTURING, f"{what}: {code}")
         return DeviceError(Cause.REFUSED, f"{what}: {code}")
 
     def code_name(self, code: int) -> str:
-        """The name of a number that was returned past the bindings."""
+        """The name of a code that was returned by a call without the bindings."""
         try:
             return str(self.api.CUresult(code).name)
         except ValueError:
@@ -97,15 +109,18 @@ class _Attributes(ctypes.Structure):
 
 
 class BatchCopy:
-    """`cuMemcpyBatchAsync` past the bindings: they want an object per address, which costs more time than the copies.
+    """`cuMemcpyBatchAsync`, called by address.
 
-    It is asked for by the version that brought it (12.8, with an index of what failed), which newer drivers still have.
+    The bindings need an object per address, which is slow.
+
+    The function is looked up with the version of CUDA 12.8, whose signature has an index of the
+    failed copy; newer drivers still have it. Raises DeviceError (REFUSED) if the driver lacks it.
     """
 
     _VERSION = 12080
     _IN_STREAM_ORDER = 1
     _OVERLAP_WITH_COMPUTE = 1
-    _TYPE = ctypes.CFUNCTYPE(  # the GIL is free during the call
+    _TYPE = ctypes.CFUNCTYPE(  # releases the GIL during the call
         ctypes.c_int,
         ctypes.c_void_p,
         ctypes.c_void_p,
@@ -119,17 +134,16 @@ class BatchCopy:
     )
 
     def __init__(self, library: CudaLibrary) -> None:
-        """Raises DeviceError (REFUSED) where the driver has no such function."""
         self._library = library
         pointer, _ = library.call("cuGetProcAddress", b"cuMemcpyBatchAsync", self._VERSION, 0)
         if not pointer:
-            raise DeviceError(Cause.REFUSED, "the driver has no cuMemcpyBatchAsync (CUDA 12.8 brought it)")
+            raise DeviceError(Cause.REFUSED, "the driver has no cuMemcpyBatchAsync (new in CUDA 12.8)")
         self._function = self._TYPE(int(pointer))
         self._attributes = _Attributes(source_access_order=self._IN_STREAM_ORDER, flags=self._OVERLAP_WITH_COMPUTE)
         self._first = ctypes.c_size_t(0)
 
     def __call__(self, stream: int, destinations: array[int], sources: array[int], sizes: array[int]) -> None:
-        """See `Driver.copy`; arrays of 64 bits."""
+        """See `Driver.copy`. The arrays hold 64-bit integers."""
         failed = ctypes.c_size_t(0)
         (to, count), (start, _), (lengths, _) = (part.buffer_info() for part in (destinations, sources, sizes))
         code = self._function(to, start, lengths, count, self._attributes, self._first, 1, failed, stream)

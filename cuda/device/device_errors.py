@@ -1,4 +1,4 @@
-"""What can go wrong with shared memory, on the host and on devices."""
+"""Errors of shared device memory and device copies, with advice for operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Cause", "CopyCancelled", "DeviceError", "advice"]
 
 
 class Cause(StrEnum):
-    """Why memory of a device cannot be shared or copied. Stable words, for logs, metrics and the wire."""
+    """Why device memory cannot be shared or copied. Stable codes for logs, metrics and the wire."""
 
     NO_BINDINGS = "no_bindings"
     NO_DRIVER = "no_driver"
@@ -35,44 +35,47 @@ class Cause(StrEnum):
 _ADVICE = {
     Cause.NO_BINDINGS: "the package cuda-bindings is missing: pip install 'kvtier[cuda]'",
     Cause.NO_DRIVER: "there is no usable CUDA driver here",
-    Cause.NO_DEVICE: "this process does not see that device: look at CUDA_VISIBLE_DEVICES, and at what the container was given",
+    Cause.NO_DEVICE: "this process does not see that device: check CUDA_VISIBLE_DEVICES and the container's devices",
     Cause.UNKNOWN_MEMORY: "the address is in no allocation of this device",
     Cause.HOST_MEMORY: "the memory is the host's, not the device's",
     Cause.MANAGED_MEMORY: "managed memory (cudaMallocManaged) cannot be shared between processes",
     Cause.POOL_MEMORY: (
-        "memory of a stream-ordered pool cannot be shared: do without backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF"
+        "memory of a stream-ordered pool cannot be shared: remove backend:cudaMallocAsync from PYTORCH_CUDA_ALLOC_CONF"
     ),
     Cause.EXPANDABLE_SEGMENTS: (
-        "memory of expandable segments cannot be shared: do without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
+        "memory of expandable segments cannot be shared: remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF"
     ),
-    Cause.VMM_MEMORY: "memory that cuMemCreate made cannot be shared (vLLM's sleep mode makes the KV cache that way)",
-    Cause.BAD_EXPORT: "what the engine says of its memory makes no sense",
+    Cause.VMM_MEMORY: "memory of cuMemCreate cannot be shared (vLLM's sleep mode allocates the KV cache that way)",
+    Cause.BAD_EXPORT: "the engine's description of its memory is invalid",
     Cause.OTHER_HOST: "the memory is on another host",
     Cause.SAME_PROCESS: "a process cannot open the memory that it exported itself",
     Cause.SAME_PID: (
-        "both processes have the same pid, in different PID namespaces, and the driver takes them for one:"
+        "both processes have the same pid, in different PID namespaces, and the driver treats them as one process:"
         " share the PID namespace"
     ),
     Cause.OTHER_NAMESPACE: (
-        "the memory belongs to a process in other namespaces, and the driver does not open it from here: share the PID namespace"
-        " (docker --pid, Kubernetes shareProcessNamespace or hostPID), and give both containers the device"
+        "the memory belongs to a process in other namespaces, and the driver does not open it from here: share the PID"
+        " namespace (docker --pid, Kubernetes shareProcessNamespace or hostPID), and give both containers the device"
     ),
-    Cause.EXPORTER_GONE: "the process that exported the memory has ended, or has freed it",
+    Cause.EXPORTER_GONE: "the process that exported the memory has ended or has freed it",
     Cause.CANNOT_OPEN: "the driver does not open the memory",
     Cause.CAPTURING: "the stream is being captured into a graph",
     Cause.CLOSED: "the memory has been closed",
     Cause.REFUSED: "the driver refused a call",
-    Cause.BROKEN: "the device's context is broken, and only a new process gets a new one",
+    Cause.BROKEN: "the device's context is broken; only a new process gets a new one",
 }
 
 
 def advice(cause: Cause) -> str:
-    """Returns what a cause means and what to do about it, for people."""
+    """What a cause means and how to fix it, for operators."""
     return _ADVICE[cause]
 
 
 class DeviceError(Exception):
-    """Memory of a device cannot be shared or copied; ``cause`` says why, and the message what to do about it, for people."""
+    """Device memory cannot be shared or copied.
+
+    ``cause`` is the stable code, the message is for operators.
+    """
 
     def __init__(self, cause: Cause, detail: str = "") -> None:
         super().__init__(f"{_ADVICE[cause]} ({detail})" if detail else _ADVICE[cause])
@@ -81,4 +84,7 @@ class DeviceError(Exception):
 
 
 class CopyCancelled(Exception):
-    """A copy was called off, since its engine is gone. Some of its bytes may have been written; none will be from now on."""
+    """A copy was cancelled.
+
+    Some of its bytes may have been written; no more will be written from now on.
+    """

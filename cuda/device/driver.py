@@ -1,8 +1,8 @@
-"""What is asked of a device's driver: memory and events that other processes open, streams, batched copies, pinning.
+"""Contract of a device driver: shareable memory and events, streams, batched copies, pinning.
 
-Two classes obey this contract, and pass the same tests: `CudaDriver` (an NVIDIA GPU) and `HostDriver` (no GPU: device memory is
-shared memory). A driver stands for one device in one process. Streams and events are numbers that only the driver that made them
-understands.
+Two classes implement it and pass the same tests: `CudaDriver` (an NVIDIA GPU) and `HostDriver` (no
+GPU: device memory is shared memory). A driver object is for one device in one process. Ids of
+streams and events are valid only with the driver that made them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .device_errors import Cause
 __all__ = ["HANDLE_BYTES", "Allocation", "Driver", "EventId", "MemoryKind", "StreamId"]
 
 HANDLE_BYTES = 64
-"""The size of a handle that one process exports and another opens."""
+"""Size of a handle that one process exports and another opens."""
 
 StreamId = NewType("StreamId", int)
 EventId = NewType("EventId", int)
 
 
 class MemoryKind(StrEnum):
-    """How memory was allocated, as far as sharing it goes."""
+    """How memory was allocated; decides whether it can be shared."""
 
     SHAREABLE = "shareable"
     VMM = "vmm"
@@ -34,7 +34,7 @@ class MemoryKind(StrEnum):
 
     @property
     def obstacle(self) -> Cause | None:
-        """Why such memory cannot be exported; None: it can."""
+        """Why such memory cannot be exported; None if it can."""
         return _OBSTACLES.get(self)
 
 
@@ -48,7 +48,7 @@ _OBSTACLES = {
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the driver allocated in one piece: handles are for whole allocations."""
+    """One allocation of the driver. Handles are for whole allocations."""
 
     base: int
     nbytes: int
@@ -56,38 +56,48 @@ class Allocation:
 
 
 class Driver(Protocol):
-    """One device's driver. Any thread may call; calls for the same stream take effect in the order in which they return.
+    """One device's driver.
 
-    Calls raise DeviceError, with `Cause.BROKEN` once the device's context is lost: then nothing more can be done in this process,
-    and what was being copied is unknown. An engine's process calls `allocation_of`, `export_memory`, `create_event(shared=True)`
-    and `export_event` once, when its KV tensors are there, and `record` or `write_value` while it serves; the rest is the server's.
+    Any thread may call. Calls for one stream take effect in the order they return.
+
+    Calls raise DeviceError. `Cause.BROKEN` means that the device's context is lost: no call in this
+    process can succeed any more, and the state of copies in flight is unknown. An engine's process
+    calls `allocation_of`, `export_memory`, `create_event(shared=True)` and `export_event` once,
+    when its KV tensors exist, and `record` while it serves. The copy process of the server uses the
+    other calls.
     """
 
     @property
     def device(self) -> str:
-        """The device's UUID (or that of the MIG instance), the same in every process and container."""
+        """UUID of the device or MIG instance, the same in every process and container."""
         ...
 
     def allocation_of(self, address: int) -> Allocation:
-        """The allocation that an address of the device is in, made or opened here. Raises UNKNOWN_MEMORY."""
+        """The allocation of a device address, made or opened here. Raises UNKNOWN_MEMORY."""
         ...
 
     def export_memory(self, base: int) -> bytes:
-        """A handle of HANDLE_BYTES for the allocation at ``base``; the same one every time. Raises REFUSED."""
+        """A handle of HANDLE_BYTES for the allocation at ``base``, the same every time.
+
+        Raises REFUSED.
+        """
         ...
 
     def open_memory(self, handle: bytes) -> int:
-        """Maps an allocation of another process, and returns where. A handle that is open is mapped once and counted.
+        """Maps an allocation of another process and returns its address.
 
-        The mapping outlives its exporter. Raises CANNOT_OPEN: the driver does not say why (`origin` finds out).
+        Repeated opens are counted.
+
+        The mapping outlives its exporter. Raises CANNOT_OPEN; `exports.likely_cause` finds the
+        reason.
         """
         ...
 
     def close_memory(self, address: int) -> None:
-        """Gives up one `open_memory`, by what it returned; the last one unmaps. No copy may use the memory."""
+        """Ends one `open_memory` by its address; the last unmaps. No copy may use the memory."""
 
     def create_event(self, *, shared: bool = False) -> EventId:
-        """An event that counts as reached until it is recorded. ``shared``: `export_event` can be called."""
+        """An event, which counts as reached until recorded. ``shared``: it can be exported."""
         ...
 
     def export_event(self, event: EventId) -> bytes:
@@ -95,47 +105,48 @@ class Driver(Protocol):
         ...
 
     def open_event(self, handle: bytes) -> EventId:
-        """Another process's event. Raises CANNOT_OPEN."""
+        """Opens an event of another process. Raises CANNOT_OPEN."""
         ...
 
     def destroy_event(self, event: EventId) -> None:
-        """Gives up an event, made or opened here; the other process's stays. It need not have been reached; does not wait."""
+        """Destroys an event made or opened here, reached or not; does not wait.
+
+        Other processes keep theirs.
+        """
 
     def record(self, event: EventId, stream: StreamId) -> None:
-        """Makes the event be reached when all that the stream was given so far is done. Raises CAPTURING, and does nothing then."""
+        """The event is reached when all work submitted to the stream so far is done.
+
+        Raises CAPTURING; then nothing is recorded.
+        """
 
     def reached(self, event: EventId) -> bool:
-        """Whether all that was in the event's stream at its last record is done; does not wait."""
+        """Whether all work that preceded the event's last record is done; does not wait."""
         ...
 
     def wait(self, event: EventId) -> None:
-        """Returns when an event of this process is reached; without the GIL."""
+        """Returns when an event of this process is reached; waits without the GIL."""
 
     def create_stream(self) -> StreamId:
-        """A stream of copies, at the lowest priority, that waits for no other stream."""
+        """A stream of the lowest priority that waits for no other stream."""
         ...
 
     def destroy_stream(self, stream: StreamId) -> None:
-        """Gives up a stream; what it has left to do is still done. Does not wait."""
+        """Destroys a stream; its submitted work is still done. Does not wait."""
 
     def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """Begins to copy ``sizes[i]`` bytes from ``sources[i]`` to ``destinations[i]``, in any order, and returns.
+        """Starts to copy ``sizes[i]`` bytes from ``sources[i]`` to ``destinations[i]``, any order.
 
-        Host memory that is not pinned works too, slower. No copy may cross from one pinned chunk into the next. Nothing else is
-        checked: addresses, and that the memory stays mapped until the stream has done it, are the caller's word.
-        """
-
-    def write_value(self, stream: StreamId, address: int, value: int) -> None:
-        """Writes 64 bits to pinned host memory when all that the stream was given so far is done, and can be seen.
-
-        Raises CAPTURING, and does nothing then.
+        Host memory that is not pinned works too, but slower. No copy may cross a boundary of pinned
+        chunks. Addresses are not checked. The caller keeps the memory mapped until the stream is
+        done.
         """
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pins host memory (whole pages, one chunk): with `unregister` a driver is a `pinning.Registrar`. Raises PinError."""
+        """Pins host memory (whole pages, one chunk), as a `pinning.Registrar`. Raises PinError."""
 
     def unregister(self, address: int) -> None:
         """Undoes ``register(address, …)``. Never raises."""
 
     def close(self) -> None:
-        """Gives up the device. Nothing of it may be in use; may be repeated."""
+        """Releases the device, of which nothing may be in use. May be repeated."""

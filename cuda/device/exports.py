@@ -1,7 +1,8 @@
-"""What an engine process says of its KV tensors, so that another process can open them: made once, sent once.
+"""Export of an engine's KV tensors: handles, layouts and origin, to be opened by another process.
 
-Tensors are named by allocation and offset: handles are for whole allocations, and a caching allocator puts many tensors into one.
-The device is named by its UUID, since ordinals differ between processes. It travels as JSON, and is checked where it arrives.
+An export is made once and sent once, as JSON, and the receiver checks it. Tensors are named by
+allocation and offset, because handles are for whole allocations and a caching allocator puts many
+tensors into one. The device is named by its UUID, because ordinals differ between processes.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from .device_errors import Cause, DeviceError
 from .driver import HANDLE_BYTES, Allocation, Driver, EventId
 from .layout import BlockLayout, LayoutError, LayoutRun
 
-__all__ = ["DeviceExport", "ExportedAllocation", "Origin", "explain", "export_blocks", "obstacle", "other_host"]
+__all__ = ["DeviceExport", "ExportedAllocation", "Origin", "export_blocks", "likely_cause", "obstacle", "other_host"]
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_VERSION: Final = 1
+_MAX_JSON_BYTES: Final = 4 << 20
+_MAX_PIECES: Final = 1 << 16
+"""Pieces of one block. They bound the size of the planner's tables and of each plan."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A process, as far as it decides what can be shared with it: kernel, pid, namespaces and /dev/shm (device numbers)."""
+    """What decides with which processes a process can share memory and events."""
 
     boot: str
     pid: int
@@ -34,15 +39,15 @@ class Origin:
 
     @classmethod
     def here(cls) -> Origin:
-        """The process that calls. What cannot be read (no /proc) is empty or 0, and then equal nowhere but here."""
+        """The calling process. Facts that cannot be read (no /proc) are empty or 0."""
         return cls(_boot(), os.getpid(), _number("/proc/self/ns/pid", "st_ino"), _number("/dev/shm", "st_dev"))  # noqa: S108
 
     def shares_events_with(self, other: Origin) -> bool:
-        """Whether events of one process can be opened by the other: the driver passes them through files in /dev/shm."""
+        """Whether each process can open the other's events: the driver uses files in /dev/shm."""
         return self.boot == other.boot and self.shm_device == other.shm_device != 0
 
     def is_gone(self, observer: Origin) -> bool:
-        """Whether the process has ended, as far as the observer, which is this process, can tell."""
+        """Whether the process is known to have ended; ``observer`` is the calling process."""
         if self.pid_namespace != observer.pid_namespace:
             return False
         try:
@@ -52,73 +57,19 @@ class Origin:
         return state[0] in {"Z", "X"}
 
 
-def other_host(exporter: Origin, opener: Origin) -> DeviceError | None:
-    """Why no process of the opener's kernel can open what was exported; None: one may."""
-    if exporter.boot == opener.boot:
-        return None
-    detail = f"exported under boot {exporter.boot or 'unknown'}, this is {opener.boot or 'unknown'}"
-    return DeviceError(Cause.OTHER_HOST, detail)
-
-
-def obstacle(exporter: Origin, opener: Origin) -> DeviceError | None:
-    """What is certain to fail, before anything is tried; None: it may work."""
-    if (elsewhere := other_host(exporter, opener)) is not None:
-        return elsewhere
-    if exporter.pid == opener.pid:
-        same = exporter.pid_namespace == opener.pid_namespace
-        return DeviceError(Cause.SAME_PROCESS if same else Cause.SAME_PID, f"pid {exporter.pid}")
-    return None
-
-
-def explain(error: DeviceError, exporter: Origin, opener: Origin) -> DeviceError:
-    """The error to report where the driver would not open something: the likely cause, if there is one, in place of none."""
-    if error.cause is not Cause.CANNOT_OPEN:
-        return error
-    if exporter.is_gone(opener):
-        return DeviceError(Cause.EXPORTER_GONE, f"pid {exporter.pid}: {error.detail}")
-    if exporter.pid_namespace != opener.pid_namespace:
-        return DeviceError(Cause.OTHER_NAMESPACE, error.detail)
-    return error
-
-
-def _boot() -> str:
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _number(path: str, field: str) -> int:
-    try:
-        return int(getattr(Path(path).stat(), field))
-    except OSError:
-        return 0
-
-
-_VERSION: Final = 1
-
-
-_MAX_JSON_BYTES = 4 << 20
-
-
-_MAX_PIECES = 1 << 16
-"""Of one block: what a planner's tables, and each plan, are made of."""
-
-
 @dataclass(frozen=True)
 class ExportedAllocation:
-    """One allocation of the device: its handle and size in bytes."""
-
     handle: bytes
     nbytes: int
 
 
 @dataclass(frozen=True)
 class DeviceExport:
-    """The blocks of one engine process on one device. ``layouts`` is by group; their buffers are ``allocations``.
+    """The blocks of one engine process on one device.
 
-    ``events`` are handles of events that the engine records; they are named by their index. Raises DeviceError (BAD_EXPORT) for
-    what reaches outside of its allocations.
+    ``layouts`` is by group; their buffers are ``allocations``. ``events`` are handles of events
+    that the engine records; other calls name them by index. Raises DeviceError (BAD_EXPORT) if
+    blocks are outside of the allocations.
     """
 
     device: str
@@ -144,7 +95,6 @@ class DeviceExport:
         return [*(allocation.handle for allocation in self.allocations), *self.events]
 
     def to_bytes(self) -> bytes:
-        """JSON in UTF-8."""
         fields = {
             "version": _VERSION,
             "device": self.device,
@@ -157,7 +107,7 @@ class DeviceExport:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> DeviceExport:
-        """What `to_bytes` made. Raises DeviceError (BAD_EXPORT) for anything else."""
+        """Parses the result of `to_bytes`. Raises DeviceError (BAD_EXPORT) for any other bytes."""
         if len(data) > _MAX_JSON_BYTES:
             raise DeviceError(Cause.BAD_EXPORT, f"{len(data)} bytes are more than {_MAX_JSON_BYTES}")
         try:
@@ -189,9 +139,10 @@ def export_blocks(
     *,
     events: Sequence[EventId] = (),
 ) -> DeviceExport:
-    """Describes an engine's blocks: for each group, its layout and the addresses of the layout's buffers (tensors).
+    """Exports an engine's blocks; ``groups`` has each group's layout and buffer addresses.
 
-    Called once, when the tensors exist, and not during a capture. Raises DeviceError with the reason why they cannot be shared.
+    Call it once, after the tensors are allocated and not during a graph capture. Raises DeviceError
+    if they cannot be shared.
     """
     allocations: dict[int, Allocation] = {}
     layouts = {}
@@ -199,7 +150,7 @@ def export_blocks(
         found = [_exportable(driver, address, max(1, layout.end(buffer))) for buffer, address in enumerate(addresses)]
         allocations.update((allocation.base, allocation) for allocation in found)
         order = list(allocations)
-        layouts[group] = layout.moved(
+        layouts[group] = layout.rebased(
             [
                 (order.index(allocation.base), address - allocation.base)
                 for allocation, address in zip(found, addresses, strict=True)
@@ -229,9 +180,52 @@ def _exportable(driver: Driver, address: int, nbytes: int) -> Allocation:
 
 
 def _expandable_segments() -> bool:
-    """Whether torch was told to allocate so; it reads both names."""
+    """Whether torch is configured to use expandable segments; it reads both variables."""
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return "expandable_segments:true" in settings.replace(" ", "").lower()
+
+
+def other_host(exporter: Origin, opener: Origin) -> DeviceError | None:
+    """The error if the two processes are on different hosts, else None."""
+    if exporter.boot == opener.boot:
+        return None
+    detail = f"exported under boot {exporter.boot or 'unknown'}, this is {opener.boot or 'unknown'}"
+    return DeviceError(Cause.OTHER_HOST, detail)
+
+
+def obstacle(exporter: Origin, opener: Origin) -> DeviceError | None:
+    """The error if opening is certain to fail, else None."""
+    if (error := other_host(exporter, opener)) is not None:
+        return error
+    if exporter.pid == opener.pid:
+        same = exporter.pid_namespace == opener.pid_namespace
+        return DeviceError(Cause.SAME_PROCESS if same else Cause.SAME_PID, f"pid {exporter.pid}")
+    return None
+
+
+def likely_cause(error: DeviceError, exporter: Origin, opener: Origin) -> DeviceError:
+    """Replaces CANNOT_OPEN by an error with the likely cause, if one is found."""
+    if error.cause is not Cause.CANNOT_OPEN:
+        return error
+    if exporter.is_gone(opener):
+        return DeviceError(Cause.EXPORTER_GONE, f"pid {exporter.pid}: {error.detail}")
+    if exporter.pid_namespace != opener.pid_namespace:
+        return DeviceError(Cause.OTHER_NAMESPACE, error.detail)
+    return error
+
+
+def _boot() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(path: str, field: str) -> int:
+    try:
+        return int(getattr(Path(path).stat(), field))
+    except OSError:
+        return 0
 
 
 def _layout_fields(layout: BlockLayout) -> dict[str, Any]:
@@ -248,11 +242,11 @@ def _parsed_layout(fields: Any) -> BlockLayout:
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise LayoutError(f"{value!r} is no count")
+        raise LayoutError(f"{value!r} is not a count")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or len(value) > 256:
-        raise TypeError("a short text is wanted")
+        raise TypeError("not a string of at most 256 characters")
     return value

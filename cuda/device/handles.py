@@ -1,7 +1,8 @@
-"""Memory of engines that this process has open, counted per allocation: each is mapped once and closed with its last user.
+"""Open allocations of engines, reference-counted: mapped once and closed with the last user.
 
-Several sessions may name one allocation (an engine that registers anew while its old session falls, groups that share tensors), and
-what is never closed keeps a dead engine's memory on the device.
+Several sessions may use one allocation: an engine that registers again while its old session ends,
+or groups that share tensors. An allocation that is never closed keeps a dead engine's memory
+allocated.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import threading
 
 from .device_errors import Cause, DeviceError
 from .driver import Driver
-from .exports import DeviceExport, Origin, explain, obstacle
+from .exports import DeviceExport, Origin, likely_cause, obstacle
 
 __all__ = ["OpenHandles"]
 
 
 class OpenHandles:
-    """The allocations that are open with one driver. Any thread may call."""
+    """Reference counts of one driver's open allocations. Any thread may call."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -26,11 +27,13 @@ class OpenHandles:
 
     @property
     def allocations(self) -> int:
-        """How many are open."""
+        """Number of open allocations."""
         return len(self._open)
 
     def open(self, export: DeviceExport) -> list[int]:
-        """Opens the allocations of an export, all or none; returns where they are. `close` gives them up.
+        """Opens all allocations of an export, or none; returns their addresses.
+
+        Pair it with `close`.
 
         Raises DeviceError with the likely cause.
         """
@@ -44,20 +47,20 @@ class OpenHandles:
                 try:
                     addresses.append(self._open_one(allocation.handle))
                 except DeviceError as error:
-                    raise explain(error, export.origin, here) from error
+                    raise likely_cause(error, export.origin, here) from error
                 undo.callback(self._close_one, allocation.handle)
                 self._check_size(addresses[-1], allocation.nbytes)
             undo.pop_all()
         return addresses
 
     def close(self, export: DeviceExport) -> None:
-        """Gives up what `open` returned, once. No copy may use it any more."""
-        with contextlib.ExitStack() as stack:  # one that fails does not keep the others open
+        """Undoes one `open`. No copy may use the memory any more."""
+        with contextlib.ExitStack() as stack:  # closes all even if one of them fails
             for allocation in export.allocations:
                 stack.callback(self._close_one, allocation.handle)
 
     def _check_size(self, address: int, nbytes: int) -> None:
-        """What an engine says of its memory is not believed: a copy beyond its end would break the context for all engines."""
+        """Checks the claimed size: a copy beyond the end breaks the context for all engines."""
         found = self._driver.allocation_of(address)
         if found.base + found.nbytes < address + nbytes:
             raise DeviceError(Cause.BAD_EXPORT, f"an allocation has {found.nbytes} bytes, not {nbytes}")

@@ -1,9 +1,14 @@
-"""How the bytes of one block lie in an engine's KV tensors: one descriptor for all layouts that engines have.
+"""Layout of one block's bytes in an engine's KV tensors: one descriptor for all engines' layouts.
 
-A block's part is made of pieces. In slot order they are the pieces of run after run, and within a run at one distance from each
-other. That covers what vLLM has: a tensor per layer with K and V of a block together (one piece per layer), K and V apart (two
-pieces, half a tensor from each other), layers carved out of one allocation (a run of all layers), and all layers of a block in
-one piece. Pure arithmetic: nothing here knows a tensor, an address or a device.
+A block's part consists of pieces, listed in slot order as runs. The pieces of a run are evenly
+spaced. This covers vLLM's layouts:
+
+- one tensor per layer, K and V of a block adjacent: one piece per layer;
+- K and V apart: two pieces per layer, half a tensor from each other;
+- layers allocated together: one run of all layers;
+- all layers of a block adjacent: one piece.
+
+Pure arithmetic, without tensors, addresses or devices.
 """
 
 from __future__ import annotations
@@ -18,11 +23,11 @@ __all__ = ["BlockLayout", "LayoutError", "LayoutPiece", "LayoutRun", "TensorShap
 
 
 class LayoutError(ValueError):
-    """No block can lie like that."""
+    """A layout is invalid, or a block or slot is outside of it."""
 
 
 class LayoutPiece(NamedTuple):
-    """One contiguous piece of a block: where it is (bytes from the start of a buffer) and its size."""
+    """One contiguous piece of a block: its offset in a buffer and its size, in bytes."""
 
     buffer: int
     offset: int
@@ -31,9 +36,10 @@ class LayoutPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutRun:
-    """Evenly spaced pieces in one buffer: piece p of block b is at ``offset + b * block_stride + p * piece_stride``; in bytes.
+    """Evenly spaced pieces in one buffer; all sizes in bytes.
 
-    Raises LayoutError where pieces would overlap, or do not nest (blocks within pieces' distance, or pieces within blocks').
+    Piece p of block b is at ``offset + b * block_stride + p * piece_stride``. Raises LayoutError
+    for sizes and strides that are not positive.
     """
 
     buffer: int
@@ -51,7 +57,7 @@ class LayoutRun:
             raise LayoutError(f"sizes and strides of {self} are not positive")
 
     def check(self, num_blocks: int) -> None:
-        """Raises LayoutError where two pieces of ``num_blocks`` blocks have bytes in common."""
+        """Raises LayoutError if pieces of ``num_blocks`` blocks overlap or do not nest."""
         distances = [(self.block_stride, num_blocks), (self.piece_stride, self.pieces)]
         covered = self.piece_bytes
         for stride, count in sorted(pair for pair in distances if pair[1] > 1):
@@ -60,7 +66,7 @@ class LayoutRun:
             covered += (count - 1) * stride
 
     def end(self, num_blocks: int) -> int:
-        """Where the last piece of the last block ends, in bytes from the start of the buffer."""
+        """End of the last piece of the last block, in bytes from the start of the buffer."""
         return (
             self.offset
             + (num_blocks - 1) * self.block_stride
@@ -68,7 +74,7 @@ class LayoutRun:
             + self.piece_bytes
         )
 
-    def joined(self) -> LayoutRun:
+    def merged(self) -> LayoutRun:
         """The same bytes in as few pieces as possible."""
         if self.pieces == 1 or self.piece_stride == self.piece_bytes:
             return LayoutRun(self.buffer, self.offset, self.block_stride, self.pieces * self.piece_bytes)
@@ -77,7 +83,10 @@ class LayoutRun:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where the bytes of each of ``num_blocks`` blocks are, in slot order. Raises LayoutError for what cannot be."""
+    """The runs of each of ``num_blocks`` blocks, in slot order.
+
+    Raises LayoutError if they are invalid.
+    """
 
     num_blocks: int
     runs: tuple[LayoutRun, ...]
@@ -90,11 +99,11 @@ class BlockLayout:
 
     @property
     def part_bytes(self) -> int:
-        """The size of one block's part, and so of its bytes in a slot."""
+        """Size of one block's part, which is the size of its slot."""
         return sum(run.pieces * run.piece_bytes for run in self.runs)
 
     def pieces(self, block: int) -> Iterator[LayoutPiece]:
-        """Yields the pieces of a block in slot order. Raises LayoutError for a block that is not there."""
+        """Yields the pieces of a block in slot order. Raises LayoutError if it is out of range."""
         if not 0 <= block < self.num_blocks:
             raise LayoutError(f"there is no block {block} of {self.num_blocks}")
         for run in self.runs:
@@ -103,21 +112,21 @@ class BlockLayout:
                 yield LayoutPiece(run.buffer, start + piece * run.piece_stride, run.piece_bytes)
 
     def end(self, buffer: int) -> int:
-        """How many bytes of a buffer the layout reaches into; 0 if it does not use it."""
+        """End of the layout's last byte in a buffer; 0 if the layout does not use it."""
         return max((run.end(self.num_blocks) for run in self.runs if run.buffer == buffer), default=0)
 
-    def moved(self, places: Sequence[tuple[int, int]]) -> BlockLayout:
-        """The same blocks where buffer i starts ``places[i][1]`` bytes into buffer ``places[i][0]``."""
+    def rebased(self, places: Sequence[tuple[int, int]]) -> BlockLayout:
+        """The same blocks; buffer i starts ``places[i][1]`` bytes into buffer ``places[i][0]``."""
         runs = tuple(
             LayoutRun(buffer, run.offset + start, run.block_stride, run.piece_bytes, run.pieces, run.piece_stride)
             for run in self.runs
             for buffer, start in (places[run.buffer],)
         )
-        return BlockLayout(self.num_blocks, tuple(_carved(runs)))
+        return BlockLayout(self.num_blocks, tuple(_merged_runs(runs)))
 
 
 class TensorShape(NamedTuple):
-    """A tensor as its framework describes it: sizes and strides count elements; ``block_axis`` is the one that blocks are on."""
+    """Shape of a tensor: sizes and strides in elements; ``block_axis`` is the axis of blocks."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -126,22 +135,22 @@ class TensorShape(NamedTuple):
 
 
 def describe(tensors: Iterable[TensorShape]) -> BlockLayout:
-    """The layout of one group whose layers have these tensors, buffer i being tensor i.
+    """The layout of one group whose layers have these tensors; buffer i is tensor i.
 
-    A slot holds tensor after tensor, and of each the elements of the block in the order of their addresses: whatever the order of
-    its axes, so that K and V come one after the other where they are apart. Raises LayoutError where the tensors differ in their
-    number of blocks, or a tensor repeats elements.
+    A slot holds tensor after tensor, each block's elements in address order for every order of
+    axes. So K precedes V if they are apart. Raises LayoutError if the tensors differ in their
+    number of blocks or a tensor repeats elements.
     """
     shapes = list(tensors)
     counts = {shape.sizes[shape.block_axis] for shape in shapes}
     if len(counts) != 1:
         raise LayoutError(f"tensors of one group have {sorted(counts)} blocks")
     runs = tuple(run for buffer, shape in enumerate(shapes) for run in _runs(buffer, shape))
-    return BlockLayout(counts.pop(), tuple(_carved(runs)))
+    return BlockLayout(counts.pop(), tuple(_merged_runs(runs)))
 
 
 def _runs(buffer: int, shape: TensorShape) -> Iterator[LayoutRun]:
-    """The runs of one tensor: its innermost dense axes are a piece, the next one repeats it, those outside of it make runs."""
+    """The runs of one tensor: its inner dense axes make a piece, the next axis repeats it."""
     axes = [
         (stride * shape.item_bytes, size)
         for axis, (size, stride) in enumerate(zip(shape.sizes, shape.strides, strict=True))
@@ -158,29 +167,29 @@ def _runs(buffer: int, shape: TensorShape) -> Iterator[LayoutRun]:
     stride, count = axes.pop(0) if axes else (0, 1)
     while axes and axes[0][0] == stride * count:
         count *= axes.pop(0)[1]
-    one_block = shape.sizes[shape.block_axis] == 1  # whose stride says nothing
+    one_block = shape.sizes[shape.block_axis] == 1  # its stride is arbitrary
     block_stride = 1 if one_block else shape.strides[shape.block_axis] * shape.item_bytes
     outer = [range(0, size * step, step) for step, size in reversed(axes)]
     for steps in product(*outer):
         yield LayoutRun(buffer, sum(steps), block_stride, piece_bytes, count, stride)
 
 
-def _carved(runs: Iterable[LayoutRun]) -> Iterator[LayoutRun]:
-    """Joins runs of single pieces at even distances in one buffer into runs of many: layers carved out of one allocation."""
+def _merged_runs(runs: Iterable[LayoutRun]) -> Iterator[LayoutRun]:
+    """Merges evenly spaced single pieces of one buffer into one run (layers allocated together)."""
     pending: LayoutRun | None = None
-    for run in (run.joined() for run in runs):
+    for run in (run.merged() for run in runs):
         if pending is not None:
-            longer = _continued(pending, run)
+            longer = _extended(pending, run)
             if longer is not None:
                 pending = longer
                 continue
-            yield pending.joined()
+            yield pending.merged()
         pending = run
     if pending is not None:
-        yield pending.joined()
+        yield pending.merged()
 
 
-def _continued(run: LayoutRun, following: LayoutRun) -> LayoutRun | None:
+def _extended(run: LayoutRun, following: LayoutRun) -> LayoutRun | None:
     distance = following.offset - run.offset - (run.pieces - 1) * run.piece_stride
     alike = (run.buffer, run.block_stride, run.piece_bytes) == (
         following.buffer,

@@ -1,11 +1,13 @@
-"""Batched copies on the host that neither stop the other threads of the process nor are stopped by them.
+"""Batched copies on the host that balance GIL latency for this process's other threads.
 
-A copy that lets go of the GIL can wait 5 ms until it has it back, where a thread beside it is busy with Python; one
-that keeps it makes everybody else wait. So what takes less than a fraction of a millisecond is copied with the GIL, and
-what takes longer without it and with the help of a second thread, until it shows that somebody is busy.
-`docs/decisions/0016-copies.md` has the measurements.
+A copy that releases the GIL may wait 5 ms to get it back if another thread is busy with Python. A
+copy that holds it makes all other threads wait. So a batch of at most 4 MiB (a fraction of a
+millisecond) is copied with the GIL. Longer batches are copied without it and with the help of a
+second thread, until a late copy shows that another thread is busy. Measurements:
+`docs/decisions/0016-copies.md`.
 
-`memmove` through ctypes checks nothing: addresses, sizes and lifetimes are the caller's word. Any thread may call.
+`memmove` through ctypes checks nothing: the caller is responsible for addresses, sizes and
+lifetimes. Any thread may call.
 """
 
 from __future__ import annotations
@@ -23,214 +25,50 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from .memory import own_groups
-
-__all__ = ["Helper", "HostBuffer", "TensorLike", "address_of", "addresses_of", "copy_batch", "usable_cores"]
-
-
-Piece = TypeVar("Piece")
-
-
-def usable_cores() -> int:
-    """Returns how many processors this process can keep busy, by its affinity and its cgroups' quotas (v1, v2); 1 at least.
-
-    Of a quota only whole ones count: with one and a half, two busy threads are stopped for a part of the time.
-    """
-    quotas = (_quota(version, group) for version, group in own_groups("cpu"))
-    bounds = [int(quota) for quota in quotas if quota is not None]
-    return max(1, min([len(os.sched_getaffinity(0)), *bounds]))
-
-
-def _quota(version: int, group: Path) -> float | None:
-    """Returns how many processors a cgroup has time for; None where that has no bound."""
-    try:
-        if version == 1:
-            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        else:
-            quota, period = (group / "cpu.max").read_text().split()
-        return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):  # one that is not bound says "max"
-        return None
-
-
-class Helper:
-    """One thread that works beside whoever asks for it. Any thread may ask; two that ask at a time are two without it.
-
-    It is there from the first time on, as a daemon. A process that has forked makes another one: threads do not come along.
-    """
-
-    def __init__(self) -> None:
-        """Starts nothing."""
-        self._begin()
-        # Whoever held the lock has stayed with the parent, as the thread has.
-        os.register_at_fork(after_in_child=self._begin)
-
-    def _begin(self) -> None:
-        self._jobs: SimpleQueue[_Job[Any]] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._helped: _Job[Any] | None = None
-        self._at_work: set[_Job[Any]] = set()
-        """Jobs that somebody is at now."""
-        self._is_there: bool | None = None
-
-    def share(self, pieces: Iterable[Piece], work: Callable[[Piece], None]) -> bool:
-        """Has `work` done for every piece, here and maybe in the helper's thread, in no order; returns when all of it is.
-
-        Returns False, and has done nothing, where there is but one processor. Raises what `work` raises first, or what breaks in,
-        as a signal's handler may anywhere; what has been begun is over by then, and the rest is left.
-        """
-        if not self._can_help():
-            return False
-        job = _Job(iter(list(pieces)), work)
-        try:
-            self._enter(job)
-            job.take_part()
-        finally:
-            late: BaseException | None = None
-            while not job.over:
-                try:
-                    self._leave(job)
-                except BaseException as error:  # noqa: BLE001 it is raised when nobody is at that memory any more
-                    late = error
-            if late is not None:
-                raise late
-        if job.error is not None:
-            raise job.error
-        return True
-
-    def _can_help(self) -> bool:
-        if self._is_there is None:
-            with self._lock:
-                if self._is_there is None:
-                    self._is_there = usable_cores() > 1 and self._start()
-        return self._is_there
-
-    def _enter(self, job: _Job[Any]) -> None:
-        """Begins a job, with the helper's help if nobody else is at work; who is helped until now goes on alone."""
-        with self._lock:
-            self._at_work.add(job)
-            if len(self._at_work) == 1:
-                self._helped = job
-                self._jobs.put(job)
-            elif self._helped is not None:
-                self._helped.dismiss()
-
-    def _leave(self, job: _Job[Any]) -> None:
-        """Ends a job, whether it has begun or not. Called again where something has broken in."""
-        job.finish()
-        with self._lock:
-            self._at_work.discard(job)
-            if self._helped is job:
-                self._helped = None
-        job.over = True
-
-    def _start(self) -> bool:
-        if sys.is_finalizing():  # it would be waited for, and never run
-            return False
-        try:
-            threading.Thread(target=self._run, name="kvtier-copy", daemon=True).start()
-        except RuntimeError:  # no more threads are to be had
-            return False
-        return True
-
-    def _run(self) -> None:
-        while True:
-            self._jobs.get().help()
-
-
-class _Job(Generic[Piece]):
-    """Pieces of work that two threads take from one iterator, of a list: its `next` is one step under the GIL."""
-
-    __slots__ = ("_dismissed", "_helping", "_pieces", "_work", "error", "over")
-
-    def __init__(self, pieces: Iterator[Piece], work: Callable[[Piece], None]) -> None:
-        self._pieces = pieces
-        self._work = work
-        self._helping = threading.Lock()
-        self._dismissed = False
-        self.error: BaseException | None = None
-        """What the helper has met with."""
-        self.over = False
-        """Whether nobody is at a piece of it any more."""
-
-    def take_part(self) -> None:
-        """Works until no piece is left to be taken."""
-        deque(map(self._work, self._pieces), 0)
-
-    def help(self) -> None:
-        """Does so in the helper's thread, until it is dismissed; one that comes late finds nothing left."""
-        with self._helping:
-            try:
-                while not self._dismissed:
-                    self._work(next(self._pieces))
-            except StopIteration:
-                pass
-            except BaseException as error:  # noqa: BLE001 it is raised where the work was asked for
-                self.error = error
-                self._leave_the_rest()
-
-    def dismiss(self) -> None:
-        """Has the helper take no more pieces."""
-        self._dismissed = True
-
-    def finish(self) -> None:
-        """Waits for the piece that the helper is at, if it is at any."""
-        self._leave_the_rest()
-        with self._helping:
-            pass
-
-    def _leave_the_rest(self) -> None:
-        deque(self._pieces, 0)
-
+from .memory import cgroup_directories
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+__all__ = ["CopyHelper", "HostBuffer", "TensorLike", "address_of", "addresses_of", "copy_batch", "usable_cores"]
 
-_KEPT_BYTES = 4 << 20
-"""What is copied at once with the GIL: a quarter to half a millisecond, in which a second thread would hardly be awake."""
-
+_GIL_HELD_BYTES = 4 << 20
+"""Longest batch that is copied with the GIL: 0.25 to 0.5 ms, about the wake-up time of a thread."""
 
 _LONG_BYTES = 1 << 20
-"""A copy of so much takes so long that letting go of the GIL costs next to nothing: no piece of a large block is longer."""
-
+"""Longest piece of a large block. Releasing the GIL costs next to nothing for a copy this long."""
 
 _PIECE_BYTES = 256 << 10
-"""What one of two threads takes at once of small blocks, each of which is one more time to wait for the GIL."""
-
+"""Size of one thread's piece of a batch of small blocks."""
 
 _SLOWEST = 1e9
-"""Bytes per second of a copy that nobody kept waiting: into memory that is touched for the first time."""
+"""Bytes per second of the slowest undisturbed copy: into memory that is touched for the
+first time."""
 
+_BUSY_SECONDS = 0.2
+"""How long another thread counts as busy after a late copy."""
 
-_CROWDED_SECONDS = 0.2
-"""How long somebody who was busy is taken to be busy still."""
+Piece = TypeVar("Piece")
 
 
 class TensorLike(Protocol):
-    """What is used of a torch tensor; torch itself is never imported here."""
+    """The attributes of a torch tensor that are used; torch is never imported here."""
 
     @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        ...
+    def nbytes(self) -> int: ...
 
     @property
     def device(self) -> Any:
-        """Where it is; has a `type`."""
+        """Its device; has a `type`."""
         ...
 
-    def data_ptr(self) -> int:
-        """Returns its address."""
-        ...
+    def data_ptr(self) -> int: ...
 
-    def is_contiguous(self) -> bool:
-        """Says whether its elements lie in one piece, in order."""
-        ...
+    def is_contiguous(self) -> bool: ...
 
 
 HostBuffer: TypeAlias = "ReadableBuffer | TensorLike"
-"""Bytes in one piece on the host: memoryview, bytes, bytearray, numpy array, CPU tensor, …"""
+"""Contiguous bytes on the host: memoryview, bytes, bytearray, numpy array, CPU tensor, …"""
 
 
 class _PyBuffer(ctypes.Structure):
@@ -251,31 +89,33 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# Subscripts give function objects of our own; attributes are shared with, and reconfigured by, whoever else uses them.
+# A subscript of `pythonapi` gives a new function object; an attribute is shared with other
+# packages.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
-
-
 _get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int]
-
-
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
-
-
 _release_buffer.argtypes = [ctypes.POINTER(_PyBuffer)]
-
-
 _release_buffer.restype = None
-
-
 _WRITABLE = 1  # PyBUF_WRITABLE; without it PyBUF_SIMPLE: flat and contiguous
+
+_start_of: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
+_size_of = attrgetter("nbytes")
+
+_memmove = ctypes.memmove
+"""Copies without the GIL."""
+_memmove_holding_gil = ctypes.PyDLL(None)["memmove"]
+"""Copies with the GIL."""
+# the fastest to convert
+_memmove_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+_memmove_holding_gil.restype = None
 
 
 def address_of(buffer: HostBuffer, *, writable: bool = False) -> tuple[int, int]:
-    """Returns where a buffer's bytes are and how many: (address, size in bytes).
+    """Returns a buffer's (address, size in bytes).
 
-    The address holds as long as the caller keeps the buffer and does not resize it. Pass `writable` for a buffer that
-    is to be filled. Raises `ValueError` for a buffer that is not contiguous, is read-only where it is to be filled,
-    or is on a device, and `TypeError` for what is no buffer.
+    The address is valid as long as the caller keeps the buffer and does not resize it. Pass
+    `writable` if the buffer will be filled. Raises `ValueError` for a buffer that is not
+    contiguous, is read-only but will be filled, or is on a device; `TypeError` for other objects.
     """
     if type(buffer) is not memoryview and hasattr(buffer, "data_ptr"):
         return _tensor_address(buffer)  # type: ignore[arg-type]
@@ -283,7 +123,7 @@ def address_of(buffer: HostBuffer, *, writable: bool = False) -> tuple[int, int]
     try:
         _get_buffer(buffer, view, _WRITABLE if writable else 0)
     except (BufferError, ValueError) as error:  # numpy raises ValueError
-        raise ValueError(f"a contiguous {'writable ' if writable else ''}buffer is wanted: {error}") from error
+        raise ValueError(f"a contiguous {'writable ' if writable else ''}buffer is needed: {error}") from error
     address, size = view.buf or 0, view.len
     _release_buffer(view)
     return address, size
@@ -291,122 +131,42 @@ def address_of(buffer: HostBuffer, *, writable: bool = False) -> tuple[int, int]
 
 def _tensor_address(tensor: TensorLike) -> tuple[int, int]:
     if not tensor.is_contiguous():
-        raise ValueError("a contiguous tensor is wanted: call .contiguous(), or hand over its blocks one by one")
+        raise ValueError("a contiguous tensor is needed: call .contiguous(), or pass its blocks one by one")
     if tensor.device.type != "cpu":
-        raise ValueError(f"a tensor on the host is wanted, not one on {tensor.device}")
+        raise ValueError(f"a tensor on the host is needed, not one on {tensor.device}")
     return tensor.data_ptr(), tensor.nbytes
 
 
-_start_of: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
-
-
-_size_of = attrgetter("nbytes")
-
-
 def addresses_of(buffers: Sequence[HostBuffer], *, writable: bool = False) -> tuple[list[int], list[int]]:
-    """Returns what `address_of` says of each buffer, and raises what it raises: (addresses, sizes in bytes).
+    """`address_of` for many buffers: (addresses, sizes in bytes). Raises as `address_of` does.
 
-    Arrays and their views that can be written to take 0.2 microseconds each, others 0.7.
+    Writable arrays and views cost 0.2 microseconds each, other buffers 0.7.
     """
     if not any(hasattr(kind, "data_ptr") for kind in set(map(type, buffers))):
         try:
             return list(map(ctypes.addressof, map(_start_of, buffers))), list(map(_size_of, buffers))
         except (TypeError, ValueError, BufferError, AttributeError):
-            pass  # one of them is read-only, knows its size by another name, or is none
+            pass  # a buffer is read-only, has no `nbytes`, or is not a buffer
     places = [address_of(buffer, writable=writable) for buffer in buffers]
     return [address for address, _ in places], [size for _, size in places]
-
-
-_move = ctypes.memmove
-"""Copies without the GIL."""
-
-
-_move_kept = ctypes.PyDLL(None)["memmove"]
-"""Copies with the GIL."""
-
-
-_move_kept.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]  # the quickest to be filled in, sizes too
-
-
-_move_kept.restype = None
 
 
 def copy_batch(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
     """Copies `sizes[i]` bytes from address `sources[i]` to address `destinations[i]`, for all i.
 
-    Takes the three lists as they are: nothing is checked but that they are of one length (`ValueError`). The caller keeps the
-    memory mapped meanwhile.
+    Only the lengths of the lists are checked (`ValueError`). The caller keeps the memory mapped
+    until the call returns.
     """
     if not len(destinations) == len(sources) == len(sizes):
         raise ValueError("one of the lists of destinations, sources and sizes is shorter than another")
-    if sum(sizes) <= _KEPT_BYTES:
-        deque(map(_move_kept, destinations, sources, sizes), 0)
+    if sum(sizes) <= _GIL_HELD_BYTES:
+        deque(map(_memmove_holding_gil, destinations, sources, sizes), 0)
     else:
-        _crowd.copy(_pieces(destinations, sources, sizes))
+        _contention.copy(_pieces(destinations, sources, sizes))
 
 
 _Piece: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""Destinations, sources and sizes, few enough for nobody to wait long while they are copied with the GIL."""
-
-
-class _Crowd:
-    """Whether another thread of this process is busy with Python, as far as long copies have shown.
-
-    Then letting go of the GIL for each block would mean 5 ms of waiting for 0.1 ms of copying. Instead it is kept, and
-    given up where the interpreter asks for it: every 5 ms, as any Python code does.
-    """
-
-    def __init__(self) -> None:
-        self._until = 0.0
-        """Until when somebody is taken to be busy."""
-        self._suspected = False
-        """Whether the next block is a probe: the last long copy came back late, or somebody was busy until now."""
-        self._preemptions = threading.local()
-        """Of each thread, how often it had lost its processor when a batch of its began, or a copy of its came back late."""
-
-    def copy(self, pieces: Iterator[_Piece]) -> None:
-        """Copies more than should be copied at once with the GIL: by two threads, or where somebody is busy by this one."""
-        self._preemptions.count = _preemptions()
-        if time.perf_counter() < self._until or not _helper.share(pieces, self._copy_piece):
-            deque(map(self._copy_piece, pieces), 0)
-
-    def _copy_piece(self, piece: _Piece) -> None:
-        started = time.perf_counter()
-        if started < self._until:
-            deque(map(_move_kept, *piece), 0)
-        elif self._suspected:
-            (destination, *destinations), (source, *sources), (size, *sizes) = piece
-            _move(destination, source, size)
-            self._suspected = self._is_late(started, size)
-            if self._suspected:
-                self._until = time.perf_counter() + _CROWDED_SECONDS
-            deque(map(_move_kept, destinations, sources, sizes), 0)
-        else:
-            deque(map(_move, *piece), 0)
-            if self._is_late(started, sum(piece[2])):  # if not, another thread may suspect somebody all the same
-                self._suspected = True
-
-    def _is_late(self, started: float, size: int) -> bool:
-        """Whether a copy without the GIL has come back late, and not for want of a processor.
-
-        Whoever waits for the GIL gives up its processor by itself; only one that was taken away is counted as a preemption.
-        """
-        if time.perf_counter() - started < sys.getswitchinterval() / 2 + size / _SLOWEST:
-            return False
-        preemptions = _preemptions()
-        before = getattr(self._preemptions, "count", -1)
-        self._preemptions.count = preemptions
-        return preemptions == before
-
-
-def _preemptions() -> int:
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
-
-
-_crowd = _Crowd()
-
-
-_helper = Helper()
+"""Destinations, sources and sizes: so few that a copy with the GIL delays other threads little."""
 
 
 def _pieces(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Iterator[_Piece]:
@@ -420,3 +180,216 @@ def _pieces(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence
     for destination, source, size in zip(destinations, sources, sizes, strict=True):
         for done in range(0, size, _LONG_BYTES):
             yield (destination + done,), (source + done,), (min(_LONG_BYTES, size - done),)
+
+
+class _GilContention:
+    """Detects from late copies whether another thread of this process is busy with Python.
+
+    If one is, releasing the GIL for each block would cost 5 ms of waiting for 0.1 ms of copying.
+    Then the copy holds the GIL, and gives it up when the interpreter asks (every 5 ms), as any
+    Python code does.
+    """
+
+    def __init__(self) -> None:
+        self._busy_until = 0.0
+        """Until then another thread counts as busy."""
+        self._suspected = False
+        """Whether the next block is a probe: a long copy was late, or the busy time has
+        just ended."""
+        self._preemptions = threading.local()
+        """Per thread: its preemption count at the start of its batch or at its last late copy."""
+
+    def copy(self, pieces: Iterator[_Piece]) -> None:
+        """Copies a long batch: by two threads, or by this one alone if another thread is busy."""
+        self._preemptions.count = _preemptions()
+        if time.perf_counter() < self._busy_until or not _helper.share(pieces, self._copy_piece):
+            deque(map(self._copy_piece, pieces), 0)
+
+    def _copy_piece(self, piece: _Piece) -> None:
+        started = time.perf_counter()
+        if started < self._busy_until:
+            deque(map(_memmove_holding_gil, *piece), 0)
+        elif self._suspected:
+            (destination, *destinations), (source, *sources), (size, *sizes) = piece
+            _memmove(destination, source, size)
+            self._suspected = self._is_late(started, size)
+            if self._suspected:
+                self._busy_until = time.perf_counter() + _BUSY_SECONDS
+            deque(map(_memmove_holding_gil, destinations, sources, sizes), 0)
+        else:
+            deque(map(_memmove, *piece), 0)
+            # only sets the flag: another thread may have set it
+            if self._is_late(started, sum(piece[2])):
+                self._suspected = True
+
+    def _is_late(self, started: float, size: int) -> bool:
+        """Whether a copy without the GIL was late for another reason than preemption.
+
+        A thread that waits for the GIL yields its processor voluntarily, which is no preemption.
+        """
+        if time.perf_counter() - started < sys.getswitchinterval() / 2 + size / _SLOWEST:
+            return False
+        preemptions = _preemptions()
+        before = getattr(self._preemptions, "count", -1)
+        self._preemptions.count = preemptions
+        return preemptions == before
+
+
+def _preemptions() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+
+
+class CopyHelper:
+    """A daemon thread that shares the work of a calling thread. Any thread may call `share`.
+
+    It helps one caller at a time: if a second caller comes, both work without it. The thread starts
+    with the first call. A forked child starts its own, because threads do not survive `fork`.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+        # a lock held in the parent stays locked otherwise
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._jobs: SimpleQueue[_Job[Any]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._helped: _Job[Any] | None = None
+        self._active: set[_Job[Any]] = set()
+        self._available: bool | None = None
+
+    def share(self, pieces: Iterable[Piece], work: Callable[[Piece], None]) -> bool:
+        """Calls `work` for every piece, in both threads, in any order; returns when all are done.
+
+        Returns False, and does nothing, if the process has only one processor. Raises the first
+        error of `work`, or an exception of a signal handler. In both cases no piece is in progress
+        any more, and the remaining pieces are skipped.
+        """
+        if not self._can_help():
+            return False
+        job = _Job(iter(list(pieces)), work)
+        try:
+            self._enter(job)
+            job.take_part()
+        finally:
+            late: BaseException | None = None
+            while not job.over:
+                try:
+                    self._leave(job)
+                except BaseException as error:  # noqa: BLE001 raised after the helper has left the memory
+                    late = error
+            if late is not None:
+                raise late
+        if job.error is not None:
+            raise job.error
+        return True
+
+    def _can_help(self) -> bool:
+        if self._available is None:
+            with self._lock:
+                if self._available is None:
+                    self._available = usable_cores() > 1 and self._start()
+        return self._available
+
+    def _enter(self, job: _Job[Any]) -> None:
+        """Starts a job. The helper joins if no other is active; else it leaves the other job."""
+        with self._lock:
+            self._active.add(job)
+            if len(self._active) == 1:
+                self._helped = job
+                self._jobs.put(job)
+            elif self._helped is not None:
+                self._helped.dismiss()
+
+    def _leave(self, job: _Job[Any]) -> None:
+        """Ends a job, started or not. Called again if a signal handler interrupted it."""
+        job.finish()
+        with self._lock:
+            self._active.discard(job)
+            if self._helped is job:
+                self._helped = None
+        job.over = True
+
+    def _start(self) -> bool:
+        if sys.is_finalizing():  # the thread would never run, and its job would be waited for
+            return False
+        try:
+            threading.Thread(target=self._run, name="kvtier-copy", daemon=True).start()
+        except RuntimeError:  # the limit of threads is reached
+            return False
+        return True
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get().help()
+
+
+class _Job(Generic[Piece]):
+    """Pieces that two threads take from one list iterator, whose `next` is atomic under the GIL."""
+
+    __slots__ = ("_dismissed", "_helping", "_pieces", "_work", "error", "over")
+
+    def __init__(self, pieces: Iterator[Piece], work: Callable[[Piece], None]) -> None:
+        self._pieces = pieces
+        self._work = work
+        self._helping = threading.Lock()
+        self._dismissed = False
+        self.error: BaseException | None = None
+        """An error of `work` in the helper's thread."""
+        self.over = False
+        """Whether no piece is in progress any more."""
+
+    def take_part(self) -> None:
+        """Works until no piece is left."""
+        deque(map(self._work, self._pieces), 0)
+
+    def help(self) -> None:
+        """Works in the helper's thread until dismissed or no piece is left."""
+        with self._helping:
+            try:
+                while not self._dismissed:
+                    self._work(next(self._pieces))
+            except StopIteration:
+                pass
+            except BaseException as error:  # noqa: BLE001 `share` raises it
+                self.error = error
+                self._skip_rest()
+
+    def dismiss(self) -> None:
+        """The helper takes no more pieces."""
+        self._dismissed = True
+
+    def finish(self) -> None:
+        """Skips the remaining pieces and waits for the helper's current one."""
+        self._skip_rest()
+        with self._helping:
+            pass
+
+    def _skip_rest(self) -> None:
+        deque(self._pieces, 0)
+
+
+def usable_cores() -> int:
+    """Number of processors this process can use: affinity and cgroup quotas (v1, v2), at least 1.
+
+    Quotas are rounded down: with a quota of 1.5, two busy threads would be throttled.
+    """
+    quotas = (_quota(version, group) for version, group in cgroup_directories("cpu"))
+    bounds = [int(quota) for quota in quotas if quota is not None]
+    return max(1, min([len(os.sched_getaffinity(0)), *bounds]))
+
+
+def _quota(version: int, group: Path) -> float | None:
+    """The processors of a cgroup's CPU quota; None if it has none."""
+    try:
+        if version == 1:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        else:
+            quota, period = (group / "cpu.max").read_text().split()
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # "max" means no quota
+        return None
+
+
+_contention = _GilContention()
+_helper = CopyHelper()

@@ -1,6 +1,6 @@
-"""Messages made of pieces of memory, and taken apart again, without the GIL and with one copy.
+"""Assembles messages from pieces of memory, and scatters payloads: one copy, without the GIL.
 
-`bytes.join` holds the GIL while it copies: beside a stream of 3 GB/s that is most of the time.
+`bytes.join` holds the GIL while it copies, which at 3 GB/s is most of the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["assemble", "scatter"]
 
 _CHECKSUM_BYTES = 8
 
-# As in `copy`: subscripts give function objects of our own.
+# As in `copy`: a subscript gives a new function object, an attribute is shared.
 _new_bytes = ctypes.pythonapi["PyBytes_FromStringAndSize"]
 _new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _new_bytes.restype = ctypes.py_object
@@ -25,11 +25,12 @@ _new_bytes.restype = ctypes.py_object
 def assemble(head: bytes, checksum_at: int, addresses: Sequence[int], sizes: Sequence[int]) -> bytes:
     """Returns `head` followed by `sizes[i]` bytes from each of `addresses`, as one new object.
 
-    The xxh3-64 of what follows the head is put into the head, 8 bytes at `checksum_at`, the lowest first: it is of the bytes that
-    were copied, whatever becomes of their source. The caller keeps the memory mapped meanwhile.
+    The xxh3-64 of the payload is written into the head: 8 bytes, little-endian, at `checksum_at`.
+    It is computed from the copy, so later changes of the source do not affect it. The caller keeps
+    the memory mapped until the call returns.
     """
     total = sum(sizes)
-    # Nobody else has seen this object, so it may still be written to, as the C API has it.
+    # The C API permits writing to a new bytes object that no other code has a reference to.
     message: bytes = _new_bytes(None, len(head) + total)
     start, _ = address_of(message)
     ctypes.memmove(start, head, len(head))
@@ -45,7 +46,7 @@ def assemble(head: bytes, checksum_at: int, addresses: Sequence[int], sizes: Seq
 
 
 def scatter(payload: memoryview, addresses: Sequence[int], sizes: Sequence[int]) -> None:
-    """Copies a payload to several places, `sizes[i]` bytes to each of `addresses`, which take all of it."""
+    """Copies `sizes[i]` bytes of a payload to `addresses[i]`; the sizes sum to its size."""
     position, nbytes = address_of(payload)
     if nbytes != sum(sizes):
         raise ValueError(f"{nbytes} bytes for places of {sum(sizes)}")

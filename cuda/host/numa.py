@@ -1,11 +1,11 @@
-"""On which memory nodes of the machine the region lies.
+"""NUMA placement of the region.
 
-A server with several sockets has memory at each of them. Left to itself the kernel places a page at whoever touches it
-first: here always at the thread that backs the region, and so all of it at one socket, whose memory then serves all
-engines. So the region is spread over the nodes, a huge page at each in turn, or lies where it is told to.
+By default the kernel places a page on the node of the thread that touches it first. Here that is
+the thread that backs the region, so one node's memory would serve all engines. Therefore the huge
+pages of the region are spread round-robin over the nodes, or placed on configured nodes.
 
-`MPOL_INTERLEAVE` is not used for that: in shared memory it counts small pages, and a huge page is placed by its first,
-whose number is even: of two nodes it is always the same one.
+`MPOL_INTERLEAVE` does not work for this. In shared memory it counts small pages and places a huge
+page by its first small page. That number is even, so with two nodes it is always the same node.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["choose_nodes", "memory_nodes", "place", "read_placement"]
 _SYSFS = Path("/sys/devices/system/node")
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
 _MPOL_PREFERRED = 1
-_MOST_NODES = 1024
+_MAX_NODES = 1024
 
 _syscall = ctypes.CDLL(None, use_errno=True)["syscall"]
 _syscall.restype = ctypes.c_long
 
 
 def read_placement(text: str) -> tuple[int, ...] | None:
-    """Reads a setting: None for "spread", no node for "off", else nodes like "1" or "0,2-3".
+    """Parses the setting: None for "spread", () for "off", else nodes such as "1" or "0,2-3".
 
-    Raises `ValueError` whose message continues the sentence "numa = x: …".
+    Raises `ValueError` with a message that continues "numa = x: …".
     """
     if text == "spread":
         return None
@@ -41,13 +41,13 @@ def read_placement(text: str) -> tuple[int, ...] | None:
         nodes = _read_list(text)
     except ValueError:
         nodes = ()
-    if not nodes or nodes[-1] >= _MOST_NODES:
+    if not nodes or nodes[-1] >= _MAX_NODES:
         raise ValueError('must be "spread", "off", or numbers of memory nodes like "0,2-3"')
     return nodes
 
 
 def memory_nodes(sysfs: Path = _SYSFS) -> tuple[int, ...]:
-    """Returns the nodes that have memory and that this process may use; none where the kernel does not say."""
+    """The nodes that have memory and that this process may use; empty if unknown."""
     try:
         nodes = _read_list((sysfs / "has_memory").read_text().strip())
     except (OSError, ValueError):
@@ -57,9 +57,9 @@ def memory_nodes(sysfs: Path = _SYSFS) -> tuple[int, ...]:
 
 
 def choose_nodes(wanted: tuple[int, ...] | None, there: Sequence[int]) -> tuple[int, ...]:
-    """Returns the nodes to spread the region over; none where it is left to the kernel: there is but one node.
+    """The nodes to spread the region over; empty if the kernel decides (only one node).
 
-    Raises `ValueError` for a node that is not there; its message continues the sentence "numa = x: …".
+    Raises `ValueError` for an unavailable node, with a message that continues "numa = x: …".
     """
     if missing := sorted(set(wanted or ()) - set(there)):
         numbers = ", ".join(map(str, there)) or "none"
@@ -69,13 +69,14 @@ def choose_nodes(wanted: tuple[int, ...] | None, there: Sequence[int]) -> tuple[
 
 
 def place(address: int, nbytes: int, node: int) -> None:
-    """Has the pages of whole pages of memory that come from now on come from a node, or from others if that is full.
+    """Places future pages of a page-aligned range on a node, or on others if that node is full.
 
-    In shared memory that holds for everybody who maps it. Raises `OSError` where the kernel refuses, or knows no nodes.
+    In shared memory this applies to all processes that map it. Raises `OSError` if the kernel
+    refuses or does not support NUMA.
     """
     if _MBIND is None:
         raise OSError(f"mbind is not known on {platform.machine()}")
-    words = (ctypes.c_ulong * (_MOST_NODES // 64))()
+    words = (ctypes.c_ulong * (_MAX_NODES // 64))()
     words[node // 64] = 1 << node % 64
     result = _syscall(
         ctypes.c_long(_MBIND),
@@ -83,7 +84,7 @@ def place(address: int, nbytes: int, node: int) -> None:
         ctypes.c_ulong(nbytes),
         ctypes.c_long(_MPOL_PREFERRED),
         words,
-        ctypes.c_ulong(_MOST_NODES + 1),  # the kernel leaves the last one out
+        ctypes.c_ulong(_MAX_NODES + 1),  # the kernel ignores the last bit
         ctypes.c_long(0),
     )
     if result:
@@ -91,7 +92,7 @@ def place(address: int, nbytes: int, node: int) -> None:
 
 
 def _allowed() -> frozenset[int] | None:
-    """Returns the nodes that cgroups let this process use; None where that is not known."""
+    """The nodes that cgroups permit to this process; None if unknown."""
     try:
         found = re.search(r"^Mems_allowed_list:\s*(\S+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
         return frozenset(_read_list(found[1])) if found else None
@@ -100,7 +101,7 @@ def _allowed() -> frozenset[int] | None:
 
 
 def _read_list(text: str) -> tuple[int, ...]:
-    """Reads what the kernel writes as "0-1,3"; raises `ValueError`."""
+    """Parses the kernel's list format, such as "0-1,3"; raises `ValueError`."""
     nodes: set[int] = set()
     for piece in text.split(","):
         first, _, last = piece.partition("-")

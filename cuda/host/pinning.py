@@ -1,7 +1,7 @@
-"""Pinning: telling the GPU's driver that host memory stays where it is, so that copies are DMA and overlap compute.
+"""Pinning of host memory with the GPU's driver, so that copies use DMA and overlap with compute.
 
-A region is registered in chunks, on a background thread: one call for 94 GB would hold up an engine for 12 seconds, and nothing
-can be used before it returns. Until a chunk is pinned, and wherever pinning fails, copies are slower and just as right.
+A region is registered in chunks on a background thread, because one call for 94 GB would delay an
+engine by 12 seconds. Copies of a chunk that is not pinned are correct, only slower.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ __all__ = ["PIN_CHUNK_BYTES", "CudaRegistrar", "Pin", "PinError", "Pinnable", "P
 _log = logging.getLogger(__name__)
 
 PIN_CHUNK_BYTES = 64 << 20
-"""What is registered in one call: 10 ms or so. A transfer may not cross from one registration into the next."""
+"""Bytes that one call registers, in about 10 ms. A transfer must not cross a boundary of chunks."""
 
 
 class PinError(Exception):
-    """The driver does not pin memory here; the message says why, for people."""
+    """The driver cannot pin this memory; the message is for operators."""
 
 
 class Pinnable(Protocol):
-    """Whole pages of memory: a region, or a staging buffer."""
+    """Page-aligned memory: a region or a staging buffer."""
 
     @property
-    def address(self) -> int:
-        """Where they begin."""
-        ...
+    def address(self) -> int: ...
 
     @property
-    def size_bytes(self) -> int:
-        """How much it is."""
-        ...
+    def size_bytes(self) -> int: ...
 
 
 class Registrar(Protocol):
-    """What pins memory. Called on threads that warm a region up, stage bytes or close; either call may take milliseconds."""
+    """A driver's calls for pinning.
+
+    They may take milliseconds, so only background threads call them.
+    """
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin whole pages. Raises PinError."""
+        """Pins whole pages. Raises PinError."""
 
     def unregister(self, address: int) -> None:
-        """Undo ``register(address, …)``. Never raises."""
+        """Undoes ``register(address, …)``. Never raises."""
 
 
 class Pinning:
-    """What is pinned of one mapping of a region, or of other memory.
+    """The pinned chunks of one mapping of a region, or of other memory.
 
-    ``allowed`` says whether the driver may be called now: not while the engine captures CUDA graphs, which such a call would end.
+    ``allowed()`` tells whether the driver may be called now. It is false while the engine captures
+    CUDA graphs, because such a call would end the capture.
     """
 
     def __init__(self, memory: Pinnable, registrar: Registrar, allowed: Callable[[], bool]) -> None:
@@ -63,21 +63,11 @@ class Pinning:
         self._refused = False
         self._closed = False
 
-    @property
-    def pinned_bytes(self) -> int:
-        """How much is pinned."""
-        return sum(self._pinned.values())
-
-    def covers(self, offset: int, nbytes: int) -> bool:
-        """Whether bytes of the memory, which do not cross from one chunk into the next, are pinned."""
-        start = offset - offset % PIN_CHUNK_BYTES
-        return offset + nbytes <= start + self._pinned.get(start, 0)
-
     def pin(self, offset: int, length: int) -> bool:
-        """Pin one chunk, which starts at a multiple of PIN_CHUNK_BYTES; its pages that are not backed become so.
+        """Pins one chunk, which starts at a multiple of PIN_CHUNK_BYTES; this also backs its pages.
 
-        Returns whether nothing is left to do; False: not at this moment. Raises PinError where the driver refuses, and ValueError
-        for what is not one chunk.
+        Returns False if the chunk cannot be pinned now and must be tried again, else True. Raises
+        PinError if the driver refuses, and ValueError if the range is not one chunk.
         """
         if offset % PIN_CHUNK_BYTES or not 0 < length <= PIN_CHUNK_BYTES or offset + length > self._memory.size_bytes:
             raise ValueError(f"{length} bytes at {offset} are not one chunk of the memory")
@@ -90,11 +80,11 @@ class Pinning:
             return True
 
     def give_up(self) -> None:
-        """Pin nothing more: what the driver refused once, it will refuse again. What is pinned stays so."""
+        """Pins no more chunks, because the driver would refuse again. Pinned chunks stay pinned."""
         self._refused = True
 
     def close(self) -> None:
-        """Unpin everything; before the memory is unmapped, and when no copy uses it."""
+        """Unpins everything. Call it before the memory is unmapped, when no copy uses it."""
         with self._lock:
             self._closed = True
             for offset in self._pinned:
@@ -103,11 +93,11 @@ class Pinning:
 
 
 Pin: TypeAlias = Callable[[Pinnable], Pinning]
-"""How a process that has a GPU pins memory: regions that it has mapped, and its staging buffers."""
+"""Makes the `Pinning` of mapped regions and staging buffers in a process that has a GPU."""
 
 
 def split_at_chunks(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yields (offset, bytes) of the pieces of a transfer, none of which crosses from one registration into the next."""
+    """Splits a transfer at chunk boundaries; yields (offset, bytes)."""
     end = offset + nbytes
     while offset < end:
         stop = min(end, (offset // PIN_CHUNK_BYTES + 1) * PIN_CHUNK_BYTES)
@@ -118,15 +108,14 @@ def split_at_chunks(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
 class CudaRegistrar:
     """Pins with the CUDA driver (cuMemHostRegister), in the primary context of one device.
 
-    Its threads are taken out of what a capture forbids (relaxed mode), so that not even a capture that begins during a call is
-    disturbed by it.
+    Its threads use relaxed capture mode, so a graph capture that begins during a call is not
+    disturbed. Raises PinError if there is no driver or no such device.
     """
 
     _PORTABLE = 1
     _RELAXED = 2
 
     def __init__(self, device: int) -> None:
-        """Raises PinError where there is no driver or no such device."""
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -141,13 +130,12 @@ class CudaRegistrar:
         )
 
     def register(self, address: int, nbytes: int) -> None:
-        """See Registrar."""
         self._enter()
-        # "Already registered" is a refusal too: it would be what was mapped here before, and its pages are others.
+        # "Already registered" is an error too: the registration is of an earlier mapping with other
+        # pages.
         self._check(self._cuda.cuMemHostRegister_v2(address, nbytes, self._PORTABLE), "cuMemHostRegister")
 
     def unregister(self, address: int) -> None:
-        """See Registrar."""
         self._enter()
         code = self._cuda.cuMemHostUnregister(address)
         if code:

@@ -1,13 +1,12 @@
-"""The host region: memory that the server and every client on its host see.
+"""Host region: shared memory of the server and all clients on its host.
 
-The server creates it and hands its descriptor over a Unix socket; clients attach. Server and clients copy blocks from
-and into it without a system call, so the figures of the first touch decide: on 4 KiB pages the first write to fresh
-memory runs at 1-3 GB/s, on huge pages that somebody has backed already at the speed of memcpy.
-`docs/decisions/0002-host-region.md` has the measurements.
+The server creates it and passes its descriptor over a Unix socket; clients attach. Server and
+clients copy blocks without system calls, so first-touch cost dominates. The first write to new
+4 KiB pages runs at 1-3 GB/s; on huge pages backed in advance it runs at memcpy speed. Measurements:
+`docs/decisions/0002-host-region.md`.
 
-Mapping is done with `mmap(2)` itself and not with the module `mmap`, because huge pages want a mapping that is
-aligned to them, and `mmap.mmap` takes the place that it is given (measured: then MADV_COLLAPSE fails with EINVAL
-throughout).
+The region is mapped with `mmap(2)` and not with the module `mmap`. Huge pages need an aligned
+mapping, and `mmap.mmap` cannot choose the address (then MADV_COLLAPSE always fails with EINVAL).
 """
 
 from __future__ import annotations
@@ -37,96 +36,72 @@ def _huge_page_bytes() -> int:
 
 
 PAGE_BYTES = mmap.PAGESIZE
-"""What sizes and offsets of regions must be multiples of."""
-
+"""Sizes and offsets of regions must be multiples of this."""
 
 HUGE_PAGE_BYTES = _huge_page_bytes()
-"""What the offset and length of a chunk should be multiples of, so that all of it can become huge pages."""
-
+"""If offset and length of a chunk are multiples of this, all of it can become huge pages."""
 
 _KEEP_FREE_BYTES = 256 << 20
-"""Memory that backing a region leaves to everybody else."""
-
+"""Memory that backing a region leaves free for other processes."""
 
 _MFD_NOEXEC_SEAL = 0x8
-
-
 _MADV_DONTDUMP = 16
-
-
 _MADV_POPULATE_WRITE = 23
-
-
 _MADV_COLLAPSE = 25
-
-
 _PROT_NONE = 0
-
-
 _MAP_FIXED = 0x10
-
-
 _MAP_NORESERVE = 0x4000
-
-
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-
-_libc = ctypes.CDLL(None, use_errno=True)  # CDLL, not PyDLL: the GIL is free during the calls
-
-
+_libc = ctypes.CDLL(None, use_errno=True)  # CDLL, unlike PyDLL, releases the GIL during calls
 _mmap = _libc.mmap
-
-
 _mmap.restype = ctypes.c_void_p
-
-
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-
-
 _munmap = _libc.munmap
-
-
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
 _madvise = _libc.madvise
-
-
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+class RegionError(Exception):
+    """A host region cannot be created, mapped or backed; the message is for operators."""
+
+
 class HostRegion:
-    """A shared mapping of a sealed memfd: its size never changes, so no access to `memory` can end in SIGBUS.
+    """A shared mapping of a sealed memfd.
 
-    `memory`, and every view made from it, keeps mapping and descriptor alive: `close` lets go of the region's own
-    hold, and the last view unmaps. Whoever works with `address` instead must know that the region is open, or hold a
-    view.
+    Its size never changes, so access to `memory` cannot end in SIGBUS.
 
-    All methods may be called from any thread. Only `back` and `populate` take time, and they do so without the GIL;
-    the other attributes and methods are safe on an event loop.
+    `memory` and every view made from it keep mapping and descriptor alive: `close` releases the
+    region's own view, and the last view unmaps. Code that uses `address` must hold a view or know
+    that the region is open.
+
+    All methods may be called from any thread. Only `back` and `populate` take time, without the
+    GIL; all others are safe on an event loop.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Takes over `fd`, also when it fails. Use `create` or `attach`."""
+        """Takes ownership of `fd`, even if it raises. Use `create` or `attach`."""
         self.size_bytes = size_bytes
         self.backed_bytes = 0
-        """Bytes for which `back` has returned, so far."""
+        """Bytes that `back` has backed so far."""
         self.huge_bytes = 0
-        """Those of `backed_bytes` that are on huge pages."""
+        """The part of `backed_bytes` that is on huge pages."""
         self.nodes: Sequence[int] = ()
-        """Memory nodes that `back` spreads pages over, a huge page at each in turn; the kernel's choice where there are none."""
+        """NUMA nodes over which `back` spreads huge pages round-robin; empty: the kernel
+        decides."""
         self.misplaced: OSError | None = None
-        """Why `back` could not place pages there: then they are where the kernel put them."""
+        """Why `back` could not place pages on `nodes`; then the kernel placed them."""
         self.address, memory = _map(fd, size_bytes)
         self._fd: int | None = fd
         self._memory: memoryview | None = memory
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "kvtier") -> HostRegion:
-        """Makes a new region. Its pages are not there yet: see `back`. `name` shows in /proc/PID/maps.
+        """Creates a region without pages: see `back`. `name` is shown in /proc/PID/maps.
 
-        Raises `RegionError` where the size is not a positive multiple of `PAGE_BYTES`, or the kernel refuses.
+        Raises `RegionError` if the size is not a positive multiple of `PAGE_BYTES` or the kernel
+        refuses.
         """
         if size_bytes <= 0 or size_bytes % PAGE_BYTES:
             raise RegionError(
@@ -147,10 +122,12 @@ class HostRegion:
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int) -> HostRegion:
-        """Maps a descriptor that the server handed out. The caller keeps `fd` and may close it at once.
+        """Maps a descriptor received from the server.
 
-        Raises `RegionError` where `fd` is not shared memory of exactly this size, sealed against shrinking (a peer
-        could otherwise make every access here end in SIGBUS), or cannot be written to.
+        The caller keeps `fd` and may close it at once.
+
+        Raises `RegionError` if `fd` is not writable shared memory of exactly this size, sealed
+        against shrinking (otherwise a peer could make every access here end in SIGBUS).
         """
         try:
             size = os.fstat(fd).st_size
@@ -169,53 +146,52 @@ class HostRegion:
 
     @property
     def fd(self) -> int:
-        """The descriptor, open as long as the region is. Raises `RegionError` after `close`."""
+        """The descriptor, valid until `close`. Raises `RegionError` after it."""
         if self._fd is None:
             raise RegionError("the region is closed")
         return self._fd
 
     @property
     def memory(self) -> memoryview:
-        """All of the region: flat, writable, of format 'B'. Raises `RegionError` after `close`."""
+        """The whole region: flat, writable, format 'B'. Raises `RegionError` after `close`."""
         if self._memory is None:
             raise RegionError("the region is closed")
         return self._memory
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return self._memory is None
 
     def back(self, offset: int, length: int) -> None:
-        """Gives a chunk its pages, huge ones where the kernel has them; they are zero unless somebody wrote already.
+        """Allocates the pages of a chunk, huge ones if available; existing bytes are kept.
 
-        Called by the server, chunk by chunk (tens to hundreds of MiB) on a background thread; bytes that are in use
-        already are left as they are. Huge pages come at the speed of clearing memory (6-15 GB/s measured), small ones
-        at 1-2 GB/s.
+        The server calls it chunk by chunk (tens to hundreds of MiB) on a background thread. Huge
+        pages are allocated at the speed of clearing memory (6-15 GB/s measured), small ones at
+        1-2 GB/s.
 
-        Raises `RegionError` where memory is short: then a part of the chunk may be backed, and the region can be used
-        up to where it was before.
+        Raises `RegionError` if memory is short. Then a part of the chunk may be backed, and chunks
+        backed earlier remain usable.
         """
         with self._held():
             self._check(offset, length)
-            _demand(length)
+            _require_memory(length)
             self._place(offset, length)
             try:
                 huge = self._collapse(offset, length)
-                os.posix_fallocate(self.fd, offset, length)  # what did not become huge, and the edges
+                os.posix_fallocate(self.fd, offset, length)  # the rest, in small pages
             except OSError as error:
                 raise RegionError(f"cannot back {length} bytes at {offset}: {error.strerror}") from error
             if huge < length:
-                # A page that was only allocated is cleared at its first touch, at 2 GB/s: not in a request's time.
+                # Clears the pages now, at 2 GB/s, and not at their first touch during a request.
                 self._advise(offset, length, _MADV_POPULATE_WRITE)
         self.backed_bytes += length
         self.huge_bytes += huge
 
     def populate(self, offset: int, length: int) -> int:
-        """Enters backed pages into this process's page table, so that no copy pays for it; returns their bytes.
+        """Enters backed pages into this process's page table; returns their bytes.
 
-        Called by attachers, in the background. Leaves out what is not backed yet (touching it would charge the attacher
-        with it), and does nothing on kernels before 5.14.
+        Attached processes call it in the background. Skips pages that are not backed yet, because
+        touching them would charge this process for them. Does nothing on kernels before 5.14.
         """
         with self._held():
             self._check(offset, length)
@@ -226,17 +202,17 @@ class HostRegion:
             )
 
     def count_backed(self, offset: int, length: int) -> int:
-        """Returns how many bytes of a chunk have pages, whoever gave them to it."""
+        """Number of bytes of a chunk that have pages."""
         with self._held():
             self._check(offset, length)
             return sum(size for _, size in self._backed_runs(offset, length))
 
     def close(self) -> None:
-        """Gives up mapping and descriptor, which last until the last view is gone. May be repeated, from any thread."""
+        """Releases mapping and descriptor; the last view unmaps. Any thread, may be repeated."""
         self._fd = None
         memory, self._memory = self._memory, None
         if memory is not None:
-            # Fails where somebody has a buffer of this very view; then that buffer keeps the mapping.
+            # Fails if a buffer of this view is in use; then that buffer keeps the mapping.
             with suppress(BufferError):
                 memory.release()
 
@@ -247,7 +223,7 @@ class HostRegion:
         self.close()
 
     def _held(self) -> memoryview:
-        """Returns a view to hold during system calls on `address` and `fd`: a `close` meanwhile then ends neither."""
+        """A view to hold during system calls on `address` and `fd`: it keeps both valid."""
         return self.memory[:]
 
     def _check(self, offset: int, length: int) -> None:
@@ -269,10 +245,10 @@ class HostRegion:
                 return
 
     def _collapse(self, offset: int, length: int) -> int:
-        """Makes huge pages out of a chunk, as far as it goes, and returns their bytes.
+        """Makes as many huge pages of a chunk as possible; returns their bytes.
 
-        MADV_COLLAPSE works whatever `shmem_enabled` says. Of a range with a single page in it, it makes a cleared
-        huge page at once; with all the small pages allocated first it copies them (2.1 against 6-15 GB/s).
+        MADV_COLLAPSE ignores `shmem_enabled`. If a range has a single small page, it clears a huge
+        page (6-15 GB/s); if all small pages are allocated, it copies them (2.1 GB/s).
         """
         first = -(-offset // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         last = (offset + length) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -283,11 +259,12 @@ class HostRegion:
             os.posix_fallocate(self.fd, start, PAGE_BYTES)
         if self._advise(first, last - first, _MADV_COLLAPSE):
             return last - first
-        # One place where no huge page was to be had ends the call for all that follow.
+        # The call ends at the first range that got no huge page, so the ranges are tried one by
+        # one.
         return sum(self._advise(start, HUGE_PAGE_BYTES, _MADV_COLLAPSE) for start in starts) * HUGE_PAGE_BYTES
 
     def _supports_collapse(self, start: int) -> bool:
-        """Says whether collapsing can work: kernels before 6.1 and those without huge pages answer EINVAL."""
+        """Whether MADV_COLLAPSE works: kernels before 6.1 or without huge pages return EINVAL."""
         os.posix_fallocate(self.fd, start, PAGE_BYTES)
         return self._advise(start, HUGE_PAGE_BYTES, _MADV_COLLAPSE) or ctypes.get_errno() != errno.EINVAL
 
@@ -316,21 +293,20 @@ def _memfd(name: str) -> int:
 
 
 def _map(fd: int, size_bytes: int) -> tuple[int, memoryview]:
-    """Maps a descriptor and takes it over. Both live as long as the view that is returned and all made from it."""
+    """Maps a descriptor and takes ownership. Both live as long as a view of the result."""
     try:
         address = _map_aligned(fd, size_bytes)
     except BaseException:
         os.close(fd)
         raise
-    _madvise(address, size_bytes, _MADV_DONTDUMP)  # a core dump of an engine needs neither its bulk nor its secrets
-    # Views of the array keep it alive.
+    _madvise(address, size_bytes, _MADV_DONTDUMP)  # keeps cached data out of core dumps
     array = (ctypes.c_char * size_bytes).from_address(address)
     weakref.finalize(array, _unmap, address, size_bytes, fd).atexit = False
     return address, memoryview(array).cast("B")
 
 
 def _map_aligned(fd: int, size_bytes: int) -> int:
-    """Maps a descriptor at a multiple of the huge page's size: into a reservation one larger, then cut to fit."""
+    """Maps a descriptor at a multiple of the huge page size, inside of a larger reservation."""
     spare = HUGE_PAGE_BYTES
     reserved = _mmap(
         None, size_bytes + spare, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0
@@ -355,13 +331,9 @@ def _unmap(address: int, size_bytes: int, fd: int) -> None:
     os.close(fd)
 
 
-def _demand(length: int) -> None:
-    room = available_bytes()
-    if room is not None and length + _KEEP_FREE_BYTES > room:
+def _require_memory(length: int) -> None:
+    available = available_bytes()
+    if available is not None and length + _KEEP_FREE_BYTES > available:
         raise RegionError(
-            f"memory is short: {length} bytes wanted, {room} available, {_KEEP_FREE_BYTES} of them to be kept free"
+            f"memory is short: {length} bytes needed, {available} available, of which {_KEEP_FREE_BYTES} are kept free"
         )
-
-
-class RegionError(Exception):
-    """A host region cannot be created, mapped or backed; the message is for people."""

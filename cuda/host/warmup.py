@@ -1,4 +1,4 @@
-"""Making a mapped region fast to copy from and into, in the background: its pages entered, and pinned where there is a GPU."""
+"""Background warm-up of a mapped region: fills the page table and pins the region for a GPU."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ def warm_up(
     over: Callable[[], bool],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Enters the region into our page table chunk by chunk, so that the first copies do not pay for it, and pins it.
+    """Enters the region into this process's page table chunk by chunk, and pins it.
 
-    A server that has just been started is still backing its region: what is not there yet is looked for again, until a minute has
-    passed without progress. It is not pinned either, for that would charge us with it. Pinning waits as long as it is not allowed.
-    Returns when all is done, or when the session is ``over``.
+    So the first copies cause no page faults. A server that has just started is still backing its
+    region. Chunks that are not backed yet are tried again, until a minute has passed without
+    progress. They are not pinned either, because the kernel would charge their memory to this
+    process. Pinning waits until it is allowed. Returns when all is done or the session is ``over``.
     """
-    bare = [
+    unbacked = [
         (start, min(PIN_CHUNK_BYTES, region.size_bytes - start))
         for start in range(0, region.size_bytes, PIN_CHUNK_BYTES)
     ]
-    loose: list[_Chunk] = []
+    unpinned: list[_Chunk] = []
     rounds = 0
-    with contextlib.suppress(RegionError):  # closed meanwhile
-        while (bare or loose) and not over():
-            left = [chunk for chunk in bare if not _populate(region, chunk)]
+    with contextlib.suppress(RegionError):  # the region was closed
+        while (unbacked or unpinned) and not over():
+            left = [chunk for chunk in unbacked if not _populate(region, chunk)]
             if pinning is not None:
-                loose = _pin(pinning, loose + [chunk for chunk in bare if chunk not in left])
-            rounds = rounds + 1 if len(left) == len(bare) else 0
-            bare = left if rounds < _ROUNDS else []
-            if bare or loose:
+                unpinned = _pin(pinning, unpinned + [chunk for chunk in unbacked if chunk not in left])
+            rounds = rounds + 1 if len(left) == len(unbacked) else 0
+            unbacked = left if rounds < _ROUNDS else []
+            if unbacked or unpinned:
                 sleep(_ROUND_SECONDS)
 
 
@@ -56,7 +57,7 @@ def _populate(region: HostRegion, chunk: _Chunk) -> bool:
 
 
 def _pin(pinning: Pinning, chunks: Sequence[_Chunk]) -> list[_Chunk]:
-    """Pins what may be pinned now; returns what is to be tried again."""
+    """Pins chunks; returns those to be tried again."""
     try:
         return [chunk for chunk in chunks if not pinning.pin(*chunk)]
     except PinError as error:

@@ -1,1 +1,1 @@
-"""Host-memory stand-in for a device driver."""
+"""A device driver for tests, over host memory."""

@@ -1,8 +1,9 @@
-"""A driver for machines without a GPU: device memory is shared memory, copies are made by threads.
+"""`HostDriver`: a device driver for tests without a GPU. Device memory is shared memory.
 
-It keeps the whole contract of `Driver`, so that everything above it is tested where there is no GPU: handles that fail for the same
-reasons, memory that outlives its exporter, copies that are under way when somebody dies, a context that breaks. It is no transport:
-an engine on the CPU copies straight into the slots.
+It implements the whole contract of `Driver`, so all code above it can be tested: handles that fail
+for the same reasons, memory that outlives its exporter, copies in flight when a process ends, a
+broken context. Threads make the copies. It is not a transport: an engine on the CPU copies straight
+into the slots.
 """
 
 from __future__ import annotations
@@ -24,164 +25,22 @@ from ..host.region import PAGE_BYTES
 
 __all__ = ["HostDriver", "HostEvent", "HostStream", "SharedBytes"]
 
-
 _MAGIC: Final = b"kvtier-h"
-
-
 _HANDLE = struct.Struct("<8sIIQQ")  # magic, pid, descriptor, inode, size
-
+_EVENT_BYTES = 16
 
 _PROT_NONE = 0
-
-
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10 | 0x4000  # MAP_FIXED, MAP_NORESERVE
-
-
 _mmap = ctypes.CDLL(None, use_errno=True)["mmap"]
-
-
 _mmap.restype = ctypes.c_void_p
-
-
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
-class SharedBytes:
-    """Shared memory without a name: another process of the same user opens it through /proc, and it goes with its last user."""
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        """Takes over the descriptor. Use `create` or `open`."""
-        self._fd = fd
-        self.nbytes = nbytes
-        self._map = mmap.mmap(fd, nbytes)
-        self.address, _ = address_of(self._map)
-
-    @classmethod
-    def create(cls, nbytes: int) -> SharedBytes:
-        """New memory, all zero."""
-        fd = os.memfd_create("kvtier-device", os.MFD_CLOEXEC)
-        os.ftruncate(fd, nbytes)
-        return cls(fd, nbytes)
-
-    @classmethod
-    def open(cls, handle: bytes) -> SharedBytes:
-        """What another process exported. Raises DeviceError (CANNOT_OPEN)."""
-        if len(handle) != HANDLE_BYTES:
-            raise DeviceError(Cause.CANNOT_OPEN, f"a handle of {len(handle)} bytes")
-        magic, pid, fd, inode, nbytes = _HANDLE.unpack(handle[: _HANDLE.size])
-        if magic != _MAGIC or pid == os.getpid():
-            raise DeviceError(Cause.CANNOT_OPEN, "invalid device context" if magic == _MAGIC else "invalid handle")
-        try:
-            own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise DeviceError(Cause.CANNOT_OPEN, str(error)) from error
-        stat = os.fstat(own)
-        if (stat.st_ino, stat.st_size) != (inode, nbytes):
-            os.close(own)
-            raise DeviceError(Cause.CANNOT_OPEN, "the memory has been freed")
-        return cls(own, nbytes)
-
-    def handle(self) -> bytes:
-        """What `open` takes in another process, as long as this one has the memory."""
-        inode = os.fstat(self._fd).st_ino
-        return _HANDLE.pack(_MAGIC, os.getpid(), self._fd, inode, self.nbytes).ljust(HANDLE_BYTES, b"\0")
-
-    def vacate(self) -> None:
-        """Gives up the memory, but not its addresses: whoever still uses them must not find something else there."""
-        if _mmap(self.address, self.nbytes, _PROT_NONE, _RESERVED, -1, 0) != self.address:
-            raise DeviceError(Cause.REFUSED, os.strerror(ctypes.get_errno()))
-        os.close(self._fd)
-        self._fd = -1
-
-    def close(self) -> None:
-        """Unmaps; the other processes keep theirs."""
-        self._map.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-
-
-class HostEvent:
-    """Two counters: how often it was recorded, and the last record that was reached. One process records."""
-
-    def __init__(self, memory: SharedBytes) -> None:
-        self.memory = memory
-        self._counters = (ctypes.c_uint64 * 2).from_address(memory.address)
-        self._lock = threading.Lock()
-        self._users = 1
-        """Whoever has the event, and each record that is not reached yet: streams write to it after it was destroyed."""
-
-    def record(self, stream: HostStream) -> None:
-        """See Driver."""
-        with self._lock:
-            self._users += 1
-            self._counters[0] += 1
-            ticket = self._counters[0]
-        stream.submit(lambda: self._reach(ticket), self.close)
-
-    def _reach(self, ticket: int) -> None:
-        self._counters[1] = ticket
-        self.close()
-
-    def reached(self) -> bool:
-        """See Driver."""
-        return bool(self._counters[1] >= self._counters[0])
-
-    def close(self) -> None:
-        """Gives up the memory as soon as every record is reached, or never will be."""
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self.memory.close()
-
-
-class HostStream:
-    """Does one thing after the other on a thread of its own. After one that raises it does nothing more: ``failed`` hears of it."""
-
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
-        self._todo: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
-        self._failed = failed
-        self._thread = threading.Thread(target=self._work, name="kvtier-host-stream", daemon=True)
-        self._thread.start()
-
-    def submit(self, action: Callable[[], None], give_up: Callable[[], None] = lambda: None) -> None:
-        """Does it after all that was submitted before; where something of that has failed, ``give_up`` instead."""
-        self._todo.put((action, give_up))
-
-    def end(self) -> None:
-        """Ends the thread when all is done; does not wait for it."""
-        self._todo.put(None)
-
-    @property
-    def over(self) -> bool:
-        """Whether the thread has ended."""
-        return not self._thread.is_alive()
-
-    def join(self) -> None:
-        """Returns when the thread has ended."""
-        self._thread.join()
-
-    def _work(self) -> None:
-        has_failed = False
-        while (todo := self._todo.get()) is not None:
-            action, give_up = todo
-            if has_failed:
-                give_up()
-                continue
-            try:
-                action()
-            except Exception as error:  # noqa: BLE001  whatever it is, the device is lost with it
-                has_failed = True
-                give_up()
-                self._failed(error)
-
-
-_EVENT_BYTES = 16
-
-
 class HostDriver:
-    """See Driver. ``pace`` is called before every copy of a batch, on the stream's thread: tests hold copies up with it.
+    """`Driver` over shared memory.
 
-    `allocate`, `free` and `break_down` are for tests; so is ``device``, which stands for a UUID.
+    ``pace`` is called before every copy, on the stream's thread, so that tests can delay copies.
+    ``device`` replaces the UUID. `allocate`, `free` and `break_down` are for tests.
     """
 
     def __init__(self, device: str = "host", *, pace: Callable[[], None] = lambda: None) -> None:
@@ -200,29 +59,28 @@ class HostDriver:
         self._changed = threading.Condition(self._lock)
 
     def allocate(self, nbytes: int, kind: MemoryKind = MemoryKind.SHAREABLE) -> int:
-        """Makes memory of the device, all zero; returns its address."""
+        """Allocates zeroed device memory; returns its address."""
         memory = SharedBytes.create(-(-nbytes // PAGE_BYTES) * PAGE_BYTES)
         self._allocations[memory.address] = (memory, kind)
         return memory.address
 
     def free(self, address: int) -> None:
-        """Gives up what `allocate` made; other processes keep what they opened."""
+        """Frees memory of `allocate`; other processes keep their mappings."""
         memory, _ = self._allocations.pop(address)
         memory.close()
 
     def break_down(self, reason: str) -> None:
-        """From now on every call raises BROKEN, and no stream goes on."""
+        """Breaks the context: every later call raises BROKEN, and streams stop."""
         with self._changed:
             self._broken = reason
             self._changed.notify_all()
 
     @property
     def in_use(self) -> dict[str, int]:
-        """How much of everything there is, for tests of leaks."""
+        """Number of open resources by kind, for leak tests."""
         return {"mappings": len(self._opened), "events": len(self._events), "streams": len(self._streams)}
 
     def allocation_of(self, address: int) -> Allocation:
-        """See Driver."""
         self._check()
         opened = {base: (memory, MemoryKind.SHAREABLE) for base, (memory, _) in self._opened.items()}
         for base, (memory, kind) in (self._allocations | opened).items():
@@ -231,7 +89,6 @@ class HostDriver:
         raise DeviceError(Cause.UNKNOWN_MEMORY, f"{address:#x}")
 
     def export_memory(self, base: int) -> bytes:
-        """See Driver."""
         self._check()
         memory, kind = self._allocations[base]
         if kind is not MemoryKind.SHAREABLE:
@@ -239,7 +96,6 @@ class HostDriver:
         return memory.handle()
 
     def open_memory(self, handle: bytes) -> int:
-        """See Driver."""
         self._check()
         with self._lock:
             for address, (_, known) in self._opened.items():
@@ -252,7 +108,6 @@ class HostDriver:
             return memory.address
 
     def close_memory(self, address: int) -> None:
-        """See Driver."""
         self._check()
         with self._lock:
             if address not in self._users:
@@ -265,17 +120,14 @@ class HostDriver:
                 self._vacated.append(memory)
 
     def create_event(self, *, shared: bool = False) -> EventId:
-        """See Driver."""
         self._check()
         return self._add_event(SharedBytes.create(_EVENT_BYTES))
 
     def export_event(self, event: EventId) -> bytes:
-        """See Driver."""
         self._check()
         return self._events[event].memory.handle()
 
     def open_event(self, handle: bytes) -> EventId:
-        """See Driver."""
         self._check()
         return self._add_event(SharedBytes.open(handle))
 
@@ -285,11 +137,9 @@ class HostDriver:
         return event
 
     def destroy_event(self, event: EventId) -> None:
-        """See Driver."""
         self._events.pop(event).close()
 
     def record(self, event: EventId, stream: StreamId) -> None:
-        """See Driver."""
         self._check()
         self._events[event].record(self._streams[stream])
         self._streams[stream].submit(self._tell)
@@ -299,31 +149,26 @@ class HostDriver:
             self._changed.notify_all()
 
     def reached(self, event: EventId) -> bool:
-        """See Driver."""
         self._check()
         return self._events[event].reached()
 
     def wait(self, event: EventId) -> None:
-        """See Driver."""
         with self._changed:
             self._changed.wait_for(lambda: self._broken is not None or self._events[event].reached())
         self._check()
 
     def create_stream(self) -> StreamId:
-        """See Driver."""
         self._check()
         stream = StreamId(next(self._numbers))
         self._streams[stream] = HostStream(lambda error: self.break_down(str(error)))
         return stream
 
     def destroy_stream(self, stream: StreamId) -> None:
-        """See Driver."""
         ended = self._streams.pop(stream)
         ended.end()
         self._ended = [other for other in (*self._ended, ended) if not other.over]
 
     def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """See Driver."""
         self._check()
         if not len(destinations) == len(sources) == len(sizes):
             raise ValueError("destinations, sources and sizes differ in number")
@@ -338,25 +183,18 @@ class HostDriver:
             copy_batch([destination], [source], [size])
 
     def _check_open(self, address: int) -> None:
-        """A GPU faults where memory is used after it was closed; so does this, in place of a segmentation fault."""
+        """Access to closed memory breaks the context, as on a GPU, without a segmentation fault."""
         with self._lock:
             if any(memory.address <= address < memory.address + memory.nbytes for memory in self._vacated):
                 raise DeviceError(Cause.BROKEN, f"illegal address {address:#x}")
 
-    def write_value(self, stream: StreamId, address: int, value: int) -> None:
-        """See Driver."""
-        self._check()
-        word = ctypes.c_uint64.from_address(address)
-        self._streams[stream].submit(lambda: setattr(word, "value", value))
-
     def register(self, address: int, nbytes: int) -> None:
-        """See Driver."""
+        """Does nothing: host memory needs no pinning here."""
 
     def unregister(self, address: int) -> None:
-        """See Driver."""
+        """Does nothing, as `register`."""
 
     def close(self) -> None:
-        """See Driver."""
         for stream in list(self._streams):
             self.destroy_stream(stream)
         for ended in self._ended:
@@ -373,3 +211,126 @@ class HostDriver:
     def _check(self) -> None:
         if self._broken is not None:
             raise DeviceError(Cause.BROKEN, self._broken)
+
+
+class SharedBytes:
+    """Unnamed shared memory, which other processes of the same user open through /proc."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Takes ownership of the descriptor. Use `create` or `open`."""
+        self._fd = fd
+        self.nbytes = nbytes
+        self._map = mmap.mmap(fd, nbytes)
+        self.address, _ = address_of(self._map)
+
+    @classmethod
+    def create(cls, nbytes: int) -> SharedBytes:
+        fd = os.memfd_create("kvtier-device", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        return cls(fd, nbytes)
+
+    @classmethod
+    def open(cls, handle: bytes) -> SharedBytes:
+        """Opens memory of another process by its handle. Raises DeviceError (CANNOT_OPEN)."""
+        if len(handle) != HANDLE_BYTES:
+            raise DeviceError(Cause.CANNOT_OPEN, f"a handle of {len(handle)} bytes")
+        magic, pid, fd, inode, nbytes = _HANDLE.unpack(handle[: _HANDLE.size])
+        if magic != _MAGIC or pid == os.getpid():
+            raise DeviceError(Cause.CANNOT_OPEN, "invalid device context" if magic == _MAGIC else "invalid handle")
+        try:
+            own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise DeviceError(Cause.CANNOT_OPEN, str(error)) from error
+        stat = os.fstat(own)
+        if (stat.st_ino, stat.st_size) != (inode, nbytes):
+            os.close(own)
+            raise DeviceError(Cause.CANNOT_OPEN, "the memory has been freed")
+        return cls(own, nbytes)
+
+    def handle(self) -> bytes:
+        """The argument of `open` in another process, valid while this process has the memory."""
+        inode = os.fstat(self._fd).st_ino
+        return _HANDLE.pack(_MAGIC, os.getpid(), self._fd, inode, self.nbytes).ljust(HANDLE_BYTES, b"\0")
+
+    def vacate(self) -> None:
+        """Releases the memory but keeps its addresses reserved, so that a late access faults."""
+        if _mmap(self.address, self.nbytes, _PROT_NONE, _RESERVED, -1, 0) != self.address:
+            raise DeviceError(Cause.REFUSED, os.strerror(ctypes.get_errno()))
+        os.close(self._fd)
+        self._fd = -1
+
+    def close(self) -> None:
+        self._map.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class HostEvent:
+    """Two shared counters: the number of records, and the last record reached."""
+
+    def __init__(self, memory: SharedBytes) -> None:
+        self.memory = memory
+        self._counters = (ctypes.c_uint64 * 2).from_address(memory.address)
+        self._lock = threading.Lock()
+        self._users = 1
+        """The owner, and each record not reached yet: streams write to it after `destroy_event`."""
+
+    def record(self, stream: HostStream) -> None:
+        with self._lock:
+            self._users += 1
+            self._counters[0] += 1
+            ticket = self._counters[0]
+        stream.submit(lambda: self._reach(ticket), self.close)
+
+    def _reach(self, ticket: int) -> None:
+        self._counters[1] = ticket
+        self.close()
+
+    def reached(self) -> bool:
+        return bool(self._counters[1] >= self._counters[0])
+
+    def close(self) -> None:
+        """Ends one use. The memory is closed with the last one."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self.memory.close()
+
+
+class HostStream:
+    """Runs actions in order on its own thread; after an error calls ``failed`` and runs no more."""
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._todo: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._failed = failed
+        self._thread = threading.Thread(target=self._work, name="kvtier-host-stream", daemon=True)
+        self._thread.start()
+
+    def submit(self, action: Callable[[], None], give_up: Callable[[], None] = lambda: None) -> None:
+        """Runs ``action`` after all earlier ones, or ``give_up`` if one of them has failed."""
+        self._todo.put((action, give_up))
+
+    def end(self) -> None:
+        """Ends the thread after all submitted actions; does not wait."""
+        self._todo.put(None)
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _work(self) -> None:
+        has_failed = False
+        while (todo := self._todo.get()) is not None:
+            action, give_up = todo
+            if has_failed:
+                give_up()
+                continue
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001  every error breaks the context
+                has_failed = True
+                give_up()
+                self._failed(error)

@@ -44,12 +44,12 @@ def region() -> Iterator[HostRegion]:
 
 
 @pytest.fixture
-def start_engine(backend: Backend, region: HostRegion) -> Iterator[Callable[[Kv], Engine]]:
+def start_engine(backend: Backend) -> Iterator[Callable[[Kv], Engine]]:
     """Starts processes that export KV tensors, as engines do, and ends them."""
     engines: list[Engine] = []
 
     def start(kv: Kv) -> Engine:
-        engines.append(Engine(backend.name, kv, region))
+        engines.append(Engine(backend.name, kv))
         return engines[-1]
 
     yield start

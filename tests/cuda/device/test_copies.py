@@ -12,7 +12,7 @@ from devices.engine import Engine, Watched
 from devices.kv import BLOCKS, JOINED, LAYOUTS, STEP, Kv, slots
 from harness.long_timeouts import wait_until
 
-from kvtier.cuda.device.copies import EngineBlocks, ValueAfter
+from kvtier.cuda.device.copies import EngineBlocks
 from kvtier.cuda.device.device_errors import Cause, DeviceError
 from kvtier.cuda.device.driver import StreamId
 from kvtier.cuda.device.handles import OpenHandles
@@ -68,30 +68,6 @@ def test_a_store_waits_for_the_engines_event(
     engine.tell("finish", 1)
     storing.result(60)
     assert slots(region, [0], blocks.part_bytes(0)) == [JOINED.parts(1)[2]]
-
-
-def test_a_store_waits_for_the_engines_counter(
-    region: HostRegion, start_engine: StartEngine, open_blocks: Open, aside: ThreadPoolExecutor
-) -> None:
-    """B4.11: where events cannot be shared, a counter in the region says when the compute is over."""
-    engine = start_engine(JOINED)
-    blocks = open_blocks(engine)
-    engine.tell("count", 5)
-    after = Watched(ValueAfter(region.memory[-8:], 5))
-    storing = aside.submit(blocks.copy_out, 0, [2], [0], after)
-    wait_until(lambda: after.asked > 2 or storing.done())
-    assert not storing.done()
-    assert slots(region, [0], 8) == [bytes(8)]
-    engine.tell("finish", 1)
-    storing.result(60)
-    assert slots(region, [0], blocks.part_bytes(0)) == [JOINED.parts(1)[2]]
-
-
-@pytest.mark.parametrize(("value", "reached"), [(0, False), (4, False), (5, True), (6, True), (1 << 63, True)])
-def test_a_counter_is_reached_at_its_value(value: int, reached: bool) -> None:  # noqa: FBT001
-    """And stays so when the engine's stream has gone further."""
-    word = bytearray(value.to_bytes(8, "little"))
-    assert ValueAfter(memoryview(word), 5).reached() is reached
 
 
 def test_without_a_common_shm_there_are_no_events(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -150,41 +149,32 @@ def test_a_broken_context_is_told_apart(
     assert backend.driver.in_use["mappings"] == 3
 
 
-class HalfWay:
-    """A way to copy that begins one copy and fails then."""
-
-    def __init__(self, backend: HostBackend) -> None:
-        self.driver = backend.driver
-
-    def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """See Method."""
-        self.driver.copy(stream, destinations[:1], sources[:1], sizes[:1])
-        raise DeviceError(Cause.REFUSED, "half-way")
-
-
 @pytest.mark.parametrize("backend", ["host"], indirect=True)
 def test_a_copy_that_fails_half_way_is_drained(
-    backend: HostBackend, start_engine: StartEngine, open_blocks: Open, aside: ThreadPoolExecutor
+    backend: HostBackend,
+    start_engine: StartEngine,
+    open_blocks: Open,
+    aside: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was begun before an error is waited for, too; the blocks stay usable."""
-    blocks = open_blocks(start_engine(JOINED), small=HalfWay(backend), small_bytes=1 << 20, small_copies=3 * BLOCKS)
+    """Copies started before an error are waited for; the blocks stay usable."""
+    blocks = open_blocks(start_engine(JOINED))
+    copy = backend.driver.copy
+
+    def fail_half_way(
+        stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        copy(stream, destinations[:1], sources[:1], sizes[:1])
+        raise DeviceError(Cause.REFUSED, "half-way")
+
     backend.pace = gate = Gate(0)
-    moving = aside.submit(blocks.copy_out, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
-    assert gate.reached.wait(60)
-    assert not moving.done()
-    gate.opened.set()
-    with pytest.raises(DeviceError, match="half-way") as caught:
-        moving.result(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.driver, "copy", fail_half_way)
+        moving = aside.submit(blocks.copy_out, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+        assert gate.reached.wait(60)
+        assert not moving.done()
+        gate.opened.set()
+        with pytest.raises(DeviceError, match="half-way") as caught:
+            moving.result(60)
     assert caught.value.cause is Cause.REFUSED
     blocks.copy_out(0, [0], [0])
-
-
-@pytest.mark.parametrize("backend", ["host"], indirect=True)
-def test_small_copies_go_another_way(backend: HostBackend, start_engine: StartEngine, open_blocks: Open) -> None:
-    """Batches of many small copies take the method for those; large ones, and few, the driver's."""
-    small = HalfWay(backend)
-    page = JOINED.layout().part_bytes // JOINED.count
-    for limits, refused in (((page, 3), True), ((page - 1, 3), False), ((page, 4), False)):
-        blocks = open_blocks(start_engine(JOINED), small=small, small_bytes=limits[0], small_copies=limits[1])
-        with pytest.raises(DeviceError) if refused else contextlib.nullcontext():
-            blocks.copy_out(0, [0], [0])

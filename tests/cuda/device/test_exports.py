@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvtier.cuda.device.device_errors import Cause, DeviceError
 from kvtier.cuda.device.driver import HANDLE_BYTES, MemoryKind
-from kvtier.cuda.device.exports import DeviceExport, ExportedAllocation, Origin, explain, export_blocks, obstacle
+from kvtier.cuda.device.exports import DeviceExport, ExportedAllocation, Origin, export_blocks, likely_cause, obstacle
 from kvtier.cuda.device.handles import OpenHandles
 from kvtier.cuda.device.layout import BlockLayout, LayoutRun
 from kvtier.cuda.host.region import PAGE_BYTES
@@ -205,11 +205,11 @@ def test_failures_are_explained() -> None:
     failure = DeviceError(Cause.CANNOT_OPEN, "invalid argument")
     parent = dataclasses.replace(HERE, pid=os.getppid())
     nobody = dataclasses.replace(HERE, pid=2**22 + 1)
-    assert explain(failure, nobody, HERE).cause is Cause.EXPORTER_GONE
-    assert explain(failure, dataclasses.replace(nobody, pid_namespace=1), HERE).cause is Cause.OTHER_NAMESPACE
-    assert explain(failure, parent, HERE) is failure
+    assert likely_cause(failure, nobody, HERE).cause is Cause.EXPORTER_GONE
+    assert likely_cause(failure, dataclasses.replace(nobody, pid_namespace=1), HERE).cause is Cause.OTHER_NAMESPACE
+    assert likely_cause(failure, parent, HERE) is failure
     broken = DeviceError(Cause.BROKEN)
-    assert explain(broken, nobody, HERE) is broken
+    assert likely_cause(broken, nobody, HERE) is broken
 
 
 def test_a_zombie_is_gone() -> None:

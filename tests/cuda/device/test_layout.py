@@ -88,7 +88,7 @@ def test_moving_to_one_allocation_changes_no_byte(made: list[Array]) -> None:
     layout = describe([shape_of(tensor) for tensor in made])
     starts = addresses_of(made)
     base = min(starts)
-    moved = layout.moved([(0, start - base) for start in starts])
+    moved = layout.rebased([(0, start - base) for start in starts])
     for block in range(layout.num_blocks):
         found = [base + piece.offset + byte for piece in moved.pieces(block) for byte in range(piece.nbytes)]
         pieces = layout.pieces(block)
@@ -188,7 +188,7 @@ def test_layouts_of_vllm(tensors: list[TensorShape], runs: list[LayoutRun]) -> N
 def test_layers_in_one_allocation_become_one_run() -> None:
     """Tensors of layers that lie at even distances in one allocation are one run over it."""
     layout = describe([contiguous((BLOCKS, 2, TOKENS, HEADS, DIM), 0)] * LAYERS)
-    moved = layout.moved([(0, 100 + layer * BLOCKS * PAGE) for layer in range(LAYERS)])
+    moved = layout.rebased([(0, 100 + layer * BLOCKS * PAGE) for layer in range(LAYERS)])
     assert moved.runs == (LayoutRun(0, 100, PAGE, PAGE, LAYERS, BLOCKS * PAGE),)
 
 

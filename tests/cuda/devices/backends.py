@@ -105,7 +105,7 @@ class GpuBackend:
         self._words: list[tuple[int, Any]] = []
 
     def _call(self, name: str, *arguments: object) -> Any:
-        with self.driver.entered() as cuda:
+        with self.driver.in_context() as cuda:
             return cuda.call(name, *arguments)
 
     def allocate(self, nbytes: int) -> int:

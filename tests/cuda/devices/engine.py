@@ -12,7 +12,6 @@ from pathlib import Path
 from devices.kv import Kv
 from kvtier.cuda.device.copies import After
 from kvtier.cuda.device.exports import DeviceExport
-from kvtier.cuda.host.region import HostRegion
 
 __all__ = ["Engine", "Watched"]
 
@@ -22,9 +21,9 @@ _HERE = Path(__file__).parent.parent
 class Engine:
     """A running engine; `export` is what it said of its tensors. Its contents are those of seed 0 until `fill` or `finish`."""
 
-    def __init__(self, backend: str, kv: Kv, region: HostRegion) -> None:
+    def __init__(self, backend: str, kv: Kv) -> None:
         self.kv = kv
-        arguments = [backend, json.dumps(asdict(kv)), str(region.fd), str(region.size_bytes)]
+        arguments = [backend, json.dumps(asdict(kv))]
         path = os.pathsep.join([str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "devices.engine_process", *arguments],
@@ -33,7 +32,6 @@ class Engine:
             text=True,
             cwd=_HERE,
             env=os.environ | {"PYTHONPATH": path},
-            pass_fds=[region.fd],
         )
         self.export = DeviceExport.from_bytes(bytes.fromhex(self._read()))
 

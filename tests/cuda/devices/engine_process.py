@@ -1,6 +1,6 @@
 """A process that exports KV tensors as an engine does, and does what it reads on its standard input, a line at a time.
 
-Arguments: the back end, the KV tensors (JSON), the region's descriptor and size. The first line that it prints is its export.
+Arguments: the back end and the KV tensors (JSON). The first line of its output is its export.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ from collections.abc import Callable
 from devices.backends import Backend, make_backend
 from devices.kv import Kv
 from kvtier.cuda.device.exports import export_blocks
-from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 
 EVENTS = 2
 
 
 class EngineProcess:
-    """One engine: its tensors, a compute stream, events; the last 8 bytes of the region are its counter."""
+    """One engine: its tensors, a compute stream and events."""
 
-    def __init__(self, backend: Backend, kv: Kv, region: HostRegion) -> None:
+    def __init__(self, backend: Backend, kv: Kv) -> None:
         self.backend = backend
         self.driver = backend.driver
         self.kv = kv
-        self.region = region
         self.nbytes = [tensor.nbytes for tensor in kv.tensors(0)]
         self.addresses = self._allocate()
-        self.driver.register(region.address + region.size_bytes - PAGE_BYTES, PAGE_BYTES)
         self.stream = self.driver.create_stream()
         self.events = [self.driver.create_event(shared=True) for _ in range(EVENTS)]
         self.release: Callable[[], None] = lambda: None
@@ -61,12 +58,6 @@ class EngineProcess:
         self.driver.record(self.events[event], self.stream)
         return "ok"
 
-    def count(self, value: int) -> str:
-        """Begins compute that lasts until `finish`, and has the counter written behind it."""
-        self.release = self.backend.hold(self.stream)
-        self.driver.write_value(self.stream, self.region.address + self.region.size_bytes - 8, value)
-        return "ok"
-
     def finish(self, seed: int) -> str:
         """Ends the compute: its result are other contents."""
         self.fill(seed)
@@ -81,10 +72,9 @@ class EngineProcess:
 
 def main() -> None:
     """Serves until the standard input ends."""
-    name, kv, fd, size = sys.argv[1:]
-    region = HostRegion.attach(int(fd), int(size))
+    name, kv = sys.argv[1:]
     fields = json.loads(kv)
-    engine = EngineProcess(make_backend(name), Kv(tuple(fields.pop("shape")), **fields), region)
+    engine = EngineProcess(make_backend(name), Kv(tuple(fields.pop("shape")), **fields))
     print(engine.export(), flush=True)
     for line in sys.stdin:
         command, *numbers = line.split()

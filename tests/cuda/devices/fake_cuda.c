@@ -225,7 +225,7 @@ API cuIpcOpenEventHandle(Event **event, Handle handle) {
     return code;
 }
 
-enum { COPY, REACH, WRITE, WAIT, KERNEL, END };
+enum { COPY, REACH, WAIT, END };
 
 static void *work(void *argument) {
     Stream *stream = argument;
@@ -239,10 +239,7 @@ static void *work(void *argument) {
         free(next);
         if (action.what == COPY) memcpy((void *)action.to, (void *)action.from, action.size);
         if (action.what == REACH) counters(action.event)->reached = action.from, leave(action.event);
-        if (action.what == WRITE) *(volatile uint64_t *)action.to = action.from;
         if (action.what == WAIT) while (*(volatile uint64_t *)action.to < action.from) usleep(50);
-        if (action.what == KERNEL)
-            for (uint64_t *row = (uint64_t *)action.from; action.size--; row += 3) memcpy((void *)row[0], (void *)row[1], row[2]);
         __atomic_sub_fetch(&pending, 1, __ATOMIC_RELEASE);
         if (action.what == END) return free(stream), NULL;
     }
@@ -283,11 +280,6 @@ API cuEventRecord(Event *event, Stream *stream) {
     pthread_mutex_unlock(&lock);
     return give(stream, (Action){REACH, 0, ++counters(event->memory)->recorded, 0, event->memory});
 }
-API cuStreamWriteValue64(Stream *stream, uint64_t at, uint64_t value, unsigned flags) {
-    IN_CONTEXT;
-    if (stream->capturing) return OK;
-    return flags ? INVALID_VALUE : give(stream, (Action){WRITE, at, value});
-}
 API cuStreamWaitValue64(Stream *stream, uint64_t at, uint64_t value, unsigned flags) {
     IN_CONTEXT;
     return flags ? INVALID_VALUE : give(stream, (Action){WAIT, at, value});
@@ -311,32 +303,6 @@ API cuMemcpyBatchAsync(uint64_t *to, uint64_t *from, size_t *sizes, size_t count
         give(stream, (Action){COPY, to[index], from[index], sizes[index]});
     }
     return OK;
-}
-
-API cuCtxGetDevice(int *device) { IN_CONTEXT; return *device = 0, OK; }
-API cuDeviceGetAttribute(int *value, int attribute, int device) {
-    switch (attribute) {
-        case 75: return *value = 9, OK;  // compute capability 9.0
-        case 76: return *value = 0, OK;
-        case 91: return *value = 1, OK;  // host addresses can be used
-        default: return INVALID_VALUE;
-    }
-}
-API cuModuleLoadData(void **module, const void *image) {
-    IN_CONTEXT;
-    return *module = &memories, memcmp(image, "\177ELF", 4) ? 200 : OK;
-}
-API cuModuleUnload(void *module) { IN_CONTEXT; return module == &memories ? OK : INVALID_HANDLE; }
-API cuModuleGetFunction(void **function, void *module, const char *named) {
-    IN_CONTEXT;
-    return *function = &initialized, strcmp(named, "kvtier_copy") ? 500 : OK;
-}
-API cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared,
-                   Stream *stream, void **arguments, void **extra) {
-    IN_CONTEXT;
-    Memory *table = find(*(uint64_t *)arguments[0]);
-    if (function != &initialized || !x || y * z * ty * tz != 1 || threads > 1024 || shared || extra || !table) return INVALID_VALUE;
-    return give(stream, (Action){KERNEL, 0, *(uint64_t *)arguments[0], *(unsigned *)arguments[1]});
 }
 
 API cuGetProcAddress(const char *symbol, void **found, int version, uint64_t flags, int *status) {

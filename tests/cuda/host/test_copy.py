@@ -172,7 +172,7 @@ def test_copies_arrive(seed: int, sizes: list[int], *, adjacent: bool) -> None:
 def test_long_batches_arrive(block_bytes: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than is copied at once with the GIL arrives as well, by one thread or two, whatever the blocks and their places."""
     monkeypatch.setattr(copy, "usable_cores", lambda: cores)
-    monkeypatch.setattr(copy, "_helper", copy.Helper())
+    monkeypatch.setattr(copy, "_helper", copy.CopyHelper())
     count = 12 * MIB // block_bytes
     source = np.random.default_rng(3).integers(0, 256, (count, block_bytes), np.uint8)
     target = np.zeros_like(source)
@@ -186,12 +186,12 @@ def test_long_batches_arrive(block_bytes: int, cores: int, monkeypatch: pytest.M
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     """What is copied by one thread, and how, instead of copying it, in no time; nobody is known to be busy."""
     calls: list[tuple[str, tuple[int, ...]]] = []
-    monkeypatch.setattr(copy, "_crowd", copy._Crowd())
+    monkeypatch.setattr(copy, "_contention", copy._GilContention())
     monkeypatch.setattr(copy, "usable_cores", lambda: 1)
-    monkeypatch.setattr(copy, "_helper", copy.Helper())
+    monkeypatch.setattr(copy, "_helper", copy.CopyHelper())
     monkeypatch.setattr(copy, "time", SimpleNamespace(perf_counter=lambda: 1.0))
-    monkeypatch.setattr(copy, "_move", lambda *arguments: calls.append(("free", arguments)))
-    monkeypatch.setattr(copy, "_move_kept", lambda *arguments: calls.append(("kept", arguments)))
+    monkeypatch.setattr(copy, "_memmove", lambda *arguments: calls.append(("free", arguments)))
+    monkeypatch.setattr(copy, "_memmove_holding_gil", lambda *arguments: calls.append(("kept", arguments)))
     return calls
 
 
@@ -226,11 +226,11 @@ def test_large_blocks_are_cut(moved: list[tuple[str, tuple[int, ...]]]) -> None:
 @pytest.mark.parametrize("size", [100, 64 << 10, 256 << 10, 2 * MIB])
 def test_beside_a_busy_thread_the_gil_is_kept(moved: list[tuple[str, tuple[int, ...]]], size: int) -> None:
     """For all of a batch, each block once and in order; and no second thread is there that wants it, too."""
-    copy._crowd._until = 60
+    copy._contention._busy_until = 60
     copy_batch(*columns(scattered(12 * MIB // size, size)))
     assert {how for how, _ in moved} == {"kept"}
     assert sum(move[2] for _, move in moved) == 12 * MIB // size * size
-    assert copy._helper._is_there is None
+    assert copy._helper._available is None
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def late(moved: list[tuple[str, tuple[int, ...]]], monkeypatch: pytest.MonkeyPat
         moved.append(("free", arguments))
         state.now += 0.008 if state.late else 0
 
-    monkeypatch.setattr(copy, "_move", move)
+    monkeypatch.setattr(copy, "_memmove", move)
     monkeypatch.setattr(copy, "time", SimpleNamespace(perf_counter=lambda: state.now))
     monkeypatch.setattr(copy, "_preemptions", lambda: state.preempted)
     return state
@@ -254,7 +254,7 @@ def test_who_is_late_again_and_again_keeps_the_gil(late: SimpleNamespace) -> Non
     copy_batch(*columns(blocks))
     assert [move for _, move in late.moved] == blocks
     assert [how for how, _ in late.moved] == ["free"] * 5 + ["kept"] * 95
-    assert copy._crowd._until > late.now
+    assert copy._contention._busy_until > late.now
 
 
 def test_when_the_time_is_over_one_block_is_the_probe(late: SimpleNamespace) -> None:
@@ -264,24 +264,24 @@ def test_when_the_time_is_over_one_block_is_the_probe(late: SimpleNamespace) -> 
     for is_late, hows in ((True, ["free"] + ["kept"] * 99), (False, ["free"] + ["kept"] * 3 + ["free"] * 96)):
         late.moved.clear()
         late.late = is_late
-        copy._crowd._until = 0
+        copy._contention._busy_until = 0
         copy_batch(*columns(blocks))
         assert [how for how, _ in late.moved] == hows
 
 
 def test_a_suspicion_is_settled_by_a_probe(late: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by a piece that was under way without the GIL when the other thread came back late."""
-    crowd = copy._crowd
+    contention = copy._contention
 
     def move(*arguments: int) -> None:
         late.moved.append(("free", arguments))
         if len(late.moved) == 2:
-            crowd._suspected = True
+            contention._suspected = True
 
-    monkeypatch.setattr(copy, "_move", move)
+    monkeypatch.setattr(copy, "_memmove", move)
     copy_batch(*columns(scattered(100, 64 << 10)))
     assert [how for how, _ in late.moved] == ["free"] * 5 + ["kept"] * 3 + ["free"] * 92
-    assert not crowd._suspected
+    assert not contention._suspected
 
 
 def test_want_of_a_processor_is_no_crowd(late: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,8 +294,8 @@ def test_want_of_a_processor_is_no_crowd(late: SimpleNamespace, monkeypatch: pyt
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one processor every late copy was preempted")
 def test_a_thread_that_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another thread in a loop of Python, long copies find out that the GIL does not come back at once."""
-    crowd = copy._Crowd()
-    monkeypatch.setattr(copy, "_crowd", crowd)
+    contention = copy._GilContention()
+    monkeypatch.setattr(copy, "_contention", contention)
     buffers = bytearray(16 * MIB), bytearray(16 * MIB)
     to, start = (address_of(buffer, writable=True)[0] for buffer in buffers)
     over = threading.Event()
@@ -303,14 +303,14 @@ def test_a_thread_that_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     busy.start()
     try:
         patience = time.monotonic() + 60  # where others want the processors, many a lateness says nothing
-        while not crowd._until and time.monotonic() < patience:
+        while not contention._busy_until and time.monotonic() < patience:
             copy_batch(
                 [to + n * 2 * MIB for n in range(8)], [start + (7 - n) * 2 * MIB for n in range(8)], [2 * MIB] * 8
             )
     finally:
         over.set()
         busy.join()
-    assert crowd._until > 0
+    assert contention._busy_until > 0
 
 
 def test_lists_of_different_lengths_are_refused() -> None:
@@ -332,10 +332,10 @@ def test_pieces_of_two_threads_are_all_of_a_batch(monkeypatch: pytest.MonkeyPatc
         moved.append(block)  # type: ignore[arg-type]
 
     monkeypatch.setattr(copy, "usable_cores", lambda: 2)
-    monkeypatch.setattr(copy, "_move", move)
-    monkeypatch.setattr(copy, "_crowd", copy._Crowd())
-    monkeypatch.setattr(copy, "_helper", copy.Helper())
-    monkeypatch.setattr(copy._Crowd, "_is_late", lambda *_: False)
+    monkeypatch.setattr(copy, "_memmove", move)
+    monkeypatch.setattr(copy, "_contention", copy._GilContention())
+    monkeypatch.setattr(copy, "_helper", copy.CopyHelper())
+    monkeypatch.setattr(copy._GilContention, "_is_late", lambda *_: False)
     for sizes in ([100] * 50_000, [64 << 10] * 100, [3 * MIB, 5, 2 * MIB, MIB + 1]):
         blocks = [((1 << 40) + n * 8 * MIB, (2 << 40) + n * 8 * MIB, size) for n, size in enumerate(sizes)]
         moved.clear()

@@ -15,23 +15,23 @@ from typing import Any
 import pytest
 
 from kvtier.cuda.host import copy, memory
-from kvtier.cuda.host.copy import Helper, usable_cores
+from kvtier.cuda.host.copy import CopyHelper, usable_cores
 
 
 @pytest.fixture
-def helper(monkeypatch: pytest.MonkeyPatch) -> Helper:
+def helper(monkeypatch: pytest.MonkeyPatch) -> CopyHelper:
     """One on a machine with processors enough."""
     monkeypatch.setattr(copy, "usable_cores", lambda: 2)
-    return Helper()
+    return CopyHelper()
 
 
-def assert_helps(helper: Helper) -> None:
+def assert_helps(helper: CopyHelper) -> None:
     """Two threads are at work."""
     both = threading.Barrier(2)
     assert helper.share(range(2), lambda _: both.wait(60))
 
 
-def test_every_piece_is_done_once(helper: Helper) -> None:
+def test_every_piece_is_done_once(helper: CopyHelper) -> None:
     """Whoever takes it; and all are done when `share` returns."""
     for _ in range(200):
         done: list[int] = []
@@ -39,7 +39,7 @@ def test_every_piece_is_done_once(helper: Helper) -> None:
         assert sorted(done) == list(range(30))
 
 
-def test_both_threads_work(helper: Helper) -> None:
+def test_both_threads_work(helper: CopyHelper) -> None:
     """Neither waits for the other to have done all."""
     both = threading.Barrier(2)
     threads: set[str] = set()
@@ -52,7 +52,7 @@ def test_both_threads_work(helper: Helper) -> None:
     assert threads == {threading.current_thread().name, "kvtier-copy"}
 
 
-def test_it_waits_for_what_the_helper_is_at(helper: Helper) -> None:
+def test_it_waits_for_what_the_helper_is_at(helper: CopyHelper) -> None:
     """The memory of a copy is the caller's again when the call returns."""
     done: list[int] = []
 
@@ -71,7 +71,7 @@ def test_one_processor_has_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is begun: the caller does it in its own way."""
     monkeypatch.setattr(copy, "usable_cores", lambda: 1)
     done: list[int] = []
-    assert not Helper().share(range(3), done.append)
+    assert not CopyHelper().share(range(3), done.append)
     assert done == []
 
 
@@ -98,17 +98,17 @@ def test_quotas_of_cgroups_count(
 ) -> None:
     """The tightest on the way up the tree, in whole processors; and a process with one of them has no helper."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr(memory, "_OWN", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "_ROOT", tmp_path)
+    monkeypatch.setattr(memory, "_OWN_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_CGROUP_ROOT", tmp_path)
     (tmp_path / "cgroup").write_text(f"{own}\n")
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert usable_cores() == cores
-    assert Helper().share([], lambda _: None) == (cores > 1)
+    assert CopyHelper().share([], lambda _: None) == (cores > 1)
 
 
-def test_two_that_ask_are_two_without_the_helper(helper: Helper) -> None:
+def test_two_that_ask_are_two_without_the_helper(helper: CopyHelper) -> None:
     """Who is helped goes on alone when another comes; both are done, and the next one is helped again."""
     helped, came, over = threading.Event(), threading.Event(), threading.Event()
     names: list[str] = []
@@ -140,7 +140,7 @@ def test_two_that_ask_are_two_without_the_helper(helper: Helper) -> None:
 
 
 @pytest.mark.parametrize("name", ["kvtier-copy", "MainThread"])
-def test_what_goes_wrong_is_raised_where_the_work_was_asked_for(helper: Helper, name: str) -> None:
+def test_what_goes_wrong_is_raised_where_the_work_was_asked_for(helper: CopyHelper, name: str) -> None:
     """In whichever thread it went wrong; the rest is left, and the helper goes on helping others."""
     both = threading.Barrier(2)
     done: list[int] = []
@@ -178,7 +178,7 @@ def _interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_interrupts")
-def test_an_interrupt_waits_for_the_piece_that_the_helper_is_at(helper: Helper) -> None:
+def test_an_interrupt_waits_for_the_piece_that_the_helper_is_at(helper: CopyHelper) -> None:
     """Whoever is interrupted gives the memory away, and the helper must not write to it then; also where he was waiting already."""
     begun = threading.Event()
     done: list[int] = []
@@ -201,7 +201,7 @@ def test_an_interrupt_waits_for_the_piece_that_the_helper_is_at(helper: Helper) 
 
 
 @pytest.mark.usefixtures("_interrupts")
-def test_an_interrupt_when_the_helper_has_just_been_told(helper: Helper) -> None:
+def test_an_interrupt_when_the_helper_has_just_been_told(helper: CopyHelper) -> None:
     """It takes no more pieces then, and the one that it is at is waited for."""
     begun = threading.Event()
     done: list[int] = []
@@ -226,7 +226,7 @@ def test_an_interrupt_when_the_helper_has_just_been_told(helper: Helper) -> None
     assert len(done) == 1
 
 
-def test_no_thread_to_be_had(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_to_be_had(helper: CopyHelper, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process at the limit of its threads copies by itself."""
 
     def start(_: threading.Thread) -> None:
@@ -236,7 +236,7 @@ def test_no_thread_to_be_had(helper: Helper, monkeypatch: pytest.MonkeyPatch) ->
     assert not helper.share(range(3), lambda _: None)
 
 
-def test_no_thread_is_begun_at_the_end(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_begun_at_the_end(helper: CopyHelper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who copies for the first time while the interpreter goes would wait for a thread that never runs."""
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     assert not helper.share(range(3), lambda _: None)
@@ -245,7 +245,7 @@ def test_no_thread_is_begun_at_the_end(helper: Helper, monkeypatch: pytest.Monke
 def test_a_child_that_was_forked_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """In mid-copy of its parent: no lock and no thread of the parent's is waited for."""
     monkeypatch.setattr(copy, "usable_cores", lambda: 2)
-    monkeypatch.setattr(copy, "_helper", Helper())
+    monkeypatch.setattr(copy, "_helper", CopyHelper())
     child = 0
 
     def fork(_: int) -> None:

@@ -51,7 +51,7 @@ def test_chunks_are_whole_pages_and_cover_what_is_backed(region: HostRegion, not
     assert spans[0][0] == region.address
     assert all(address % PAGE_BYTES == 0 and nbytes % PAGE_BYTES == 0 for address, nbytes in spans)
     assert all(address + nbytes == following for (address, nbytes), (following, _) in pairwise(spans))
-    assert sum(notes.registered.values()) == pinning.pinned_bytes == SIZE
+    assert sum(notes.registered.values()) == SIZE
     pinning.close()
     assert not notes.registered
 
@@ -70,7 +70,7 @@ def test_nothing_is_pinned_while_graphs_are_captured(region: HostRegion, notes: 
 
     warm_up(region, pinning, over=lambda: False, sleep=sleep)
     assert asked == 100  # two chunks were left, and each was asked about in each round
-    assert pinning.pinned_bytes == SIZE
+    assert sum(pinning._pinned.values()) == SIZE
 
 
 def test_a_driver_that_refuses_is_asked_once(
@@ -116,21 +116,6 @@ def test_transfers_are_cut_where_chunks_meet(offset: int, nbytes: int, pieces: l
     assert list(split_at_chunks(offset, nbytes)) == pieces
 
 
-def test_what_is_pinned_is_known(region: HostRegion, notes: Notes) -> None:
-    """Whoever may touch pinned memory only can ask; a short last chunk ends where it ends."""
-    pinning = Pinning(region, notes, allowed=lambda: True)
-    assert not pinning.covers(0, 1)
-    pinning.pin(0, PIN_CHUNK_BYTES)
-    pinning.pin(2 * PIN_CHUNK_BYTES, 3 * PAGE_BYTES)
-    assert pinning.covers(0, PIN_CHUNK_BYTES)
-    assert pinning.covers(PIN_CHUNK_BYTES - 1, 1)
-    assert not pinning.covers(PIN_CHUNK_BYTES, 1)
-    assert pinning.covers(2 * PIN_CHUNK_BYTES + 8, 3 * PAGE_BYTES - 8)
-    assert not pinning.covers(2 * PIN_CHUNK_BYTES + 8, 3 * PAGE_BYTES)
-    pinning.close()
-    assert not pinning.covers(0, 1)
-
-
 def test_without_a_gpu_there_is_a_reason() -> None:
     """Pinning is an extra: what is missing is said, and nothing breaks."""
     with pytest.raises(PinError, match=r"CUDA|cuDeviceGet"):
@@ -156,7 +141,7 @@ def test_the_service_answers_while_its_memory_is_being_pinned(tmp_path: Path, no
         assert not notes.registered
         notes.hold.set()
         deadline = time.monotonic() + 60
-        while made[0].pinned_bytes < 128 * MIB:
+        while sum(made[0]._pinned.values()) < 128 * MIB:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert notes.threads == {"kvtier-warmup"}
